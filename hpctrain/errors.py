@@ -22,6 +22,7 @@ class ExitCode(IntEnum):
     COMMUNICATION = 6
     DIVERGED = 7
     OUT_OF_MEMORY = 8
+    DIFFERS = 9  # of `hpctrain check`: a cause is named
     STOPPED_EARLY = 75  # EX_TEMPFAIL: the same command resumes from the saved state
     GIVEN_UP = 76  # by `hpctrain supervise`: do not queue the job again
 
@@ -95,6 +96,12 @@ class OutOfMemory(HpctrainError):
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
+class DifferenceFound(HpctrainError):
+    """`hpctrain check` found that a training differs from itself; its causes are printed."""
+
+    exit_code = ExitCode.DIFFERS
+
+
 class StoppedEarly(HpctrainError):
     """The run was asked to stop; its state is saved, and it resumes from there."""
 
@@ -120,6 +127,7 @@ def from_exit_code(exit_code: int) -> type[HpctrainError]:
         ExitCode.COMMUNICATION: CommunicationError,
         ExitCode.DIVERGED: DivergedError,
         ExitCode.OUT_OF_MEMORY: OutOfMemory,
+        ExitCode.DIFFERS: DifferenceFound,
         ExitCode.STOPPED_EARLY: StoppedEarly,
         ExitCode.GIVEN_UP: GivenUp,
     }

@@ -31,6 +31,7 @@ HELP = """Distributed PyTorch training on HPC systems, from mpirun and srun.
   hpctrain data pack digits data/digits                  make HDF5 shards
   hpctrain train examples/digits.toml                    train, one rank
   hpctrain launch -n 4 -- hpctrain train examples/digits.toml       four ranks
+  hpctrain check examples/digits.toml -n 2               whether ranks, micro-batches and resumed runs give the same
   hpctrain plan recipe.toml --ranks 8 --memory 40GB      which ways to split the model fit, and what they cost
   hpctrain slurm submit recipe.toml                      a batch job that resumes until it is done
   srun --ntasks=8 hpctrain train recipe.toml --set run.epochs=3     inside a Slurm job
@@ -47,7 +48,7 @@ HELP = """Distributed PyTorch training on HPC systems, from mpirun and srun.
 
 \b
 Exit codes: 0 done; 2 usage or recipe; 3 data; 4 checkpoint; 5 launch or topology; 6 communication;
-7 diverged; 8 out of memory; 75 stopped early with its state saved (run the same command again to resume); 76 given up
+7 diverged; 8 out of memory; 9 check found a difference; 75 stopped early with its state saved (run the same command again to resume); 76 given up
 by supervise (do not queue the job again).
 """
 
@@ -78,6 +79,7 @@ def root(
 
 def _add_commands() -> None:
     from hpctrain.cli.bench.group import bench_app
+    from hpctrain.cli.check import check_command
     from hpctrain.cli.checkpoint.group import checkpoint_app
     from hpctrain.cli.data.group import data_app
     from hpctrain.cli.doctor import doctor_command
@@ -95,6 +97,7 @@ def _add_commands() -> None:
 
     app.command("doctor")(doctor_command)
     app.command("train")(train_command)
+    app.command("check")(check_command)
     app.command("plan")(plan_command)
     passes_on = {"ignore_unknown_options": True, "allow_interspersed_args": False}
     app.command("launch", context_settings=passes_on)(launch_command)

@@ -314,13 +314,17 @@ class Session:
 
     def close(self) -> None:
         """Finishes communication. Collective."""
+        self.end_training()
+        self.world.close()
+
+    def end_training(self) -> None:
+        """Ends updaters, reductions and what `on_close` was given; communication stays open. Collective."""
         # The updaters' threads first: they use the reducers' memory, and may still gather parameters, which may fail.
         ended = [updater.close() for updater in self.trainings.updaters]
         self.uncaught_errors.release()
         self.reductions.close(free=is_true_everywhere(self.world, all(ended)))
         while self._closers:
             self._closers.pop()()
-        self.world.close()
 
     def __enter__(self) -> Session:
         return self

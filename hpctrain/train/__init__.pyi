@@ -1,6 +1,7 @@
 from .loop.agreed_batches import agreed_batches as agreed_batches
 from .loop.checkpointing import Checkpointing as Checkpointing
 from .loop.data_balance import DataBalance as DataBalance
+from .loop.evaluate import evaluate as evaluate
 from .loop.guards import Guards as Guards
 from .loop.memory_guard import (
     MICRO_BATCH as MICRO_BATCH,
@@ -32,7 +33,12 @@ from .state.section_times import (
     SectionTimes as SectionTimes,
     read_slowest as read_slowest,
 )
-from .state.seeds import derive_seed as derive_seed, seed_generators as seed_generators
+from .state.seeds import (
+    capture_generators as capture_generators,
+    derive_seed as derive_seed,
+    restore_generators as restore_generators,
+    seed_generators as seed_generators,
+)
 from .state.training_state import (
     Position as Position,
     TrainingState as TrainingState,

@@ -1,0 +1,1 @@
+"""`hpctrain check`: the experiments on a recipe."""

@@ -1,0 +1,222 @@
+"""A recipe as the subject of experiments: its own parts, without the run directory, records and guards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from hpctrain.comm import broadcast_tensors
+from hpctrain.data import Batch, Loader
+from hpctrain.distributed import is_sharded, pipeline_of, split_of
+from hpctrain.errors import RecipeError
+from hpctrain.run.build import (
+    build_parts,
+    build_runner,
+    build_schedule,
+    parallelized,
+    reduction_plan,
+    total_steps,
+)
+from hpctrain.run.compute.precision import loss_scale_for
+from hpctrain.run.data import open_data
+from hpctrain.run.experiments.own_state import module_globals
+from hpctrain.run.experiments.samples import row_hashes, rows_not_finite
+from hpctrain.run.experiments.subject import Rows, Setting
+from hpctrain.run.initial_state import start_from_weights
+from hpctrain.run.recipe.schema import Recipe
+from hpctrain.run.reduction import gradient_bytes
+from hpctrain.run.session import Session
+from hpctrain.train import (
+    LR_SCALE,
+    Position,
+    Task,
+    TaskRunner,
+    derive_seed,
+    evaluate,
+    import_named,
+    import_task,
+    seed_generators,
+)
+
+_EVALUATED = 2  # batches
+
+
+@final
+class RecipeSubject:
+    """See `Subject`. search: folders in which the recipe's modules are looked for."""
+
+    loss_is_share = True
+
+    def __init__(self, recipe: Recipe, *, search: Sequence[Path], scratch: Path) -> None:
+        self.recipe = recipe
+        self.search = search
+        self.scratch = scratch
+        self.name = recipe.run.name
+        self.asks_double = recipe.run.precision == "fp64"
+        self.can_split = recipe.parallel.pipeline == 1
+        self.splits = recipe.data.micro_batches > 1
+        self.repeats_samples = recipe.data.chosen_order == "weighted"
+        self.is_shuffled: bool | None = recipe.data.chosen_order in ("shuffle", "blocks", "stratified")
+
+    def make_task(self) -> Task:
+        section = self.recipe.task
+        return import_task(section.target, options=section.options, search=self.search)
+
+    def variables(self) -> dict[str, Any]:
+        data, optimizer = self.recipe.data, self.recipe.optimizer
+        targets = {
+            "task.target": self.recipe.task.target, "data.transform": data.transform, "optimizer.target": optimizer.target,
+        }  # fmt: skip
+        return {
+            f"the module of {key}": module_globals(import_named(target, key=key, search=self.search))
+            for key, target in targets.items()
+            if target is not None
+        }
+
+    def open(self, session: Session, setting: Setting) -> RecipeTrial:
+        changed = self._changed(setting, one_rank=session.num_ranks == 1)
+        return RecipeTrial(self, changed, session, setting)
+
+    def _changed(self, setting: Setting, *, one_rank: bool) -> Recipe:
+        """Returns the recipe with nothing left that only costs time, and on one rank without a split model."""
+        recipe = self.recipe
+        run = recipe.run.model_copy(update={"precision": "fp64"} if setting.double else {})
+        algorithm = "flat" if recipe.reduction.algorithm == "auto" else recipe.reduction.algorithm
+        reduction = recipe.reduction.model_copy(update={"wire": "fp32", "algorithm": algorithm})
+        parallel = type(recipe.parallel)() if one_rank else recipe.parallel
+        return recipe.model_copy(update={"run": run, "reduction": reduction, "parallel": parallel})
+
+
+@final
+class RecipeTrial:
+    """See `Trial`. Built as `hpctrain.run.training.carry_out` builds a run."""
+
+    def __init__(self, subject: RecipeSubject, recipe: Recipe, session: Session, setting: Setting) -> None:
+        self.session = session
+        self._subject = subject
+        self._recipe = recipe
+        self._task = subject.make_task()
+        self._data = open_data(recipe.data, session=session)
+        parts = session.agreed(
+            lambda: build_parts(recipe, self._task, session=session, data=self._data), os_error=RecipeError
+        )
+        parts = parallelized(parts, recipe, task=self._task, session=session)
+        whole = (
+            recipe.parallel.shard != "parameters" and recipe.parallel.tensor == recipe.parallel.pipeline == 1
+        )
+        reduction = None
+        if whole:
+            reduction = session.reductions.make(
+                reduction_plan(recipe),
+                gradient_bytes=gradient_bytes(parts.model),
+                shard=recipe.parallel.shard,
+            )
+        if recipe.reduction.sync_batch_norm:
+            parts = replace(parts, model=session.sync_batch_norm(parts.model))
+        self.model = parts.model
+        self.optimizer = parts.optimizer
+        self.updater = session.updater(
+            parts.model, parts.optimizer, algorithm=recipe.reduction.algorithm, wire="fp32", reduction=reduction,
+            loss_scale=loss_scale_for(
+                recipe.run.precision, wire="fp32", max_skipped_in_row=recipe.optimizer.max_skipped_in_row
+            ),
+            clip_norm=recipe.optimizer.clip_norm,
+        )  # fmt: skip
+        self.drawing = session.axes.drawing
+        self.is_split = (
+            pipeline_of(parts.model) is not None
+            or split_of(parts.model) is not None
+            or is_sharded(parts.model)
+        )
+        self._parts = parts
+        seed_generators(derive_seed(recipe.run.seed + setting.seed_change, "rank", self.drawing.index))
+        start_from_weights(recipe, parts.model, session=session)
+        steps = total_steps(recipe, parts.loader, position=Position())
+        self._schedule = build_schedule(recipe, steps=steps, decay=parts.decay)
+        self._runner = build_runner(recipe, self._task, parts, session=session, updater=self.updater)
+        self._held_out: Loader = parts.held_out or session.loader(
+            self._data.dataset,
+            global_batch=max(recipe.data.global_batch, session.axes.data.size),
+            shuffle=False,
+        )
+        self._step = 0
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self._parts.loader.batches_per_epoch
+
+    def batches(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
+        self._step = epoch * self.batches_per_epoch + skip
+        with self._parts.loader.epoch(epoch, start=skip * self._recipe.data.global_batch) as batches:
+            yield from batches
+
+    def step(self, batch: Batch, *, micro_batches: int = 1) -> float:
+        lr = self._schedule.lr(self._step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get(LR_SCALE, 1.0)
+        parts = micro_batches if self._subject.can_split else self._recipe.micro_batches
+        loss = self._runner.forward_backward(batch, self.updater, micro_batches=parts)
+        self.updater.step(sums={"loss": loss})
+        self._step += 1
+        return loss
+
+    def rows(self, batch: Batch) -> Rows:
+        real = batch.real()
+        if not self.session.axes.counts_samples:
+            return Rows(indices=[], hashes=[])
+        indices = real.indices if real.indices is not None else np.arange(0)
+        return Rows(
+            indices=[int(i) for i in indices],
+            hashes=row_hashes(real.fields, real.num_samples),
+            not_finite=[
+                (int(indices[row]), name) for row, name in rows_not_finite(real.fields, real.num_samples)
+            ],
+        )
+
+    def part(self, batch: Batch, start: int, stop: int) -> Batch:
+        fields = {name: tensor[start:stop] for name, tensor in batch.real().fields.items()}
+        return replace(batch, fields=fields, num_samples=stop - start, num_padded=0, indices=None)
+
+    def repeated(self, batch: Batch, copies: int) -> Batch:
+        return replace(batch, global_samples=batch.global_samples * copies)
+
+    def poisoned(self, batch: Batch) -> Batch | None:
+        fields, found = dict(batch.fields), False
+        for name, tensor in fields.items():
+            if tensor.is_floating_point() and tensor.numel():
+                fields[name] = tensor.clone()
+                fields[name].reshape(-1)[0] = float("nan")
+                found = True
+        return replace(batch, fields=fields) if found else None
+
+    def loss(self, batch: Batch) -> float:
+        assert isinstance(self._runner, TaskRunner)
+        with torch.no_grad():
+            found: Any = self._runner.loss(batch)
+        return float(found[0] if isinstance(found, tuple) else found)
+
+    def evaluate(self) -> Mapping[str, float]:
+        # As `Training` does: what is evaluated is what is saved.
+        self.updater.wait_for_parameters()
+        pipeline = pipeline_of(self.model)
+        comm = self.session.world if pipeline is None else pipeline.replicas
+        broadcast_tensors(comm, list(self.model.buffers()), root=0, name="the model's buffers")
+        return evaluate(
+            self._runner,
+            self._held_out,
+            comm=self.session.world,
+            max_samples=_EVALUATED * self._held_out.global_batch,
+        )
+
+    def roots(self) -> dict[str, Any]:
+        return {
+            "task": self._task, "model": self.model, "optimizer": self.optimizer, **self._subject.variables(),
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Nothing: the session ends updater and groups."""

@@ -1,0 +1,383 @@
+"""Decides from what was observed which causes the differences have. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpctrain.run.experiments.decide_data import data_findings
+from hpctrain.run.experiments.findings import Cause, Finding, describe, in_percent_or_power, seen
+from hpctrain.run.experiments.observations import Observations
+from hpctrain.run.experiments.probes import MEAN, SUM, WEIGHTED, WHOLE
+
+_ORDER = list(Cause)
+_OF_ONE_PROCESS = (Cause.NOT_DETERMINISTIC, Cause.OWN_RANDOM)
+
+
+def decide(seen_: Observations) -> list[Finding]:
+    """Returns the causes, the most probable first; empty if all that was compared is equal."""
+    found = [*data_findings(seen_), *_one_process(seen_), *_ranks(seen_), *_division(seen_)]
+    found += _resumption(seen_, {f.cause for f in found})
+    found += [*_evaluation(seen_), *_precision(seen_, found), *_poisoned(seen_)]
+    found += _unexplained(seen_, found)
+    unique: dict[Cause, Finding] = {}
+    for finding in found:
+        if finding.cause not in unique or (finding.is_difference and not unique[finding.cause].is_difference):
+            unique[finding.cause] = finding
+    return sorted(unique.values(), key=lambda f: (not f.is_difference, _ORDER.index(f.cause)))
+
+
+def _n(seen_: Observations) -> str:
+    return f"{seen_.num_ranks} ranks against 1 rank"
+
+
+def _one_process(seen_: Observations) -> Iterator[Finding]:
+    if seen_.again.equal:
+        return
+    evidence = seen("1 rank, the same run again", seen_.again)
+    if seen_.fresh_generators:
+        names = ", ".join(seen_.fresh_generators[:3])
+        yield Finding(
+            cause=Cause.OWN_RANDOM, is_difference=True,
+            text=f"two runs with the same seed differ: {names} begins each run in another state",
+            evidence=evidence,
+            advice="seed it from the run's seed, or use the generators of torch, numpy or Python, which the run seeds",
+        )  # fmt: skip
+        return
+    yield Finding(
+        cause=Cause.NOT_DETERMINISTIC, is_difference=True,
+        text="two runs of one process with the same seed, parameters and samples differ",
+        evidence=evidence,
+        advice="look for what depends on time, process, memory addresses or the order of threads in this tensor's "
+        "computation, such as a set's order or atomic additions",
+    )  # fmt: skip
+
+
+def _ranks(seen_: Observations) -> Iterator[Finding]:
+    """Causes that make ranks differ from each other, or sums go wrong."""
+    apart = not seen_.ranks.equal or not seen_.ranks_again.equal
+    if seen_.tampered is not None and apart:
+        step, residual = seen_.tampered
+        again = (
+            [] if seen_.ranks_again.equal else seen(f"{seen_.num_ranks} ranks, repeated", seen_.ranks_again)
+        )
+        yield Finding(
+            cause=Cause.GRADIENTS, is_difference=True,
+            text=f"in step {step} the optimizer gets gradients that are no multiple of the sum of what backward computed "
+            f"on the ranks: {residual.tensor} is off by {in_percent_or_power(residual.relative)}",
+            evidence=[*seen(_n(seen_), seen_.ranks), *again],
+            advice="do not change .grad between backward and step (unscaling, clipping, .data): the sum over the ranks "
+            "may be going on; use the updater's clip_norm and loss_scale",
+        )  # fmt: skip
+    drift = seen_.drift
+    if drift is not None:
+        yield from _drift(seen_)
+    failure = seen_.ranks.failure or seen_.ranks_again.failure
+    if failure is not None and drift is None and seen_.tampered is None:
+        yield _refused(seen_, failure)
+
+
+def _drift(seen_: Observations) -> Iterator[Finding]:
+    drift = seen_.drift
+    assert drift is not None
+    ranks = ", ".join(map(str, drift.ranks[:4]))
+    what = f"rank {ranks} and rank 0"
+    first = "" if drift.step <= 1 else f" (equal until step {drift.step - 1})"
+    evidence = [f"on {seen_.num_ranks} ranks, step {drift.step}{first}", *seen(_n(seen_), seen_.ranks)]
+    if drift.phase == "option":
+        values = (
+            f": {drift.values[0]} on rank 0, {drift.values[1]} on rank {drift.ranks[0]}"
+            if drift.values
+            else ""
+        )
+        name = "learning rate" if drift.name == "lr" else f"option {drift.name}"
+        yield Finding(
+            cause=Cause.LEARNING_RATE, is_difference=True,
+            text=f"{what} have another {name} in step {drift.step}{values}", evidence=evidence,
+            advice="give schedulers a value that is the same on all ranks, such as session.mean(loss)",
+        )  # fmt: skip
+    elif drift.phase == "optimizer":
+        yield Finding(
+            cause=Cause.OPTIMIZER, is_difference=True,
+            text=f"{what} have the same parameters, gradients and options before the optimizer's step {drift.step}, and "
+            f"another {drift.name} after it",
+            evidence=evidence,
+            advice="an optimizer that draws random numbers needs a generator that is the same on all ranks",
+        )  # fmt: skip
+    elif drift.phase == "forward":
+        yield Finding(
+            cause=Cause.DRIFT, is_difference=True,
+            text=f"parameter {drift.name} differs between {what} when the optimizer is called in step {drift.step}, though "
+            "it was equal after the step before: forward or backward changes it",
+            evidence=evidence,
+            advice="do not change parameters in forward (Embedding with max_norm does): change them after the step, on "
+            "all ranks alike",
+        )  # fmt: skip
+    elif drift.phase == "built" or seen_.tampered is None:
+        where = (
+            "when the training is built" if drift.phase == "built" else f"after the sum of step {drift.step}"
+        )
+        yield Finding(
+            cause=Cause.GRADIENTS if drift.phase == "gradient" else Cause.DRIFT, is_difference=True,
+            text=f"{drift.phase} {drift.name} differs between {what} {where}", evidence=evidence,
+            advice="compute it on all ranks alike",
+        )  # fmt: skip
+
+
+def _refused(seen_: Observations, failure: str) -> Finding:
+    """The cause of an error that only the run on several ranks has."""
+    text = failure.lower()
+    if "learning rate" in text or "'lr'" in text:
+        cause = Cause.LEARNING_RATE
+    elif "gradient" in text or "backward" in text or "scaler" in text:
+        cause = Cause.GRADIENTS
+    elif "buffer" in text and "differ" in text:
+        cause = Cause.BUFFER
+    elif "drift" in text or "differ" in text:
+        cause = Cause.DRIFT
+    else:
+        cause = Cause.UNKNOWN
+    return Finding(
+        cause=cause, is_difference=True,
+        text=f"the run on {seen_.num_ranks} ranks ends with an error that the run on 1 rank does not have",
+        evidence=seen(_n(seen_), seen_.ranks) if seen_.ranks.failure else seen("repeated", seen_.ranks_again),
+        advice="do what the message says",
+    )  # fmt: skip
+
+
+def _division(seen_: Observations) -> Iterator[Finding]:
+    """Causes that make the result depend on how the samples are divided."""
+    by_ranks = not seen_.ranks.equal and seen_.ranks.failure is None
+    by_parts = seen_.micro is not None and not seen_.micro.equal
+    loss = seen_.loss
+    if (by_ranks or by_parts) and loss is not None:
+        evidence = [*seen(_n(seen_), seen_.ranks), *seen("1 rank, in 2 micro-batches", seen_.micro)]
+        if seen_.whole is not None and not seen_.ranks.equal:
+            evidence += seen(f"{seen_.num_ranks} ranks that each compute all samples", seen_.whole)
+        matters = by_ranks or seen_.splits
+        if loss.mixes is not None:
+            name, kind, relative = loss.mixes
+            yield Finding(
+                cause=Cause.BATCH_STATISTICS, is_difference=matters,
+                text=f"the outputs of {name} ({kind}) for a sample depend on the other samples that are computed with it"
+                + ("" if matters else ", so that micro-batches differ (this recipe has none)"),
+                evidence=[
+                    f"a batch and its thirds: {name} returns other values for the same samples and inputs, by "
+                    f"{in_percent_or_power(relative)}",
+                    *evidence,
+                ],
+                advice="reduction.sync_batch_norm = true (session.sync_batch_norm), or GroupNorm or LayerNorm",
+            )  # fmt: skip
+        elif loss.kind == SUM:
+            yield _accumulation(
+                seen_, "the loss of a batch is the sum of the losses of its parts, not their mean", evidence
+            )
+        elif loss.kind == WEIGHTED and loss.weights is not None:
+            a, b = loss.weights
+            yield Finding(
+                cause=Cause.LOSS_WEIGHTS, is_difference=matters,
+                text="the loss is a mean over something other than samples (such as tokens that are not padding)",
+                evidence=[
+                    f"a batch and its thirds: the loss is {in_percent_or_power(loss.off)} off the mean over samples, but "
+                    f"is a mean with other weights: two parts of as many samples weigh {a:.3g} and {b:.3g}",
+                    *evidence,
+                ],
+                advice="return (loss, weight) from the task's loss, or give the task weight(fields); in a loop of your "
+                "own, pass the rank's share of all counted elements as weight to updater.backward",
+            )  # fmt: skip
+        elif loss.kind == WHOLE:
+            yield Finding(
+                cause=Cause.BATCH_STATISTICS, is_difference=matters,
+                text="the loss of a batch is no mean over parts of it: it compares samples of the batch with each other, "
+                "or uses statistics of them",
+                evidence=[f"a batch and its thirds: off the mean by {in_percent_or_power(loss.off)}", *evidence],
+                advice="gather what it compares from all ranks, or keep the samples of a rank and its micro-batches fixed",
+            )  # fmt: skip
+        elif loss.kind == MEAN:
+            factors = {
+                _n(seen_): seen_.ranks.factor, "1 rank, in 2 micro-batches": seen_.micro.factor if seen_.micro else None,
+            }  # fmt: skip
+            off = {what: c for what, c in factors.items() if c is not None and abs(c - 1) > 1e-6}
+            if off:
+                what, factor = next(iter(off.items()))
+                text = f"all gradients are {factor:.6g} times what they should be, though the loss is a mean over samples"
+                yield _accumulation(seen_, f"{text} ({what})", evidence)
+    yield from _randomness(seen_)
+
+
+def _accumulation(seen_: Observations, text: str, evidence: list[str]) -> Finding:
+    return Finding(
+        cause=Cause.ACCUMULATION, is_difference=True, text=text, evidence=evidence,
+        advice="return the mean over the samples, and weigh each part by its share of the batch (updater.backward(loss, "
+        "weight=...)) when gradients are accumulated",
+    )  # fmt: skip
+
+
+def _randomness(seen_: Observations) -> Iterator[Finding]:
+    if seen_.no_dropout and not seen_.draws_left:
+        yield Finding(
+            cause=Cause.RANDOM, is_difference=False,
+            text="dropout draws other random numbers on each rank, as it should; numbers of ranks and micro-batches were "
+            "compared with dropout off",
+            evidence=[f"training uses the generator of {', '.join(seen_.draws)}; without dropout none"],
+        )  # fmt: skip
+    if not seen_.draws_left or seen_.reseeded is None or seen_.reseeded.equal:
+        return
+    differ = not seen_.ranks.equal or (seen_.micro is not None and not seen_.micro.equal)
+    yield Finding(
+        cause=Cause.RANDOM, is_difference=differ,
+        text=f"training draws random numbers ({', '.join(seen_.draws_left)}) that are not dropout's, and each rank draws its "
+        "own: runs on other numbers of ranks differ by them",
+        evidence=[*seen("1 rank with other random numbers", seen_.reseeded), *seen(_n(seen_), seen_.ranks)],
+        advice="if that is meant, compare runs statistically; else derive them from the sample's number, not from the rank",
+    )  # fmt: skip
+
+
+def _resumption(seen_: Observations, known: set[Cause]) -> Iterator[Finding]:
+    resumed = seen_.resumed
+    if resumed is None or any(cause in known for cause in _OF_ONE_PROCESS):
+        return
+    evidence = seen("1 rank, stopped and resumed", resumed.plain)
+    if not resumed.plain.equal:
+        if resumed.with_generators is not None and resumed.with_generators.equal:
+            names = ", ".join(list(seen_.own_generators)[:3])
+            yield Finding(
+                cause=Cause.OWN_RANDOM, is_difference=True,
+                text=f"the resumed run differs, and is equal once the state of {names} is carried over: checkpoints have "
+                "only the generators of torch, numpy and Python",
+                evidence=evidence,
+                advice="draw from those, or from a generator that is made of the seed and the step",
+            )  # fmt: skip
+        elif resumed.with_state is not None and resumed.with_state.equal:
+            yield _own_state(seen_, evidence)
+        elif (first := resumed.plain.earliest) is not None and first.kind == "samples":
+            yield Finding(
+                cause=Cause.DATA_ORDER, is_difference=True,
+                text="the resumed run gets other samples than the run that was not stopped", evidence=evidence,
+                advice="let the order be a function of seed and epoch, and begin at the saved position",
+            )  # fmt: skip
+        else:
+            yield Finding(
+                cause=Cause.OWN_STATE, is_difference=True,
+                text="the resumed run differs: something that training changes is not in the checkpoint, and was not found "
+                "in attributes of the task, the model or the optimizer",
+                evidence=evidence, advice="keep it in a buffer of the model, or compute it from the step",
+            )  # fmt: skip
+    elif seen_.ranks_resumed is not None and not seen_.ranks_resumed.equal and seen_.buffers_apart:
+        names = ", ".join(seen_.buffers_apart[:3])
+        if Cause.BATCH_STATISTICS not in known:
+            yield Finding(
+                cause=Cause.BUFFER, is_difference=True,
+                text=f"buffer {names} differs between the ranks, and training reads it: a checkpoint has rank 0's only",
+                evidence=seen(f"{seen_.num_ranks} ranks, stopped and resumed", seen_.ranks_resumed),
+                advice="sum what it is computed from over the ranks",
+            )  # fmt: skip
+
+
+def _own_state(seen_: Observations, evidence: list[str]) -> Finding:
+    paths = {path: kind for path, kind in seen_.own_state.items() if kind != "generator"}
+    names = ", ".join(list(paths)[:3])
+    buffers = [path for path, kind in paths.items() if kind == "buffer"]
+    in_optimizer = all(path.startswith("optimizer") for path in paths)
+    return Finding(
+        cause=Cause.OPTIMIZER if in_optimizer else Cause.BUFFER if buffers else Cause.OWN_STATE, is_difference=True,
+        text=f"the resumed run differs, and is equal once {names} is carried over: it is not in the checkpoint",
+        evidence=evidence,
+        advice="register it with persistent=True" if buffers else "keep it in a buffer of the model (register_buffer)",
+    )  # fmt: skip
+
+
+def _evaluation(seen_: Observations) -> Iterator[Finding]:
+    facts = seen_.evaluation
+    if facts is None:
+        return
+    relevant = [f"{name} ({kind})" for name, kind in facts.training]
+    modes = [f"in training mode during evaluation: {', '.join(relevant[:4])}"] if relevant else []
+    if facts.differs or facts.changed:
+        evidence = [*modes]
+        if facts.differs:
+            name, relative = max(facts.differs.items(), key=lambda item: item[1])
+            evidence.append(
+                f"two evaluations of the same parameters: {name} differs by {in_percent_or_power(relative)}"
+            )
+        if facts.draws:
+            evidence.append(f"forward in evaluation draws random numbers ({', '.join(facts.draws)})")
+        if facts.changed:
+            evidence.append(f"evaluation changes {', '.join(list(facts.changed)[:3])}")
+        text = "evaluation computes with the model in training mode" if relevant else (
+            "evaluation draws random numbers although the model is in evaluation mode (such as dropout without "
+            "`training=self.training`)"
+        )  # fmt: skip
+        yield Finding(
+            cause=Cause.EVALUATION, is_difference=True, text=text, evidence=evidence,
+            advice="leave the mode to the run, which calls model.eval(); pass training=self.training to functional dropout",
+        )  # fmt: skip
+    elif facts.modes:
+        yield Finding(
+            cause=Cause.EVALUATION, is_difference=True,
+            text=f"evaluation leaves modules in another mode: {', '.join(list(facts.modes)[:4])}",
+            advice="leave the mode to the run",
+        )  # fmt: skip
+    elif seen_.evaluation_apart:
+        name, relative = max(seen_.evaluation_apart.items(), key=lambda item: item[1])
+        yield Finding(
+            cause=Cause.METRICS, is_difference=True,
+            text=f"metric {name} of the same parameters and samples differs between 1 rank and {seen_.num_ranks}, by "
+            f"{in_percent_or_power(relative)}",
+            advice="a metric is a mean over the samples of a batch; other means need their weight",
+        )  # fmt: skip
+
+
+def _precision(seen_: Observations, found: list[Finding]) -> Iterator[Finding]:
+    if not seen_.low_precision or not seen_.double:
+        return
+    differs = any(not c.equal for c in seen_.compared().values()) and not any(f.is_difference for f in found)
+    where = [
+        f"{entry.module or 'the loss'}: {entry.operation} gives {entry.dtype}"
+        for entry in seen_.low_precision[:4]
+    ]
+    yield Finding(
+        cause=Cause.FLOAT32, is_difference=seen_.asks_double or differs,
+        text=f"the model computes in float64, but {seen_.low_precision[0].module or 'its loss'} computes in "
+        f"{seen_.low_precision[0].dtype}"
+        + ("" if seen_.asks_double else ": harmless in a float32 run, but differences below 1e-7 cannot be told apart"),
+        evidence=where, advice="keep the dtype of the input: x.to(weight.dtype) instead of x.float()",
+    )  # fmt: skip
+
+
+def _poisoned(seen_: Observations) -> Iterator[Finding]:
+    if seen_.poisoned:
+        bad = [
+            f"field {name} is not finite in samples {list(rows)[:3]}"
+            for name, rows in seen_.samples.not_finite.items()
+        ]
+        yield Finding(
+            cause=Cause.BUFFER_NOT_FINITE, is_difference=True,
+            text=f"after a batch with NaN, whose step is skipped, {', '.join(list(seen_.poisoned)[:4])} is not finite and "
+            "stays so",
+            evidence=bad or ["a NaN was put into one sample to see this; the samples read have none"],
+            advice="keep running statistics in buffers of the model, which the run puts back, or skip what is not finite",
+        )  # fmt: skip
+
+
+def _unexplained(seen_: Observations, found: list[Finding]) -> Iterator[Finding]:
+    if any(f.is_difference for f in found):
+        return
+    for what, comparison in seen_.compared().items():
+        first = comparison.earliest
+        if comparison.equal or (first is None and comparison.failure is None):
+            continue
+        if "micro" in what and not seen_.splits and found:
+            continue  # explained by a note
+        evidence = [line for name, other in seen_.compared().items() for line in seen(name, other)]
+        if first is not None and first.kind == "buffer":
+            yield Finding(
+                cause=Cause.BUFFER, is_difference=True,
+                text=f"{what}: {describe(first)}: it is computed from the samples of one rank or part", evidence=evidence,
+                advice="sum what it is computed from over the ranks",
+            )  # fmt: skip
+        else:
+            yield Finding(
+                cause=Cause.UNKNOWN, is_difference=True, text=f"{what} differs, and no experiment explains it",
+                evidence=evidence,
+            )  # fmt: skip
+        return

@@ -1,0 +1,106 @@
+"""Decides which causes in the data the differences have. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpctrain.run.experiments.findings import Cause, Finding, seen
+from hpctrain.run.experiments.observations import Observations
+
+
+def data_findings(observed: Observations) -> Iterator[Finding]:
+    samples, ranks = observed.samples, observed.num_ranks
+    if samples.content_by_rank:
+        yield Finding(
+            cause=Cause.DATA_BY_RANK, is_difference=True,
+            text=f"the ranks read other contents for the same samples, such as {list(samples.content_by_rank)[:3]}",
+            evidence=["each rank read the same batches alone, as the only rank"],
+            advice="let a dataset or transform depend on the sample's number and the epoch, not on the rank",
+        )  # fmt: skip
+    elif samples.content_changes:
+        yield from _content_changes(observed)
+    elif samples.content_by_share:
+        yield Finding(
+            cause=Cause.DATA_BY_RANK, is_difference=True,
+            text=f"samples such as {list(samples.content_by_share)[:3]} have another content on {ranks} ranks than in one "
+            "process: it depends on the rank, or on which samples are read together",
+            evidence=["one process reads them alike each time"],
+            advice="let a dataset or transform depend on the sample's number and the epoch only",
+        )  # fmt: skip
+    yield from _repeats(observed)
+    if samples.history:
+        yield Finding(
+            cause=Cause.DATA_ORDER, is_difference=True,
+            text="an epoch's samples depend on what was read before it: read first they are others than after an epoch "
+            "that was left early",
+            evidence=["epoch 1 of a new loader, and after two batches of epoch 0"],
+            advice="make the order of epoch and seed alone (set_epoch must reach the workers), and end an epoch that is "
+            "left",
+        )  # fmt: skip
+    if samples.same_every_epoch:
+        yield Finding(
+            cause=Cause.DATA_ORDER, is_difference=True,
+            text="epochs 0 and 1 have the same shuffled order: the sampler ignores the epoch",
+            evidence=["the samples of both epochs, in order"],
+            advice="call sampler.set_epoch(epoch), or derive the order from seed and epoch",
+        )  # fmt: skip
+    is_known = (
+        samples.content_by_rank or samples.content_by_share or samples.repeated or samples.content_changes
+    )
+    if samples.other_steps and not is_known:
+        counts = f": {samples.num_rank_rows} samples on all ranks, {samples.num_rows} in one process"
+        yield Finding(
+            cause=Cause.DATA_ORDER, is_difference=True,
+            text=f"in step {samples.other_steps} the ranks together get other samples than one process"
+            + (counts if samples.num_rank_rows != samples.num_rows else ""),
+            evidence=seen(f"{ranks} ranks against 1 rank", observed.ranks),
+            advice="split each global batch over the ranks: batch size = global batch / number of ranks, and the same order "
+            "on all ranks",
+        )  # fmt: skip
+
+
+def _content_changes(observed: Observations) -> Iterator[Finding]:
+    samples = observed.samples
+    text = f"one process reads other contents for the same samples, such as {list(samples.content_changes)[:3]}, when it runs again"
+    if observed.own_generators or observed.fresh_generators:
+        names = ", ".join([*observed.fresh_generators, *observed.own_generators][:3])
+        yield Finding(
+            cause=Cause.OWN_RANDOM, is_difference=True, text=f"{text}; {names} draws random numbers",
+            advice="make a generator of seed, epoch and sample number",
+        )  # fmt: skip
+    else:
+        yield Finding(
+            cause=Cause.NOT_DETERMINISTIC, is_difference=True, text=text,
+            advice="make random numbers of seed, epoch and sample number",
+        )  # fmt: skip
+
+
+def _repeats(observed: Observations) -> Iterator[Finding]:
+    samples, ranks = observed.samples, observed.num_ranks
+    if observed.repeats_intended:
+        return
+    extra = sum(times - 1 for times in samples.repeated.values())
+    is_padding = 0 < extra < ranks and not samples.missing
+    if samples.repeated_one:
+        shown = ", ".join(f"{name} ({times} times)" for name, times in list(samples.repeated_one.items())[:3])
+        yield Finding(
+            cause=Cause.REPEATED, is_difference=True,
+            text=f"one process gets samples more than once in an epoch: {shown}",
+            evidence=[f"{len(samples.repeated_one)} of {samples.num_seen} samples are repeated"],
+            advice="draw each sample once in an epoch, or use order = 'weighted' if repeats are meant",
+        )  # fmt: skip
+    elif samples.repeated and not is_padding:
+        shown = ", ".join(f"{name} ({times} times)" for name, times in list(samples.repeated.items())[:3])
+        missing = f", and {samples.missing} samples of the epoch on none" if samples.missing else ""
+        yield Finding(
+            cause=Cause.REPEATED, is_difference=True,
+            text=f"the {ranks} ranks get the same samples: {shown}{missing}",
+            evidence=[f"{len(samples.repeated)} samples on more than one rank, or more often than in one process"],
+            advice="give the sampler num_replicas = session.num_ranks and rank = session.rank",
+        )  # fmt: skip
+    elif is_padding:
+        yield Finding(
+            cause=Cause.REPEATED, is_difference=False,
+            text=f"the sampler repeats {extra} sample{'s' if extra > 1 else ''} so that each rank has as many",
+            advice="metrics over such an epoch count them twice",
+        )  # fmt: skip

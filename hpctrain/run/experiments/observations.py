@@ -1,0 +1,106 @@
+"""What the experiments observed, as values from which the causes are decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hpctrain.run.experiments.compare import Comparison, Residual
+from hpctrain.run.experiments.probes import EvaluationFacts, LossFacts, LowPrecision
+from hpctrain.run.experiments.samples import SampleFacts
+
+EQUAL = Comparison(first={}, worst=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drift:
+    """The first difference between the ranks of one trial in what all of them should hold alike.
+
+    step: from 1; 0: when it was built. phase: `built`; `forward`, between the last step and the optimizer's call;
+    `gradient`, after the sum over the ranks; `option` of the optimizer; `optimizer`, in its step. name: of the tensor
+    or option. ranks: that differ from rank 0. values: of an option, on rank 0 and on the first of `ranks`.
+    """
+
+    step: int
+    phase: str
+    name: str
+    ranks: Sequence[int]
+    values: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumptions:
+    """Runs that were stopped and resumed, compared with the run that was not.
+
+    plain: as a run does it. with_generators, with_state: the same, but the user's own generators, or all other values
+    of theirs that a checkpoint does not have, were carried over from the run that was not stopped.
+    """
+
+    plain: Comparison = EQUAL
+    with_generators: Comparison | None = None
+    with_state: Comparison | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observations:
+    """Of `steps` steps on one rank and on `num_ranks`. What was not done is None or empty.
+
+    again: one rank, repeated. micro: one rank, two micro-batches. ranks: N ranks against one. ranks_again: N ranks
+    repeated, each delayed by another time. ranks_micro: N ranks with two micro-batches. whole: N ranks that each
+    compute all samples. reseeded: one rank with other random numbers. no_dropout: `micro`, `ranks`, `ranks_micro` and
+    `whole` were compared with dropout off. draws, draws_left: generators that training used, with dropout and without.
+    own_generators: generators of the user's own that changed in the run, by path; fresh_generators: those whose first
+    state differs between two runs. own_state: path -> kind of other values outside of the checkpoint that changed.
+    buffers_apart: buffers that differ between the ranks after the first step. evaluation_apart: metrics that differ
+    between one rank and N. tampered: of gradients that are no multiple of the sum of what backward computed, with the
+    step. poisoned: what is not finite after a batch with NaN was skipped. splits: the run itself uses micro-batches.
+    is_split: the ranks hold parts of the model. repeats_intended: samples are drawn with replacement.
+    """
+
+    num_ranks: int
+    steps: int
+    tolerance: float
+    double: bool
+    asks_double: bool
+    again: Comparison = EQUAL
+    micro: Comparison | None = None
+    resumed: Resumptions | None = None
+    ranks: Comparison = EQUAL
+    ranks_again: Comparison = EQUAL
+    ranks_micro: Comparison | None = None
+    ranks_resumed: Comparison | None = None
+    whole: Comparison | None = None
+    reseeded: Comparison | None = None
+    no_dropout: bool = False
+    draws: Sequence[str] = ()
+    draws_left: Sequence[str] = ()
+    own_generators: Sequence[str] = ()
+    fresh_generators: Sequence[str] = ()
+    own_state: Mapping[str, str] = field(default_factory=dict)
+    buffers_apart: Sequence[str] = ()
+    samples: SampleFacts = field(default_factory=SampleFacts)
+    loss: LossFacts | None = None
+    low_precision: Sequence[LowPrecision] = ()
+    evaluation: EvaluationFacts | None = None
+    evaluation_apart: Mapping[str, float] = field(default_factory=dict)
+    drift: Drift | None = None
+    tampered: tuple[int, Residual] | None = None
+    poisoned: Sequence[str] = ()
+    splits: bool = False
+    is_split: bool = False
+    repeats_intended: bool = False
+
+    def compared(self) -> dict[str, Comparison]:
+        """Returns the comparisons that were made, by what they compare, in words."""
+        ranks = f"{self.num_ranks} ranks"
+        resumed = self.resumed.plain if self.resumed is not None else None
+        found = {
+            "1 rank, repeated": self.again,
+            "1 rank, in 2 micro-batches": self.micro,
+            "1 rank, stopped and resumed": resumed,
+            f"{ranks} against 1 rank": self.ranks,
+            f"{ranks}, repeated with delays": self.ranks_again,
+            f"{ranks}, in 2 micro-batches": self.ranks_micro,
+            f"{ranks}, stopped and resumed": self.ranks_resumed,
+        }
+        return {name: comparison for name, comparison in found.items() if comparison is not None}

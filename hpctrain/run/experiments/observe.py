@@ -1,0 +1,351 @@
+"""The experiments on a subject, from the first trial to the observations. Collective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+
+from hpctrain.comm import all_gather_json
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.run.experiments.compare import Comparison, Residual, collinearity, compare, merge, with_losses
+from hpctrain.run.experiments.drift import find_drift
+from hpctrain.run.experiments.evaluation import probe_evaluation
+from hpctrain.run.experiments.observations import Observations, Resumptions
+from hpctrain.run.experiments.own_state import OwnState
+from hpctrain.run.experiments.probes import (
+    EvaluationFacts,
+    LossFacts,
+    LowPrecision,
+    find_low_precision,
+    probe_loss,
+    unchanged,
+)
+from hpctrain.run.experiments.sample_pass import pass_over_samples
+from hpctrain.run.experiments.samples import SampleFacts
+from hpctrain.run.experiments.subject import Subject, Trial
+from hpctrain.run.experiments.trace import RunTrace
+from hpctrain.run.experiments.trials import Conditions, Ran, Trials
+
+TOLERANCE = 1e-12
+# float32 keeps 7 digits, which sums in another order and a few steps of training blur.
+TOLERANCE_FLOAT32 = 2e-5
+STEPS = 4
+_TAMPERED = {True: 1e-9, False: 1e-3}
+
+
+@final
+class Experiments:
+    """Observes a subject on one rank and on all ranks of `session`. say: shows a line of progress, on rank 0."""
+
+    def __init__(
+        self, subject: Subject, session: Any, *, steps: int = STEPS, say: Callable[[str], None]
+    ) -> None:
+        self._subject = subject
+        self._session = session
+        self._steps = steps
+        self._say = say
+        self._trials: Trials
+        self._tolerance = TOLERANCE
+
+    # ------------------------------------------------------------------ the experiments
+
+    def observe(self) -> Observations:
+        """Does all experiments. Raises the error of a first trial on one rank, which trains as a run would."""
+        first_state = OwnState.of(self._subject.variables())
+        one = self._first(first_state)
+        say, double = self._say, self._trials.double
+        say("1 rank, repeated")
+        again = self._run(Conditions())
+        draws = self._draws(one.trace)
+        no_dropout, left, plain = False, draws, one
+        if draws:
+            say("1 rank, without dropout")
+            plain = self._run(Conditions(dropout=False))
+            left = self._draws(plain.trace)
+            no_dropout = left != draws
+        drop = not no_dropout
+        plain = plain if no_dropout else one
+        reseeded = None
+        if left:
+            say("1 rank, with other random numbers")
+            reseeded = self._compared(plain, self._run(Conditions(dropout=drop, seed_change=1)))
+        micro = None
+        if self._subject.can_split:
+            say("1 rank, in 2 micro-batches")
+            micro = self._compared(plain, self._run(Conditions(dropout=drop, micro_batches=2)))
+        say("1 rank, stopped and resumed")
+        resumed = self._resumptions(one)
+        ranks = self._on_ranks(one, plain, drop=drop)
+        say("samples, evaluation, loss and buffers")
+        samples = self._samples(one, again, ranks)
+        evaluation, apart, loss, low, poisoned = self._probes()
+        kept = one.ended.changed_since(one.began)
+        observations = Observations(
+            num_ranks=self._session.num_ranks, steps=self._steps, tolerance=self._tolerance, double=double,
+            asks_double=self._subject.asks_double, again=self._compared(one, again), micro=micro, resumed=resumed,
+            reseeded=reseeded, no_dropout=no_dropout, draws=draws, draws_left=left,
+            own_generators=[path for path, kind in kept.items() if kind == "generator"],
+            fresh_generators=[p for p, kind in again.began.changed_since(one.began).items() if kind == "generator"],
+            own_state={path: kind for path, kind in kept.items() if kind != "generator"},
+            samples=samples, loss=loss, low_precision=low, evaluation=evaluation, evaluation_apart=apart,
+            poisoned=poisoned, splits=self._subject.splits, repeats_intended=self._subject.repeats_samples,
+            **ranks.observed,
+        )  # fmt: skip
+        return observations
+
+    def _first(self, first_state: OwnState) -> Ran:
+        """Runs the reference: on one rank, in float64 where the model computes in it."""
+        for double in (True, False):
+            self._tolerance = TOLERANCE if double else TOLERANCE_FLOAT32
+            self._trials = Trials(
+                self._subject, self._session, steps=self._steps, double=double, first_state=first_state
+            )
+            self._say(f"1 rank, {self._steps} steps in {'float64' if double else 'float32'}")
+            ran: Ran | None = None
+            error = HpctrainError("another rank has failed")
+            try:
+                ran = self._run(Conditions())
+                if (failure := ran.trace.failure) is not None:
+                    ran, error = (
+                        None,
+                        UsageError(f"step {failure.step} on 1 rank: {failure.kind}: {failure.text}"),
+                    )
+            except HpctrainError as found:
+                error = found
+            except Exception as found:  # the user's code may raise anything
+                error = UsageError(f"the training cannot be built on 1 rank: {type(found).__name__}: {found}")
+            may_retry = double and not self._subject.asks_double and _is_of_dtypes(str(error))
+            outcome = "done" if ran is not None else "dtype" if may_retry else "failed"
+            outcomes = all_gather_json(self._session.world, outcome)
+            if ran is not None and all(other == "done" for other in outcomes):
+                return ran
+            if "failed" in outcomes:
+                raise type(error)(str(error), agreed=True) from error
+        raise AssertionError("float32 is the last try")
+
+    def _run(self, conditions: Conditions) -> Ran:
+        ran = self._trials.run(conditions)
+        if not self._subject.loss_is_share or conditions.on_ranks:
+            ran = replace(ran, trace=self._with_losses(ran.trace, on_ranks=conditions.on_ranks))
+        return ran
+
+    def _with_losses(self, trace: RunTrace, *, on_ranks: bool) -> RunTrace:
+        """Gives each step its loss over all ranks."""
+        if not on_ranks:
+            return trace
+        mine = [[step.loss, len(step.rows.hashes)] for step in trace.steps]
+        everyone = all_gather_json(self._session.world, mine)
+        losses = []
+        for number in range(len(trace.steps)):
+            parts = [rank[number] for rank in everyone if number < len(rank)]
+            if self._subject.loss_is_share:
+                losses.append(math.fsum(loss for loss, _ in parts))
+            else:
+                total = sum(rows for _, rows in parts)
+                losses.append(
+                    math.fsum(loss * (rows / total if total else 1 / len(parts)) for loss, rows in parts)
+                )
+        return with_losses(trace, losses)
+
+    def _compared(
+        self, reference: Ran, other: Ran, *, samples: bool = True, from_step: int = 1
+    ) -> Comparison:
+        """Compares on each rank, and merges what the ranks found."""
+        mine = compare(
+            reference.trace, other.trace, tolerance=self._tolerance, samples=samples, from_step=from_step
+        )
+        return merge(
+            [Comparison.of_json(value) for value in all_gather_json(self._session.world, mine.as_json())]
+        )
+
+    def _draws(self, trace: RunTrace) -> list[str]:
+        return sorted({name for step in trace.steps for name in step.draws})
+
+    def _resumptions(self, one: Ran) -> Resumptions:
+        stop = self._steps // 2
+        first = stop + 1
+
+        def resumed(carried: str | None = None) -> tuple[Ran, Comparison]:
+            ran = self._run(Conditions(stop_at=stop, carried=carried))
+            return ran, self._compared(
+                one, ran, from_step=first if len(ran.trace.steps) <= self._steps - stop else 1
+            )
+
+        _, plain = resumed()
+        if plain.equal:
+            return Resumptions(plain=plain)
+        with_generators, with_state = resumed("generator"), resumed("value")
+        return Resumptions(
+            plain=plain,
+            with_generators=with_generators[1] if with_generators[0].carried else None,
+            with_state=with_state[1] if with_state[0].carried else None,
+        )
+
+    # ------------------------------------------------------------------ all ranks
+
+    def _on_ranks(self, one: Ran, plain: Ran, *, drop: bool) -> _OnRanks:
+        n, say = self._session.num_ranks, self._say
+        say(f"{n} ranks")
+        natural = self._run(Conditions(on_ranks=True))
+        compared_run = natural if drop else self._run(Conditions(on_ranks=True, dropout=False))
+        ranks = self._compared(plain, compared_run, samples=False)
+        say(f"{n} ranks, repeated with delays")
+        again = self._run(Conditions(on_ranks=True, delayed=True))
+        ranks_again = self._compared(natural, again)
+        micro = resumed = None
+        if natural.trace.failure is None:
+            if self._subject.can_split:
+                say(f"{n} ranks, in 2 micro-batches")
+                split = self._run(Conditions(on_ranks=True, dropout=drop, micro_batches=2))
+                micro = self._compared(compared_run, split)
+            say(f"{n} ranks, stopped and resumed")
+            stop = self._steps // 2
+            ran = self._run(Conditions(on_ranks=True, stop_at=stop))
+            resumed = self._compared(natural, ran, from_step=stop + 1)
+        whole = None
+        if not ranks.equal and not natural.is_split and natural.trace.failure is None:
+            say(f"{n} ranks that each compute all samples")
+            ran = self._run(Conditions(on_ranks=True, dropout=drop, whole=True))
+            whole = self._compared(plain, ran, samples=False)
+        drift, tampered, buffers_apart = None, None, []
+        if not natural.is_split:
+            everyone = all_gather_json(self._session.world, [_digests(r.trace) for r in (natural, again)])
+            drift = find_drift([rank[0] for rank in everyone]) or find_drift([rank[1] for rank in everyone])
+            steps = [rank[0]["steps"] for rank in everyone if rank[0]["steps"]]
+            if steps:
+                buffers_apart = [
+                    b
+                    for b, h in steps[0][0]["buffers"].items()
+                    if any(s[0]["buffers"][b] != h for s in steps)
+                ]
+            tampered = self._tampered(natural.trace) or self._tampered(again.trace)
+        observed = {
+            "ranks": ranks, "ranks_again": ranks_again, "ranks_micro": micro, "ranks_resumed": resumed, "whole": whole,
+            "drift": drift, "tampered": tampered, "buffers_apart": buffers_apart, "is_split": natural.is_split,
+        }  # fmt: skip
+        return _OnRanks(natural, observed)
+
+    def _tampered(self, trace: RunTrace) -> tuple[int, Residual] | None:
+        """Returns the first step whose gradients at the optimizer are no multiple of the sum of backward's. Collective."""
+        counts = all_gather_json(self._session.world, len(trace.steps))
+        names = all_gather_json(self._session.world, [sorted(s.own_gradients) for s in trace.steps])
+        for number in range(min(counts)):
+            step = trace.steps[number]
+            common = sorted(set.intersection(*(set(rank[number]) for rank in names)))
+            if step.gradients is None or not common:
+                continue
+            flat = torch.cat([step.own_gradients[name] for name in common])
+            self._session.world.all_reduce(flat)
+            sizes = [step.own_gradients[name].numel() for name in common]
+            sums = dict(zip(common, flat.split(sizes), strict=True))
+            residual = collinearity(sums, step.gradients.values)
+            found = residual is not None and residual.relative > _TAMPERED[self._trials.double]
+            if any(all_gather_json(self._session.world, found)):
+                return (number + 1, residual) if residual is not None else None
+        return None
+
+    # ------------------------------------------------------------------ samples and probes
+
+    def _samples(self, one: Ran, again: Ran, ranks: _OnRanks) -> SampleFacts:
+        return pass_over_samples(
+            self._trials,
+            one=one.trace,
+            again=again.trace,
+            ranks=ranks.natural.trace,
+            is_shuffled=self._subject.is_shuffled,
+        )
+
+    def _probes(
+        self,
+    ) -> tuple[EvaluationFacts | None, dict[str, float], LossFacts | None, list[LowPrecision], list[str]]:
+        tolerance = self._tolerance
+        with self._trials.open(on_ranks=False) as trial:
+            evaluation = probe_evaluation(trial, tolerance=tolerance)
+            batch = _first_batch(trial)
+            num_rows = len(trial.rows(batch).hashes)
+            loss = probe_loss(trial, batch, num_rows=num_rows, tolerance=tolerance)
+            low = find_low_precision(trial, batch) if self._trials.double else []
+        apart: dict[str, float] = {}
+        if evaluation is not None and not evaluation.differs:
+            with self._trials.open(on_ranks=True) as trial, unchanged_if_whole(trial):
+                metrics = trial.evaluate() or {}
+            for name, value in evaluation.metrics.items():
+                other = metrics.get(name, math.nan)
+                largest = max(abs(value), abs(other))
+                if not abs(value - other) <= 100 * tolerance * largest:
+                    apart[name] = abs(value - other) / largest if largest > 0 else math.inf
+        return evaluation, apart, loss, low, self._poisoned()
+
+    def _poisoned(self) -> list[str]:
+        """Returns what is not finite after a step on a batch with NaN, and after a sound step that follows it."""
+        with self._trials.open(on_ranks=False) as trial:
+            batch = _first_batch(trial)
+            bad = trial.poisoned(batch)
+            if bad is None:
+                return []
+            try:
+                losses = [trial.step(batch), trial.step(bad), trial.step(batch)]
+            except Exception:  # the run refuses the batch, or ends as diverged: nothing goes on with it
+                return []
+            trial.updater.wait_for_parameters()
+            named = [*trial.model.named_parameters(), *trial.model.named_buffers()]
+            found = [name for name, t in named if t.is_floating_point() and not bool(t.isfinite().all())]
+            state = OwnState.of(trial.roots())
+            found += [path for path, value in state.values.items() if _is_not_finite(value)]
+            if not found and not math.isfinite(losses[2]):
+                found = ["the loss of later steps"]
+            return found
+
+
+class _OnRanks:
+    def __init__(self, natural: Ran, observed: Mapping[str, Any]) -> None:
+        self.natural = natural
+        self.observed = observed
+
+
+def unchanged_if_whole(trial: Trial) -> Any:
+    import contextlib
+
+    return contextlib.nullcontext() if trial.is_split else unchanged(trial)
+
+
+def _first_batch(trial: Trial) -> Any:
+    batches = trial.batches(0)
+    try:
+        return next(batches)
+    finally:
+        close = getattr(batches, "close", None)
+        if close is not None:
+            close()
+
+
+def _is_of_dtypes(text: str) -> bool:
+    lowered = text.lower()
+    return any(word in lowered for word in ("dtype", "double", "float64", "scalar type"))
+
+
+def _is_not_finite(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point() and not bool(value.isfinite().all())
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _digests(trace: RunTrace) -> dict[str, Any]:
+    """Returns hashes and options of a trace, as JSON values, for `find_drift`."""
+    return {
+        "initial": dict(trace.initial.hashes),
+        "steps": [
+            {
+                "before": dict(s.parameters_before.hashes) if s.parameters_before else None,
+                "gradients": dict(s.gradients.hashes) if s.gradients else None,
+                "options": s.options,
+                "after": dict(s.parameters.hashes),
+                "buffers": dict(s.buffers.hashes),
+            }
+            for s in trace.steps
+        ],
+    }  # fmt: skip

@@ -1,0 +1,235 @@
+"""State of the user's objects outside of checkpoints: generators, numbers and tensors in attributes of theirs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpctrain.run.experiments.randomness import generator_state, is_generator, set_generator
+
+_MAX_OBJECTS, _MAX_DEPTH = 20_000, 8
+_PLAIN = (int, float, str, bool, complex, bytes, type(None))
+# Of these nothing inside is the user's.
+_LIBRARIES = ("torch", "numpy", "hpctrain", "torchvision", "sklearn", "pandas")
+_SAVED_OF_MODULES = ("_parameters", "_buffers", "training")
+_SAVED_OF_OPTIMIZERS = ("state", "param_groups", "defaults")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a value is: an attribute (dict `container` of an object), an entry of a dict or list. kind: `generator`,
+    `buffer` (one that is not saved) or `value`."""
+
+    container: Any
+    key: Any
+    value: Any
+    kind: str
+
+
+def find_places(roots: Mapping[str, Any]) -> dict[str, Place]:
+    """Returns the values that are reachable from the user's objects and not in a checkpoint, by path."""
+    found: dict[str, Place] = {}
+    seen: set[int] = set()
+    waiting: deque[tuple[str, Any, Any, Any, int]] = deque()
+    for name, root in roots.items():
+        holder = {name: root}
+        waiting.append((name, holder, name, root, 0))
+    while waiting and len(seen) < _MAX_OBJECTS:
+        path, container, key, value, depth = waiting.popleft()
+        if isinstance(value, torch.nn.Parameter):
+            continue
+        if is_generator(value) or isinstance(value, (*_PLAIN, torch.Tensor, np.ndarray, np.generic)):
+            kind = "generator" if is_generator(value) else "value"
+            found[path] = Place(container=container, key=key, value=value, kind=kind)
+            continue
+        if id(value) in seen or depth > _MAX_DEPTH:
+            continue
+        seen.add(id(value))
+        for name, inner_container, inner_key, inner in _inside(value):
+            waiting.append((f"{path}{name}", inner_container, inner_key, inner, depth + 1))
+        if isinstance(value, torch.nn.Module):
+            for name in value._non_persistent_buffers_set:
+                buffer = value._buffers.get(name)
+                if buffer is not None:
+                    place = Place(container=value._buffers, key=name, value=buffer, kind="buffer")
+                    found[f"{path}.{name}"] = place
+    return found
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yields (name, container, key, value) of what an object holds."""
+    if isinstance(value, dict):
+        for key, inner in list(value.items())[:1000]:
+            yield f"[{key!r}]", value, key, inner
+    elif isinstance(value, list | deque):
+        for number, inner in enumerate(list(value)[:1000]):
+            yield f"[{number}]", value, number, inner
+    elif isinstance(value, tuple):
+        for number, inner in enumerate(value[:1000]):
+            yield f"[{number}]", None, number, inner
+    elif isinstance(value, FunctionType):
+        yield from _of_function(value)
+    elif isinstance(value, MethodType):
+        yield ".__self__", None, None, value.__self__
+    elif not isinstance(value, type | ModuleType):
+        yield from _attributes(value)
+
+
+def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, Any, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f".{name}", _Cell(cell), 0, cell.cell_contents
+        except ValueError:  # not yet assigned
+            continue
+    if not function.__module__.startswith(_LIBRARIES):
+        for name in function.__code__.co_names:
+            if name in function.__globals__ and not name.startswith("__"):
+                yield f".{name}", function.__globals__, name, function.__globals__[name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """A variable of an enclosing function, with the interface of a list of one value."""
+
+    cell: Any
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        self.cell.cell_contents = value
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any, Any, Any]]:
+    own = getattr(value, "__dict__", None)
+    if not isinstance(own, dict):
+        return
+    is_module, is_optimizer = isinstance(value, torch.nn.Module), isinstance(value, torch.optim.Optimizer)
+    library = type(value).__module__.partition(".")[0]
+    if is_module:
+        for name, child in value._modules.items():
+            if child is not None:
+                yield f".{name}", value._modules, name, child
+    elif library in _LIBRARIES and not (library == "hpctrain" and hasattr(value, "build_model")):
+        return
+    for name, inner in list(own.items()):
+        if is_module and (name in _SAVED_OF_MODULES or name == "_modules"):
+            continue
+        if is_module and (
+            name.endswith(("_hooks", "_hooks_with_kwargs", "_always_called")) or name[:2] == "__"
+        ):
+            continue
+        if is_optimizer and (name in _SAVED_OF_OPTIMIZERS or "hook" in name or name.startswith("_zero_grad")):
+            continue
+        yield f".{name}", own, name, inner
+
+
+def module_globals(value: Any) -> dict[str, Any]:
+    """Returns the variables of the module that an object's class or function is from, if that is the user's own."""
+    name = getattr(value, "__module__", None) or type(value).__module__
+    module = sys.modules.get(name)
+    if (
+        module is None
+        or name.partition(".")[0] in (*_LIBRARIES, *sys.stdlib_module_names)
+        or name == "__main__"
+    ):
+        return {}
+    return {
+        key: inner
+        for key, inner in vars(module).items()
+        if not key.startswith("__") and not isinstance(inner, type | ModuleType | FunctionType)
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnState:
+    """Copies of such values at one moment, by path."""
+
+    values: Mapping[str, Any]
+    kinds: Mapping[str, str]
+    marks: Mapping[str, str]
+
+    @classmethod
+    def of(cls, roots: Mapping[str, Any]) -> OwnState:
+        places = find_places(roots)
+        return cls(
+            values={path: _copied(place) for path, place in places.items() if _is_kept(place)},
+            kinds={path: place.kind for path, place in places.items()},
+            marks={path: _mark(place) for path, place in places.items()},
+        )
+
+    def changed_since(self, before: OwnState) -> dict[str, str]:
+        """Returns path -> kind of what differs, or is new since `before`."""
+        return {path: self.kinds[path] for path, mark in self.marks.items() if before.marks.get(path) != mark}
+
+    def put_into(self, roots: Mapping[str, Any], paths: Mapping[str, str]) -> int:
+        """Copies the values at `paths` into another trial's objects. Returns how many had a place there."""
+        places = find_places(roots)
+        count = 0
+        for path in paths:
+            if path not in self.values:
+                continue
+            place = places.get(path)
+            if place is not None and place.kind == "generator":
+                set_generator(place.value, self.values[path])
+                count += 1
+            elif place is not None and place.container is not None:
+                place.container[place.key] = copy.deepcopy(self.values[path])
+                count += 1
+            elif (
+                place is None
+                and self.kinds[path] != "generator"
+                and (parent := _parent(path, places, roots)) is not None
+            ):
+                parent[0][parent[1]] = copy.deepcopy(self.values[path])
+                count += 1
+        return count
+
+
+def _parent(
+    path: str, places: Mapping[str, Place], roots: Mapping[str, Any]
+) -> tuple[dict[str, Any], str] | None:
+    """Returns the container of the siblings of `path`, for attributes that the other trial does not have yet."""
+    head, dot, name = path.rpartition(".")
+    if not dot or "[" in name:
+        return None
+    for other, place in places.items():
+        if other.rpartition(".")[0] == head and isinstance(place.container, dict):
+            return place.container, name
+    return None
+
+
+def _is_kept(place: Place) -> bool:
+    return not (
+        isinstance(place.value, torch.Tensor) and place.value.requires_grad and not place.value.is_leaf
+    )
+
+
+def _copied(place: Place) -> Any:
+    return generator_state(place.value) if place.kind == "generator" else copy.deepcopy(place.value)
+
+
+def _mark(place: Place) -> str:
+    value = place.value
+    if place.kind == "generator":
+        return repr(generator_state(value))
+    if isinstance(value, torch.Tensor):
+        found = value.detach()
+        return f"{found.dtype}{tuple(found.shape)}{_bytes(found)}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{value.shape}{hash(value.tobytes()) if value.dtype != object else id(value)}"
+    if dataclasses.is_dataclass(value):
+        return str(id(value))
+    return repr(value)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    return hash(tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

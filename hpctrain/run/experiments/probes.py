@@ -1,0 +1,246 @@
+"""Probes of a model's forward on one rank: what mixes samples, what the loss is a mean over, where float32 is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hpctrain.run.experiments.own_state import OwnState
+from hpctrain.run.experiments.randomness import NoDropout
+from hpctrain.run.experiments.subject import Trial
+from hpctrain.train import capture_generators, restore_generators
+
+MEAN, SUM, WEIGHTED, WHOLE = "mean", "sum", "weighted", "whole"
+_LOW = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossFacts:
+    """How the loss of a batch follows from those of its parts.
+
+    kind: `mean` over the samples; `sum` over them; `weighted`, a mean with other weights than the numbers of samples;
+    `whole`: it does not follow from those of the parts. off: how far it is from the mean over samples, relative.
+    weights: of `weighted`, of two parts of the same number of samples, relative to each other.
+    mixes: the first module whose outputs for some samples depend on the other samples of the batch, with its class and
+    the relative difference; None: no module does.
+    """
+
+    kind: str
+    off: float = 0.0
+    weights: tuple[float, float] | None = None
+    mixes: tuple[str, str, float] | None = None
+
+
+@contextmanager
+def unchanged(trial: Trial) -> Iterator[None]:
+    """Puts model, optimizer, generators and the user's other state back after the block."""
+    device = trial.session.device
+    tensors = [(t, t.detach().clone()) for t in (*trial.model.parameters(), *trial.model.buffers())]
+    gradients = [(p, p.grad) for p in trial.model.parameters()]
+    modes = {name: module.training for name, module in trial.model.named_modules()}
+    generators, own = capture_generators(device), OwnState.of(trial.roots())
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in tensors:
+                tensor.copy_(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for name, module in trial.model.named_modules():
+            module.training = modes.get(name, module.training)
+        restore_generators(generators, device=device, otherwise=0)
+        changed = OwnState.of(trial.roots()).changed_since(own)
+        own.put_into(trial.roots(), changed)
+
+
+class _Outputs:
+    """Records inputs and outputs of a model's modules, in the order in which they return."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self.seen: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = []
+
+    def __enter__(self) -> _Outputs:
+        self._handles = [
+            module.register_forward_hook(self._returned(name)) for name, module in self._model.named_modules()
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _returned(self, name: str) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+            self.seen.append((name, _tensors(args), _tensors(output)))
+
+        return hook
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value.detach().double().clone()] if value.is_floating_point() else []
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [t for item in value for t in _tensors(item)] if isinstance(value, list | tuple) else []
+
+
+def probe_loss(trial: Trial, batch: Any, *, num_rows: int, tolerance: float) -> LossFacts | None:
+    """Computes the loss of a batch and of parts of it, always from the same state. None for fewer than 3 samples."""
+    if num_rows < 3:
+        return None
+
+    def of(start: int, stop: int) -> tuple[float, _Outputs]:
+        with unchanged(trial), NoDropout(), _Outputs(trial.model) as outputs:
+            return trial.loss(trial.part(batch, start, stop)), outputs
+
+    third = num_rows // 3
+    a, b, c = (0, third), (third, 2 * third), (2 * third, 3 * third)
+    full, full_outputs = of(0, 3 * third)
+    parts = [of(*span) for span in (a, b, c)]
+    mixes = _first_mixing(
+        trial.model, full_outputs, [outputs for _, outputs in parts], tolerance=max(1e-9, 100 * tolerance)
+    )
+    of_a, of_b, of_c = (loss for loss, _ in parts)
+    mean, scale = (of_a + of_b + of_c) / 3, max(abs(full), *(abs(x) for x in (of_a, of_b, of_c)), 1e-30)
+    off = abs(full - mean) / scale
+    accuracy = max(1e-9, 100 * tolerance)
+    if off <= accuracy:
+        return LossFacts(kind=MEAN, off=off, mixes=mixes)
+    if abs(full - (of_a + of_b + of_c)) / scale <= accuracy:
+        return LossFacts(kind=SUM, off=off, mixes=mixes)
+    of_ab, of_bc = of(0, 2 * third)[0], of(third, 3 * third)[0]
+    first, second = _ratio(of_ab, of_a, of_b), _ratio(of_bc, of_b, of_c)
+    if first is not None and second is not None:
+        weight_a, weight_b, weight_c = first * second, second, 1.0
+        total = weight_a + weight_b + weight_c
+        predicted = (weight_a * of_a + weight_b * of_b + weight_c * of_c) / total
+        if abs(predicted - full) / scale <= 1e3 * accuracy:
+            return LossFacts(kind=WEIGHTED, off=off, weights=(1.0, first), mixes=mixes)
+    return LossFacts(kind=WHOLE, off=off, mixes=mixes)
+
+
+def _ratio(both: float, left: float, right: float) -> float | None:
+    """Returns weight of `left` / weight of `right` if `both` is their weighted mean; None if it is not."""
+    if both in (left, right) or (both - right) * (left - both) <= 0:
+        return None
+    ratio = (both - right) / (left - both)
+    return ratio if math.isfinite(ratio) else None
+
+
+def _first_mixing(
+    model: torch.nn.Module, full: _Outputs, parts: Sequence[_Outputs], *, tolerance: float
+) -> tuple[str, str, float] | None:
+    if len({len(outputs.seen) for outputs in (full, *parts)}) != 1:
+        return None
+    for number, (name, inputs, outputs) in enumerate(full.seen):
+        of_parts = [part.seen[number] for part in parts]
+        if any(found[0] != name for found in of_parts):
+            return None
+        if _apart(inputs, [found[1] for found in of_parts]) > tolerance:
+            continue  # what it was given differs already
+        apart = _apart(outputs, [found[2] for found in of_parts])
+        if apart > tolerance:
+            return name or "the model", type(model.get_submodule(name)).__name__, apart
+    return None
+
+
+def _apart(full: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]]) -> float:
+    """Returns the largest relative difference between tensors and those of the parts put together; 0 if they are not
+    by sample."""
+    worst = 0.0
+    for number, tensor in enumerate(full):
+        pieces = [part[number] for part in parts if number < len(part)]
+        if len(pieces) != len(parts) or not tensor.dim() or any(p.dim() != tensor.dim() for p in pieces):
+            continue
+        if sum(p.shape[0] for p in pieces) != tensor.shape[0] or any(
+            p.shape[1:] != tensor.shape[1:] for p in pieces
+        ):
+            continue
+        largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+        if largest > 0 and math.isfinite(largest):
+            worst = max(worst, float((torch.cat(list(pieces)) - tensor).abs().max()) / largest)
+    return worst
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LowPrecision:
+    """An operation that computes in less than float64 with float64 values. module: in whose forward; `` if in none."""
+
+    module: str
+    operation: str
+    dtype: str
+
+
+class _DtypeWalk(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: list[str] = []
+        self.found: list[LowPrecision] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor) and output.dtype in _LOW and output.dim() > 0:
+            given = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, torch.Tensor)]
+            if any(t.dtype == torch.float64 for t in given):
+                module = self.modules[-1] if self.modules else ""
+                self.found.append(
+                    LowPrecision(
+                        module=module, operation=str(func), dtype=str(output.dtype).removeprefix("torch.")
+                    )
+                )
+        return output
+
+
+def find_low_precision(trial: Trial, batch: Any) -> list[LowPrecision]:
+    """Returns where a float64 model computes in less, in one forward; at most one entry for each module."""
+    found = [
+        LowPrecision(module=name, operation="parameter or buffer", dtype=str(t.dtype).removeprefix("torch."))
+        for name, t in (*trial.model.named_parameters(), *trial.model.named_buffers())
+        if t.dtype in _LOW
+    ]
+    walk = _DtypeWalk()
+
+    def entered(name: str) -> Callable[..., None]:
+        return lambda *_: walk.modules.append(name or "the model itself")
+
+    def left(*_: object) -> None:
+        walk.modules.pop()
+
+    handles: list[Any] = []
+    for name, module in trial.model.named_modules():
+        handles += [module.register_forward_pre_hook(entered(name)), module.register_forward_hook(left)]
+    try:
+        with unchanged(trial), walk:
+            trial.loss(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    by_module = {entry.module: entry for entry in reversed(walk.found)}
+    return [*found, *reversed(by_module.values())]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationFacts:
+    """What evaluations of the same parameters showed.
+
+    metrics: of the first. differs: metrics that another evaluation gives otherwise, with the relative difference.
+    training: modules that were in training mode, with their classes. draws: generators that were used. changed:
+    parameters and buffers that it changed. modes: modules whose mode differs after it.
+    """
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    differs: Mapping[str, float] = field(default_factory=dict)
+    training: Sequence[tuple[str, str]] = ()
+    draws: Sequence[str] = ()
+    changed: Sequence[str] = ()
+    modes: Sequence[str] = ()

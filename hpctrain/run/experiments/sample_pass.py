@@ -1,0 +1,125 @@
+"""Reads an epoch's samples without training, in one process and on all ranks, and compares them. Collective."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+from hpctrain.comm import all_gather_json
+from hpctrain.run.experiments.samples import SampleFacts, repeats, repeats_beyond
+from hpctrain.run.experiments.subject import Rows, Trial
+from hpctrain.run.experiments.trace import RunTrace
+from hpctrain.run.experiments.trials import Trials
+
+# Batches of an epoch that are read; the rest is taken to be like them.
+MAX_BATCHES = 64
+_LEFT_AFTER = 2
+_SHOWN = 5
+
+
+def pass_over_samples(
+    trials: Trials, *, one: RunTrace, again: RunTrace, ranks: RunTrace, is_shuffled: bool | None
+) -> SampleFacts:
+    world = trials.session.world
+    with trials.open(on_ranks=False) as trial:
+        whole, complete = _read(trial, 0, MAX_BATCHES)
+        after_early_end, _ = _read(trial, 1, _LEFT_AFTER) if complete else _left_early(trial)
+    with trials.open(on_ranks=False) as trial:
+        _read(trial, 0, _LEFT_AFTER)  # left early: what comes next may continue it
+        history_of, _ = _read(trial, 1, _LEFT_AFTER)
+    with trials.open(on_ranks=False) as trial:
+        fresh, _ = _read(trial, 1, _LEFT_AFTER)
+    with trials.open(on_ranks=True) as trial:
+        mine, _ = _read(trial, 0, MAX_BATCHES)
+    names_one = _names(whole)
+    everyone = all_gather_json(
+        world,
+        {"names": _names(mine), "hashes": _hashes(mine), "alone": _hashes(whole), "steps": [r.rows.names() for r in ranks.steps]},
+    )  # fmt: skip
+    repeated, missing = repeats_beyond(names_one, [rank["names"] for rank in everyone])
+    content_one = _content(whole)
+    by_rank = sorted({
+        name for rank in everyone for name, own, other in zip(names_one, _hashes(whole), rank["alone"]) if own != other
+    })  # fmt: skip
+    by_rank = sorted({name for found in all_gather_json(world, by_rank) for name in found})
+    by_share = []
+    if whole and whole[0].indices is not None:
+        by_share = [
+            name for rank in everyone for name, hashed in zip(rank["names"], rank["hashes"], strict=True)
+            if name in content_one and content_one[name] != hashed
+        ]  # fmt: skip
+    elif complete:
+        known = set(names_one)
+        by_share = [name for rank in everyone for name in rank["names"] if name not in known]
+    changes = _changes(one, again)
+    bad: dict[str, list[int]] = {}
+    for rows in whole:
+        for row, field in rows.not_finite:
+            bad.setdefault(field, []).append(row)
+    first_epoch, second = _names(whole[:_LEFT_AFTER]), _names(fresh)
+    other_steps, counts = _other_steps(one, [rank["steps"] for rank in everyone])
+    return SampleFacts(
+        num_seen=len(names_one), repeated_one=repeats(names_one), repeated=repeated, missing=missing if complete else 0,
+        not_finite=bad, content_by_rank=by_rank[:_SHOWN], content_by_share=sorted(set(by_share))[:_SHOWN],
+        content_changes=changes[:_SHOWN], other_steps=other_steps, num_rows=counts[0], num_rank_rows=counts[1],
+        same_every_epoch=is_shuffled is True and len(first_epoch) > 1 and first_epoch == second,
+        history=bool(second) and (_names(history_of) != second or _names(after_early_end) != second),
+    )  # fmt: skip
+
+
+def _read(trial: Trial, epoch: int, most: int) -> tuple[list[Rows], bool]:
+    """Reads up to `most` batches of an epoch. Returns their rows, and whether these are all."""
+    found: list[Rows] = []
+    with closing(_closable(trial.batches(epoch))) as batches:
+        for batch in itertools.islice(batches, most):
+            found.append(trial.rows(batch))
+        complete = len(found) < most or next(batches, None) is None
+    return found, complete
+
+
+def _left_early(trial: Trial) -> tuple[list[Rows], bool]:
+    return _read(trial, 1, _LEFT_AFTER)
+
+
+def _closable(batches: Iterator[Any]) -> Iterator[Any]:
+    try:
+        yield from batches
+    finally:
+        close: Callable[[], object] | None = getattr(batches, "close", None)
+        if close is not None:
+            close()
+
+
+def _names(rows: Sequence[Rows]) -> list[int]:
+    return [name for batch in rows for name in batch.names()]
+
+
+def _hashes(rows: Sequence[Rows]) -> list[int]:
+    return [hashed for batch in rows for hashed in batch.hashes]
+
+
+def _content(rows: Sequence[Rows]) -> dict[int, int]:
+    return dict(zip(_names(rows), _hashes(rows), strict=True))
+
+
+def _changes(one: RunTrace, again: RunTrace) -> list[int]:
+    """Returns samples whose content differs between two runs, though they are the same in the same steps."""
+    found = []
+    for first, second in zip(one.steps, again.steps, strict=False):
+        if first.rows.indices is None or first.rows.names() != second.rows.names():
+            continue
+        pairs = zip(first.rows.names(), first.rows.hashes, second.rows.hashes, strict=True)
+        found += [name for name, a, b in pairs if a != b]
+    return sorted(set(found))
+
+
+def _other_steps(one: RunTrace, by_rank: Sequence[Sequence[Sequence[int]]]) -> tuple[int, tuple[int, int]]:
+    """Returns the first step in which the ranks together get other samples than one process, and both numbers."""
+    for number in range(min(len(one.steps), *(len(rank) for rank in by_rank))):
+        alone = sorted(one.steps[number].rows.names())
+        together = sorted(name for rank in by_rank for name in rank[number])
+        if alone != together:
+            return number + 1, (len(alone), len(together))
+    return 0, (0, 0)

@@ -1,0 +1,37 @@
+"""Sessions of trials: of this rank alone, and of all ranks, over communication that stays open."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from hpctrain.comm import Monitored, SerialWorld
+from hpctrain.topology import Topology
+
+
+def alone(session: Any) -> Any:
+    """Returns a session of one rank, on this rank's device, that communicates with no other."""
+    cores = session.gather_cores()[session.rank]
+    world = Monitored(SerialWorld(), timeout_s=session.world.limits.settings.timeout_s)
+    topology = Topology.from_node_names([session.identity.node_name])
+    world.place(topology)
+    return type(session)(
+        identity=session.identity, world=world, topology=topology, device=session.device, cores=[cores]
+    )
+
+
+def together(session: Any) -> Any:
+    """Returns a new session of all ranks over the communication of `session`. Collective."""
+    return type(session)(
+        identity=session.identity, world=session.world, topology=session.topology, device=session.device,
+        cores=session.gather_cores(),
+    )  # fmt: skip
+
+
+def sum_exactly(session: Any) -> None:
+    """Has the session's updaters sum gradients in their own dtype, by an algorithm that is not measured first."""
+    session.updater = partial(_exact_updater, session.updater)
+
+
+def _exact_updater(make: Any, *args: Any, **options: Any) -> Any:
+    return make(*args, **{**options, "wire": "fp32", "algorithm": "flat"})

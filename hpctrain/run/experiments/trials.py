@@ -1,0 +1,219 @@
+"""Runs trials: the same training from its beginning, under chosen conditions."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from hpctrain.checkpoint import SaveOptions, Saving
+from hpctrain.errors import HpctrainError
+from hpctrain.run.experiments.own_state import OwnState
+from hpctrain.run.experiments.randomness import NoDropout
+from hpctrain.run.experiments.sessions import alone, together
+from hpctrain.run.experiments.subject import Setting, Subject, Trial
+from hpctrain.run.experiments.trace import Failure, RunTrace, StepRecorder
+from hpctrain.train import Position, TrainingState, resume
+
+_DELAY_S = 0.03
+_MAX_TEXT = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions:
+    """Of a trial. on_ranks: on all ranks; else each rank trains alone. delayed: ranks compute later than others, each in
+    other steps. whole: every rank computes all samples. stop_at: stopped after so many steps and resumed, with a new
+    model. carried: `generator` or `value`: values of this kind outside of the checkpoint are carried over."""
+
+    on_ranks: bool = False
+    micro_batches: int = 1
+    dropout: bool = True
+    delayed: bool = False
+    whole: bool = False
+    seed_change: int = 0
+    stop_at: int | None = None
+    carried: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ran:
+    """trace: of all steps, or of those after the resumption. began, ended: the user's own state."""
+
+    trace: RunTrace
+    began: OwnState
+    ended: OwnState
+    is_split: bool = False
+    carried: dict[str, str] = field(default_factory=dict)
+
+
+@final
+class Trials:
+    """Runs trials of a subject. `run` and `open` are collective over all ranks, also for trials of one rank."""
+
+    def __init__(
+        self, subject: Subject, session: Any, *, steps: int, double: bool, first_state: OwnState
+    ) -> None:
+        self.subject = subject
+        self.session = session
+        self.steps = steps
+        self.double = double
+        self._first_state = first_state
+        self._num_saved = 0
+        self._has_shown = False
+
+    @contextlib.contextmanager
+    def open(self, *, on_ranks: bool, seed_change: int = 0) -> Iterator[Trial]:
+        """Builds a trial, and closes it after the block."""
+        session = together(self.session) if on_ranks else alone(self.session)
+        with self._quiet():
+            try:
+                self._as_at_first()
+                trial = self.subject.open(session, Setting(double=self.double, seed_change=seed_change))
+                try:
+                    yield trial
+                finally:
+                    trial.close()
+            finally:
+                session.end_training()
+                if not on_ranks:
+                    session.world.close()
+
+    def _as_at_first(self) -> None:
+        """Gives the variables of the user's modules the values that they had before the first trial."""
+        now = OwnState.of(self.subject.variables())
+        self._first_state.put_into(self.subject.variables(), now.changed_since(self._first_state))
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Shows what the user's code prints in the first trial only."""
+        if not self._has_shown:
+            self._has_shown = True
+            yield
+            return
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+
+    def run(self, conditions: Conditions) -> Ran:
+        """Trains under the conditions. An error that ends the training is in the trace."""
+        if conditions.stop_at is None:
+            return self._train(conditions, start=0, stop=self.steps)
+        self._num_saved += 1
+        own = "ranks" if conditions.on_ranks else f"rank-{self.session.rank}"
+        folder = self.subject.scratch / f"{own}-{self._num_saved}"
+        before = self._train(conditions, start=0, stop=conditions.stop_at, save_in=folder)
+        if before.trace.failure is not None:
+            return before
+        return self._train(
+            conditions, start=conditions.stop_at, stop=self.steps, load_from=folder, stopped=before
+        )
+
+    def _train(
+        self,
+        conditions: Conditions,
+        *,
+        start: int,
+        stop: int,
+        save_in: Path | None = None,
+        load_from: Path | None = None,
+        stopped: Ran | None = None,
+    ) -> Ran:
+        with contextlib.ExitStack() as stack:
+            trial = stack.enter_context(
+                self.open(on_ranks=conditions.on_ranks, seed_change=conditions.seed_change)
+            )
+            source = trial
+            if conditions.whole:
+                source = stack.enter_context(self.open(on_ranks=False))
+            if not conditions.dropout:
+                stack.enter_context(NoDropout())
+            began = OwnState.of(trial.roots())
+            carried: dict[str, str] = {}
+            if load_from is not None and stopped is not None:
+                self._load(trial, load_from)
+                if conditions.carried is not None:
+                    changed = stopped.ended.changed_since(stopped.began)
+                    generators = conditions.carried == "generator"
+                    carried = {p: k for p, k in changed.items() if (k == "generator") == generators}
+                    stopped.ended.put_into(trial.roots(), carried)
+            recorder = stack.enter_context(StepRecorder(trial))
+            recorder.trace.failure = self._steps(
+                trial, source, recorder, conditions=conditions, start=start, stop=stop
+            )
+            if save_in is not None and recorder.trace.failure is None:
+                self._save(trial, save_in, step=stop)
+            return Ran(
+                trace=recorder.trace, began=began, ended=OwnState.of(trial.roots()),
+                is_split=trial.is_split, carried=carried,
+            )  # fmt: skip
+
+    def _steps(
+        self,
+        trial: Trial,
+        source: Trial,
+        recorder: StepRecorder,
+        *,
+        conditions: Conditions,
+        start: int,
+        stop: int,
+    ) -> Failure | None:
+        number, per_epoch = start, source.batches_per_epoch
+        try:
+            while number < stop:
+                epoch, skip = divmod(number, per_epoch)
+                first = number
+                with contextlib.closing(_closable(source.batches(epoch, skip=skip))) as batches:
+                    for batch in batches:
+                        if conditions.whole:
+                            batch = trial.repeated(batch, self.session.num_ranks)
+                        if conditions.delayed:
+                            time.sleep(_DELAY_S * ((self.session.rank + number) % self.session.num_ranks))
+                        with recorder.step(batch) as losses:
+                            losses.append(trial.step(batch, micro_batches=conditions.micro_batches))
+                        number += 1
+                        if number == stop:
+                            break
+                if number == first:
+                    return Failure(kind="DataError", text=f"epoch {epoch} has no batches", step=number + 1)
+                if number < stop:
+                    per_epoch = skip + number - first  # of a loader that does not say how many it has
+        except Exception as error:  # the user's code may raise anything
+            return Failure(kind=type(error).__name__, text=str(error)[:_MAX_TEXT], step=number + 1)
+        return None
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _state(self, trial: Trial) -> TrainingState:
+        return TrainingState(trial.model, trial.optimizer, trial.updater, 0, trial.drawing)
+
+    def _save(self, trial: Trial, folder: Path, *, step: int) -> None:
+        trial.updater.wait_for_parameters()
+        state = self._state(trial).capture(Position(step=step), comm=trial.session.world, identity={})
+        Saving.begin(
+            state, directory=folder, step=step, comm=trial.session.world, options=SaveOptions()
+        ).finish()
+
+    def _load(self, trial: Trial, folder: Path) -> None:
+        # A new process has used its generators otherwise.
+        torch.rand(1), np.random.rand(), random.random()
+        try:
+            resume(self._state(trial), source=folder, named=True, comm=trial.session.world, identity={})
+        except HpctrainError as error:
+            raise type(error)(f"the training cannot be resumed: {error}", agreed=error.agreed) from error
+
+
+def _closable(batches: Iterator[Any]) -> Iterator[Any]:
+    """Returns the iterator as a generator, whose `close` ends the iterator too."""
+    try:
+        yield from batches
+    finally:
+        close: Callable[[], object] | None = getattr(batches, "close", None)
+        if close is not None:
+            close()
