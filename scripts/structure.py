@@ -2,7 +2,7 @@
 
     python scripts/structure.py
 
-Exits with 1 if `hpctrain/` has a folder with more than 14 Python files, a module over 400 lines, an import cycle, or an
+Exits with 1 if `hpctrain/` has a folder with more than 30 Python files, a module over 600 lines, an import cycle, or an
 import from another package that is not from its `__init__`.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-MAX_FILES, MAX_LINES = 14, 400
+MAX_FILES, MAX_LINES = 30, 600
 
 
 def modules() -> dict[str, Path]:
