@@ -87,7 +87,7 @@ class SampleComparison:
             for row in _first_middle_last(dataset.shape[0] if dims else 1):
                 wanted = _hdf5_reads(dataset, (row, *rest) if dims else ())
                 found = os.pread(file.descriptor, compared_bytes, layout.offset + row * row_bytes)
-                if wanted is not None and found != wanted.tobytes():
+                if wanted is not None and found != wanted.astype(layout.dtype, copy=False).tobytes():
                     raise _differs(where, row)
         finally:
             file.close()
