@@ -87,7 +87,7 @@ class SampleComparison:
             for row in _first_middle_last(dataset.shape[0] if dims else 1):
                 wanted = _hdf5_reads(dataset, (row, *rest) if dims else ())
                 found = os.pread(file.descriptor, compared_bytes, layout.offset + row * row_bytes)
-                if wanted is not None and found != wanted.tobytes():
+                if wanted is not None and not _same(found, wanted, dtype=layout.dtype):
                     raise _differs(where, row)
         finally:
             file.close()
@@ -115,7 +115,7 @@ class SampleComparison:
                 except (DataError, OSError, RuntimeError, ValueError, KeyError) as error:
                     raise _differs(where, first[0]) from error
                 found = values[tuple(slice(0, size) for size in wanted.shape)]
-                if found.tobytes() != wanted.astype(found.dtype, copy=False).tobytes():
+                if not _same(found.tobytes(), wanted, dtype=found.dtype):
                     raise _differs(where, first[0])
         finally:
             file.close()
@@ -142,6 +142,12 @@ def _hdf5_reads(dataset: h5py.Dataset, selection: Any) -> NDArray[Any] | None:
         return np.asarray(read_elements(dataset, selection))
     except (DataError, OSError, RuntimeError, ValueError):
         return None
+
+
+def _same(found: bytes, wanted: NDArray[Any], *, dtype: np.dtype[Any]) -> bool:
+    if dtype == bool:  # any byte but 0 is true, and h5py's scalars have only 1
+        return np.array_equal(np.frombuffer(found, np.uint8) != 0, wanted.reshape(-1) != 0)
+    return found == wanted.astype(dtype, copy=False).tobytes()
 
 
 def _differs(where: str, row: int) -> DataError:

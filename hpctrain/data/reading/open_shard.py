@@ -173,8 +173,9 @@ class OpenShard:
         assert self._reader is not None
         spec, stored, layout = self._manifest.fields[name], self._entry.fields[name], self._layouts[name]
         member = () if stored.member is None else layout.dtype[stored.member].shape
-        is_scalar = not layout.shape
-        shape = (*(layout.shape or (1,)), *member)
+        shape = (*layout.shape, *member)
+        is_scalar = not shape
+        shape = shape or (1,)
         dtype = np.dtype(spec.dtype)
         options: dict[str, Any] = {
             "dataset": stored.dataset,

@@ -15,6 +15,8 @@ from h5py import h5d, h5p, h5s, h5t, h5z
 from tests.unit.data.hdf5.random_types import Drawn, Random, draw
 
 LZF = 32000
+# libsz 2.0.1 writes over the end of its buffer if a small chunk becomes larger by compression.
+_SZIP_ELEMENTS = 64
 
 
 class DrawnFile(NamedTuple):
@@ -50,9 +52,9 @@ def make_file(path: Path, *, number: int) -> DrawnFile:
     options: dict[str, Any] = {"libver": bounds[int(random.integers(len(bounds)))]}
     if random.random() < 0.3:
         options["userblock_size"] = int(random.choice([512, 1024, 4096]))
-    if random.random() < 0.2:
+    if random.random() < 0.2 and options["libver"] not in ("earliest", ("earliest", "v108"), ("v108", "v108")):
         options["fs_strategy"] = str(random.choice(["fsm", "page", "aggregate", "none"]))
-    if random.random() < 0.2:
+    if random.random() < 0.2 and "userblock_size" not in options:
         options |= {"alignment_threshold": 1, "alignment_interval": int(random.choice([8, 64, 4096]))}
     drawn = draw(random)
     try:
@@ -78,6 +80,8 @@ def _make_dataset(file: h5py.File, drawn: Drawn, random: Random) -> str:
     if drawn.values is not None:
         rank = 1
     shape = tuple(int(size) for size in random.integers(1, [40, 12, 8, 4][: max(1, rank)][-1] + 1, rank))
+    if rank and random.random() < 0.01:  # an index of several levels
+        shape = (int(random.integers(300, 9000)), *shape[1:2])
     layout = str(random.choice(["chunked"] * 6 + ["contiguous"] * 3 + ["compact"])) if rank else "contiguous"
     plist = h5p.create(h5p.DATASET_CREATE)
     limits: tuple[int, ...] | None = None
@@ -92,7 +96,7 @@ def _make_dataset(file: h5py.File, drawn: Drawn, random: Random) -> str:
             chunks = tuple(max(1, size if limit == h5s.UNLIMITED else min(size, limit))
                            for size, limit in zip(shape, limits, strict=True))  # fmt: skip
         plist.set_chunk(chunks)
-        said += f" limits {limits} chunks {chunks} filters {_add_filters(plist, drawn, random)}"
+        said += f" limits {limits} chunks {chunks} filters {_add_filters(plist, drawn, random, chunks)}"
     elif layout == "compact":
         plist.set_layout(h5d.COMPACT)
     said += _fill(plist, drawn, random, layout)
@@ -109,7 +113,7 @@ def _make_dataset(file: h5py.File, drawn: Drawn, random: Random) -> str:
     return said + _write(dataset, drawn, random) + _resize(dataset, drawn, random, limits)
 
 
-def _add_filters(plist: h5p.PropDCID, drawn: Drawn, random: Random) -> list[int]:
+def _add_filters(plist: h5p.PropDCID, drawn: Drawn, random: Random, chunks: tuple[int, ...]) -> list[int]:
     if random.random() < 0.4:
         return []
     kind = drawn.kind.get_class()
@@ -124,7 +128,7 @@ def _add_filters(plist: h5p.PropDCID, drawn: Drawn, random: Random) -> list[int]
         codes.append(h5z.FILTER_DEFLATE)
     elif random.random() < 0.3:
         codes.append(LZF)
-    elif random.random() < 0.2:
+    elif drawn.numpy is not None and np.prod(chunks) >= _SZIP_ELEMENTS and random.random() < 0.5:
         codes.append(h5z.FILTER_SZIP)
     if random.random() < 0.3:
         codes.insert(int(random.integers(len(codes) + 1)), h5z.FILTER_FLETCHER32)
@@ -169,7 +173,8 @@ def _write(dataset: h5py.Dataset, drawn: Drawn, random: Random) -> str:
     shape = dataset.shape
     if drawn.values is not None:
         if random.random() < 0.9:
-            dataset[...] = drawn.values(len(dataset))
+            for row, value in enumerate(drawn.values(len(dataset))):
+                dataset[row] = value
         return ""
     how = str(random.choice(["all", "all", "all", "some", "some", "nothing"]))
     if how == "nothing" or 0 in shape:

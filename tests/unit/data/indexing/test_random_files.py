@@ -48,7 +48,9 @@ def wanted(path: Path, made: DrawnFile) -> NDArray[Any] | None:
 
 
 def same(found: NDArray[Any], right: NDArray[Any]) -> bool:
-    """Equal to the bit, but for the byte order."""
+    """Equal to the bit, but for the byte order. Any byte but 0 is true."""
+    if found.dtype == bool:
+        found, right = found.view(np.uint8) != 0, np.asarray(right).view(np.uint8) != 0
     native = np.ascontiguousarray(right.astype(found.dtype, copy=False))
     return (
         right.dtype.newbyteorder("=") == found.dtype
