@@ -50,6 +50,7 @@ from hpctrain.reduce import (
     LossScale,
     ScatterUpdater,
     ShardedUpdater,
+    StepWatch,
     reduce_gradients_by,
 )
 from hpctrain.resilience import give_back_large_pieces, keep_freed_memory
@@ -63,6 +64,7 @@ from hpctrain.run.reductions import Reductions
 from hpctrain.telemetry import tell
 from hpctrain.topology import Mesh, Topology
 from hpctrain.train import (
+    FiniteCheck,
     Position,
     TrainingState,
     communicates_in_forward,
@@ -108,6 +110,7 @@ class Session:
             world, topology=topology, device=device, horovod=horovod, note=self.note, cores=self.gather_cores
         )
         self.axes = RankAxes(topology, rank=world.rank)
+        self._finite = FiniteCheck(comm=world, say=self.note)
         self._closers: list[Callable[[], object]] = []
         self._models: weakref.WeakKeyDictionary[SessionUpdater, torch.nn.Module] = weakref.WeakKeyDictionary()
 
@@ -184,8 +187,7 @@ class Session:
                 clip_norm=clip_norm,
                 end_sums=end_sums,
             )
-            self._models[sharded] = model
-            return sharded
+            return self._watched(sharded, model)
         broadcast_model(self.world, model)
         if reduction is None:
             plan = ReductionPlan(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
@@ -193,7 +195,11 @@ class Session:
         updater = reduction.updater(
             optimizer, comm=self.world, model=model, loss_scale=loss_scale, clip_norm=clip_norm
         )
+        return self._watched(updater, model)
+
+    def _watched(self, updater: SessionUpdater, model: torch.nn.Module) -> SessionUpdater:
         self._models[updater] = model
+        updater.step_watch = StepWatch(model, say=self.note)
         return updater
 
     def parallelize(self, model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
@@ -228,6 +234,7 @@ class Session:
         every rank, and the older checkpoints stay, if the state cannot be written.
         """
         state, identity = self._state_of(updater, loader)
+        self._finite.before_save(state.model, step=position.step)
         saved = state.capture(position, comm=self.world, identity=identity)
         saving = Saving.begin(
             saved, directory=directory, step=position.step, comm=self.world, options=options or SaveOptions()

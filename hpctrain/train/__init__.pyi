@@ -16,6 +16,7 @@ from .loop.settings import (
 from .loop.stopping import Stopped as Stopped, Stopping as Stopping
 from .loop.training import Training as Training
 from .state.data_identity import data_identity as data_identity
+from .state.finite_check import FiniteCheck as FiniteCheck
 from .state.resumption import Resumed as Resumed, resume as resume
 from .state.section_times import (
     LIMITS_FILE as LIMITS_FILE,

@@ -28,13 +28,14 @@ from hpctrain.reduce.sharded.parameter_copies import ParameterCopies
 from hpctrain.reduce.sharded.scatter_reducer import ScatterReducer
 from hpctrain.reduce.sharded.shard_plan import ALIGNMENT_ELEMS, ShardPlan
 from hpctrain.reduce.sharded.units_in_flight import UnitsInFlight
+from hpctrain.reduce.watch.step_watch import Watched, watched
 
 # Of ZeRO-2: a bucket is reduced in so many units, and there is memory for those of two buckets.
 _UNITS_OF_A_BUCKET = 4
 
 
 @final
-class ScatterUpdater:
+class ScatterUpdater(Watched):
     """`Updater` that reduce-scatters gradients while backward runs, and gathers the parameters that the owners updated
     while the next forward runs: see `arriving_parameters`.
 
@@ -174,6 +175,7 @@ class ScatterUpdater:
         if not self._progress.has_begun:
             self._unsent_factor = self._plain_factor()
 
+    @watched
     def step(self, *, sums: Mapping[str, float] | None = None, accepts: Accepts | None = None) -> StepOutcome:
         """See `Updater.step`. Raises UsageError also if the updater is closed, if the optimizer or the parameters were
         exchanged, or if gradients were set since `backward`."""
@@ -277,6 +279,7 @@ class ScatterUpdater:
         finally:
             if not self._closed:
                 self._owned.release()
+            self.step_watch = None
             self._closed = True
 
     # ------------------------------------------------------------------ implementation
