@@ -47,11 +47,12 @@ from hpctrain.launch import (
 from hpctrain.reduce import (
     AUTO,
     AllReduceUpdater,
+    CompareRanks,
     LossScale,
     ScatterUpdater,
     ShardedUpdater,
-    StepWatch,
     reduce_gradients_by,
+    watch_steps,
 )
 from hpctrain.resilience import give_back_large_pieces, keep_freed_memory
 from hpctrain.run.compute.device import choose_device
@@ -155,6 +156,7 @@ class Session:
         loss_scale: LossScale | None = None,
         clip_norm: float | None = None,
         reduction: Reduction | None = None,
+        compare_ranks: CompareRanks = "error",
     ) -> SessionUpdater:
         """Wraps `optimizer`, and copies rank 0's parameters and buffers to all ranks. Collective.
 
@@ -164,8 +166,9 @@ class Session:
 
         Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script; `loss.backward()`,
         `step()` and `zero_grad()` are used as before. reduction: made before by `reductions.make`; then
-        algorithm, wire and bucket_bytes are ignored. Raises BufferMismatch on every rank, with the ranks that differ,
-        if one has another model or trains another part of it.
+        algorithm, wire and bucket_bytes are ignored. compare_ranks: `step` raises RanksDiffer where parameters or
+        settings of the optimizer have come to differ between ranks; "note" says so once, "off" does not compare.
+        Raises BufferMismatch on every rank, with the ranks that differ, if one trains another model or part of it.
         """
         shard, pipeline = shard_of(model), pipeline_of(model)
         if is_sharded(model) or pipeline is not None:
@@ -187,7 +190,8 @@ class Session:
                 clip_norm=clip_norm,
                 end_sums=end_sums,
             )
-            return self._watched(sharded, model)
+            self._models[sharded] = model
+            return watch_steps(sharded, model, comm=self.world, compare_ranks=compare_ranks, say=self.note)
         broadcast_model(self.world, model)
         if reduction is None:
             plan = ReductionPlan(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
@@ -195,12 +199,8 @@ class Session:
         updater = reduction.updater(
             optimizer, comm=self.world, model=model, loss_scale=loss_scale, clip_norm=clip_norm
         )
-        return self._watched(updater, model)
-
-    def _watched(self, updater: SessionUpdater, model: torch.nn.Module) -> SessionUpdater:
         self._models[updater] = model
-        updater.step_watch = StepWatch(model, say=self.note)
-        return updater
+        return watch_steps(updater, model, comm=self.world, compare_ranks=compare_ranks, say=self.note)
 
     def parallelize(self, model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
         """Splits `model` as `plan` says, in place, and returns it. Collective; see `hpctrain.distributed`."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
 import torch
 
+from hpctrain.comm import Collective
 from hpctrain.distributed import is_sharded_tensor, local_part
-from hpctrain.errors import DivergedError
-from hpctrain.reduce.contract.updater import StepOutcome
+from hpctrain.errors import DivergedError, RanksDiffer
+from hpctrain.reduce.contract.updater import Accepts, StepOutcome
 from hpctrain.reduce.watch.forward_buffers import ForwardBuffers
+from hpctrain.reduce.watch.rank_comparison import CompareRanks, RankComparison
 
 _NAMED = 3
 
@@ -20,18 +23,38 @@ P = ParamSpec("P")
 
 @final
 class StepWatch:
-    """Puts the buffers of `model` back whenever a step is not applied. say: prints a line for the user, on rank 0."""
+    """Puts the buffers of `model` back whenever a step is not applied, and compares the ranks of `comm`.
 
-    def __init__(self, model: torch.nn.Module, *, say: Callable[[str], None]) -> None:
+    groups: returns the parameter groups of the updater's optimizer. compare_ranks: see `RankComparison`; "off" compares
+    nothing. say: prints a line for the user, on rank 0.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        groups: Callable[[], Sequence[Mapping[str, Any]]],
+        *,
+        comm: Collective,
+        compare_ranks: CompareRanks,
+        say: Callable[[str], None],
+    ) -> None:
         self._model = model
         self._say = say
         self._buffers = ForwardBuffers(model)
         self._said = False
+        self._ranks: RankComparison | None = None
+        if compare_ranks != "off" and comm.num_ranks > 1:
+            self._ranks = RankComparison(
+                model, groups, buffers=self._buffers, comm=comm, how=compare_ranks, say=say
+            )
 
     def step(self, step: Callable[..., StepOutcome], options: dict[str, Any]) -> StepOutcome:
-        """Returns `step(**options)`, a step of the updater. Collective, and raises, as that is."""
+        """Returns `step(**options)`, a step of the updater. Collective, and raises, as that is.
+
+        Raises RanksDiffer on every rank, with nothing applied, if the ranks have drifted apart.
+        """
         try:
-            outcome = step(**options)
+            outcome = self._compared(step, options)
         except DivergedError as error:
             self._end_step(applied=False)
             raise _with_what_is_not_finite(error, self._model) from error
@@ -40,6 +63,26 @@ class StepWatch:
             raise
         self._end_step(applied=outcome.applied)
         return outcome
+
+    def _compared(self, step: Callable[..., StepOutcome], options: dict[str, Any]) -> StepOutcome:
+        ranks = self._ranks
+        numbers = ranks.numbers() if ranks is not None else {}
+        if ranks is None or not numbers:
+            return step(**options)
+        found: list[RanksDiffer] = []
+        asked: Accepts | None = options.get("accepts")
+
+        def accepts(norm: float, sums: Mapping[str, float]) -> bool:
+            error = ranks.error(sums)
+            if error is not None:
+                found.append(error)
+                return False
+            return asked is None or asked(norm, ranks.without_numbers(sums))
+
+        outcome = step(**{**options, "sums": {**(options.get("sums") or {}), **numbers}, "accepts": accepts})
+        if found:
+            raise found[0]
+        return replace(outcome, sums=ranks.without_numbers(outcome.sums))
 
     def _end_step(self, *, applied: bool) -> None:
         lost = self._buffers.end_step(applied=applied)
@@ -56,8 +99,27 @@ class Watched:
 
     step_watch: StepWatch | None = None
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The wrapped optimizer."""
+        raise NotImplementedError
+
 
 W = TypeVar("W", bound=Watched)
+
+
+def watch_steps(
+    updater: W,
+    model: torch.nn.Module,
+    *,
+    comm: Collective,
+    compare_ranks: CompareRanks,
+    say: Callable[[str], None],
+) -> W:
+    """Returns `updater`, of the parameters of `model`, with a `StepWatch`. Not collective."""
+    groups = functools.partial(getattr, updater.optimizer, "param_groups")
+    updater.step_watch = StepWatch(model, groups, comm=comm, compare_ranks=compare_ranks, say=say)
+    return updater
 
 
 def watched(step: Callable[Concatenate[W, P], StepOutcome]) -> Callable[Concatenate[W, P], StepOutcome]:
