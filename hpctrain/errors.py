@@ -59,6 +59,12 @@ class CheckpointError(HpctrainError):
     exit_code = ExitCode.CHECKPOINT
 
 
+class RanksDiffer(HpctrainError):
+    """Ranks that train one model hold different parameters, or settings of the optimizer."""
+
+    exit_code = ExitCode.CHECKPOINT
+
+
 class LaunchError(HpctrainError):
     """The launcher, the environment and MPI disagree, or a resource that the run needs at start is missing."""
 

@@ -59,3 +59,5 @@ from .sharded.gradient_reduction import reduce_gradients_by as reduce_gradients_
 from .sharded.scatter_reducer import ScatterReducer as ScatterReducer
 from .sharded.scatter_updater import ScatterUpdater as ScatterUpdater
 from .split_models.sharded_updater import ShardedUpdater as ShardedUpdater
+from .watch.rank_comparison import CompareRanks as CompareRanks
+from .watch.step_watch import listed as listed, not_finite as not_finite, watch_steps as watch_steps

@@ -11,6 +11,7 @@ from typing import Any
 from hpctrain.checkpoint import Tiers
 from hpctrain.comm import all_gather_json, on_rank_0
 from hpctrain.errors import LaunchError
+from hpctrain.reduce import CompareRanks
 from hpctrain.resilience import (
     OUT_OF_MEMORY_VARIABLE,
     Divergence,
@@ -32,6 +33,12 @@ from hpctrain.train import (
     TrainingState,
     largest_micro_batch,
 )
+
+
+def compare_ranks(recipe: Recipe) -> CompareRanks:
+    """Returns what a run does where its ranks have drifted apart."""
+    tolerates = recipe.checkpoint.on_replica_mismatch == "rank0"
+    return recipe.guards.compare_ranks or ("note" if tolerates else "error")
 
 
 def build_guards(

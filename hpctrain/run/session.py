@@ -47,9 +47,11 @@ from hpctrain.launch import (
 )
 from hpctrain.reduce import (
     AUTO,
+    CompareRanks,
     LossScale,
     ShardedUpdater,
     reduce_gradients_by,
+    watch_steps,
 )
 from hpctrain.resilience import give_back_large_pieces, keep_freed_memory
 from hpctrain.run.compute.device import choose_device
@@ -63,6 +65,7 @@ from hpctrain.run.trainings import SessionUpdater, TrainingParts, Trainings
 from hpctrain.telemetry import tell
 from hpctrain.topology import Mesh, Topology
 from hpctrain.train import (
+    FiniteCheck,
     Position,
     Stateful,
     communicates_in_forward,
@@ -105,6 +108,7 @@ class Session:
             world, topology=topology, device=device, horovod=horovod, note=self.note, cores=self.gather_cores
         )
         self.axes = RankAxes(topology, rank=world.rank)
+        self._finite = FiniteCheck(comm=world, say=self.note)
         self._closers: list[Callable[[], object]] = []
         self.trainings = Trainings(world, self.axes)
 
@@ -149,6 +153,7 @@ class Session:
         loss_scale: LossScale | None = None,
         clip_norm: float | None = None,
         reduction: Reduction | None = None,
+        compare_ranks: CompareRanks = "error",
     ) -> SessionUpdater:
         """Wraps `optimizer`, and copies rank 0's parameters and buffers to all ranks. Collective.
 
@@ -159,9 +164,10 @@ class Session:
         Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script; `loss.backward()`,
         `step()` and `zero_grad()` are used as before. reduction: made before by `reductions.make`; then
         algorithm, wire and bucket_bytes are ignored. Parameters of the optimizer that are not in the model are copied
-        and saved too, unless the model is split. Raises BufferMismatch on every rank, with the ranks that differ, if
-        one has another model or trains another part of it; UsageError on every rank for a model or optimizer whose
-        state no checkpoint could hold.
+        and saved too, unless the model is split. compare_ranks: `step` raises RanksDiffer where parameters or settings
+        of the optimizer have come to differ between ranks; "note" says so once, "off" does not compare. Raises
+        BufferMismatch on every rank, with the ranks that differ, if one has another model or trains another part of it;
+        UsageError on every rank for a model or optimizer whose state no checkpoint could hold.
         """
         shard, pipeline = shard_of(model), pipeline_of(model)
         training = self.agreed(lambda: TrainingParts.of(model, optimizer), os_error=UsageError)
@@ -185,7 +191,7 @@ class Session:
                 end_sums=end_sums,
             )
             self.trainings.add(sharded, training)
-            return sharded
+            return watch_steps(sharded, model, comm=self.world, compare_ranks=compare_ranks, say=self.note)
         broadcast_model(self.world, model)
         broadcast_tensors(self.world, list(training.outside.values()), name="parameters outside the model")
         if reduction is None:
@@ -195,7 +201,7 @@ class Session:
             optimizer, comm=self.world, model=model, loss_scale=loss_scale, clip_norm=clip_norm
         )
         self.trainings.add(updater, training)
-        return updater
+        return watch_steps(updater, model, comm=self.world, compare_ranks=compare_ranks, say=self.note)
 
     def parallelize(self, model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
         """Splits `model` as `plan` says, in place, and returns it. Collective; see `hpctrain.distributed`."""
@@ -231,6 +237,7 @@ class Session:
         rank; None: no object. Raises CheckpointError on every rank, and the older checkpoints stay, if the state cannot
         be written or an object's differs between ranks.
         """
+        self._finite.before_save(self.trainings.model_of(updater), step=position.step)
         return self.trainings.save(
             directory, updater, position, loader=loader, options=options, also=also or {}
         )

@@ -78,7 +78,10 @@ def summarize(
         write_json(Path(recipe.run.directory) / SUMMARY, summary)
         nodes = by_node(names, by_rank, energy_by_rank, topology=session.topology)
         write_json(Path(recipe.run.directory) / NODES, nodes)
-        skipped = f", {totals.skipped_samples:,} damaged samples left out" if totals.skipped_samples else ""
+        skipped = (
+            f", {totals.skipped_steps:,} of {totals.steps:,} steps skipped" if totals.skipped_steps else ""
+        )
+        skipped += f", {totals.skipped_samples:,} damaged samples left out" if totals.skipped_samples else ""
         quality = "".join(f", {name} {value:.4f}" for name, value in totals.quality.items())
         tell(
             f"{recipe.run.name}: {status} at step {totals.position.step}, {summary['samples_per_s']:,.0f} samples/s, "

@@ -34,7 +34,7 @@ from hpctrain.run.compute.precision import loss_scale_for
 from hpctrain.run.compute.ranks import check_num_ranks
 from hpctrain.run.data import open_data
 from hpctrain.run.directory import prepare_run_directory, set_aside
-from hpctrain.run.guards import build_guards, limit_host_memory
+from hpctrain.run.guards import build_guards, compare_ranks, limit_host_memory
 from hpctrain.run.initial_state import open_tiers, resume_run, start_from_weights
 from hpctrain.run.metrics_out.history import what_the_last_start_left
 from hpctrain.run.metrics_out.open_sinks import TENSORBOARD, RunFacts, check_sinks, open_sinks, records_steps
@@ -187,6 +187,7 @@ def carry_out(
             max_skipped_in_row=recipe.optimizer.max_skipped_in_row,
         ),
         clip_norm=recipe.optimizer.clip_norm,
+        compare_ranks=compare_ranks(recipe),
     )
     seed_generators(derive_seed(recipe.run.seed, "rank", session.axes.drawing.index))
     state = session.trainings.state(updater, seed=recipe.run.seed)

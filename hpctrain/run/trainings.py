@@ -78,6 +78,17 @@ class Trainings:
     def add(self, updater: SessionUpdater, parts: TrainingParts) -> None:
         self._parts[updater] = parts
 
+    def model_of(self, updater: SessionUpdater) -> torch.nn.Module:
+        """Returns the model that an updater trains. Raises UsageError for an updater of another session."""
+        return self._parts_of(updater).model
+
+    def _parts_of(self, updater: SessionUpdater) -> TrainingParts:
+        if updater not in self._parts:
+            raise UsageError(
+                "save_state and load_state take an updater that this session made with `updater`"
+            )
+        return self._parts[updater]
+
     def state(
         self, updater: SessionUpdater, *, seed: int, also: Mapping[str, Stateful | None] | None = None
     ) -> TrainingState:
@@ -85,11 +96,7 @@ class Trainings:
 
         seed: of the run. also: see `Session.save_state`. Raises UsageError for an updater of another session.
         """
-        if updater not in self._parts:
-            raise UsageError(
-                "save_state and load_state take an updater that this session made with `updater`"
-            )
-        parts = self._parts[updater]
+        parts = self._parts_of(updater)
         return TrainingState(
             parts.model, updater.optimizer, updater, seed, self._axes.drawing, outside=parts.outside,
             made_with=parts.made_with, also=also or {},

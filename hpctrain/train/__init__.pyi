@@ -22,6 +22,7 @@ from .state.also import (
     check_same_on_ranks as check_same_on_ranks,
 )
 from .state.data_identity import data_identity as data_identity
+from .state.finite_check import FiniteCheck as FiniteCheck
 from .state.optimizer_state import (
     Options as Options,
     options_of as options_of,

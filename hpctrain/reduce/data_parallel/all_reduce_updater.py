@@ -35,13 +35,14 @@ from hpctrain.reduce.data_parallel.backward_clock import BackwardClock
 from hpctrain.reduce.data_parallel.gradient_buckets import GradientMemory, describe_gradient, one_device
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
 from hpctrain.reduce.data_parallel.reduction_thread import InFlight, ReductionPipeline
+from hpctrain.reduce.watch.step_watch import Watched, watched
 
 # Minimum number of elements before a partly filled bucket is announced: 128 KB of float32.
 _MIN_ANNOUNCED_ELEMS = 1 << 15
 
 
 @final
-class AllReduceUpdater:
+class AllReduceUpdater(Watched):
     """`Updater` that sums gradient buckets on a separate thread while backward runs. The constructor is collective.
 
     Args:
@@ -172,6 +173,7 @@ class AllReduceUpdater:
         if not any(self._placed):
             self._unsent_factor = self._scale.value / self._comm.num_ranks
 
+    @watched
     def step(
         self,
         *,
@@ -286,6 +288,7 @@ class AllReduceUpdater:
         ended = self._pipeline is None or self._pipeline.close()
         if not self._closed:
             self._memory.leave()
+        self.step_watch = None
         self._closed = True
         return ended
 
@@ -386,11 +389,8 @@ class AllReduceUpdater:
         return self._memory.copy_out()
 
     def _numbers(self, sums: Mapping[str, float]) -> Numbers:
-        """Returns the numbers that are summed in addition to the gradients, shape (n,).
-
-        First 1 if this is rank 0 and it has seen for the first time in what order gradients become ready, else 0; then
-        the caller's numbers, sorted by name.
-        """
+        """Returns the numbers that are summed in addition to the gradients, shape (n,): 1 if this is rank 0 and it has
+        seen for the first time in what order gradients become ready, else 0; then the caller's, sorted by name."""
         news = self._distributed and self._order is None and self._comm.rank == 0 and bool(self._ready)
         return np.array([news, *(float(sums[k]) for k in sorted(sums))], dtype=np.float64)
 

@@ -30,13 +30,14 @@ from hpctrain.reduce.sharded.parameter_copies import ParameterCopies
 from hpctrain.reduce.sharded.scatter_reducer import ScatterReducer
 from hpctrain.reduce.sharded.shard_plan import ALIGNMENT_ELEMS, ShardPlan
 from hpctrain.reduce.sharded.units_in_flight import UnitsInFlight
+from hpctrain.reduce.watch.step_watch import Watched, watched
 
 # Of ZeRO-2: a bucket is reduced in so many units, and there is memory for those of two buckets.
 _UNITS_OF_A_BUCKET = 4
 
 
 @final
-class ScatterUpdater:
+class ScatterUpdater(Watched):
     """`Updater` that reduce-scatters gradients while backward runs, and gathers the parameters that the owners updated
     while the next forward runs: see `arriving_parameters`.
 
@@ -175,6 +176,7 @@ class ScatterUpdater:
         if not self._progress.has_begun:
             self._unsent_factor = self._plain_factor()
 
+    @watched
     def step(
         self,
         *,
@@ -287,6 +289,7 @@ class ScatterUpdater:
         finally:
             if not self._closed:
                 self._owned.release()
+            self.step_watch = None
             self._closed = True
 
     # ------------------------------------------------------------------ implementation

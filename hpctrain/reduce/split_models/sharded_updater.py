@@ -31,10 +31,11 @@ from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOut
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
 from hpctrain.reduce.split_models.stage_shares import StageShares, check_stage
 from hpctrain.reduce.split_models.tensor_gradients import TensorGradients
+from hpctrain.reduce.watch.step_watch import Watched, watched
 
 
 @final
-class ShardedUpdater:
+class ShardedUpdater(Watched):
     """`Updater` of a model of which each rank holds a part. FSDP2 sums gradients of sharded parameters within backward;
     `step` sums what is left.
 
@@ -151,6 +152,7 @@ class ShardedUpdater:
         self._optimizer.zero_grad(set_to_none=True)
         self._weighted = False
 
+    @watched
     def step(
         self,
         *,
@@ -246,6 +248,7 @@ class ShardedUpdater:
             self._tensor.close()
         if self._end_sums is not None:
             self._end_sums()
+        self.step_watch = None
         self._closed = True
         return True
 

@@ -58,3 +58,10 @@ class GuardsSection(Section):
         description="A rank that computes more samples in an epoch than the mean of the ranks, by more than this "
         "fraction, is reported.",
     )
+    compare_ranks: Literal["error", "note", "off"] | None = Field(
+        None,
+        description="In the first steps, and then every 100, the ranks compare their parameters; every 10, the "
+        "settings of their optimizers (learning rate). `error`: a difference ends the run with code 4, and names "
+        "tensors and ranks. `note`: it is said once, and the run continues. `off`: nothing is compared. Absent: "
+        "`error`, or `note` with `checkpoint.on_replica_mismatch` = `rank0`.",
+    )

@@ -17,12 +17,14 @@ from hpctrain.reduce import StepOutcome
 from hpctrain.telemetry import in_words
 from hpctrain.train.loop.agreed_batches import agreed_batches
 from hpctrain.train.loop.checkpointing import Checkpointing, with_quality
+from hpctrain.train.loop.data_faults import DataFaults
 from hpctrain.train.loop.evaluate import evaluate
 from hpctrain.train.loop.guards import Guards
 from hpctrain.train.loop.mean_loss import LOSS_WEIGHT, with_mean_loss
 from hpctrain.train.loop.recorder import RunRecorder
 from hpctrain.train.loop.settings import LoopSettings, Totals
 from hpctrain.train.loop.stopping import Stopping
+from hpctrain.train.state.finite_check import FiniteCheck
 from hpctrain.train.state.resumption import Resumed
 from hpctrain.train.state.section_times import SectionTimes
 from hpctrain.train.state.training_state import TrainingState
@@ -81,6 +83,8 @@ class Training:
         self._times = times
         self._is_usual = False  # of the next step: it is no first one
         self._identity = identity
+        self._data_faults = DataFaults(comm=comm, say=recorder.say)
+        self._finite = FiniteCheck(comm=comm, say=recorder.say)
         self._parent = resumed.parent
         self._position = resumed.position
         self._quality: dict[str, float] = {}  # of the newest evaluation
@@ -242,6 +246,8 @@ class Training:
             outcome = replace(outcome, sums=with_mean_loss(outcome.sums))
             recorder.reduced(outcome, seconds=time.perf_counter() - started)
             if not memory.ran_out(outcome.sums):
+                if not outcome.applied:
+                    self._data_faults.after_dropped(step, batch)
                 self._guards.after_update(step, outcome)
                 return outcome
             memory.divide(step)
@@ -257,7 +263,14 @@ class Training:
         with in_section(self._comm, Section.LOAD):
             resumed = self._guards.roll_back()
         if resumed is None:
-            raise DivergedError(f"{error} ({divergence.why_no_roll_back()})", agreed=True) from error
+            faults = self._data_faults.describe(batch)
+            text = str(error)
+            if faults:
+                text = (
+                    f"{error.reason}: its data are not finite: {faults}. Repair these samples or leave them out; a "
+                    "lower learning rate does not help"
+                )
+            raise DivergedError(f"{text} ({divergence.why_no_roll_back()})", agreed=True) from error
         self._parent = resumed.parent
         self._position = resumed.position
         if self._guards.skips_data:
@@ -275,6 +288,7 @@ class Training:
 
     def _capture(self) -> State:
         self._state.updater.wait_for_parameters()
+        self._finite.before_save(self._state.model, step=self._position.step)
         state = self._state.capture(
             self._position, comm=self._comm, identity=self._identity, parent=self._parent
         )

@@ -1,0 +1,250 @@
+"""The buffers of a model as they were when the current step began, so that a step that is dropped changes none of them.
+
+A forward pass in training changes buffers (running statistics, averages of one's own). If the gradients of the step are
+not finite, its data have spoiled these too, and without this they would stay spoiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from typing import Any, final
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hpctrain.distributed import local_part
+
+# Up to this a buffer is copied in every step: torch's batch normalisation changes running statistics without moving
+# their version counters. Larger ones are copied when their counters have moved.
+ALWAYS_BYTES = 64 << 10
+# A larger buffer is not copied before it has been seen to change: most are tables of constants.
+SMALL_BYTES = 1 << 20
+# A changing buffer above this, and above a quarter of the parameters, is not copied: it may change in few places only.
+LARGEST_BYTES = 64 << 20
+
+
+@final
+class ForwardBuffers:
+    """Keeps copies of the buffers of `model` that change, and puts them back. Nothing is collective.
+
+    The copies are taken at the first forward pass of a step: when the model, or a module in it that has buffers, is
+    called with gradients enabled. So what changes buffers between two steps, as an evaluation or a load may, is not
+    undone. In a step of compiled code alone nothing is seen to be called: then the copies are those of the end of the
+    step before.
+
+    A buffer that forward replaces (`self.mean = ...`) is replaced by the old tensor.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._slots: list[_Slot] = []
+        self._noted = False  # in this step
+        self._num_steps = 0
+        parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self._largest = max(LARGEST_BYTES, parameter_bytes // 4)
+        self._hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._hooks: list[RemovableHandle] = []
+        weakref.finalize(self, _remove, self._hooks)
+        self._find_slots()
+        self._note()
+
+    def begin_step(self) -> None:
+        """Copies the buffers that may have changed, unless that has been done in this step."""
+        if not self._noted:
+            self._note()
+            self._noted = True
+
+    def end_step(self, *, applied: bool) -> list[str]:
+        """Ends a step; if it was not applied, puts back what has changed since its first forward pass.
+
+        Returns the names of the buffers that changed and could not be put back.
+        """
+        lost = []
+        if not applied:
+            lost = [slot.name for slot in self._slots if slot.may_have_changed() and not slot.put_back()]
+        elif not self._noted:
+            self._note()
+        self._noted = False
+        self._num_steps += 1
+        if (
+            self._num_steps & (self._num_steps - 1) == 0
+        ):  # modules and buffers may have been added: rarely looked for
+            self._find_slots()
+        return lost
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Returns the buffers that no forward pass has changed so far, by name. Call it between forward and `end_step`.
+
+        It compares the values of the small ones; so it is for few steps only.
+        """
+        found = {}
+        for slot in self._slots:
+            slot.changes = slot.changes or slot.has_changed()
+            if slot.held is not None and not slot.changes:
+                found[slot.name] = slot.held
+        return found
+
+    def _find_slots(self) -> None:
+        known = {(id(slot.module), slot.key): slot for slot in self._slots}
+        self._slots = [
+            known.get((id(module), key)) or _Slot(module, key, name=f"{name}.{key}" if name else key)
+            for name, module in self._model.named_modules()
+            for key in list(module._buffers.keys())
+        ]
+        for module in [self._model, *(slot.module for slot in self._slots)]:
+            # Scripted modules take no hooks.
+            if module not in self._hooked and not isinstance(module, torch.jit.ScriptModule):
+                self._hooked.add(module)
+                self._hooks.append(module.register_forward_pre_hook(_FirstForward(self)))
+
+    def _note(self) -> None:
+        copies: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        values: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for slot in self._slots:
+            now = slot.buffers.get(slot.key)
+            if now is not slot.held or not slot.is_small:
+                if now is slot.held and (now is None or _version(now) == slot.version):
+                    continue
+                slot.hold(now, largest=self._largest)
+            if slot.copy is not None and now is not None:
+                kind = slot.copy.dtype, slot.copy.device
+                copies.setdefault(kind, []).append(slot.copy)
+                values.setdefault(kind, []).append(local_part(now))
+        with torch.no_grad():
+            for kind, into in copies.items():
+                torch._foreach_copy_(into, values[kind])
+
+
+@final
+class _Slot:
+    """The place of a buffer: `buffers[key]`.
+
+    held: the tensor that was there; version: its version then; copy: its values then, None if they are not copied.
+    changes: a forward pass has changed it.
+    """
+
+    __slots__ = (
+        "buffers",
+        "changes",
+        "copy",
+        "held",
+        "is_small",
+        "key",
+        "module",
+        "name",
+        "version",
+        "was_seen",
+    )
+
+    def __init__(self, module: torch.nn.Module, key: str, *, name: str) -> None:
+        self.module = module
+        self.buffers: Any = (
+            _ScriptBuffers(module) if isinstance(module, torch.jit.ScriptModule) else module._buffers
+        )
+        self.key = key
+        self.name = name
+        self.held: torch.Tensor | None = None
+        self.version = math.nan
+        self.copy: torch.Tensor | None = None
+        self.is_small = False
+        self.was_seen = False
+        self.changes = False
+
+    def may_have_changed(self) -> bool:
+        """False if the place holds `held`, and that has not been written to since."""
+        now = self.buffers.get(self.key)
+        if now is not self.held or self.is_small:
+            return True
+        return now is not None and _version(now) != self.version
+
+    def has_changed(self) -> bool:
+        """As `may_have_changed`, but for small buffers by their values."""
+        if not self.is_small or self.held is None or self.copy is None:
+            return self.may_have_changed()
+        return self.buffers.get(self.key) is not self.held or not torch.equal(
+            local_part(self.held.detach()), self.copy
+        )
+
+    def hold(self, now: torch.Tensor | None, *, largest: int) -> None:
+        """Makes `now`, which is there, the tensor to put back; the caller copies its values into `copy`, if any."""
+        first, self.was_seen = not self.was_seen, True
+        self.held, self.is_small = now, False
+        if now is None or now.is_meta or now.layout != torch.strided:
+            self.copy = None
+            return
+        self.version = _version(now)
+        value = local_part(now.detach())
+        self.is_small = value.nbytes <= ALWAYS_BYTES
+        if value.nbytes > (SMALL_BYTES if first else largest):
+            self.copy = None
+        elif self.copy is None or not _alike(self.copy, value):
+            self.copy = torch.empty_like(value)
+
+    def put_back(self) -> bool:
+        """Returns False if the values are not known."""
+        held = self.held
+        if held is not None:
+            if self.copy is None:
+                return False
+            if held.is_inference():  # may not be written to
+                held = self.copy.clone()
+            elif self.is_small or _version(held) != self.version:
+                with torch.no_grad():
+                    local_part(held).copy_(self.copy)
+            self.held, self.version = held, _version(held)
+        if self.buffers.get(self.key) is not held:
+            self.buffers[self.key] = held
+        return True
+
+
+@final
+class _ScriptBuffers:
+    """A scripted module's buffers by name, as a dictionary."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def get(self, key: str) -> torch.Tensor | None:
+        found: torch.Tensor | None = getattr(self._module, key)
+        return found
+
+    def __setitem__(self, key: str, tensor: torch.Tensor | None) -> None:
+        setattr(self._module, key, tensor)
+
+
+def _version(tensor: torch.Tensor) -> float:
+    """Returns the tensor's version; tensors of inference mode have none: NaN, so that they count as changed."""
+    return math.nan if tensor.is_inference() else tensor._version
+
+
+def _alike(copy: torch.Tensor, now: torch.Tensor) -> bool:
+    return copy.shape == now.shape and copy.dtype == now.dtype and copy.device == now.device
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+@final
+class _FirstForward:
+    """Forward pre-hook of the model and its modules that have buffers, until the `ForwardBuffers` is freed.
+
+    A copy of the model (`deepcopy`, pickle) gets a hook that does nothing.
+    """
+
+    def __init__(self, buffers: ForwardBuffers) -> None:
+        self._buffers = weakref.ref(buffers)
+
+    def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        buffers = self._buffers()
+        if buffers is not None:
+            buffers.begin_step()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A function of Python's own that returns None, so that reading a pickled model does not need hpctrain.
+        return getattr, (contextlib.nullcontext(), "__exit__")

@@ -1,0 +1,177 @@
+"""What happens around every step of an updater, whatever its kind: `watched` wraps the method `step`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Concatenate, ParamSpec, TypeVar, final
+
+import torch
+
+from hpctrain.comm import Collective
+from hpctrain.distributed import is_sharded_tensor, local_part
+from hpctrain.errors import DivergedError, RanksDiffer
+from hpctrain.reduce.contract.updater import Accepts, StepOutcome
+from hpctrain.reduce.watch.forward_buffers import ForwardBuffers
+from hpctrain.reduce.watch.rank_comparison import CompareRanks, RankComparison
+
+_NAMED = 3
+
+P = ParamSpec("P")
+
+
+@final
+class StepWatch:
+    """Puts the buffers of `model` back whenever a step is not applied, and compares the ranks of `comm`.
+
+    groups: returns the parameter groups of the updater's optimizer. compare_ranks: see `RankComparison`; "off" compares
+    nothing. say: prints a line for the user, on rank 0.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        groups: Callable[[], Sequence[Mapping[str, Any]]],
+        *,
+        comm: Collective,
+        compare_ranks: CompareRanks,
+        say: Callable[[str], None],
+    ) -> None:
+        self._model = model
+        self._say = say
+        self._buffers = ForwardBuffers(model)
+        self._said = False
+        self._ranks: RankComparison | None = None
+        if compare_ranks != "off" and comm.num_ranks > 1:
+            self._ranks = RankComparison(
+                model, groups, buffers=self._buffers, comm=comm, how=compare_ranks, say=say
+            )
+
+    def step(self, step: Callable[..., StepOutcome], options: dict[str, Any]) -> StepOutcome:
+        """Returns `step(**options)`, a step of the updater. Collective, and raises, as that is.
+
+        Raises RanksDiffer on every rank, with nothing applied, if the ranks have drifted apart.
+        """
+        try:
+            outcome = self._compared(step, options)
+        except DivergedError as error:
+            self._end_step(applied=False)
+            raise _with_what_is_not_finite(error, self._model) from error
+        except BaseException:
+            self._end_step(applied=False)
+            raise
+        self._end_step(applied=outcome.applied)
+        return outcome
+
+    def _compared(self, step: Callable[..., StepOutcome], options: dict[str, Any]) -> StepOutcome:
+        ranks = self._ranks
+        numbers = ranks.numbers() if ranks is not None else {}
+        if ranks is None or not numbers:
+            return step(**options)
+        found: list[RanksDiffer] = []
+        asked: Accepts | None = options.get("accepts")
+
+        def accepts(norm: float, sums: Mapping[str, float]) -> bool:
+            error = ranks.error(sums)
+            if error is not None:
+                found.append(error)
+                return False
+            return asked is None or asked(norm, ranks.without_numbers(sums))
+
+        outcome = step(**{**options, "sums": {**(options.get("sums") or {}), **numbers}, "accepts": accepts})
+        if found:
+            raise found[0]
+        return replace(outcome, sums=ranks.without_numbers(outcome.sums))
+
+    def _end_step(self, *, applied: bool) -> None:
+        lost = self._buffers.end_step(applied=applied)
+        if lost and not self._said:
+            self._said = True
+            self._say(
+                f"a step was dropped, and what its forward pass changed in {listed(lost)} stays: buffers this "
+                "large are not copied before each step"
+            )
+
+
+class Watched:
+    """Base class of the updaters. step_watch: of their steps; None: they are as `step` itself makes them."""
+
+    step_watch: StepWatch | None = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The wrapped optimizer."""
+        raise NotImplementedError
+
+
+W = TypeVar("W", bound=Watched)
+
+
+def watch_steps(
+    updater: W,
+    model: torch.nn.Module,
+    *,
+    comm: Collective,
+    compare_ranks: CompareRanks,
+    say: Callable[[str], None],
+) -> W:
+    """Returns `updater`, of the parameters of `model`, with a `StepWatch`. Not collective."""
+    groups = functools.partial(getattr, updater.optimizer, "param_groups")
+    updater.step_watch = StepWatch(model, groups, comm=comm, compare_ranks=compare_ranks, say=say)
+    return updater
+
+
+def watched(step: Callable[Concatenate[W, P], StepOutcome]) -> Callable[Concatenate[W, P], StepOutcome]:
+    """Decorates an updater's `step` so that its `step_watch` acts around it."""
+
+    @functools.wraps(step)
+    def watched_step(updater: W, /, *arguments: P.args, **options: P.kwargs) -> StepOutcome:
+        if updater.step_watch is None:
+            return step(updater, *arguments, **options)
+        return updater.step_watch.step(functools.partial(step, updater, *arguments), dict(options))
+
+    return watched_step
+
+
+def not_finite(model: torch.nn.Module, *, share: int = 0, num_shares: int = 1) -> Iterator[str]:
+    """Yields, in words, the parameters and buffers of a model that hold NaN or infinity. Not collective.
+
+    Of sharded parameters this rank's part. With `num_shares` ranks that hold the same, each looks at the parameters of
+    its `share`, and that of share 0 at the buffers.
+    """
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        mine = is_sharded_tensor(parameter) or number % num_shares == share
+        if mine and not is_finite(local_part(parameter.detach())):
+            yield f"parameter {name!r}"
+    for name, buffer in model.named_buffers() if share == 0 else ():
+        if not is_finite(local_part(buffer.detach())):
+            yield f"buffer {name!r}"
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """True if no element is NaN or infinite. Needs no memory; reads `tensor` once."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or not tensor.numel():
+        return True
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return bool(torch.isfinite(torch.linalg.vector_norm(tensor, ord=float("inf"))))
+
+
+def _with_what_is_not_finite(error: DivergedError, model: torch.nn.Module) -> DivergedError:
+    """Returns the error with the names of what is not finite in the model, if there is such a thing."""
+    found = list(not_finite(model))
+    if not found:
+        return error
+    return DivergedError(
+        f"{error}. Not finite in the model: {listed(found)}. No learning rate helps then: resume from a checkpoint "
+        "of before that",
+        agreed=error.agreed,
+        reason=error.reason,
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns the first few names, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
