@@ -145,12 +145,8 @@ class ScatterUpdater:
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
         """See `Updater.backward`. loss: one element, of any shape. Raises UsageError for another number of elements."""
-        if loss.numel() != 1:
-            raise UsageError(
-                f"the loss has shape {tuple(loss.shape)}: give a single number, such as its mean"
-            )
+        scaled = self._scale.scaled(loss, weight=weight)
         self._unsent_factor = 1.0
-        scaled = loss * (weight * self._scale.value)
         if last:
             with self._clock:
                 scaled.backward()

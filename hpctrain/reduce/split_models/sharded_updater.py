@@ -108,10 +108,6 @@ class ShardedUpdater:
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
         """See `Updater.backward`; collective. Raises UsageError for another number of elements than one."""
-        if loss.numel() != 1:
-            raise UsageError(
-                f"the loss has shape {tuple(loss.shape)}: give a single number, such as its mean"
-            )
         if self._passes is not None and self._passes.backward_has_failed:
             raise UsageError(
                 "a backward before this one has failed and left incomplete gradients: call zero_grad() on every rank, "
@@ -126,8 +122,9 @@ class ShardedUpdater:
 
     def scaled(self, loss: torch.Tensor, *, weight: float) -> torch.Tensor:
         """Returns the loss with weight and loss scale, for a backward that runs elsewhere, as a pipeline's does."""
+        scaled = self._scale.scaled(loss, weight=weight)
         self._weighted = True
-        return loss * (weight * self._scale.value)
+        return scaled
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
