@@ -32,7 +32,12 @@ from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOut
 from hpctrain.reduce.data_parallel.backward_clock import BackwardClock
 from hpctrain.reduce.data_parallel.bucket_filling import PlannedBuckets
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
-from hpctrain.reduce.data_parallel.parameter_checks import check_parameters, trainable
+from hpctrain.reduce.data_parallel.parameter_checks import (
+    check_open,
+    check_options,
+    check_parameters,
+    trainable,
+)
 from hpctrain.reduce.data_parallel.pending_gradient import asks_for_gradients, ran_twice
 from hpctrain.reduce.data_parallel.reduction_thread import InFlight, ReductionPipeline
 
@@ -74,10 +79,6 @@ class AllReduceUpdater:
         overlap: bool = True,
         crowded: bool = False,
     ) -> None:
-        if clip_norm is not None and not clip_norm > 0:
-            raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
-        if max_in_flight < 1:
-            raise UsageError(f"max_in_flight is {max_in_flight}: give at least 1")
         self._optimizer = optimizer
         self._comm = comm
         self._reducer = reducer
@@ -86,8 +87,7 @@ class AllReduceUpdater:
         reducer.keep_squares()
         self._clip_norm = clip_norm
         self._parameters = trainable(optimizer)
-        if not self._parameters:
-            raise UsageError("the optimizer holds no parameter that needs a gradient: nothing to train")
+        check_options(self._parameters, clip_norm=clip_norm, max_in_flight=max_in_flight)
         fp16 = reducer.wire == "fp16"
         self._scale = loss_scale or LossScale(value=2.0**10 if fp16 else 1.0, dynamic=fp16)
         self._clock = BackwardClock()
@@ -135,6 +135,7 @@ class AllReduceUpdater:
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
         """See `Updater.backward`. loss: one element, of any shape. Raises UsageError for another number of elements."""
         scaled = self._scale.scaled(loss, weight=weight)
+        self._abandon_dropped()
         self._unsent_factor = 1.0
         if last:
             with self._clock:
@@ -311,10 +312,11 @@ class AllReduceUpdater:
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
-            if self._planned.filling.is_placed(index):
+            filling = self._planned.filling
+            if filling.is_placed(index) or filling.last_is_dropped():
                 self._begin_again()
             if self._syncing:
-                self._planned.filling.gradient_is_ready(index, factor=self._unsent_factor)
+                filling.gradient_is_ready(index, factor=self._unsent_factor)
 
         return gradient_is_ready
 
@@ -330,6 +332,11 @@ class AllReduceUpdater:
             raise ran_twice()
         self._abandon()
 
+    def _abandon_dropped(self) -> None:
+        """Ends a step whose gradients the model's or the optimizer's `zero_grad` has dropped."""
+        if self._planned.filling.has_begun and all(p.grad is None for p in self._parameters):
+            self._abandon()
+
     def _abandon(self) -> None:
         """Ends a step that is not made, whose gradients the script has dropped. Collective."""
         if not self._synchronized:
@@ -343,14 +350,10 @@ class AllReduceUpdater:
 
     def _check_before_sum(self) -> None:
         """Raises UsageError unless the gradients can be summed; writes those that no hook has written."""
-        if self._closed:
-            raise UsageError(
-                "this updater is closed and no longer sums gradients over the ranks: make a new one"
-            )
+        check_open(closed=self._closed)
         check_parameters(self._optimizer, self._parameters)
         self._planned.memory.check_kinds()
-        if self._planned.filling.has_begun and all(p.grad is None for p in self._parameters):
-            self._abandon()  # by the model's or the optimizer's `zero_grad`
+        self._abandon_dropped()
         if not self._synchronized:
             self._planned.filling.put_rest(factor=self._unsent_factor)
             self._planned.memory.check_untouched()

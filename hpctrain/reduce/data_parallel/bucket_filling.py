@@ -63,11 +63,16 @@ class BucketFilling:
     def is_placed(self, index: int) -> bool:
         return self._placed[index]
 
+    def last_is_dropped(self) -> bool:
+        """Returns True if the script has dropped the gradient that became ready last in this step."""
+        return bool(self.ready) and not self._memory.is_pending(self.ready[-1])
+
     def gradient_is_ready(self, index: int, *, factor: float) -> None:
         """Writes the gradient, times `factor`, into its bucket, and submits what is complete. Raises UsageError for
         the second gradient of a parameter in a step."""
+        waiting_for = self._put(index, factor=factor)
         self.ready.append(index)
-        if self._put(index, factor=factor) == 0:
+        if waiting_for == 0:
             self.send_complete()
         elif (milestone := self._milestones.get(index)) is not None:
             self._announce_filled(milestone)

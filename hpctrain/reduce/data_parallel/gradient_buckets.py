@@ -97,6 +97,10 @@ class GradientMemory:
         place.slot.zero_()
         return place.bucket
 
+    def is_pending(self, index: int) -> bool:
+        """Returns True if the parameter's `.grad` is as `put` has left it."""
+        return self._parameters[index].grad is self._pending[index]
+
     def any_is_pending(self) -> bool:
         """Returns True if a parameter's `.grad` is as `put` has left it."""
         return any(p.grad is pending for p, pending in zip(self._parameters, self._pending, strict=True))

@@ -30,6 +30,24 @@ def trainable(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
+def check_options(
+    parameters: Sequence[torch.nn.Parameter], *, clip_norm: float | None, max_in_flight: int = 1
+) -> None:
+    """Raises UsageError for values that an updater cannot work with. parameters: those that are trained."""
+    if clip_norm is not None and not clip_norm > 0:
+        raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
+    if max_in_flight < 1:
+        raise UsageError(f"max_in_flight is {max_in_flight}: give at least 1")
+    if not parameters:
+        raise UsageError("the optimizer holds no parameter that needs a gradient: nothing to train")
+
+
+def check_open(*, closed: bool) -> None:
+    """Raises UsageError for a closed updater."""
+    if closed:
+        raise UsageError("this updater is closed and no longer sums gradients over the ranks: make a new one")
+
+
 def check_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
     """Raises UsageError unless the optimizer's trainable parameters are `parameters`, of which buckets are planned."""
     now = trainable(optimizer)

@@ -98,6 +98,18 @@ def asks_for_gradients(caller: FrameType) -> bool:
     return str(caller.f_globals.get("__name__", "")).endswith("grad_scaler")
 
 
+def refuse_grad_scaler(caller: FrameType) -> None:
+    """Raises UsageError if a GradScaler asks for the parameters of an updater of which each rank has a part."""
+    if asks_for_gradients(caller):
+        raise UsageError(
+            "a GradScaler was given an updater of a sharded or split model: each rank has a part of the gradients, so "
+            "that an overflow would be found on some ranks only. Leave the GradScaler out: pass "
+            "loss_scale=hpctrain.reduce.LossScale(value=2.0**16, dynamic=True) when the updater is made and call "
+            "updater.backward(loss, weight=...), which scales the loss, leaves out steps that overflow on all ranks, "
+            "and adapts the scale"
+        )
+
+
 def _refusing(name: str) -> Callable[..., NoReturn]:
     def refuse(self: PendingGradient, *_: Any, **__: Any) -> NoReturn:
         raise UsageError(self.words)

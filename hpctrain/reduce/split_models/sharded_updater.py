@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,8 @@ from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
 from hpctrain.reduce.contract.gradient_norm import square_of_all
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
+from hpctrain.reduce.data_parallel.parameter_checks import trainable
+from hpctrain.reduce.data_parallel.pending_gradient import NOT_READABLE_SHARDED, refuse_grad_scaler
 from hpctrain.reduce.split_models.stage_shares import StageShares, check_stage
 from hpctrain.reduce.split_models.tensor_gradients import TensorGradients
 
@@ -72,7 +75,7 @@ class ShardedUpdater:
         self._in_pipeline = pipeline is not None
         whole = pipeline is not None and split is None and not by_fsdp
         self._replicas = pipeline.replicas if pipeline is not None and whole else None
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._parameters = trainable(optimizer)
         own = set(map(id, model.parameters()))
         if not self._parameters or not all(
             is_sharded_tensor(p) if by_fsdp else id(p) in own for p in self._parameters
@@ -103,7 +106,8 @@ class ShardedUpdater:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's `param_groups`."""
+        """The optimizer's `param_groups`. Raises UsageError for a GradScaler."""
+        refuse_grad_scaler(sys._getframe(1))
         return self._optimizer.param_groups
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
@@ -146,6 +150,10 @@ class ShardedUpdater:
             self._passes.drop_gradients()
         self._optimizer.zero_grad(set_to_none=True)
         self._weighted = False
+
+    def synchronize(self) -> None:
+        """Raises UsageError: no rank has all gradients."""
+        raise UsageError(NOT_READABLE_SHARDED)
 
     def step(self, *, sums: Mapping[str, float] | None = None, accepts: Accepts | None = None) -> StepOutcome:
         """See `Updater.step`. Raises UsageError also if the updater is closed, and on every rank if a step is accepted

@@ -207,12 +207,16 @@ class Pair(torch.nn.Module):
         self.first = torch.nn.Parameter(torch.randn(4, 4, generator=generator, dtype=torch.float64))
         self.second = torch.nn.Parameter(torch.randn(4, 4, generator=generator, dtype=torch.float64))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x @ self.first) @ self.second
+        self.only_of_real = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, *, is_real: bool = False) -> torch.Tensor:
+        hidden = torch.tanh(x @ self.first) @ self.second
+        return hidden * self.only_of_real if is_real else hidden
 
 
-def adversaries(world: World, *, how: str, overlap: bool) -> list[torch.Tensor]:
-    """A WGAN-GP. how: who drops the gradients that the generator's backward leaves in the judge."""
+def adversaries(world: World, *, how: str, overlap: bool, weighted: bool = False) -> list[torch.Tensor]:
+    """A WGAN-GP. weighted: backward by the updater. how: who drops the gradients that the generator's backward leaves
+    in the judge."""
     nets = [Pair(1), Pair(2)]
     optimizers = [torch.optim.Adam(net.parameters(), lr=0.05, betas=(0.5, 0.9)) for net in nets]
     updaters = [
@@ -239,7 +243,11 @@ def adversaries(world: World, *, how: str, overlap: bool) -> list[torch.Tensor]:
             between = ((real + made) / 2).requires_grad_()
             (slope,) = torch.autograd.grad(judge(between).sum(), between, create_graph=True)
             penalty = (slope.norm(dim=1) - 1).square().mean()
-            (judge(made).mean() - judge(real).mean() + 0.1 * penalty).backward()
+            loss = judge(made).mean() - judge(real, is_real=True).mean() + 0.1 * penalty
+            if weighted:
+                of_judge.backward(loss, weight=1 / world.num_ranks)
+            else:
+                loss.backward()  # type: ignore[no-untyped-call]
             of_judge.step()
         drop(0)
         (-judge(generator(mine(1000 + step))).mean()).backward()
@@ -253,7 +261,7 @@ def adversaries(world: World, *, how: str, overlap: bool) -> list[torch.Tensor]:
 def test_a_gan_with_an_updater_for_each_model_trains_as_one_process(how: str) -> None:
     alone = on_threads(1, partial(adversaries, how=how, overlap=True))[0]
     for num_ranks, overlap in ((2, False), (3, True)):
-        for found in on_threads(num_ranks, partial(adversaries, how=how, overlap=overlap)):
+        for found in on_threads(num_ranks, partial(adversaries, how=how, overlap=overlap, weighted=overlap)):
             for one, other in zip(found, alone, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
