@@ -65,3 +65,7 @@ class GradientSquares:
         """Returns the sum over part `share` of the gradients; the parts add up to the sum over all."""
         mine = [rows.tensor_split(num_shares)[share] for rows in self._rows]
         return _square_of_rows([rows for rows in mine if rows.numel()])
+
+    def of_all(self) -> float:
+        """Returns the sum over all gradients."""
+        return self.of_share(0, num_shares=1)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, final
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from hpctrain.comm import Collective, broadcast_json
 from hpctrain.errors import UsageError
-from hpctrain.reduce.contract.bucket_plan import Bucket, Milestone, completed_order, milestones, plan_buckets
+from hpctrain.reduce.contract.bucket_plan import Bucket, completed_order
 from hpctrain.reduce.contract.bucket_reducer import (
     BucketReducer,
     Chooser,
@@ -25,20 +26,23 @@ from hpctrain.reduce.contract.bucket_reducer import (
     Shapes,
     StateTensor,
 )
-from hpctrain.reduce.contract.clipping import check_clip_norm, clip_factor
+from hpctrain.reduce.contract.clipping import clip_factor
 from hpctrain.reduce.contract.divide_by import check_divide_by, divisor
-from hpctrain.reduce.contract.gradient_norm import GradientSquares
 from hpctrain.reduce.contract.polling import LONGEST_WAIT_CROWDED_S, LONGEST_WAIT_S, result_of
 from hpctrain.reduce.contract.step_end import all_reduced
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
 from hpctrain.reduce.data_parallel.backward_clock import BackwardClock
-from hpctrain.reduce.data_parallel.gradient_buckets import GradientMemory, describe_gradient, one_device
+from hpctrain.reduce.data_parallel.bucket_filling import PlannedBuckets
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
+from hpctrain.reduce.data_parallel.parameter_checks import (
+    check_open,
+    check_options,
+    check_parameters,
+    trainable,
+)
+from hpctrain.reduce.data_parallel.pending_gradient import asks_for_gradients, ran_twice
 from hpctrain.reduce.data_parallel.reduction_thread import InFlight, ReductionPipeline
 from hpctrain.reduce.watch.step_watch import Watched, watched
-
-# Minimum number of elements before a partly filled bucket is announced: 128 KB of float32.
-_MIN_ANNOUNCED_ELEMS = 1 << 15
 
 
 @final
@@ -58,9 +62,9 @@ class AllReduceUpdater(Watched):
             (`InBackground`) still begin within backward.
         crowded: whether ranks outnumber their cores: then polls for progress are further apart.
 
-    A plain `loss.backward()` has weight 1/num_ranks, like Horovod's average. After backward a parameter's `.grad`
-    is a view of its bucket if the dtype allows; sparse gradients are made dense. In the first step buckets follow the
-    reverse order of registration, then the order in which gradients became ready on rank 0.
+    A plain `loss.backward()` has weight 1/num_ranks, like Horovod's average. From backward to `step` a parameter's
+    `.grad` cannot be read or changed, unless `synchronize` is called; sparse gradients are made dense. In the first
+    step buckets follow the reverse order of registration, then the order in which gradients became ready on rank 0.
     Raises UsageError for invalid arguments, and for an optimizer without trainable parameters or with parameters on
     several devices.
     """
@@ -78,34 +82,27 @@ class AllReduceUpdater(Watched):
         overlap: bool = True,
         crowded: bool = False,
     ) -> None:
-        check_clip_norm(clip_norm)
-        if max_in_flight < 1:
-            raise UsageError(f"max_in_flight is {max_in_flight}: give at least 1")
         self._optimizer = optimizer
         self._comm = comm
         self._reducer = reducer
         self._chooser = reducer if isinstance(reducer, Chooser) else None
         self._distributed = comm.num_ranks > 1
         reducer.keep_squares()
-        self._bucket_bytes = bucket_bytes
         self._clip_norm = clip_norm
-        self._parameters = self._trainable()
-        if not self._parameters:
-            raise UsageError("the optimizer holds no parameter that needs a gradient: nothing to train")
-        self._device = one_device(self._parameters)
+        self._parameters = trainable(optimizer)
+        check_options(self._parameters, clip_norm=clip_norm, max_in_flight=max_in_flight)
         fp16 = reducer.wire == "fp16"
         self._scale = loss_scale or LossScale(value=2.0**10 if fp16 else 1.0, dynamic=fp16)
-        self._specs = [describe_gradient(p) for p in self._parameters]
-        # Without overlap, ranks that have finished backward start to sum the elements that the others have announced.
-        self._announces = self._distributed and not overlap
-        self._milestones: dict[int, Milestone] = {}
-        self._order: list[int] | None = None  # in which gradients become ready, once it is known
-        self._memory = self._lay_out(self._buckets_in_order())
-        self._pipeline = None
+        self._clock = BackwardClock()
+        self._pipeline: ReductionPipeline | None = None
+        self._planned = PlannedBuckets(
+            self._parameters, reducer=reducer, bucket_bytes=bucket_bytes, clock=self._clock, submit=self._submit,
+            announces=self._distributed and not overlap,
+        )  # fmt: skip
         if self._distributed:
             self._pipeline = ReductionPipeline(
                 reducer.reduce,
-                device=self._device,
+                device=self._planned.device,
                 max_in_flight=max_in_flight,
                 overlap=overlap,
                 longest_wait_s=LONGEST_WAIT_CROWDED_S if crowded else LONGEST_WAIT_S,
@@ -114,7 +111,8 @@ class AllReduceUpdater(Watched):
         self._overlap = overlap
         self._syncing = True
         self._closed = False
-        self._clock = BackwardClock()
+        self._synchronized = False  # True from `synchronize` to the end of the step
+        self._summed_scale = 1.0
         self._reset()
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook(index))
@@ -135,17 +133,13 @@ class AllReduceUpdater(Watched):
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets of one step, in the order in which they are reduced."""
-        return self._memory.buckets
+        return self._planned.buckets
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
         """See `Updater.backward`. loss: one element, of any shape. Raises UsageError for another number of elements."""
-        if loss.numel() != 1:
-            raise UsageError(
-                f"the loss has shape {tuple(loss.shape)}: give a single number, such as its mean"
-            )
+        scaled = self._scale.scaled(loss, weight=weight)
+        self._abandon_dropped()
         self._unsent_factor, self._weighted = 1.0, True
-        # `backward` with a gradient as its argument would import sympy: 0.3 s of every start.
-        scaled = loss * (weight * self._scale.value)
         if last:
             with self._clock:
                 scaled.backward()
@@ -164,14 +158,40 @@ class AllReduceUpdater(Watched):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's `param_groups`, for scripts that set the learning rate through their optimizer."""
+        """The optimizer's `param_groups`, for scripts that set the learning rate through their optimizer.
+
+        A GradScaler that asks for them gets summed gradients: see `synchronize`.
+        """
+        if asks_for_gradients(sys._getframe(1)):
+            self.synchronize()
         return self._optimizer.param_groups
 
     def zero_grad(self) -> None:
-        """See `Updater.zero_grad`. Same signature as the optimizer's, for scripts that use the updater in its place."""
+        """See `Updater.zero_grad`. Same signature as the optimizer's, for scripts that use the updater in its place.
+
+        Between backward and `step` it waits for the sums that have begun, and is collective.
+        """
         self._optimizer.zero_grad(set_to_none=True)
-        if not any(self._placed):
-            self._unsent_factor = self._scale.value / self._comm.num_ranks
+        if self._planned.filling.has_begun:
+            self._abandon()
+        else:
+            self._unsent_factor, self._weighted = self._scale.value / self._comm.num_ranks, False
+
+    def synchronize(self) -> None:
+        """Completes the sums after backward: until `step` or `zero_grad` each `.grad` is the mean over the ranks, which
+        the script may read and change, equally on every rank. Collective; a second call does nothing.
+
+        For GradScaler, which calls it itself, and for `clip_grad_norm_` where `clip_norm` does not do.
+        """
+        if self._synchronized:
+            return
+        self._check_before_sum()
+        self._finish_sums()
+        self._planned.memory.scale(1.0 / self._summed_scale)
+        self._summed_scale = 1.0
+        self._planned.memory.copy_out()
+        self._planned.memory.give_out()
+        self._synchronized = True
 
     @watched
     def step(
@@ -183,15 +203,9 @@ class AllReduceUpdater(Watched):
     ) -> StepOutcome:
         """See `Updater.step`. Raises UsageError also if the updater is closed, or if parameters or gradients were
         changed since `backward` in a way that `step` cannot take into account."""
-        if self._closed:
-            raise UsageError(
-                "this updater is closed and no longer sums gradients over the ranks: make a new one"
-            )
         plain = not self._weighted and any(p.grad is not None for p in self._parameters)
         check_divide_by(divide_by, sums=sums, plain=plain)
-        self._check_parameters()
-        self._put_rest()
-        self._memory.check_untouched()
+        self._check_before_sum()
         started = time.perf_counter()
         reduced, in_flight = self._finish_reduction(self._numbers(sums or {}))
         ended = time.perf_counter()
@@ -206,18 +220,19 @@ class AllReduceUpdater(Watched):
         accepted = (accepts is None or accepts(norm if finite else math.nan, totals)) and total != 0
         applied = accepted and finite and self._take_gradients(norm)
         if applied:
-            self._memory.give_out()
+            if not self._synchronized:
+                self._planned.memory.give_out()
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        self._memory.forget()
+        self._planned.memory.forget()
         used_scale = self._scale.value
         if accepted:
             self._scale = self._scale.after_good_step() if applied else self._scale.after_overflow()
         self._reducer.settle(applied=applied, rescale=self._scale.value / used_scale)
         times = self._clock.times(self.buckets, update_s=time.perf_counter() - started - waited_s)
         if replan and accepted:  # of a backward that failed half-way the order is not known
-            seen = completed_order(self._ready, num_parameters=len(self._parameters))
-            self._replan(broadcast_json(self._comm, seen))
+            seen = completed_order(self._planned.filling.ready, num_parameters=len(self._parameters))
+            self._planned.plan_again(broadcast_json(self._comm, seen))
         self._reset()
         self._scale.check(used_value=used_scale)
         return StepOutcome(
@@ -242,7 +257,7 @@ class AllReduceUpdater(Watched):
 
     def state(self) -> dict[str, Any]:
         """See `Updater.state`: loss scale, order of the gradients, choice of algorithms."""
-        state = {"loss_scale": asdict(self._scale), "order": self._order}
+        state = {"loss_scale": asdict(self._scale), "order": self._planned.order}
         return {**state, **({"reduction": self._chooser.choice_state()} if self._chooser is not None else {})}
 
     def state_tensors(self) -> list[StateTensor]:
@@ -262,18 +277,19 @@ class AllReduceUpdater(Watched):
     ) -> None:
         """See `Updater.load_state`. tensors: of the shapes and dtypes that `state_tensors` had in the saved run. Raises
         UsageError between `backward` and `step`."""
-        if any(self._placed):
+        if self._planned.filling.has_begun:
             raise UsageError("load_state was called between backward and step(): call it between steps")
         saved = state["loss_scale"]
         self._scale = self._scale.continued(saved)
         # Restore algorithms and buckets: the order of a sum depends on the algorithm, and may depend on an element's
         # place in its bucket.
-        other_choice = False
+        bucket_bytes = None
         if self._chooser is not None and "reduction" in state:
             before = self._chooser.choice_state()
-            self._bucket_bytes = self._chooser.recall(state["reduction"])
-            other_choice = self._chooser.choice_state() != before
-        self._replan(state.get("order"), other_choice=other_choice)
+            recalled = self._chooser.recall(state["reduction"])
+            if self._chooser.choice_state() != before:
+                bucket_bytes = recalled
+        self._planned.plan_again(state.get("order"), bucket_bytes=bucket_bytes)
         self._reset()
         self._reducer.load_state(tensors or {}, shapes)
         if self._scale.value != saved["value"]:
@@ -287,35 +303,20 @@ class AllReduceUpdater(Watched):
         self._hooks.clear()
         ended = self._pipeline is None or self._pipeline.close()
         if not self._closed:
-            self._memory.leave()
+            self._planned.memory.leave()
         self.step_watch = None
         self._closed = True
         return ended
 
     # ------------------------------------------------------------------ implementation
 
-    def _buckets_in_order(self) -> tuple[Bucket, ...]:
-        return plan_buckets(self._specs, bucket_bytes=self._bucket_bytes, order=self._order)
-
-    def _lay_out(self, buckets: tuple[Bucket, ...]) -> GradientMemory:
-        """Returns memory for `buckets`. Collective."""
-        buffers = self._reducer.plan(buckets, device=self._device)
-        self._squares = GradientSquares(buckets, buffers)
-        self._milestones = milestones(buckets, least_elems=_MIN_ANNOUNCED_ELEMS) if self._announces else {}
-        return GradientMemory(self._parameters, buckets=buckets, buffers=buffers)
-
-    def _replan(self, order: Sequence[int] | None, *, other_choice: bool = False) -> None:
-        """Plans buckets in another order, or for other reductions. Collective; `order` is the same on every rank."""
-        self._order = None if order is None else list(order)
-        buckets = self._buckets_in_order()
-        if other_choice or buckets != self._memory.buckets:
-            self._memory = self._lay_out(buckets)
+    def _submit(self, number: int) -> None:
+        if self._pipeline is not None:
+            self._pipeline.submit(number)
 
     def _reset(self) -> None:
-        self._waiting_for = [len(bucket.slots) for bucket in self.buckets]
-        self._placed = [False] * len(self._parameters)
-        self._ready: list[int] = []
-        self._next_bucket = 0
+        self._planned.filling.begin_step()
+        self._synchronized = False
         self._weighted = False
         self._clock.reset()
         # Factor for gradients of a plain `loss.backward()`, applied when they are written into the bucket. It must be
@@ -327,84 +328,86 @@ class AllReduceUpdater(Watched):
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
+            filling = self._planned.filling
+            if filling.is_placed(index) or filling.last_is_dropped():
+                self._begin_again()
             if self._syncing:
-                self._ready.append(index)
-                if self._put(index) == 0:
-                    self._send_complete_buckets()
-                elif (milestone := self._milestones.get(index)) is not None:
-                    self._announce_filled(milestone)
+                filling.gradient_is_ready(index, factor=self._unsent_factor)
 
         return gradient_is_ready
 
-    def _put(self, index: int) -> int:
-        """Writes a gradient into its bucket, once a step. Returns how many gradients the bucket still waits for."""
-        if self._placed[index]:
+    def _begin_again(self) -> None:
+        """For a gradient after those that were sent: drops these if the script has set them to None, by the model's or
+        the optimizer's `zero_grad`. Raises UsageError if not."""
+        if self._planned.memory.any_is_given():
             raise UsageError(
-                "backward ran twice before step(): the first gradients are being reduced already. Wrap all but "
-                "the last backward of a step in `with updater.no_sync():`"
+                "backward ran after the gradients were summed: call updater.step(), or updater.zero_grad() if the step "
+                "is left out, as GradScaler does after an overflow"
             )
-        bucket = self._memory.put(index, factor=self._unsent_factor)
-        self._placed[index] = True  # not before: if memory was short in `put`, `step` writes it again
-        self._waiting_for[bucket] -= 1
-        return self._waiting_for[bucket]
+        if self._planned.memory.any_is_pending():
+            raise ran_twice()
+        self._abandon()
 
-    def _announce_filled(self, milestone: Milestone) -> None:
-        """Announces a filled part of a bucket; does nothing if gradients became ready in another order."""
-        if all(self._placed[index] for index in milestone.parameters):
-            self._reducer.filled(milestone.bucket, milestone.num_elems)
+    def _abandon_dropped(self) -> None:
+        """Ends a step whose gradients the model's or the optimizer's `zero_grad` has dropped."""
+        if self._planned.filling.has_begun and all(p.grad is None for p in self._parameters):
+            self._abandon()
 
-    def _send_complete_buckets(self) -> None:
-        """Submits full buckets in the order of the plan, which is the same on every rank, as reductions must match."""
-        while self._next_bucket < len(self._waiting_for) and self._waiting_for[self._next_bucket] == 0:
-            self._memory.complete(self._next_bucket)
-            self._clock.filled()
-            if self._announces:
-                self._reducer.filled(self._next_bucket, self.buckets[self._next_bucket].numel)
-            if self._pipeline is not None:
-                self._pipeline.submit(self._next_bucket)
-            self._next_bucket += 1
+    def _abandon(self) -> None:
+        """Ends a step that is not made, whose gradients the script has dropped. Collective."""
+        if not self._synchronized:
+            self._planned.filling.put_zeros()
+            self._finish_sums()
+        if self._distributed:
+            result_of(self._reducer.finish(np.zeros(1), comm=self._comm))
+        self._planned.memory.forget()
+        self._reducer.settle(applied=False, rescale=1.0)
+        self._reset()
 
-    def _put_rest(self) -> None:
-        """Writes the gradients that no hook has written: of unused parameters, or all on ranks without samples."""
-        if not all(self._placed):
-            for index, placed in enumerate(self._placed):
-                if not placed:
-                    self._put(index)
+    def _check_before_sum(self) -> None:
+        """Raises UsageError unless the gradients can be summed; writes those that no hook has written."""
+        check_open(closed=self._closed)
+        check_parameters(self._optimizer, self._parameters)
+        self._planned.memory.check_kinds()
+        self._abandon_dropped()
+        if not self._synchronized:
+            self._planned.filling.put_rest(factor=self._unsent_factor)
+            self._planned.memory.check_untouched()
+
+    def _finish_sums(self) -> None:
+        """Submits the remaining buckets and waits for all. Collective."""
+        self._planned.filling.send_complete()
+        if self._pipeline is not None:
+            self._pipeline.wait()
 
     def _finish_reduction(self, numbers: Numbers) -> tuple[Reduced, InFlight]:
         """Submits the remaining buckets and waits."""
+        none = InFlight(0.0, 0.0)
+        if self._synchronized:
+            self._planned.memory.take_changes()
         if self._pipeline is None:  # one rank: its gradients are the sums
-            self._send_complete_buckets()
-            return result_of(all_reduced(self._squares, numbers, comm=self._comm)), InFlight(0.0, 0.0)
+            self._planned.filling.send_complete()
+            return result_of(all_reduced(self._planned.squares, numbers, comm=self._comm)), none
         finish = functools.partial(self._reducer.finish, numbers, comm=self._comm)
+        if self._synchronized:
+            return replace(result_of(finish()), norm_square=self._planned.squares.of_all()), none
         # With overlap a reduction may have begun on one rank and not on another: then all ranks begin afterwards.
         finishing = None if self._overlap else finish()
-        self._send_complete_buckets()
+        self._planned.filling.send_complete()
         in_flight = self._pipeline.wait()
         return result_of(finishing or finish()), in_flight
 
     def _take_gradients(self, norm: float) -> bool:
         """Clips and unscales the sums. Returns True if every parameter's dtype can hold its gradient."""
-        self._memory.scale(clip_factor(norm, clip_norm=self._clip_norm) / self._summed_scale)
-        return self._memory.copy_out()
+        self._planned.memory.scale(clip_factor(norm, clip_norm=self._clip_norm) / self._summed_scale)
+        return self._planned.memory.copy_out()
 
     def _numbers(self, sums: Mapping[str, float]) -> Numbers:
-        """Returns the numbers that are summed in addition to the gradients, shape (n,): 1 if this is rank 0 and it has
-        seen for the first time in what order gradients become ready, else 0; then the caller's, sorted by name."""
-        news = self._distributed and self._order is None and self._comm.rank == 0 and bool(self._ready)
+        """Returns the numbers that are summed in addition to the gradients, shape (n,).
+
+        First 1 if this is rank 0 and it has seen for the first time in what order gradients become ready, else 0; then
+        the caller's numbers, sorted by name.
+        """
+        may_know = self._distributed and self._planned.order is None and self._comm.rank == 0
+        news = may_know and bool(self._planned.filling.ready)
         return np.array([news, *(float(sums[k]) for k in sorted(sums))], dtype=np.float64)
-
-    def _trainable(self) -> list[torch.nn.Parameter]:
-        return [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-    def _check_parameters(self) -> None:
-        """Raises UsageError unless the optimizer's trainable parameters are those that the buckets were planned for."""
-        now = self._trainable()
-        if len(now) != len(self._parameters) or any(
-            a is not b for a, b in zip(now, self._parameters, strict=True)
-        ):
-            raise UsageError(
-                f"the optimizer has {len(now)} trainable parameters now, {len(self._parameters)} when the updater was "
-                "made: new ones would not be reduced and the ranks would drift apart. Close this updater and make "
-                "a new one after freezing, unfreezing or adding parameters"
-            )

@@ -1,4 +1,4 @@
-"""Gradients as views of bucket memory during a step, so that no gradient is copied twice."""
+"""Gradients in bucket memory during a step: they are summed there, and the optimizer reads the sums there."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import torch
 from hpctrain.distributed import memory_order
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, Slot, sum_dtype
+from hpctrain.reduce.data_parallel.parameter_checks import Kind, check_kinds
+from hpctrain.reduce.data_parallel.pending_gradient import NOT_READABLE, PendingGradient
 
 
 @dataclass(slots=True)
 class _Place:
     """Place of one parameter. slot: view of its part of the bucket, used for writing; complex numbers as pairs.
 
-    gradient: tensor on the same memory for `parameter.grad`, with a separate version counter, which counts changes by
-    the user but not those through `slot` or by the reducer. None if the parameter's dtype is not the bucket's: then
-    `.grad` is another tensor, and the sum is copied into it.
+    gradient: tensor on the same memory for `parameter.grad`, once the sum is complete. None if the parameter's dtype is
+    not the bucket's: then `.grad` is another tensor, and the sum is copied into it.
     """
 
     bucket: int
@@ -49,8 +50,12 @@ class GradientMemory:
                 found[slot.parameter] = _place(parameters[slot.parameter], number, slot, buffer)
         self._places = [found[index] for index in range(len(parameters))]
         self._copied = [index for index, place in enumerate(self._places) if place.gradient is None]
-        # For each parameter the `.grad` that was written, and its version counter then; both must stay until the step.
-        self._sent: list[tuple[torch.Tensor, int] | None] = [None] * len(parameters)
+        self._kinds = [Kind.of(parameter) for parameter in parameters]
+        # What `.grad` is from `put` until the sum is complete; and whether there was a gradient.
+        self._pending = [PendingGradient(parameter) for parameter in parameters]
+        self._had = [False] * len(parameters)
+        # Of parameters of another dtype the gradient that was there: memory for the sum.
+        self._own: dict[int, torch.Tensor] = {}
         pairs = list(zip(self.buckets, self.buffers, strict=True))
         self._gradients = [buffer[: bucket.num_gradients] for bucket, buffer in pairs if bucket.num_gradients]
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
@@ -61,13 +66,12 @@ class GradientMemory:
     def put(self, index: int, *, factor: float) -> int:
         """Writes the parameter's gradient, times `factor`, into its bucket. Returns the number of the bucket.
 
-        Afterwards `.grad` is a view of the bucket if the dtype allows. A missing gradient is written as zeros.
+        Afterwards `.grad` cannot be used, until `give_out`. A missing gradient is written as zeros.
         """
         parameter, place = self._parameters[index], self._places[index]
         gradient = parameter.grad
         if gradient is None:
-            place.slot.zero_()
-            return place.bucket
+            return self.put_zeros(index)
         # During backward each tensor operation takes about a microsecond, as its code is no longer in the caches.
         dense = gradient.detach() if gradient.requires_grad else gradient  # as after create_graph=True
         if dense.layout is not torch.strided:
@@ -81,34 +85,61 @@ class GradientMemory:
         else:
             # Widen first: a product in a half type would be rounded.
             place.slot.copy_(dense).mul_(factor)
-        if place.gradient is not None:
-            parameter.grad = gradient = place.gradient
-        self._sent[index] = (gradient, gradient._version)
+        if place.gradient is None:
+            self._own[index] = gradient
+        parameter.grad = self._pending[index]
+        self._had[index] = True
         return place.bucket
+
+    def put_zeros(self, index: int) -> int:
+        """Writes zeros for a parameter without gradient. Returns the number of the bucket."""
+        place = self._places[index]
+        place.slot.zero_()
+        return place.bucket
+
+    def is_pending(self, index: int) -> bool:
+        """Returns True if the parameter's `.grad` is as `put` has left it."""
+        return self._parameters[index].grad is self._pending[index]
+
+    def any_is_pending(self) -> bool:
+        """Returns True if a parameter's `.grad` is as `put` has left it."""
+        return any(p.grad is pending for p, pending in zip(self._parameters, self._pending, strict=True))
+
+    def any_is_given(self) -> bool:
+        """Returns True if a parameter's `.grad` is the sum that `give_out` has given it."""
+        return any(p.grad is not None and p.grad is self._sum_of(i) for i, p in enumerate(self._parameters))
 
     def complete(self, number: int) -> None:
         """Writes the flags of bucket `number`, after `put` of all its parameters: 1 if there was a gradient, else 0."""
-        had = [self._sent[slot.parameter] is not None for slot in self.buckets[number].slots]
+        had = [self._had[slot.parameter] for slot in self.buckets[number].slots]
         flags = self._flags[number]
         if all(had):
             flags.fill_(1)
         else:
             flags.copy_(torch.tensor(had))
 
+    def check_kinds(self) -> None:
+        """Raises UsageError if a parameter has another shape, dtype or device than when the buckets were planned."""
+        check_kinds(self._parameters, self._kinds)
+
     def check_untouched(self) -> None:
-        """Raises UsageError if a `.grad` was changed after `put`: the change would be missing from the sum."""
-        for parameter, sent in zip(self._parameters, self._sent, strict=True):
+        """Raises UsageError if a `.grad` was exchanged after `put`: the change would be missing from the sum."""
+        for parameter, pending, had in zip(self._parameters, self._pending, self._had, strict=True):
+            if parameter.grad is not (pending if had else None):
+                raise UsageError(NOT_READABLE)
+
+    def take_changes(self) -> None:
+        """Takes back what `give_out` gave, as the script has changed it: a `.grad` that is another tensor is copied, a
+        missing one counts as zeros."""
+        for parameter, place in zip(self._parameters, self._places, strict=True):
             gradient = parameter.grad
-            if sent is None:
-                same = gradient is None
-            else:
-                same = gradient is sent[0] and gradient._version == sent[1]
-            if not same:
-                raise UsageError(
-                    "gradients were changed between backward and step(): their reduction over the ranks has begun "
-                    "by then, and the change would be lost. To clip, pass clip_norm= when the updater is "
-                    "made"
-                )
+            if gradient is None:
+                place.slot.zero_()
+            elif gradient is not place.gradient:
+                dense = gradient.detach()
+                if dense.layout is not torch.strided:
+                    dense = dense.to_dense()
+                place.slot.copy_(torch.view_as_real(dense.resolve_conj()) if place.is_complex else dense)
 
     def scale(self, factor: float) -> None:
         """Multiplies all gradients by `factor`, in place."""
@@ -120,26 +151,25 @@ class GradientMemory:
         finite = []
         for index in self._copied:
             parameter, slot = self._parameters[index], self._places[index].slot
-            gradient = parameter.grad
+            gradient = self._own.get(index)
             if gradient is None or gradient.layout is not torch.strided:
-                parameter.grad = gradient = torch.empty_like(parameter)
-            gradient = gradient.detach()
+                gradient = torch.empty_like(parameter)
+            self._own[index] = gradient = gradient.detach()
             (torch.view_as_real(gradient) if gradient.is_complex() else gradient).copy_(slot)
             if gradient.dtype is torch.float16:
                 finite.append(gradient.isfinite().all())
         return not finite or bool(torch.stack(finite).all())
 
     def give_out(self) -> None:
-        """Sets each `.grad` for the optimizer: to the sum, or None if no rank had a gradient."""
+        """Sets each `.grad` to the sum, or None if no rank had a gradient. Call it after `copy_out`."""
         # All flags in one copy: on a GPU each read of a value waits for the device.
         summed = torch.cat([flags.float() for flags in self._flags]).tolist()
-        if 0 not in summed and None not in self._sent:  # every `.grad` is set already
-            return
         for slot, flag in zip(self._slots, summed, strict=True):
-            if flag == 0:
-                self._parameters[slot.parameter].grad = None
-            elif (gradient := self._places[slot.parameter].gradient) is not None:
-                self._parameters[slot.parameter].grad = gradient
+            self._parameters[slot.parameter].grad = None if flag == 0 else self._sum_of(slot.parameter)
+
+    def _sum_of(self, index: int) -> torch.Tensor | None:
+        place = self._places[index]
+        return place.gradient if place.gradient is not None else self._own.get(index)
 
     def forget(self) -> None:
         """Ends the step, after every `.grad` was dropped: the buckets may be written again.
@@ -147,7 +177,8 @@ class GradientMemory:
         A gradient that is still referenced elsewhere (an optimizer may compare it with the next one) gets separate
         memory. Only references to the tensor itself are detected, not views of it.
         """
-        self._sent = [None] * len(self._parameters)
+        self._had = [False] * len(self._parameters)
+        self._own.clear()
         for place in self._places:
             if place.gradient is not None and _references(place) > self._usual_references:
                 fresh = place.gradient.data
@@ -155,10 +186,13 @@ class GradientMemory:
                 place.gradient = fresh
 
     def leave(self) -> None:
-        """Copies each `.grad` that is a view of a bucket, so that the buckets' memory can be freed."""
-        for parameter, place in zip(self._parameters, self._places, strict=True):
-            if place.gradient is not None and parameter.grad is place.gradient:
-                parameter.grad = parameter.grad.clone()
+        """Gives each parameter a copy of its gradient as it is in the bucket, whose memory can then be freed."""
+        for parameter, place, pending in zip(self._parameters, self._places, self._pending, strict=True):
+            given = place.gradient is not None and parameter.grad is place.gradient
+            if given or parameter.grad is pending:
+                gradient = torch.empty_like(parameter.detach())
+                (torch.view_as_real(gradient) if place.is_complex else gradient).copy_(place.slot)
+                parameter.grad = gradient
         self.forget()
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
-from hpctrain.errors import UsageError
+from hpctrain.reduce.data_parallel.pending_gradient import ran_twice
 
 
 @final
@@ -36,6 +36,15 @@ class BucketProgress:
         """True if a gradient of this step is ready."""
         return bool(self._ready)
 
+    def is_ready(self, index: int) -> bool:
+        """Returns True if the gradient of this step is ready."""
+        return index in self._ready
+
+    @property
+    def ready(self) -> Iterable[int]:
+        """The parameters whose gradient of this step is ready."""
+        return self._ready
+
     @property
     def completed(self) -> Sequence[int]:
         """The buckets that backward has completed, in this order."""
@@ -44,10 +53,7 @@ class BucketProgress:
     def gradient_is_ready(self, index: int) -> bool:
         """Notes it. Returns True if its bucket is complete. Raises UsageError for the second time in a step."""
         if index in self._ready:
-            raise UsageError(
-                "backward ran twice before step(): the first gradients are being reduced already. Wrap all but "
-                "the last backward of a step in `with updater.no_sync():`"
-            )
+            raise ran_twice()
         self._ready.add(index)
         bucket = self._bucket_of[index]
         self._waiting_for[bucket] -= 1
@@ -65,10 +71,6 @@ class BucketProgress:
         while self._num_taken < len(self.order) and self._waiting_for[self.order[self._num_taken]] == 0:
             yield self.order[self._num_taken]
             self._num_taken += 1  # not if taking it has failed
-
-    def taken(self) -> Iterator[int]:
-        """Yields the numbers of the parameters in the buckets that were taken."""
-        return (index for bucket in self.order[: self._num_taken] for index in self._indices[bucket])
 
     def completed_order(self) -> list[int]:
         """Returns the order in which buckets were completed, those that were not at the end."""

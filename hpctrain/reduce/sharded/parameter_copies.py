@@ -9,6 +9,7 @@ from typing import final
 import torch
 
 from hpctrain.distributed import flat_view, memory_order
+from hpctrain.reduce.data_parallel.pending_gradient import NOT_READABLE_SHARDED, PendingGradient
 from hpctrain.reduce.sharded.scatter_reducer import Gathered
 from hpctrain.reduce.sharded.shard_plan import ShardPlan, Span
 
@@ -23,6 +24,8 @@ class ParameterCopies:
         self._units = plan.units
         self._packed = [unit.joined() for unit in plan.units]
         self._rank = rank
+        self._pending = [PendingGradient(p, words=NOT_READABLE_SHARDED) for p in parameters]
+        self._held: dict[int, torch.Tensor] = {}
 
     def in_place(self) -> bool:
         """Returns True while the parameters lie where they did when this was made."""
@@ -31,11 +34,30 @@ class ParameterCopies:
             for parameter, flat in zip(self._parameters, self._flats, strict=True)
         )
 
+    def hold(self, index: int) -> None:
+        """Keeps a gradient until `take_gradients`; `.grad` cannot be used from now on."""
+        gradient = self._parameters[index].grad
+        if gradient is not None:
+            self._held[index] = gradient
+            self._parameters[index].grad = self._pending[index]
+
+    def drop_held(self) -> None:
+        """Drops the gradients that `hold` keeps."""
+        self._held.clear()
+
+    def any_is_pending(self) -> bool:
+        """Returns True if a parameter's `.grad` is as `hold` has left it."""
+        return any(p.grad is pending for p, pending in zip(self._parameters, self._pending, strict=True))
+
+    def is_as_left(self, index: int, *, had: bool) -> bool:
+        """Returns True if `.grad` is as `hold` has left it. had: whether there was a gradient."""
+        return self._parameters[index].grad is (self._pending[index] if had else None)
+
     def take_gradients(self, indices: Sequence[int]) -> dict[int, torch.Tensor]:
         """Returns these parameters' gradients in memory order, shape (n,); without those that have none."""
         found = {}
         for index in indices:
-            gradient = self._parameters[index].grad
+            gradient = self._held.pop(index, self._parameters[index].grad)
             if gradient is not None:
                 dense = gradient.detach()
                 if dense.layout is not torch.strided:

@@ -6,6 +6,7 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,12 +19,14 @@ from hpctrain.comm import Collective, agreed, broadcast_json, is_true_everywhere
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
-from hpctrain.reduce.contract.clipping import check_clip_norm, clip_factor
+from hpctrain.reduce.contract.clipping import clip_factor
 from hpctrain.reduce.contract.divide_by import check_divide_by, divisor
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
 from hpctrain.reduce.data_parallel.backward_clock import BackwardClock
 from hpctrain.reduce.data_parallel.gradient_buckets import describe_gradient, one_device
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
+from hpctrain.reduce.data_parallel.parameter_checks import check_open, check_options, trainable
+from hpctrain.reduce.data_parallel.pending_gradient import NOT_READABLE_SHARDED, ran_twice, refuse_grad_scaler
 from hpctrain.reduce.sharded.bucket_progress import BucketProgress
 from hpctrain.reduce.sharded.owned_parts import OwnedParts, check_shardable
 from hpctrain.reduce.sharded.parameter_copies import ParameterCopies
@@ -54,10 +57,10 @@ class ScatterUpdater(Watched):
 
     The other arguments are those of `AllReduceUpdater`.
 
-    The constructor is collective. A plain `loss.backward()` has weight 1/num_ranks. A parameter's `.grad` is None
-    once its bucket is complete. Buckets follow the reverse order of registration; from the second step on they are
-    reduced in the order in which they were complete on rank 0. Raises UsageError on every rank for invalid arguments
-    and for what cannot be sharded.
+    The constructor is collective. A plain `loss.backward()` has weight 1/num_ranks. From backward to `step` a
+    parameter's `.grad` cannot be used. Buckets follow the reverse order of registration; from the second step on they
+    are reduced in the order in which they were complete on rank 0. Raises UsageError on every rank for invalid
+    arguments and for what cannot be sharded.
     """
 
     def __init__(
@@ -80,14 +83,10 @@ class ScatterUpdater(Watched):
         self._comm = comm
         self._reducer = reducer
         self._clip_norm = clip_norm
-        self._parameters = self._trainable()
+        self._parameters = trainable(optimizer)
 
         def check() -> None:
-            check_clip_norm(clip_norm)
-            if max_in_flight < 1:
-                raise UsageError(f"max_in_flight is {max_in_flight}: give at least 1")
-            if not self._parameters:
-                raise UsageError("the optimizer holds no parameter that needs a gradient: nothing to train")
+            check_options(self._parameters, clip_norm=clip_norm, max_in_flight=max_in_flight)
             one_device(self._parameters)
             check_shardable(optimizer, self._parameters)
 
@@ -137,7 +136,10 @@ class ScatterUpdater(Watched):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's `param_groups`, for scripts that set the learning rate through their optimizer."""
+        """The optimizer's `param_groups`, for scripts that set the learning rate through their optimizer.
+
+        Raises UsageError for a GradScaler."""
+        refuse_grad_scaler(sys._getframe(1))
         return self._optimizer.param_groups
 
     @property
@@ -147,12 +149,9 @@ class ScatterUpdater(Watched):
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
         """See `Updater.backward`. loss: one element, of any shape. Raises UsageError for another number of elements."""
-        if loss.numel() != 1:
-            raise UsageError(
-                f"the loss has shape {tuple(loss.shape)}: give a single number, such as its mean"
-            )
+        scaled = self._scale.scaled(loss, weight=weight)
+        self._abandon_dropped()
         self._unsent_factor, self._weighted = 1.0, True
-        scaled = loss * (weight * self._scale.value)
         if last:
             with self._clock:
                 scaled.backward()
@@ -170,11 +169,16 @@ class ScatterUpdater(Watched):
             self._syncing = before
 
     def zero_grad(self) -> None:
-        """See `Updater.zero_grad`."""
-        for parameter in self._parameters:
-            parameter.grad = None
-        if not self._progress.has_begun:
-            self._unsent_factor = self._plain_factor()
+        """See `Updater.zero_grad`. Between backward and `step` it ends the sums that have begun, and is collective."""
+        self._drop_gradients()
+        if self._progress.has_begun:
+            self._abandon()
+        else:
+            self._unsent_factor, self._weighted = self._plain_factor(), False
+
+    def synchronize(self) -> None:
+        """Raises UsageError: no rank has the sums of all gradients."""
+        raise UsageError(NOT_READABLE_SHARDED)
 
     @watched
     def step(
@@ -186,10 +190,7 @@ class ScatterUpdater(Watched):
     ) -> StepOutcome:
         """See `Updater.step`. Raises UsageError also if the updater is closed, if the optimizer or the parameters were
         exchanged, or if gradients were set since `backward`."""
-        if self._closed:
-            raise UsageError(
-                "this updater is closed and no longer sums gradients over the ranks: make a new one"
-            )
+        check_open(closed=self._closed)
         plain = not self._weighted and (any(self._had) or any(p.grad is not None for p in self._parameters))
         check_divide_by(divide_by, sums=sums, plain=plain)
         blocked_before_s = self._units.take_blocked_s()  # in forward and backward
@@ -216,7 +217,7 @@ class ScatterUpdater(Watched):
             gathered_s = self._units.gather(self._progress.order[::-1])
             blocked_s += self._units.take_blocked_s()
         self._owned.forget()
-        self.zero_grad()
+        self._drop_gradients()
         used_scale = self._scale.value
         if accepted:
             self._scale = self._scale.after_good_step() if applied else self._scale.after_overflow()
@@ -296,6 +297,7 @@ class ScatterUpdater(Watched):
 
     def _reset(self) -> None:
         self._progress.begin_step()
+        self._last_ready: int | None = None
         self._had = [False] * len(self._parameters)
         self._weighted = False
         self._clock.reset()
@@ -307,10 +309,42 @@ class ScatterUpdater(Watched):
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
-            if self._syncing and self._progress.gradient_is_ready(index):
-                self._send_complete()
+            dropped = self._last_ready is not None and not self._copies.is_as_left(self._last_ready, had=True)
+            if dropped or self._progress.is_ready(index):
+                if self._copies.any_is_pending():
+                    raise ran_twice()
+                self._abandon()  # the model's `zero_grad` has dropped the gradients before this one
+            if self._syncing:
+                complete = self._progress.gradient_is_ready(index)
+                self._copies.hold(index)
+                self._last_ready = index
+                if complete:
+                    self._send_complete()
 
         return gradient_is_ready
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _abandon_dropped(self) -> None:
+        """Ends a step whose gradients the model's `zero_grad` has dropped."""
+        if self._progress.has_begun and all(p.grad is None for p in self._parameters):
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Ends a step that is not made, whose gradients the script has dropped. Collective."""
+        fresh = [parameter.grad for parameter in self._parameters]
+        self._copies.drop_held()
+        self._drop_gradients()
+        self._progress.end_backward()
+        self._send_complete()
+        self._units.wait()
+        self._sum_numbers({})
+        self._reducer.settle(applied=False, rescale=1.0)
+        self._reset()
+        for parameter, gradient in zip(self._parameters, fresh, strict=True):
+            parameter.grad = gradient
 
     def _send_complete(self) -> None:
         """Reduces complete buckets, in the order that is the same on every rank."""
@@ -326,7 +360,8 @@ class ScatterUpdater(Watched):
                 self._units.reduce(number)
             for index in indices:
                 self._had[index] = index in gradients
-                self._parameters[index].grad = None
+                if not self._copies.is_as_left(index, had=True):
+                    self._parameters[index].grad = None
 
     def _sum_numbers(self, sums: Mapping[str, float]) -> tuple[float, dict[str, float], list[bool], bool]:
         """Returns, of all ranks, the square of the norm, the sums of the caller's numbers, which parameters have a
@@ -348,18 +383,16 @@ class ScatterUpdater(Watched):
         return square, dict(zip(names, totals, strict=True)), used, replan > 0
 
     def _take_gradients(self, norm: float, used: list[bool], *, divided_by: float) -> bool:
-        """Clips, unscales and divides the sums. Returns True if every parameter's dtype can hold its gradient, on all ranks."""
+        """Clips, unscales and divides the sums. Returns True if every parameter's dtype can hold its gradient, on all
+        ranks."""
         clip = clip_factor(norm, clip_norm=self._clip_norm)
         self._owned.scale(clip / (self._scale.value * divided_by))
         fits = self._owned.give_out(used)
         return is_true_everywhere(self._comm, fits) if self._owned.may_overflow else fits
 
-    def _trainable(self) -> list[torch.nn.Parameter]:
-        return [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
-
     def _check_parameters(self) -> None:
         """Raises UsageError unless parameters and gradients are where the updater has put them."""
-        now = self._trainable()
+        now = trainable(self._optimizer)
         if len(now) != len(self._owned.parts) or any(
             a is not b for a, b in zip(now, self._owned.parts, strict=True)
         ):
@@ -372,8 +405,6 @@ class ScatterUpdater(Watched):
                 "parameters have got other memory since the updater was made, which it would not update: move or "
                 "convert the model before, or make a new updater"
             )
-        if any(self._parameters[index].grad is not None for index in self._progress.taken()):
-            raise UsageError(
-                "gradients were set between backward and step(): they are being reduced already, and the change would "
-                "be lost. To clip, pass clip_norm= when the updater is made"
-            )
+        self._abandon_dropped()
+        if not all(self._copies.is_as_left(index, had=True) for index in self._progress.ready):
+            raise UsageError(NOT_READABLE_SHARDED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -29,6 +30,8 @@ from hpctrain.reduce.contract.divide_by import check_divide_by, divisor
 from hpctrain.reduce.contract.gradient_norm import square_of_all
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
+from hpctrain.reduce.data_parallel.parameter_checks import trainable
+from hpctrain.reduce.data_parallel.pending_gradient import NOT_READABLE_SHARDED, refuse_grad_scaler
 from hpctrain.reduce.split_models.stage_shares import StageShares, check_stage
 from hpctrain.reduce.split_models.tensor_gradients import TensorGradients
 from hpctrain.reduce.watch.step_watch import Watched, watched
@@ -74,7 +77,7 @@ class ShardedUpdater(Watched):
         self._in_pipeline = pipeline is not None
         whole = pipeline is not None and split is None and not by_fsdp
         self._replicas = pipeline.replicas if pipeline is not None and whole else None
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._parameters = trainable(optimizer)
         own = set(map(id, model.parameters()))
         if not self._parameters or not all(
             is_sharded_tensor(p) if by_fsdp else id(p) in own for p in self._parameters
@@ -105,15 +108,12 @@ class ShardedUpdater(Watched):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's `param_groups`."""
+        """The optimizer's `param_groups`. Raises UsageError for a GradScaler."""
+        refuse_grad_scaler(sys._getframe(1))
         return self._optimizer.param_groups
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
         """See `Updater.backward`; collective. Raises UsageError for another number of elements than one."""
-        if loss.numel() != 1:
-            raise UsageError(
-                f"the loss has shape {tuple(loss.shape)}: give a single number, such as its mean"
-            )
         if self._passes is not None and self._passes.backward_has_failed:
             raise UsageError(
                 "a backward before this one has failed and left incomplete gradients: call zero_grad() on every rank, "
@@ -128,8 +128,9 @@ class ShardedUpdater(Watched):
 
     def scaled(self, loss: torch.Tensor, *, weight: float) -> torch.Tensor:
         """Returns the loss with weight and loss scale, for a backward that runs elsewhere, as a pipeline's does."""
+        scaled = self._scale.scaled(loss, weight=weight)
         self._weighted = True
-        return loss * (weight * self._scale.value)
+        return scaled
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -151,6 +152,10 @@ class ShardedUpdater(Watched):
             self._passes.drop_gradients()
         self._optimizer.zero_grad(set_to_none=True)
         self._weighted = False
+
+    def synchronize(self) -> None:
+        """Raises UsageError: no rank has all gradients."""
+        raise UsageError(NOT_READABLE_SHARDED)
 
     @watched
     def step(

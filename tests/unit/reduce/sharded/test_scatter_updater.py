@@ -204,6 +204,33 @@ def test_a_plain_backward_after_dropped_gradients_has_its_own_weight(shard: str)
         assert dropped == plain
 
 
+@pytest.mark.parametrize("shard", SHARDED)
+@pytest.mark.parametrize("how", ["updater", "model"])
+def test_gradients_that_no_step_takes_are_dropped_on_all_ranks(how: str, shard: str) -> None:
+    """As those that a generator's backward leaves in a discriminator."""
+
+    def case(world: World, drops: bool) -> list[torch.Tensor]:
+        net = net_of(torch.float64)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        plan = Plan(shard=shard, layout="abb", dtype=torch.float64)
+        updater, reducer = make_updater(world, plan, optimizer)
+        for step in range(3):
+            if drops:
+                net(torch.full((2, 3, 4, 4), 5.0 + step, dtype=torch.float64)).square().sum().backward()
+                (updater if how == "updater" else net).zero_grad()
+            take_step(world, net, updater, plan, step)
+        updater.close()
+        reducer.close()
+        return [parameter.detach().clone() for parameter in net.parameters()]
+
+    for one, other in zip(
+        run_threads(3, partial(case, drops=True), timeout_s=300),
+        run_threads(3, partial(case, drops=False), timeout_s=300),
+        strict=True,
+    ):
+        assert all(map(torch.equal, one, other))
+
+
 def test_misuse_is_refused_and_close_gives_the_parameters_back() -> None:
     def case(world: World) -> None:
         net = net_of(torch.float32)
@@ -211,11 +238,19 @@ def test_misuse_is_refused_and_close_gives_the_parameters_back() -> None:
         plan = Plan(shard="gradients", layout="ab")
         updater, reducer = make_updater(world, plan, optimizer)
         net(torch.ones(1, 3, 4, 4), with_rare=True).sum().backward()
-        assert all(parameter.grad is None for parameter in net.parameters())
+        with pytest.raises(UsageError, match="clip_norm="):
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        with pytest.raises(UsageError, match="part"):
+            updater.synchronize()
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        with pytest.raises(UsageError, match="LossScale"):
+            scaler.step(updater)  # type: ignore[arg-type]
+        pending = net.scale.grad
         net.scale.grad = torch.tensor(1.0)
-        with pytest.raises(UsageError, match="gradients were set"):
+        with pytest.raises(UsageError, match="changed between backward and step"):
             updater.step()
-        net.scale.grad = None
+        net.scale.grad = pending
         with pytest.raises(UsageError, match="backward ran twice"):
             net(torch.ones(1, 3, 4, 4), with_rare=True).sum().backward()
         updater.zero_grad()

@@ -1,0 +1,185 @@
+"""Plans buckets, fills them as gradients become ready, and submits them in the order that all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+
+from hpctrain.reduce.contract.bucket_plan import Bucket, Milestone, milestones, plan_buckets
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce.contract.gradient_norm import GradientSquares
+from hpctrain.reduce.data_parallel.backward_clock import BackwardClock
+from hpctrain.reduce.data_parallel.gradient_buckets import GradientMemory, describe_gradient, one_device
+from hpctrain.reduce.data_parallel.pending_gradient import ran_twice
+
+# Minimum number of elements before a partly filled bucket is announced: 128 KB of float32.
+_MIN_ANNOUNCED_ELEMS = 1 << 15
+
+
+@final
+class BucketFilling:
+    """Of one step at a time, in the buckets of `memory`.
+
+    announces: whether parts of buckets are announced to `reducer` (`BucketReducer.filled`). submit: called with the
+    number of each bucket that is complete. clock: notes when.
+
+    ready: the parameters whose gradients became ready in this step, in this order.
+    """
+
+    def __init__(
+        self,
+        memory: GradientMemory,
+        *,
+        reducer: BucketReducer,
+        announces: bool,
+        submit: Callable[[int], None],
+        clock: BackwardClock,
+    ) -> None:
+        self._memory = memory
+        self._reducer = reducer
+        self._announces = announces
+        self._submit = submit
+        self._clock = clock
+        # Without overlap, ranks that have finished backward start to sum the elements that the others have announced.
+        self._milestones: dict[int, Milestone] = (
+            milestones(memory.buckets, least_elems=_MIN_ANNOUNCED_ELEMS) if announces else {}
+        )
+        self._num_parameters = sum(len(bucket.slots) for bucket in memory.buckets)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self.ready: list[int] = []
+        self._waiting_for = [len(bucket.slots) for bucket in self._memory.buckets]
+        self._placed = [False] * self._num_parameters
+        self._next_bucket = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a gradient of this step is in its bucket."""
+        return any(self._placed)
+
+    def is_placed(self, index: int) -> bool:
+        return self._placed[index]
+
+    def last_is_dropped(self) -> bool:
+        """Returns True if the script has dropped the gradient that became ready last in this step."""
+        return bool(self.ready) and not self._memory.is_pending(self.ready[-1])
+
+    def gradient_is_ready(self, index: int, *, factor: float) -> None:
+        """Writes the gradient, times `factor`, into its bucket, and submits what is complete. Raises UsageError for
+        the second gradient of a parameter in a step."""
+        waiting_for = self._put(index, factor=factor)
+        self.ready.append(index)
+        if waiting_for == 0:
+            self.send_complete()
+        elif (milestone := self._milestones.get(index)) is not None:
+            self._announce_filled(milestone)
+
+    def put_rest(self, *, factor: float) -> None:
+        """Writes the gradients that no hook has written: of unused parameters, or all on ranks without samples."""
+        if not all(self._placed):
+            for index, placed in enumerate(self._placed):
+                if not placed:
+                    self._put(index, factor=factor)
+
+    def put_zeros(self) -> None:
+        """Writes zeros for all parameters whose gradient is not in its bucket."""
+        for index, placed in enumerate(self._placed):
+            if not placed:
+                self._count(index, bucket=self._memory.put_zeros(index))
+
+    def send_complete(self) -> None:
+        """Submits full buckets in the order of the plan, which is the same on every rank, as reductions must match."""
+        while self._next_bucket < len(self._waiting_for) and self._waiting_for[self._next_bucket] == 0:
+            self._memory.complete(self._next_bucket)
+            self._clock.filled()
+            if self._announces:
+                self._reducer.filled(self._next_bucket, self._memory.buckets[self._next_bucket].numel)
+            self._submit(self._next_bucket)
+            self._next_bucket += 1
+
+    def _put(self, index: int, *, factor: float) -> int:
+        """Writes a gradient into its bucket, once a step. Returns how many gradients the bucket still waits for."""
+        if self._placed[index]:
+            raise ran_twice()
+        try:
+            bucket = self._memory.put(index, factor=factor)
+        except RuntimeError:
+            self._memory.check_kinds()
+            raise
+        return self._count(index, bucket=bucket)
+
+    def _count(self, index: int, *, bucket: int) -> int:
+        self._placed[index] = True  # not before: if memory was short in `put`, `step` writes it again
+        self._waiting_for[bucket] -= 1
+        return self._waiting_for[bucket]
+
+    def _announce_filled(self, milestone: Milestone) -> None:
+        """Announces a filled part of a bucket; does nothing if gradients became ready in another order."""
+        if all(self._placed[index] for index in milestone.parameters):
+            self._reducer.filled(milestone.bucket, milestone.num_elems)
+
+
+@final
+class PlannedBuckets:
+    """The buckets of the gradients of `parameters`, their memory, and what fills it. The constructor is collective.
+
+    bucket_bytes: maximum size of a bucket's gradients. The other arguments are those of `BucketFilling`.
+    order: in which the gradients become ready, once it is known; the same on every rank. Raises UsageError for
+    parameters on several devices.
+    """
+
+    memory: GradientMemory
+    filling: BucketFilling
+    squares: GradientSquares
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        reducer: BucketReducer,
+        bucket_bytes: int,
+        announces: bool,
+        submit: Callable[[int], None],
+        clock: BackwardClock,
+    ) -> None:
+        self.device = one_device(parameters)
+        self.order: list[int] | None = None
+        self._parameters = parameters
+        self._reducer = reducer
+        self._bucket_bytes = bucket_bytes
+        self._announces = announces
+        self._submit = submit
+        self._clock = clock
+        self._specs = [describe_gradient(p) for p in parameters]
+        self._lay_out(self._in_order())
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return self.memory.buckets
+
+    def plan_again(self, order: Sequence[int] | None, *, bucket_bytes: int | None = None) -> None:
+        """Plans buckets in another order, and of another size where the reductions are chosen anew. Collective; the
+        arguments are the same on every rank."""
+        self.order = None if order is None else list(order)
+        self._bucket_bytes = bucket_bytes or self._bucket_bytes
+        buckets = self._in_order()
+        if bucket_bytes is not None or buckets != self.memory.buckets:
+            self._lay_out(buckets)
+
+    def _in_order(self) -> tuple[Bucket, ...]:
+        return plan_buckets(self._specs, bucket_bytes=self._bucket_bytes, order=self.order)
+
+    def _lay_out(self, buckets: tuple[Bucket, ...]) -> None:
+        buffers = self._reducer.plan(buckets, device=self.device)
+        self.squares = GradientSquares(buckets, buffers)
+        self.memory = GradientMemory(self._parameters, buckets=buckets, buffers=buffers)
+        self.filling = BucketFilling(
+            self.memory,
+            reducer=self._reducer,
+            announces=self._announces,
+            submit=self._submit,
+            clock=self._clock,
+        )
