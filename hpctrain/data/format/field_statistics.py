@@ -73,7 +73,8 @@ def moments_of(array: NDArray[Any]) -> Moments:
 
 
 def _of_block(block: NDArray[Any]) -> Moments:
-    values = block.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signaling NaN
+        values = block.astype(np.float64)
     if block.dtype.kind == "f":
         finite = np.isfinite(values)
         if not finite.all():

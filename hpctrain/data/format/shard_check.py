@@ -180,6 +180,9 @@ def _check_field(
     if spec.kind == "array":
         expected = manifest.entry_shape(name, entry)
         fits = shape == expected
+    elif stored.whole and spec.kind == "classes":  # one string, perhaps in an array of one
+        expected = spec.shape
+        fits = shape in ((), (1,))
     elif stored.whole:
         expected = spec.shape
         fits = len(shape) == len(expected) and shape[1:] == expected[1:] and shape[:1] <= expected[:1]

@@ -1,8 +1,8 @@
-"""Reads the locations of all chunks of an HDF5 dataset from the file's index at once.
+"""Reads from an HDF5 file how the chunks of a dataset are found, and the locations of all chunks at once.
 
 HDF5 1.10 searches all chunks for each location. Source: HDF5 file format specification, version 3: III.A.1 (version 1
-B-trees), IV.A.1 (object headers), IV.A.2.i (data layout message). HDF5 makes this kind of index unless the file was
-made with `libver="latest"`; other kinds are left to HDF5.
+B-trees), IV.A.1 (object headers), IV.A.2.i (data layout message). HDF5 makes version 1 B-trees unless the file was made
+with `libver="latest"`; the five newer kinds of index are left to HDF5.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator
+from enum import Enum
 from typing import NamedTuple, final
 
 import numpy as np
@@ -23,6 +24,8 @@ MAX_CHUNKS = 1 << 16
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _LAYOUT_MESSAGE, _CONTINUATION_MESSAGE, _SHARED_FLAG = 0x08, 0x10, 0x02
 _CHUNKED = 2
+_EXTENSIBLE_ARRAY, _LAST_KNOWN_INDEX = 4, 5
+_PARTIAL_CHUNKS_ARE_UNFILTERED = 0x01
 _NOWHERE = (1 << 64) - 1
 _MAX_HEADER_BYTES, _MAX_HEADER_BLOCKS = 1 << 20, 64
 _MAX_DEPTH = 8
@@ -38,6 +41,17 @@ class _Block(NamedTuple):
 
     offset: int
     num_bytes: int
+
+
+class ChunkAccess(Enum):
+    """What HDF5 returns correctly of a dataset whose index is not read here.
+
+    PLACES: the place of each chunk in the file. STORED: the stored bytes of each chunk. VALUES: only its elements.
+    """
+
+    PLACES = "places"
+    STORED = "stored"
+    VALUES = "values"
 
 
 @final
@@ -76,6 +90,40 @@ def read_chunk_index(
         return None
 
 
+def read_chunk_access(
+    descriptor: int, *, header: int, layout: DatasetLayout, base: int, first_is_unlimited: bool
+) -> ChunkAccess:
+    """Returns which functions of HDF5 may be used for the chunks of a dataset.
+
+    If an extensible array is the index and the first dimension is not the unlimited one, HDF5 stores the unlimited
+    dimension as the first, and forgets it in the functions that return places (H5Dget_chunk_info, _by_coord and
+    H5Dchunk_iter; seen in 1.10.8, 1.14.2 and 2.0.0). Chunks at the border may be stored without the filters, which the
+    filter mask does not say. header, base: as for `read_chunk_index`. first_is_unlimited: of the dataset's maximum
+    extents. Raises OSError.
+    """
+    if layout.chunks is None:
+        return ChunkAccess.VALUES
+    try:
+        reader = _Reader(descriptor, base=base, layout=layout)
+        content, flags = reader.layout_message(header)
+    except (_UnknownError, struct.error, IndexError, ValueError):
+        return ChunkAccess.VALUES
+    if flags & _SHARED_FLAG or len(content) < 5 or content[1] != _CHUNKED:
+        return ChunkAccess.VALUES
+    if content[0] == 3:
+        return ChunkAccess.PLACES
+    # Version 4: version, class, flags, number of dimensions, bytes of each, the dimensions, kind of index
+    chunk_flags, num_dims, width = content[2:5]
+    after = 5 + num_dims * width
+    if content[0] != 4 or chunk_flags & _PARTIAL_CHUNKS_ARE_UNFILTERED or len(content) <= after:
+        return ChunkAccess.VALUES
+    if not 1 <= content[after] <= _LAST_KNOWN_INDEX:
+        return ChunkAccess.VALUES
+    if content[after] == _EXTENSIBLE_ARRAY and not first_is_unlimited:
+        return ChunkAccess.STORED
+    return ChunkAccess.PLACES
+
+
 @final
 class _Reader:
     def __init__(self, descriptor: int, *, base: int, layout: DatasetLayout) -> None:
@@ -90,10 +138,6 @@ class _Reader:
         self._counts = tuple(-(-n // c) for n, c in zip(layout.shape, layout.chunks, strict=True))
 
     def index(self, header: int) -> ChunkIndex:
-        superblock = self._read(_Block(0, 16))
-        sizes = superblock[13:15] if superblock[8] < 2 else superblock[9:11]
-        if superblock[:8] != _SIGNATURE or bytes(sizes) != b"\x08\x08":
-            raise _UnknownError
         root = self._tree_root(header)
         places = np.full((math.prod(self._counts), 3), -1, dtype=np.int64)
         strides = np.array([math.prod(self._counts[dim + 1 :]) for dim in range(len(self._counts))])
@@ -108,15 +152,24 @@ class _Reader:
         return ChunkIndex(places, counts=self._counts)
 
     def _tree_root(self, header: int) -> int:
-        for kind, flags, data in self._messages(header):
+        content, flags = self.layout_message(header)
+        version, layout_class, num_dims = content[:3]
+        if version != 3 or layout_class != _CHUNKED or flags & _SHARED_FLAG:
+            raise _UnknownError
+        root, *dims = struct.unpack_from(f"<Q{num_dims}I", content, 3)
+        if tuple(dims[:-1]) != self._chunks:
+            raise _UnknownError
+        return int(root)
+
+    def layout_message(self, header: int) -> tuple[bytes, int]:
+        """Returns content and flags of the data layout message."""
+        superblock = self._read(_Block(0, 16))
+        sizes = superblock[13:15] if superblock[8] < 2 else superblock[9:11]
+        if superblock[:8] != _SIGNATURE or bytes(sizes) != b"\x08\x08":
+            raise _UnknownError
+        for kind, flags, content in self._messages(header):
             if kind == _LAYOUT_MESSAGE:
-                version, layout_class, num_dims = data[:3]
-                if version != 3 or layout_class != _CHUNKED or flags & _SHARED_FLAG:
-                    raise _UnknownError
-                root, *dims = struct.unpack_from(f"<Q{num_dims}I", data, 3)
-                if tuple(dims[:-1]) != self._chunks:
-                    raise _UnknownError
-                return int(root)
+                return content, flags
         raise _UnknownError
 
     def _messages(self, header: int) -> Iterator[tuple[int, int, bytes]]:

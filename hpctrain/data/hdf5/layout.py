@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.hdf5.read_elements import read_elements
+from hpctrain.data.hdf5.stored_type import describe, dtype_of, has_numpys_bytes
 from hpctrain.errors import DataError
 
 
@@ -40,10 +41,13 @@ class Filter(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetLayout:
-    """One HDF5 dataset: shape, dtype as stored, and location of its bytes.
+    """One HDF5 dataset: shape, dtype of its elements as h5py reads them, and location of its bytes.
 
-    offset: first byte in the file; None if it is not contiguous (chunked, compressed, compact, external).
-    chunks: shape of a chunk, None if it is not chunked. filters: in the order of writing.
+    The dimensions of an array type are the last ones of shape. dtype: of a compound, with the members that numpy can
+    hold. offset: first byte in the file; None if it is not contiguous (chunked, compressed, compact, external, never
+    written), or its elements are not stored as numpy's. chunks: shape of a chunk, None if it is not chunked.
+    filters: in the order of writing. only_hdf5: the stored chunks must not be read without HDF5, since it converts
+    their elements.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +55,7 @@ class DatasetLayout:
     offset: int | None
     chunks: tuple[int, ...] | None = None
     filters: tuple[Filter, ...] = ()
+    only_hdf5: bool = False
 
     @property
     def num_chunks(self) -> int:
@@ -92,30 +97,57 @@ def inspect(path: Path, *, names: Sequence[str]) -> dict[str, DatasetLayout]:
                 raise DataError(f"{name!r} in {path} is not a dataset with samples")
             if dataset.file.filename != file.filename:
                 raise DataError(f"{name!r} in {path} is in another file, {dataset.file.filename}")
-            layouts[name] = _layout(dataset)
+            layout = layout_of(dataset)
+            if layout is None:
+                kind = describe(dataset.id.get_type())
+                raise DataError(f"{name!r} in {path} holds {kind}, which numpy does not have")
+            layouts[name] = layout
     return layouts
 
 
-def _layout(dataset: h5py.Dataset) -> DatasetLayout:
+def layout_of(dataset: h5py.Dataset) -> DatasetLayout | None:
+    """Returns the layout of a dataset; None if numpy has no dtype for its elements."""
     import h5py
 
-    plist = dataset.id.get_create_plist()
-    kind, offset, chunks = plist.get_layout(), None, None
-    if kind == h5py.h5d.CONTIGUOUS and plist.get_external_count() == 0 and not dataset.dtype.hasobject:
-        offset = dataset.id.get_offset()
-    elif kind == h5py.h5d.CHUNKED:
-        chunks = tuple(plist.get_chunk())
+    kind, plist = dataset.id.get_type(), dataset.id.get_create_plist()
+    dtype = dtype_of(kind)
+    if dtype is None:
+        return None
+    shape, is_array = tuple(dataset.shape), dtype.subdtype is not None
+    if dtype.subdtype is not None:
+        dtype, more = dtype.subdtype
+        shape += more
+    is_plain = has_numpys_bytes(kind, dtype)
+    offset, chunks = None, None
+    if plist.get_layout() == h5py.h5d.CONTIGUOUS and plist.get_external_count() == 0 and is_plain:
+        offset = _offset(dataset)
+    elif plist.get_layout() == h5py.h5d.CHUNKED:
+        chunks = (*plist.get_chunk(), *shape[len(dataset.shape) :])
     filters = []
     for number in range(plist.get_nfilters()):
         code, _, values, _ = plist.get_filter(number)
         filters.append(Filter(code, tuple(values)))
     return DatasetLayout(
-        shape=tuple(dataset.shape),
-        dtype=dataset.dtype,
+        shape=shape,
+        dtype=dtype,
         offset=offset,
         chunks=chunks,
         filters=tuple(filters),
+        only_hdf5=not is_plain or is_array,
     )
+
+
+def _offset(dataset: h5py.Dataset) -> int | None:
+    """Returns the file offset of a contiguous dataset; None if it has no place in the file, since it was never written.
+
+    HDF5 1.10 adds the size of the user block to its mark for "no place" too, which then looks like an offset.
+    """
+    import h5py
+
+    if dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED:
+        return None
+    offset: int | None = dataset.id.get_offset()
+    return offset
 
 
 class RowReader:
@@ -124,8 +156,9 @@ class RowReader:
     h5py serialises its calls with a lock. Must not be used after a fork.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = _open(path)
+    def __init__(self, path: Path, *, opened: h5py.File | None = None) -> None:
+        """opened: the same file, already open; `close` closes it."""
+        self._file = _open(path) if opened is None else opened
         self.user_block_bytes = int(self._file.userblock_size)
         self._datasets: dict[str, h5py.Dataset] = {}
 
@@ -140,7 +173,10 @@ class RowReader:
 
         Raises MissingFilter or OSError.
         """
-        array: NDArray[Any] = read_elements(self._dataset(name), slice(start, stop), member=member)
+        dataset = self._dataset(name)
+        if not dataset.shape:  # one element of an array type, whose first dimension has the rows
+            return self.whole(name, member=member)[start:stop]
+        array: NDArray[Any] = read_elements(dataset, slice(start, stop), member=member)
         return array
 
     def whole(self, name: str, *, member: str | None = None) -> NDArray[Any]:
@@ -150,7 +186,8 @@ class RowReader:
     def chunk_place(self, name: str, *, first: tuple[int, ...]) -> ChunkPlace | None:
         """Returns the location of the chunk whose first element is `first`; None if it was never written.
 
-        HDF5 1.10 searches all chunks of the dataset for it. Raises OSError or RuntimeError.
+        Only for `ChunkAccess.PLACES`. HDF5 1.10 searches all chunks of the dataset for it.
+        Raises OSError or RuntimeError.
         """
         info = self._dataset(name).id.get_chunk_info_by_coord(first)
         if info.byte_offset is None:
@@ -168,9 +205,24 @@ class RowReader:
 
         return int(h5py.h5o.get_info(self._dataset(name).id).addr)
 
-    def fill_value(self, name: str) -> Any:
-        """Returns the value of elements that were never written."""
-        return self._dataset(name).fillvalue
+    def first_is_unlimited(self, name: str) -> bool:
+        """Returns whether the first dimension of a dataset may grow without a limit."""
+        return self._dataset(name).maxshape[:1] == (None,)
+
+    def chunk(self, name: str, *, first: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
+        """Returns the elements of a chunk as HDF5 reads them; zeros for its part outside the dataset.
+
+        first: index of its first element. shape: of a chunk. Raises MissingFilter or OSError.
+        """
+        dataset = self._dataset(name)
+        inside = tuple(
+            slice(begin, min(begin + size, extent))
+            for begin, size, extent in zip(first, shape, dataset.shape, strict=True)
+        )
+        found: NDArray[Any] = read_elements(dataset, inside)
+        values = np.zeros(shape, dtype=found.dtype.newbyteorder("="))
+        values[tuple(slice(0, size) for size in found.shape)] = found
+        return values
 
     def close(self) -> None:
         self._datasets.clear()

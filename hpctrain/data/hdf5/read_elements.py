@@ -8,6 +8,9 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from hpctrain.data.hdf5.stored_type import dtype_of
 from hpctrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ def read_elements(dataset: h5py.Dataset, selection: Any = (), *, member: str | N
     """
     missing = _load_filters(dataset)
     try:
-        return (dataset if member is None else dataset.fields(member))[selection]
+        return dataset[selection] if member is None else _member(dataset, selection, member)
     except OSError as error:
         # Reported only after an error, since the chunks may have been stored without the filter.
         if missing is None:
@@ -44,6 +47,14 @@ def read_elements(dataset: h5py.Dataset, selection: Any = (), *, member: str | N
             + (f" ({missing.name})" if missing.name else "")
             + f", {_what_to_do(missing)}"
         ) from error
+
+
+def _member(dataset: h5py.Dataset, selection: Any, member: str) -> Any:
+    # As `dataset.fields(member)[selection]`, which needs numpy's dtypes of all members.
+    dtype = dtype_of(dataset.id.get_type())
+    if dtype is None or dtype.names is None:
+        raise DataError(f"{dataset.name} has no members that numpy can hold")
+    return dataset.__getitem__(selection, new_dtype=np.dtype([(member, dtype[member])]))[member]
 
 
 def _load_filters(dataset: h5py.Dataset) -> _Wanted | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 
 from hpctrain.data.format.field_statistics import Moments, moments_of
 from hpctrain.data.indexing.inspect_file import FoundDataset, open_to_index, read_blocks
+from hpctrain.errors import DataError
+
+if TYPE_CHECKING:
+    import h5py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,21 +72,29 @@ def read_content(
     contents = []
     with open_to_index(path) as file:
         for one in found:
-            hashes = _BlockHashes(block_bytes=block_bytes)
-            moments = Moments()
-            left = one.num_bytes if hashed_bytes is None else hashed_bytes
-            row_bytes = one.num_bytes // max(1, one.shape[0]) if one.shape else one.num_bytes
-            for block in read_blocks(file[one.dataset], one.member, row_bytes=row_bytes):
-                if one.kind == "lengths":
-                    moments += moments_of(np.concatenate([_native(row) for row in block]))
-                    continue
-                array = _native(block)
-                moments += moments_of(array)
-                data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
-                hashes.update(data.data[:left])
-                left -= min(left, data.nbytes)
-            contents.append(HashedContent(hashes=hashes.finish(), moments=moments))
+            limit = one.num_bytes if hashed_bytes is None else hashed_bytes
+            try:
+                contents.append(_content(file[one.dataset], one, block_bytes=block_bytes, limit=limit))
+            except (OSError, RuntimeError, ValueError) as error:
+                raise DataError(f"{one.dataset} of {path} cannot be read: {error}") from error
     return tuple(contents)
+
+
+def _content(dataset: h5py.Dataset, found: FoundDataset, *, block_bytes: int, limit: int) -> HashedContent:
+    hashes = _BlockHashes(block_bytes=block_bytes)
+    moments = Moments()
+    row_bytes = found.num_bytes // max(1, found.shape[0]) if found.shape else found.num_bytes
+    left = limit
+    for block in read_blocks(dataset, found.member, row_bytes=row_bytes):
+        if found.kind == "lengths":
+            moments += moments_of(np.concatenate([_native(row) for row in block]))
+            continue
+        array = _native(block)
+        moments += moments_of(array)
+        data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
+        hashes.update(data.data[:left])
+        left -= min(left, data.nbytes)
+    return HashedContent(hashes=hashes.finish(), moments=moments)
 
 
 def _native(block: Any) -> NDArray[Any]:

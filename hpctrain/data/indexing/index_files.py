@@ -28,6 +28,7 @@ from hpctrain.data.format.manifest import (
     write_manifest,
 )
 from hpctrain.data.format.token_windows import write_windows
+from hpctrain.data.indexing.compare_samples import SampleComparison
 from hpctrain.data.indexing.content_hashes import HashedContent, read_content
 from hpctrain.data.indexing.inspect_file import FoundFile, inspect_file
 from hpctrain.data.indexing.merge_fields import FieldSource, all_places, combine, num_samples
@@ -104,8 +105,10 @@ def index_files(
         check_token_request(requests, samples=kind_of_sample)
     names: list[str] = on_rank_0(comm, lambda: _files(out, files=files, old=old), os_error=DataError)
 
+    comparison = SampleComparison()
+
     def inspect(path: str) -> dict[str, Any]:
-        return asdict(inspect_file(path, requests=requests))
+        return asdict(inspect_file(path, requests=requests, comparison=comparison))
 
     looked = [FoundFile.of_json(found) for found in share_work(comm, names, inspect, progress=progress)]
     places = all_places(looked)

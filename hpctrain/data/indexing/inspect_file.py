@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from hpctrain.data.format.manifest import DTYPES
-from hpctrain.data.hdf5.layout import class_texts
+from hpctrain.data.hdf5.layout import DatasetLayout, class_texts, layout_of
 from hpctrain.data.hdf5.read_elements import MissingFilter, read_elements
+from hpctrain.data.hdf5.stored_type import describe, element_of, members_of, why_not_converted
+from hpctrain.data.indexing.compare_samples import SampleComparison
+from hpctrain.data.indexing.foreign_files import format_of, newer_library
 from hpctrain.data.indexing.hdf5_paths import matches, resolve
 from hpctrain.data.indexing.request import FieldRequest
 from hpctrain.errors import DataError
@@ -24,6 +27,7 @@ _READ_ROWS = 1 << 14
 _READ_LENGTHS = 256
 _READ_BYTES = 8 << 20
 MAX_CLASSES = 1 << 16
+_NO_DTYPE = "for which numpy has no dtype: they cannot be indexed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +74,19 @@ class FoundFile:
         return cls(**{**document, "places": places})
 
 
-def inspect_file(path: str, *, requests: Sequence[FieldRequest]) -> FoundFile:
-    """Finds the requested datasets. Reads only headers, and the content of strings and variable lengths.
+def inspect_file(path: str, *, requests: Sequence[FieldRequest], comparison: SampleComparison) -> FoundFile:
+    """Finds the requested datasets. Reads headers, the content of strings and variable lengths, and three samples.
 
+    comparison: compares these samples with what HDF5 reads.
     Raises DataError that names the file and the dataset if the file is not HDF5, is open for writing or changes
     meanwhile, or if a dataset is missing, empty, or of a kind that cannot be read.
     """
     with open_to_index(path) as file:
         before = os.stat(path)
         if requests[0].has_wildcard:
-            places = tuple(_groups(file, requests))
+            places = tuple(_groups(file, requests, comparison))
         else:
-            places = ({request.name: _inspect(file, request.path, request) for request in requests},)
+            places = ({each.name: _inspect(file, each.path, each, comparison) for each in requests},)
     after = os.stat(path)
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise DataError(f"{path} changed while it was indexed: index it when no program is writing it")
@@ -109,6 +114,12 @@ def open_to_index(path: str) -> Iterator[h5py.File]:
                 f"{path} is open for writing by another program, or was left so by a program that crashed: "
                 "index it when it is closed (after a crash: h5clear -s FILE)"
             ) from error
+        newer = newer_library(error)
+        if newer is not None:
+            raise DataError(f"{path} {newer}") from error
+        other = format_of(path)
+        if other is not None:
+            raise DataError(f"{path} is {other}") from error
         raise DataError(f"{path} cannot be read as HDF5: {text}") from error
 
 
@@ -126,7 +137,9 @@ def _open_locked(path: str) -> h5py.File:
         return h5py.File(path, "r", locking=False)
 
 
-def _groups(file: h5py.File, requests: Sequence[FieldRequest]) -> Iterator[dict[str, FoundDataset]]:
+def _groups(
+    file: h5py.File, requests: Sequence[FieldRequest], comparison: SampleComparison
+) -> Iterator[dict[str, FoundDataset]]:
     """Yields field -> dataset of each group. Raises DataError unless all groups have all fields."""
     paths = {request.name: matches(file, request.parts) for request in requests}
     first = requests[0]
@@ -142,18 +155,21 @@ def _groups(file: h5py.File, requests: Sequence[FieldRequest]) -> Iterator[dict[
                 f"{place!r} matches only one of them"
             )
     for key in keys:
-        yield {request.name: _inspect(file, paths[request.name][key], request) for request in requests}
+        yield {each.name: _inspect(file, paths[each.name][key], each, comparison) for each in requests}
 
 
-def _inspect(file: h5py.File, path: str, request: FieldRequest) -> FoundDataset:
+def _inspect(file: h5py.File, path: str, request: FieldRequest, comparison: SampleComparison) -> FoundDataset:
     import h5py
 
     where = f"field {request.name!r}, {path} of {file.filename},"
     resolved = resolve(file, path)
-    dataset = file[resolved]
+    try:
+        dataset = file[resolved]
+    except (KeyError, OSError, RuntimeError) as error:
+        newer = newer_library(error)
+        raise DataError(f"{where} {newer or f'cannot be opened: {error}'}") from error
     if not isinstance(dataset, h5py.Dataset):
-        inside = ", ".join(list(dataset)[:8]) if isinstance(dataset, h5py.Group) else ""
-        raise DataError(f"{where} is a group, not a dataset; it holds {inside or 'nothing'}")
+        raise DataError(f"{where} {_what_else(dataset)}")
     if dataset.shape is None:
         raise DataError(f"{where} is empty: it has no elements at all")
     plist = dataset.id.get_create_plist()
@@ -162,12 +178,13 @@ def _inspect(file: h5py.File, path: str, request: FieldRequest) -> FoundDataset:
     if plist.get_external_count():
         raise DataError(f"{where} keeps its data in another file, which is not HDF5: copy it with h5repack")
     _refuse_pickled(dataset, where)
-    dtype, shape = _element(dataset, request, where)
-    offset = None
-    if request.member is None and plist.get_layout() == h5py.h5d.CONTIGUOUS and not dtype.hasobject:
-        offset = dataset.id.get_offset()
-        if offset is not None and offset + dataset.nbytes > os.path.getsize(file.filename):
-            raise DataError(f"{where} ends after the end of the file: the file is truncated")
+    layout = layout_of(dataset)
+    if layout is None:
+        raise DataError(f"{where} holds {describe(dataset.id.get_type())}, {_NO_DTYPE}")
+    dtype, shape = _element(dataset, layout, request, where)
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if layout.offset is not None and layout.offset + num_bytes > os.path.getsize(file.filename):
+        raise DataError(f"{where} ends after the end of the file: the file is truncated")
     if 0 in shape:
         raise DataError(f"{where} is empty, its shape is {shape}: leave the file out")
     found = FoundDataset(
@@ -176,40 +193,65 @@ def _inspect(file: h5py.File, path: str, request: FieldRequest) -> FoundDataset:
         shape=shape,
         dtype=dtype.name,
         kind="numbers",
-        offset=offset,
+        offset=layout.offset,
         big_endian=dtype.newbyteorder("=") != dtype and dtype.itemsize > 1,
-        num_bytes=int(np.prod(shape, dtype=np.int64)) * dtype.itemsize,
+        num_bytes=num_bytes,
     )
     if h5py.check_string_dtype(dtype) is not None:
         return _with_strings(found, dataset, where)
     if h5py.check_vlen_dtype(dtype) is not None:
         return _with_lengths(found, dataset, np.dtype(h5py.check_vlen_dtype(dtype)), where)
     _check_number(dtype, where)
+    refusal = why_not_converted(element_of(dataset.id.get_type(), member=request.member), dtype)
+    if refusal is not None:
+        kind = describe(element_of(dataset.id.get_type(), member=request.member))
+        raise DataError(f"{where} holds {kind} that HDF5 cannot convert to {dtype.name} ({refusal})")
+    comparison.compare(dataset, layout=layout, where=where)
     return found
 
 
+def _what_else(found: h5py.HLObject) -> str:
+    """Returns what a group or a named type is, in words."""
+    import h5py
+
+    if not isinstance(found, h5py.Group):
+        return "is a named type, not a dataset"
+    if {"value", "shape"} <= set(found.attrs) and not len(found):
+        value, shape = found.attrs["value"], np.atleast_1d(found.attrs["shape"]).tolist()
+        return (
+            f"is a constant component of openPMD, without a dataset: each of its elements is {value}, its shape is "
+            f"{tuple(shape)}. Leave the field out, or write a dataset of that shape"
+        )
+    return f"is a group, not a dataset; it holds {', '.join(list(found)[:8]) or 'nothing'}"
+
+
 def _element(
-    dataset: h5py.Dataset, request: FieldRequest, where: str
+    dataset: h5py.Dataset, layout: DatasetLayout, request: FieldRequest, where: str
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Returns the dtype of the elements, and the shape including the dimensions of an array dtype."""
-    dtype: np.dtype[Any] = dataset.dtype
-    shape: tuple[int, ...] = tuple(dataset.shape)
-    if dtype.names is not None:
-        names = ", ".join(dtype.names)
-        if request.member is None:
-            raise DataError(
-                f"{where} is a table (compound) of {names}: choose a member, as in "
-                f"{request.name}={request.path}:{dtype.names[-1]}"
-            )
-        if request.member not in dtype.names:
-            raise DataError(f"{where} has no member {request.member!r}; its members are {names}")
-        dtype = dtype[request.member]
-    elif request.member is not None:
-        raise DataError(f"{where} is not a table (compound): leave out ':{request.member}'")
-    if dtype.subdtype is not None:
-        dtype, more = dtype.subdtype
-        shape += more
-    return dtype, shape
+    import h5py
+
+    kind, dtype = dataset.id.get_type(), layout.dtype
+    if dtype.names is None or not isinstance(kind, h5py.h5t.TypeCompoundID):
+        if request.member is not None:
+            raise DataError(f"{where} is not a table (compound): leave out ':{request.member}'")
+        return dtype, layout.shape
+    members = members_of(kind)
+    names = ", ".join(members)
+    if request.member is None:
+        raise DataError(
+            f"{where} is a table (compound) of {names}: choose a member, as in "
+            f"{request.name}={request.path}:{dtype.names[-1]}"
+        )
+    if request.member not in members:
+        raise DataError(f"{where} has no member {request.member!r}; its members are {names}")
+    if request.member not in dtype.names:
+        found = describe(members[request.member])
+        raise DataError(
+            f"{where} has member {request.member!r} of {found}, {_NO_DTYPE}; other members can be"
+        )
+    member = dtype[request.member]
+    return member.base, (*layout.shape, *member.shape)
 
 
 def _refuse_pickled(dataset: h5py.Dataset, where: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.hdf5.chunk_index import ChunkIndex, read_chunk_index
+from hpctrain.data.hdf5.chunk_index import ChunkAccess, ChunkIndex, read_chunk_access, read_chunk_index
 from hpctrain.data.hdf5.decode import DEFLATE, Bytes, undo
 from hpctrain.data.hdf5.layout import ChunkPlace, DatasetLayout, RowReader, class_texts
 from hpctrain.data.reading.chunk_cache import Chunk
@@ -25,7 +25,10 @@ _BLOCK_BYTES = 1 << 20
 
 
 class StoredChunks:
-    """HDF5 chunks, found in the file's chunk index, read from a map or with pread, decoded outside h5py's lock."""
+    """HDF5 chunks, found in the file's chunk index, read from a map or with pread, decoded outside h5py's lock.
+
+    Chunks that are not stored, or that only HDF5 can read (see `ChunkAccess`), are read through h5py.
+    """
 
     def __init__(
         self,
@@ -45,9 +48,8 @@ class StoredChunks:
         self._mapped = None if mapped is None else memoryview(mapped)
         self._dataset = dataset
         self._layout = layout
-        # HDF5 1.10 returns offsets that do not include the user block at the start of a file.
-        self._look_up = layout.num_chunks <= _MAX_LOOKED_UP and not reader.user_block_bytes
         self._index: ChunkIndex | None = None
+        self._access = ChunkAccess.VALUES  # without an index
         self._index_is_read = False
         self._places: dict[tuple[int, ...], ChunkPlace | None] = {}
         self._lock = threading.Lock()
@@ -61,8 +63,7 @@ class StoredChunks:
         stored = self._stored(first)
         dtype = self._layout.dtype
         if stored is None:
-            fill = self._reader.fill_value(self._dataset)
-            return Chunk(values=np.full(self.chunk_shape, fill, dtype=dtype.newbyteorder("=")))
+            return Chunk(values=self._reader.chunk(self._dataset, first=first, shape=self.chunk_shape))
         mask, data = stored
         decoded = undo(data, filters=self._layout.filters, mask=mask, num_bytes=self._chunk_bytes)
         if isinstance(decoded, memoryview) and self._mapped is not None:
@@ -96,17 +97,16 @@ class StoredChunks:
         return data if len(data) == self._chunk_bytes else None
 
     def _stored(self, first: tuple[int, ...]) -> tuple[int, Bytes] | None:
+        """Returns filter mask and stored bytes of a chunk; None if HDF5 must read it."""
         if not self._index_is_read:
             self._read_index()
-        if self._index is None and not self._look_up:
+        if self._index is None and self._access is not ChunkAccess.PLACES:
+            if self._access is ChunkAccess.VALUES:
+                return None
             try:
                 return self._reader.stored_chunk(self._dataset, first=first)
-            except (OSError, RuntimeError):
-                # Never written, or damaged: the slow lookup distinguishes them.
-                if self._reader.user_block_bytes:
-                    if self._place(first) is None:
-                        return None
-                    raise
+            except (OSError, RuntimeError):  # never written, or damaged, which HDF5 then says
+                return None
         place = self._place(first)
         if place is None:
             return None
@@ -131,15 +131,23 @@ class StoredChunks:
 
     def _read_index(self) -> None:
         with self._lock:
-            if not self._index_is_read:
-                header = self._reader.header_offset(self._dataset)
-                self._index = read_chunk_index(
-                    self._file.descriptor,
+            if self._index_is_read:
+                return
+            descriptor, base = self._file.descriptor, self._reader.user_block_bytes
+            header = self._reader.header_offset(self._dataset)
+            self._index = read_chunk_index(descriptor, header=header, layout=self._layout, base=base)
+            if self._index is None:
+                self._access = read_chunk_access(
+                    descriptor,
                     header=header,
                     layout=self._layout,
-                    base=self._reader.user_block_bytes,
+                    base=base,
+                    first_is_unlimited=self._reader.first_is_unlimited(self._dataset),
                 )
-                self._index_is_read = True
+                # HDF5 1.10 returns places that do not include the user block at the start of a file.
+                if self._access is ChunkAccess.PLACES and (base or self._layout.num_chunks > _MAX_LOOKED_UP):
+                    self._access = ChunkAccess.STORED
+            self._index_is_read = True
 
     def _place(self, first: tuple[int, ...]) -> ChunkPlace | None:
         if self._index is not None:

@@ -159,7 +159,7 @@ class OpenShard:
         if self._reader is None:
             self._reader = RowReader(self.path)
         source: StoredChunks | NumberBlocks
-        plain = stored.member is None and not layout.dtype.hasobject and spec.kind != "classes"
+        plain = stored.member is None and not layout.only_hdf5 and spec.kind != "classes"
         if plain and layout.chunks is not None and can_undo(layout.filters):
             source = StoredChunks(
                 self._reader, file=self._file, mapped=self._map, dataset=stored.dataset, layout=layout
@@ -173,8 +173,9 @@ class OpenShard:
         assert self._reader is not None
         spec, stored, layout = self._manifest.fields[name], self._entry.fields[name], self._layouts[name]
         member = () if stored.member is None else layout.dtype[stored.member].shape
-        is_scalar = not layout.shape
-        shape = (*(layout.shape or (1,)), *member)
+        shape = (*layout.shape, *member)
+        is_scalar = not shape
+        shape = shape or (1,)
         dtype = np.dtype(spec.dtype)
         options: dict[str, Any] = {
             "dataset": stored.dataset,
