@@ -19,6 +19,8 @@ from hpctrain.resilience.stop_signals import DEFAULT_STOP_SIGNALS, SignalName
 # One request may arrive more than once: from Slurm and from srun, to which the batch script passes it on; and at a
 # time limit Slurm sends SIGTERM twice. A signal this long after the first one is a second request.
 SAME_REQUEST_S = 2.0
+# After a second request this rank's process ends after so many seconds even if `leave`, or printing, hangs too.
+_LEAVE_MAY_TAKE_S = 15.0
 
 
 @final
@@ -103,6 +105,9 @@ class StopRequest:
 
     def _leave(self, number: signal.Signals, *, after_s: float) -> None:
         code = 128 + number if self.leave_code is None else self.leave_code
+        last_resort = threading.Timer(_LEAVE_MAY_TAKE_S, os._exit, args=(code,))
+        last_resort.daemon = True
+        last_resort.start()
         who = "this rank"
         with contextlib.suppress(LaunchError):
             who = identify(os.environ, socket.gethostname()).describe()

@@ -285,6 +285,7 @@ class Session:
             num_ranks=data.size,
             seed=seed,
             pin_memory=self.device.type == "cuda",
+            watch=self.world.awaiting_input,
             **options,
         )
 

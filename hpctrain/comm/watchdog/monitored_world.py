@@ -38,7 +38,8 @@ from hpctrain.comm.watchdog.monitored_transport import MonitoredTransport
 from hpctrain.comm.watchdog.operation_state import Track
 from hpctrain.comm.watchdog.section_limits import SectionLimits
 from hpctrain.comm.watchdog.tcp_probe import ProbeTarget
-from hpctrain.comm.watchdog.watcher import Watcher, exit_now
+from hpctrain.comm.watchdog.timeout_report import exit_now
+from hpctrain.comm.watchdog.watcher import Watcher
 from hpctrain.errors import BufferMismatch
 from hpctrain.topology import Topology
 
@@ -298,6 +299,10 @@ class Monitored(Forwarding):
     def without_limit(self) -> AbstractContextManager[None]:
         """See `hpctrain.comm.collectives.activity`."""
         return self._all.without_limit()
+
+    def awaiting_input(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
+        """The `with` block waits for this rank's own input, within the section's limit. describe: names the input."""
+        return self._watcher.inputs.during(describe)
 
     @property
     def limits(self) -> SectionLimits:

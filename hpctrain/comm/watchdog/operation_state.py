@@ -1,11 +1,13 @@
-"""State of one communicator's current operation, shared by the thread that communicates and the watcher."""
+"""What a rank waits for: operations of communicators, and its own input. Shared by its threads and the watcher."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias, final
 
 
 @dataclass(slots=True)
@@ -54,6 +56,90 @@ class Track:
 
     def describe(self) -> str:
         return f"{self.operation} number {self.sequence} of {self.group} {self.detail}".rstrip()
+
+
+# What a rank does is said on the board once it has waited for its input this long.
+_SAID_AFTER_S = 2.0
+
+
+@final
+class InputWait:
+    """A wait for a batch that this rank's transform, its dataset or a filesystem does not deliver.
+
+    It is no operation: no other rank takes part. describe: what is waited for.
+    """
+
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self._describe = describe
+        self.since = time.monotonic()
+
+    advice = (
+        "no other rank is needed for that: the transform, the dataset or the filesystem hangs; if it is only slow, "
+        "raise run.timeout_s or limits.input_s"
+    )
+
+    def waited_s(self) -> float:
+        """Seconds since the wait began."""
+        return time.monotonic() - self.since
+
+    def describe(self) -> str:
+        try:
+            return f"its input: {self._describe()}"
+        except Exception as error:  # a message must not keep a rank from ending
+            return f"its input ({type(error).__name__} while finding out which: {error})"
+
+
+Wait: TypeAlias = Track | InputWait
+
+
+@final
+class InputWaits:
+    """The waits of one rank for its input that have not ended. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._waits: tuple[InputWait, ...] = ()
+        self._changing = threading.Lock()
+
+    @contextlib.contextmanager
+    def during(self, describe: Callable[[], str]) -> Iterator[None]:
+        """The `with` block waits for input."""
+        wait = InputWait(describe)
+        with self._changing:
+            self._waits = (*self._waits, wait)
+        try:
+            yield
+        finally:
+            with self._changing:
+                self._waits = tuple(one for one in self._waits if one is not wait)
+
+    @property
+    def longest(self) -> InputWait | None:
+        waits = self._waits
+        return waits[0] if waits else None  # they are in the order of their beginning
+
+    @property
+    def longest_s(self) -> float:
+        return 0.0 if (wait := self.longest) is None else wait.waited_s()
+
+    def late(self, tracks: Sequence[Track], *, limit_s: float) -> InputWait | None:
+        """Returns a wait longer than `limit_s`, unless it waits in an operation, which has a limit of its own."""
+        wait = self.longest
+        if wait is None or wait.waited_s() <= limit_s:
+            return None
+        inside = any((since := track.since) is not None and since >= wait.since for track in tracks)
+        return None if inside else wait
+
+    def forgive(self, seconds: float) -> None:
+        """Leaves `seconds` out of the waits."""
+        for wait in self._waits:
+            wait.since += seconds
+
+    def text(self) -> str:
+        """Returns what this rank waits for; "" if it does not, or only for a moment."""
+        wait = self.longest
+        if wait is None or wait.waited_s() < _SAID_AFTER_S:
+            return ""
+        return f"waits for {wait.describe()}"
 
 
 # Progress is usual for this long after the last, or for so many times the usual time between two.

@@ -7,9 +7,7 @@ files of a `Board`, never over the communication library, since that may be what
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +23,7 @@ from hpctrain.comm.watchdog.gil_free_timer import GilFreeTimer, make_timer
 from hpctrain.comm.watchdog.host_probe import HostReachability, targets_of_others
 from hpctrain.comm.watchdog.late_operation import pursue
 from hpctrain.comm.watchdog.network_partition import find_cut
-from hpctrain.comm.watchdog.operation_state import Track
+from hpctrain.comm.watchdog.operation_state import InputWait, InputWaits, Track, Wait
 from hpctrain.comm.watchdog.section_limits import LimitSettings, SectionLimits
 from hpctrain.comm.watchdog.tcp_probe import ProbeTarget
 from hpctrain.comm.watchdog.timeout_report import (
@@ -79,6 +77,7 @@ class Watcher:
         self.doing = ""  # label of the current activity, for messages; "": none
         self._timeout_s = timeout_s
         self.sections = SectionLimits(LimitSettings(timeout_s=timeout_s, derive=False))
+        self.inputs = InputWaits()
         self._interval_s = min(1.0, timeout_s / 8)
         self._main_thread = threading.get_ident()
         self._hung: tuple[Track, str] | None = None  # what ends the run before its limit, and why
@@ -121,7 +120,7 @@ class Watcher:
             since=self._since,
             tracks=lambda: self.tracks,
             step=lambda: self.step,
-            doing=lambda: self.doing,
+            doing=lambda: self.inputs.text() or self.doing,
             section=lambda: self.sections.name,
             stack=lambda: own_stack(self._main_thread),
             reach=reach,
@@ -226,7 +225,7 @@ class Watcher:
                 self._forgive(away_s)
             self._set_exit_timer()
             if self._board is not None and self._board.ending is not None:
-                self._end_run(self._longest(), ending=self._board.ending)
+                self._end_run(self._longest() or self.inputs.longest, ending=self._board.ending)
                 return
             if self._hung is not None:
                 self._end_run(self._hung[0], ending=None, hung=self._hung[1])
@@ -239,11 +238,15 @@ class Watcher:
                 if waited_s > self.sections.wait_limit_s:
                     self._end_run(track, ending=None)
                     return
+            if late_input := self.inputs.late(self.tracks, limit_s=self.sections.wait_limit_s):
+                self._end_run(late_input, ending=None)
+                return
 
     def _pause_s(self) -> float:
         """Returns the seconds until the next poll: at most the interval, less if a deadline is nearer."""
         limit_s = self.sections.wait_limit_s
         nearest_s = min((limit_s - track.waited_s() for track in self.tracks), default=limit_s)
+        nearest_s = min(nearest_s, limit_s - self.inputs.longest_s)
         return max(0.01, min(self._interval_s, nearest_s + 0.005))
 
     def _forgive(self, seconds: float) -> None:
@@ -251,6 +254,7 @@ class Watcher:
         for track in self.tracks:
             if track.since is not None:
                 track.since += seconds
+        self.inputs.forgive(seconds)
 
     def _set_exit_timer(self) -> None:
         """Postpones the timer that acts if this thread can no longer run because the library holds Python's lock.
@@ -299,7 +303,7 @@ class Watcher:
 
     # ---- the end
 
-    def _end_run(self, track: Track | None, *, ending: Ending | None, hung: str = "") -> None:
+    def _end_run(self, track: Wait | None, *, ending: Ending | None, hung: str = "") -> None:
         board, code = self._board, int(ExitCode.COMMUNICATION)
         if self._exit_timer is not None:
             with self._setting:
@@ -336,15 +340,14 @@ class Watcher:
         time.sleep(max(0.0, left_s - _TAKING_OVER_SHARE * _TELLING_SHARE * self.sections.ending_s))
         return bool(within(1.0, lambda: board.take_over(ending)))
 
-    def _tell_report(
-        self, report: str, *, track: Track | None, ending: Ending | None, hung: str = ""
-    ) -> None:
+    def _tell_report(self, report: str, *, track: Wait | None, ending: Ending | None, hung: str = "") -> None:
         limits = self.sections
         head = headline(
             track, ending=ending, rank=self.rank, host=self._host, step=self.step, doing=self.doing,
             timeout_s=limits.limit_s, ending_s=self.sections.ending_s, hung=hung,
             section=limits.now if limits.now in limits.settings.configured else None,
         )  # fmt: skip
+        report = track.advice if isinstance(track, InputWait) else report
         print_with_stacks(f"{head}\n{report}\nthis rank's threads are at")
 
     def _leave_together(self, board: Board, *, ending: Ending, code: int) -> bool:
@@ -372,17 +375,17 @@ class Watcher:
         # If ranks are threads, the announcing rank ends them all.
         return self._leave is None and ending.rank != self.rank
 
-    def _report(self, board: Board, *, track: Track | None, ending: Ending, hung: str = "") -> None:
+    def _report(self, board: Board, *, track: Wait | None, ending: Ending, hung: str = "") -> None:
         limit_s = min(_REPORTING_MAY_TAKE_S, self._least_s())
         report = within(limit_s, lambda: self._find(board, track, within_s=_READING_SHARE * limit_s))
         self._tell_report(report or self._report_alone(), track=track, ending=ending, hung=hung)
         within(1.0, board.tell_reported)
 
-    def _find(self, board: Board, track: Track | None, *, within_s: float) -> str:
+    def _find(self, board: Board, track: Wait | None, *, within_s: float) -> str:
         # Another rank may announce the end while this one still probes hosts: wait for the result.
         if self._reach is not None:
             self._reach.await_probe(within_s=self._look_s)
-        found = board.find(track, within_s=within_s)
+        found = board.find(track if isinstance(track, Track) else None, within_s=within_s)
         asked = len(self._reach.found) if self._reach is not None else 0
         return describe_finding(found, waits=track is not None, num_asked=asked)
 
@@ -390,11 +393,3 @@ class Watcher:
         """Returns a report without the board's files."""
         cut = [] if self._reach is None else find_cut({self._host: self._reach.found}, here=self._host)
         return describe_unknown(cut, directory=None if self._board is None else self._board.folders.shared)
-
-
-def exit_now(code: int) -> None:
-    """Ends this process at once. Unwritten messages of other threads are lost."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ def resolve(file: h5py.File, path: str) -> str:
 
     todo = [part for part in path.split("/") if part]
     done: list[str] = []
+    followed = ""
     for _ in range(_MAX_SOFT_LINKS + len(todo)):
         if not todo:
             return "/" + "/".join(done)
@@ -31,13 +33,18 @@ def resolve(file: h5py.File, path: str) -> str:
         name = todo.pop(0)
         link = here.get(name, getlink=True) if isinstance(here, h5py.Group) else None
         if link is None:
+            if followed:
+                raise DataError(
+                    f"{path} of {file.filename} leads nowhere: {followed}, which does not exist; "
+                    f"{_what_is_in(here, done)}"
+                )
             raise DataError(f"{file.filename} has no {path}; {_what_is_in(here, done)}")
         if isinstance(link, h5py.ExternalLink):
-            raise DataError(
-                f"{path} of {file.filename} is a link to another file, {link.filename}: "
-                "index that file itself"
-            )
+            target = os.path.join(os.path.dirname(file.filename), link.filename)
+            advice = "index that file itself" if os.path.exists(target) else "which does not exist"
+            raise DataError(f"{path} of {file.filename} is a link to another file, {link.filename}: {advice}")
         if isinstance(link, h5py.SoftLink):
+            followed = f"/{'/'.join([*done, name])} is a soft link to {link.path}"
             target = [part for part in link.path.split("/") if part and part != "."]
             todo = target + todo
             if link.path.startswith("/"):

@@ -15,6 +15,7 @@ from hpctrain.data.hdf5.layout import DatasetLayout, class_texts, layout_of
 from hpctrain.data.hdf5.read_elements import MissingFilter, read_elements
 from hpctrain.data.hdf5.stored_type import describe, element_of, members_of, why_not_converted
 from hpctrain.data.indexing.compare_samples import SampleComparison
+from hpctrain.data.indexing.foreign_files import format_of, newer_library
 from hpctrain.data.indexing.hdf5_paths import matches, resolve
 from hpctrain.data.indexing.request import FieldRequest
 from hpctrain.errors import DataError
@@ -73,9 +74,7 @@ class FoundFile:
         return cls(**{**document, "places": places})
 
 
-def inspect_file(
-    path: str, *, requests: Sequence[FieldRequest], comparison: SampleComparison
-) -> FoundFile:
+def inspect_file(path: str, *, requests: Sequence[FieldRequest], comparison: SampleComparison) -> FoundFile:
     """Finds the requested datasets. Reads headers, the content of strings and variable lengths, and three samples.
 
     comparison: compares these samples with what HDF5 reads.
@@ -115,6 +114,12 @@ def open_to_index(path: str) -> Iterator[h5py.File]:
                 f"{path} is open for writing by another program, or was left so by a program that crashed: "
                 "index it when it is closed (after a crash: h5clear -s FILE)"
             ) from error
+        newer = newer_library(error)
+        if newer is not None:
+            raise DataError(f"{path} {newer}") from error
+        other = format_of(path)
+        if other is not None:
+            raise DataError(f"{path} is {other}") from error
         raise DataError(f"{path} cannot be read as HDF5: {text}") from error
 
 
@@ -153,17 +158,18 @@ def _groups(
         yield {each.name: _inspect(file, paths[each.name][key], each, comparison) for each in requests}
 
 
-def _inspect(
-    file: h5py.File, path: str, request: FieldRequest, comparison: SampleComparison
-) -> FoundDataset:
+def _inspect(file: h5py.File, path: str, request: FieldRequest, comparison: SampleComparison) -> FoundDataset:
     import h5py
 
     where = f"field {request.name!r}, {path} of {file.filename},"
     resolved = resolve(file, path)
-    dataset = file[resolved]
+    try:
+        dataset = file[resolved]
+    except (KeyError, OSError, RuntimeError) as error:
+        newer = newer_library(error)
+        raise DataError(f"{where} {newer or f'cannot be opened: {error}'}") from error
     if not isinstance(dataset, h5py.Dataset):
-        inside = ", ".join(list(dataset)[:8]) if isinstance(dataset, h5py.Group) else ""
-        raise DataError(f"{where} is a group, not a dataset; it holds {inside or 'nothing'}")
+        raise DataError(f"{where} {_what_else(dataset)}")
     if dataset.shape is None:
         raise DataError(f"{where} is empty: it has no elements at all")
     plist = dataset.id.get_create_plist()
@@ -202,6 +208,21 @@ def _inspect(
         raise DataError(f"{where} holds {kind} that HDF5 cannot convert to {dtype.name} ({refusal})")
     comparison.compare(dataset, layout=layout, where=where)
     return found
+
+
+def _what_else(found: h5py.HLObject) -> str:
+    """Returns what a group or a named type is, in words."""
+    import h5py
+
+    if not isinstance(found, h5py.Group):
+        return "is a named type, not a dataset"
+    if {"value", "shape"} <= set(found.attrs) and not len(found):
+        value, shape = found.attrs["value"], np.atleast_1d(found.attrs["shape"]).tolist()
+        return (
+            f"is a constant component of openPMD, without a dataset: each of its elements is {value}, its shape is "
+            f"{tuple(shape)}. Leave the field out, or write a dataset of that shape"
+        )
+    return f"is a group, not a dataset; it holds {', '.join(list(found)[:8]) or 'nothing'}"
 
 
 def _element(

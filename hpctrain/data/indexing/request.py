@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from hpctrain.data.indexing.foreign_files import format_of
 from hpctrain.errors import DataError, UsageError
 
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -100,6 +101,8 @@ def find_files(patterns: Sequence[str]) -> tuple[str, ...]:
             matches = [pattern]
         else:
             matches = [match for match in glob.glob(pattern, recursive=True) if os.path.isfile(match)]
+        if not matches and os.path.isdir(pattern) and format_of(pattern) is not None:
+            raise DataError(f"{pattern} is {format_of(pattern)}")
         if not matches:
             raise DataError(f"no files to index: nothing matches {pattern!r}")
         found.update(os.path.abspath(match) for match in matches)

@@ -128,9 +128,7 @@ class BlockFile:
     def _is_decodable(self, name: str) -> bool:
         layout = self._layouts[name]
         plain = self._entry.fields[name].member is None and self._manifest.fields[name].kind == "array"
-        return (
-            plain and not layout.only_hdf5 and layout.chunks is not None and can_undo(layout.filters)
-        )
+        return plain and not layout.only_hdf5 and layout.chunks is not None and can_undo(layout.filters)
 
     def _chunked_field(self, name: str) -> ChunkedField:
         assert self._rows is not None

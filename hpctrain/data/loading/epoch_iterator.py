@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from hpctrain.data.loading.batch import Batch
@@ -41,15 +42,19 @@ class Batches:
         num_batches: int,
         waited: Callable[[float], None],
         handed_out: Callable[[Batch], None],
+        watched: Callable[[int | None], AbstractContextManager[None]],
     ) -> None:
         """Use `Loader.epoch`.
 
         source: makes the batches. waited: called after each call of `next`, even if it fails, with the seconds that
-        it waited. handed_out: called with each batch before `next` returns it.
+        it waited. handed_out: called with each batch before `next` returns it. watched: returns the context of a wait
+        for the batch of a number, or for the end of the threads (None).
         """
         self._source = source
         self._waited = waited
         self._handed_out = handed_out
+        self._watched = watched
+        self._next = 0
         self._counted_wait_s = 0.0
         self.num_batches = num_batches
 
@@ -61,16 +66,19 @@ class Batches:
 
     def __next__(self) -> Batch:
         try:
-            batch = next(self._source)
+            with self._watched(self._next):
+                batch = next(self._source)
         finally:
             self._waited(self._source.wait_s - self._counted_wait_s)
             self._counted_wait_s = self._source.wait_s
+        self._next += 1
         self._handed_out(batch)
         return batch
 
     def close(self) -> None:
         """Stops the threads that prepare batches. May be called more than once."""
-        self._source.close()
+        with self._watched(None):
+            self._source.close()
 
     def __enter__(self) -> Batches:
         return self

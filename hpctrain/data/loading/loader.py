@@ -11,7 +11,9 @@ ranks, or another batch size. Never communicates, unless the dataset is collecti
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +27,7 @@ from hpctrain.data.loading.batch import Batch
 from hpctrain.data.loading.block_readahead import read_ahead_for
 from hpctrain.data.loading.buffer_pool import BatchMemory
 from hpctrain.data.loading.epoch_iterator import Batches, EpochPlan
+from hpctrain.data.loading.in_progress import InProgress, InputWatch
 from hpctrain.data.loading.loader_state import LoaderState
 from hpctrain.data.loading.prefetch import ByteBound, InStep, Prefetch
 from hpctrain.data.order.batch_plan import BatchPlan, plan_batch
@@ -72,6 +75,7 @@ class Loader:
     prefetch_bytes: upper bound on the bytes of batches that are ready or being made; one batch is always allowed.
     num_threads: threads that make batches; raised to `workers` if that is larger.
     pin_memory: put batches into page-locked memory, from which copies to a GPU overlap with computation.
+    watch: limits waits for batches, as `Session.loader` has it; without it they may last as long as they will.
     Raises RecipeError if the options do not fit together, or do not fit the number of ranks or the dataset.
     """
 
@@ -92,6 +96,7 @@ class Loader:
         prefetch_bytes: int = PREFETCH_BYTES,
         num_threads: int = 1,
         pin_memory: bool = False,
+        watch: InputWatch | None = None,
     ) -> None:
         self.dataset = dataset
         self.global_batch = global_batch
@@ -119,6 +124,10 @@ class Loader:
         self._pin = pin_memory
         self._memory = BatchMemory(kept_bytes=prefetch_bytes)
         self._transformer = build_transformer(transform, workers=workers)
+        self._watch = watch
+        self._in_progress = InProgress(
+            (lambda thread: "") if self._transformer is None else self._transformer.place
+        )
 
     def _check(self) -> None:
         if not 0 <= self.rank < self.num_ranks:
@@ -193,8 +202,17 @@ class Loader:
             num_batches=-(-self.remaining_batches(start=start) // every),
         )  # fmt: skip
         return Batches(
-            self._source(plan), num_batches=plan.num_batches, waited=self._add_wait, handed_out=self._move_to
-        )
+            self._source(plan), num_batches=plan.num_batches, waited=self._add_wait, handed_out=self._move_to,
+            watched=lambda number: self._watched(plan, epoch=epoch, number=number),
+        )  # fmt: skip
+
+    def _watched(self, plan: EpochPlan, *, epoch: int, number: int | None) -> AbstractContextManager[None]:
+        """Returns the context of a wait for a batch, or for the end of the threads that make batches (None)."""
+        if self._watch is None:
+            return contextlib.nullcontext()
+        if number is None:
+            return self._watch(lambda: f"the end of the loader's threads; {self._in_progress.describe_all()}")
+        return self._watch(lambda: self._in_progress.describe(epoch=epoch, span=plan.span(number)))
 
     def _source(self, plan: EpochPlan) -> Prefetch[Batch] | InStep[Batch]:
         """Returns an iterator that makes the batches of `plan`. Threads of a `Prefetch` start at once."""
@@ -280,17 +298,22 @@ class Loader:
     def read(self, plan: BatchPlan) -> Batch:
         """Reads the samples of `plan`, applies the transform, and returns them as a batch."""
         checker = self.checker
-        if checker is not None and self.on_damage is OnDamage.SKIP:
-            plan, fields = read_around_damage(
-                plan, read=self._tensors, sound=checker.sound, keep_length=self.last_batch is LastBatch.PAD
-            )
-        else:
-            fields = self._tensors(plan.indices)
+        with self._in_progress.stage(plan, f"{type(self.dataset).__qualname__} has been read"):
+            if checker is not None and self.on_damage is OnDamage.SKIP:
+                plan, fields = read_around_damage(
+                    plan,
+                    read=self._tensors,
+                    sound=checker.sound,
+                    keep_length=self.last_batch is LastBatch.PAD,
+                )
+            else:
+                fields = self._tensors(plan.indices)
         if self._transformer is not None:
             context = TransformContext(
                 seed=self.seed, epoch=plan.epoch, start=plan.start, indices=plan.indices
             )
-            fields = transformed(fields, by=self._transformer, context=context, pin_memory=self._pin)
+            with self._in_progress.stage(plan, f"the transform {self._transformer.name} has run"):
+                fields = transformed(fields, by=self._transformer, context=context, pin_memory=self._pin)
         return Batch(
             fields=fields,
             epoch=plan.epoch,

@@ -53,6 +53,10 @@ class BatchTransform:
         self._wants_context = _takes_two(function)
         self._without_rows: Arrays | None = None
 
+    def place(self, thread: int) -> str:
+        """Returns "": the transform runs in the thread that calls it."""
+        return ""
+
     def __call__(self, arrays: Arrays, *, context: TransformContext) -> Arrays:
         """Returns the transformed arrays, C-contiguous and native-endian, with the same number of rows.
 

@@ -23,10 +23,14 @@ from hpctrain.errors import RecipeError
 class BatchTransformer(Protocol):
     """Interface of `BatchTransform`, which runs in the calling thread, and `WorkerPool`.
 
-    input_copies: number of copies of a batch's input in memory while it is transformed.
+    name: of the function. input_copies: number of copies of a batch's input in memory while it is transformed.
     """
 
+    name: str
     input_copies: int
+
+    def place(self, thread: int) -> str:
+        """Returns where the batch of a thread (its identifier) is transformed now; "" in that thread itself."""
 
     def __call__(self, arrays: Arrays, *, context: TransformContext) -> Arrays: ...
 

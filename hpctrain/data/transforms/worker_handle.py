@@ -88,7 +88,7 @@ class Worker:
             theirs.close()
             os.close(lifeline)
         self._ended = False
-        self._is_ready = False
+        self.is_ready = False
         with contextlib.suppress(OSError):  # it died already: `_receive` detects that
             shared_memory.send(self._control, {"transform": transform, "sys_path": sys.path})
 
@@ -97,9 +97,9 @@ class Worker:
 
         Raises WorkerDied if the process ended, DataError if the transform raised an error.
         """
-        if not self._is_ready:
+        if not self.is_ready:
             self._receive()
-            self._is_ready = True
+            self.is_ready = True
         try:
             shared_memory.send(self._control, request, descriptors=(descriptor,))
         except OSError:

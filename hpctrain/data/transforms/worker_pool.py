@@ -63,12 +63,22 @@ class WorkerPool:
         """Number of workers that ended unexpectedly."""
         self._places = _Places(num_workers)
         self._finalizer = weakref.finalize(self, _end_all, self._places)
+        self._serving: dict[int, Worker] = {}  # by the thread that waits
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the running workers, sorted."""
         with self._places.condition:
             return sorted(worker.process.pid for worker in self._places.all)
+
+    def place(self, thread: int) -> str:
+        """See `BatchTransformer`."""
+        worker = self._serving.get(thread)
+        if worker is None:
+            return f"no worker yet: all {self.num_workers} are busy"
+        return f"worker process {worker.process.pid}" + (
+            "" if worker.is_ready else ", which is still importing its module"
+        )
 
     def __call__(self, arrays: Arrays, *, context: TransformContext) -> Arrays:
         """Returns the transformed batch. Waits for an idle worker if necessary.
@@ -82,7 +92,7 @@ class WorkerPool:
         }  # fmt: skip
         try:
             for attempt in range(1 + MAX_REMAKES):
-                worker = self._take()
+                worker = self._serving[threading.get_ident()] = self._take()
                 try:
                     made = worker.transform(request, descriptor)
                 except WorkerDied as death:
@@ -98,6 +108,7 @@ class WorkerPool:
                     self._put(worker, alive=True)
                     return made
         finally:
+            self._serving.pop(threading.get_ident(), None)
             os.close(descriptor)
         first, count = int(context.indices[0]) if len(context.indices) else 0, len(context.indices)
         raise DataError(

@@ -29,7 +29,9 @@ class LimitsSection(Section):
         "`save_s` and `load_s` it replaces `run.timeout_s` and what is derived.",
     )  # fmt: skip
     input_s: float | None = Field(
-        None, gt=0, description="Limit of a wait between two steps, for a batch, s."
+        None,
+        gt=0,
+        description="Limit of a wait between two steps, for a batch, s; also where no other rank waits.",
     )
     save_s: float | None = Field(None, gt=0, description="Limit of a wait while a checkpoint is saved, s.")
     load_s: float | None = Field(None, gt=0, description="Limit of a wait while a checkpoint is loaded, s.")

@@ -21,7 +21,8 @@ import ctypes, sys, time
 from pathlib import Path
 from hpctrain.comm.watchdog.board.node_files import WatchFolders
 from hpctrain.comm.watchdog.board.rank_status import Placement
-from hpctrain.comm.watchdog.watcher import Watcher, exit_now
+from hpctrain.comm.watchdog.timeout_report import exit_now
+from hpctrain.comm.watchdog.watcher import Watcher
 watcher = Watcher(rank=0, timeout_s=float(sys.argv[2]), abort=exit_now, leave=exit_now)
 watcher.lock_may_be_held()
 track = watcher.track(group="world", members=(0, 1))

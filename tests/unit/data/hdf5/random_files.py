@@ -52,7 +52,11 @@ def make_file(path: Path, *, number: int) -> DrawnFile:
     options: dict[str, Any] = {"libver": bounds[int(random.integers(len(bounds)))]}
     if random.random() < 0.3:
         options["userblock_size"] = int(random.choice([512, 1024, 4096]))
-    if random.random() < 0.2 and options["libver"] not in ("earliest", ("earliest", "v108"), ("v108", "v108")):
+    if random.random() < 0.2 and options["libver"] not in (
+        "earliest",
+        ("earliest", "v108"),
+        ("v108", "v108"),
+    ):
         options["fs_strategy"] = str(random.choice(["fsm", "page", "aggregate", "none"]))
     if random.random() < 0.2 and "userblock_size" not in options:
         options |= {"alignment_threshold": 1, "alignment_interval": int(random.choice([8, 64, 4096]))}
@@ -87,7 +91,9 @@ def _make_dataset(file: h5py.File, drawn: Drawn, random: Random) -> str:
     limits: tuple[int, ...] | None = None
     said = f"{layout} {shape}"
     if layout == "chunked":
-        limits = tuple([size, size, size + 5, h5s.UNLIMITED, h5s.UNLIMITED][int(random.integers(5))] for size in shape)
+        limits = tuple(
+            [size, size, size + 5, h5s.UNLIMITED, h5s.UNLIMITED][int(random.integers(5))] for size in shape
+        )
         chunks = tuple(
             int(random.integers(1, size + (3 if limit == h5s.UNLIMITED else 1)))
             for size, limit in zip(shape, limits, strict=True)

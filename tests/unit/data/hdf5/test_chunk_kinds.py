@@ -70,7 +70,9 @@ def make(file: h5py.File, case: Case, *, filters: str, written: str) -> None:
         grown = tuple(size + 5 if dim in case.grows else size for dim, size in enumerate(SHAPE))
         dataset.resize(grown)
         dataset[...] = np.arange(np.prod(grown), dtype=np.float32).reshape(grown)
-        dataset.resize(tuple(max(1, size - 3) if dim in case.grows else size for dim, size in enumerate(SHAPE)))
+        dataset.resize(
+            tuple(max(1, size - 3) if dim in case.grows else size for dim, size in enumerate(SHAPE))
+        )
 
 
 def kind_of(path: Path) -> int:
@@ -110,7 +112,12 @@ def test_chunks_are_read_as_hdf5_reads_them(tmp_path: Path, case: Case) -> None:
 def test_more_chunks_than_are_looked_up_one_by_one(tmp_path: Path) -> None:
     data = np.arange(15_000, dtype=np.int32).reshape(3, 5000)
     with h5py.File(tmp_path / "a.h5", "w", libver="latest") as file:
-        for name, limits in {"first": (None, 5000), "last": (3, None), "both": (None, None), "no": (3, 5000)}.items():
+        for name, limits in {
+            "first": (None, 5000),
+            "last": (3, None),
+            "both": (None, None),
+            "no": (3, 5000),
+        }.items():
             file.create_dataset(name, data=data, maxshape=limits, chunks=(1, 3), shuffle=True)
     for name in ("first", "last", "both", "no"):
         index_files(tmp_path / name, files=[str(tmp_path / "a.h5")], fields=f"x=/{name}")

@@ -94,7 +94,7 @@ def _outcome(path: Path, out: Path, *, number: int) -> tuple[str, str]:
         fault = differences(dataset, right, whole=whole, random=random)
         return ("WRONG", f"{made.description}: {fault}") if fault else ("equal", made.description)
     except DataError as error:
-        is_named = str(path) in str(error) and ("/x" in str(error) or "'x'" in str(error))
+        is_named = str(path) in str(error) and any(name in str(error) for name in ("/x", "'x'", "/group/y"))
         return "refused" if is_named else "WRONG", f"{made.description}: {error}"
     except Exception as error:
         return "WRONG", f"{made.description}: {type(error).__name__}: {error}"
@@ -114,7 +114,9 @@ def differences(
         equal = all(same(row, np.asarray(wanted)) for row, wanted in zip(rows, right, strict=True))
         return "" if equal else f"{rows} instead of {right}"
     if spec.kind == "classes":
-        right = np.array([spec.classes.index(text_of(value)) for value in np.atleast_1d(right)], dtype=np.int64)
+        right = np.array(
+            [spec.classes.index(text_of(value)) for value in np.atleast_1d(right)], dtype=np.int64
+        )
         right = right.reshape(()) if whole else right
     samples = right[None] if whole else right
     orders = [np.arange(len(samples)), random.integers(0, len(samples), 2 * len(samples))]
@@ -122,7 +124,9 @@ def differences(
     for order in orders:
         found = dataset.gather(order)["x"]
         if not same(found, samples[order]):
-            return f"{found.reshape(-1)[:8]} instead of {samples[order].reshape(-1)[:8]} for samples {order[:8]}"
+            return (
+                f"{found.reshape(-1)[:8]} instead of {samples[order].reshape(-1)[:8]} for samples {order[:8]}"
+            )
     return ""
 
 
