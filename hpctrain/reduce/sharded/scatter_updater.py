@@ -345,7 +345,8 @@ class ScatterUpdater:
         return square, dict(zip(names, totals, strict=True)), used, replan > 0
 
     def _take_gradients(self, norm: float, used: list[bool], *, divided_by: float) -> bool:
-        """Clips, unscales and divides the sums. Returns True if every parameter's dtype can hold its gradient, on all ranks."""
+        """Clips, unscales and divides the sums. Returns True if every parameter's dtype can hold its gradient, on all
+        ranks."""
         clip = clip_factor(norm, clip_norm=self._clip_norm)
         self._owned.scale(clip / (self._scale.value * divided_by))
         fits = self._owned.give_out(used)
