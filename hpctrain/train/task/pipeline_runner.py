@@ -26,9 +26,9 @@ class PipelineRunner:
 
     The ranks of a pipeline have the same batches. rows: samples of a micro-batch; one with fewer is padded, and the
     loss is of its samples alone, so that all of a step have one shape. scaled: weights a loss, as
-    `ShardedUpdater.scaled` does. dtype, autocast, counts_samples, comm,
-    loss_unit: as for `TaskRunner`; only ranks with the last stage,
-    which has the loss, count samples. The task's `loss` and `metrics` must call their model once, with one tensor.
+    `ShardedUpdater.scaled` does. dtype, autocast, counts_samples, comm, loss_unit: as for `TaskRunner`; only ranks with
+    the last stage, which has the loss, count samples. The task's `loss` and `metrics` must call their model once, with
+    one tensor.
     """
 
     device_s = 0.0

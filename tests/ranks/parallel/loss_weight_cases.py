@@ -1,0 +1,176 @@
+"""What one rank does in the tests of losses with weights: a model of unequal sequences in several layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hpctrain.comm import World
+from hpctrain.errors import HpctrainError
+from hpctrain.train.task.task import Fields
+from tests.ranks.parallel.parallel_cases import train
+
+PIPELINE = {"pipeline": 2, "micro_batches": 3}
+ONE_PART = {"data": {"micro_batches": 1}}
+# Of each number of ranks: name -> layout, kind of the task, other settings.
+LAYOUTS: dict[int, dict[str, tuple[dict[str, Any], str, dict[str, Any]]]] = {
+    1: {
+        "none": ({}, "pair", {"micro_batches": 1}),
+        "micro": ({}, "method", {"micro_batches": 5}),
+        "large": ({}, "pair of thousands", {"micro_batches": 1}),
+        "padded": ({}, "valid", {"last_batch": "pad"}),
+    },
+    2: {
+        "none": ({}, "pair", {}),
+        "large": ({}, "pair of thousands", {"micro_batches": 3}),
+        "optimizer": ({"shard": "optimizer"}, "pair", {"micro_batches": 3}),
+        "gradients": ({"shard": "gradients"}, "method", {}),
+        "parameters": ({"shard": "parameters"}, "pair", {"micro_batches": 5}),
+        "tensor": ({"tensor": 2}, "pair", {"micro_batches": 3}),
+        "pipeline": (PIPELINE, "pair", {"micro_batches": 1}),
+        "pipeline by method": (PIPELINE, "method", {"micro_batches": 1}),
+    },
+    3: {
+        "none": ({}, "method", {"micro_batches": 5}),
+        "padded": ({}, "valid", {"last_batch": "pad"}),
+        "parameters": ({"shard": "parameters"}, "method", {}),
+    },
+    4: {
+        "none": ({}, "pair", {"micro_batches": 3}),
+        "parameters, tensor": ({"shard": "parameters", "tensor": 2}, "pair", {}),
+        "pipeline, tensor": (PIPELINE | {"tensor": 2}, "pair", {"micro_batches": 1}),
+    },
+}
+
+
+class Masked:
+    """Predicts the next token; positions after a sequence's length are not counted. Many sequences have none."""
+
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Embedding(17, 8), torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 17)
+        )
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {"1": "column", "3": "row"}
+
+    def pipeline_layers(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+        return list(model.children())
+
+    def mean(
+        self, model: torch.nn.Module, fields: Fields, valid: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, target = fields["tokens"][:, :-1], fields["tokens"][:, 1:]
+        counted = torch.arange(target.shape[1])[None] < fields["length"][:, None]
+        if valid is not None:
+            counted = counted & valid[:, None]
+        losses = functional.cross_entropy(model(inputs).flatten(0, 1), target.flatten(), reduction="none")
+        number = counted.sum()
+        return (losses * counted.flatten()).sum() / number, number  # 0 / 0 where nothing is counted
+
+    def loss(self, model: torch.nn.Module, fields: Fields) -> Any:
+        return self.mean(model, fields)
+
+    def metrics(self, model: torch.nn.Module, fields: Fields) -> Any:
+        mean, number = self.mean(model, fields)
+        return {"nats": float(mean)}, number
+
+
+class ByMethod(Masked):
+    def loss(self, model: torch.nn.Module, fields: Fields) -> Any:
+        return self.mean(model, fields)[0]
+
+    def metrics(self, model: torch.nn.Module, fields: Fields) -> Any:
+        return {"nats": float(self.mean(model, fields)[0])}
+
+    def weight(self, fields: Fields) -> float:
+        return float(fields["length"].sum())
+
+
+class OfThousands(Masked):
+    """The weights are 4096 times as large, which must change nothing."""
+
+    def loss(self, model: torch.nn.Module, fields: Fields) -> Any:
+        mean, number = self.mean(model, fields)
+        return mean, 4096.0 * float(number)
+
+
+class TakesValid(Masked):
+    def loss(self, model: torch.nn.Module, fields: Fields, valid: torch.Tensor) -> Any:  # type: ignore[override]
+        return self.mean(model, fields, valid)[0]
+
+    def metrics(self, model: torch.nn.Module, fields: Fields) -> Any:
+        return {"nats": float(self.mean(model, fields)[0])}
+
+    def weight(self, fields: Fields, valid: torch.Tensor | None = None) -> torch.Tensor:
+        lengths = fields["length"]
+        return (lengths if valid is None else lengths * valid).sum()
+
+
+TASKS: dict[str, Callable[[], Any]] = {
+    "pair": Masked, "method": ByMethod, "pair of thousands": OfThousands, "valid": TakesValid,
+}  # fmt: skip
+
+
+class OnSomeRanks(Masked):
+    """Returns a weight on rank 1 only."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def loss(self, model: torch.nn.Module, fields: Fields) -> Any:
+        mean, number = self.mean(model, fields)
+        return (mean, number) if self.rank == 1 else mean
+
+
+class Wrong(Masked):
+    def __init__(self, weight: Any) -> None:
+        self.wrong = weight
+
+    def loss(self, model: torch.nn.Module, fields: Fields) -> Any:
+        return self.mean(model, fields)[0], self.wrong
+
+
+class CountsNothing(Masked):
+    def loss(self, model: torch.nn.Module, fields: Fields) -> Any:
+        return self.mean(model, fields)[0], 0
+
+
+def in_words(world: World, where: Path, name: str, task: Any, **data: Any) -> str:
+    """Returns the error that all ranks raise."""
+    with pytest.raises(HpctrainError) as caught:
+        run(world, where, name, task, **data)
+    assert caught.value.agreed
+    return f"{caught.value.exit_code.name} {caught.value}"
+
+
+def run(
+    world: World, where: Path, name: str, task: Any, layout: dict[str, Any] | None = None, **data: Any
+) -> dict[str, Any]:
+    settings = {
+        "train": str(where / "data"), "held_out": str(where / "data"), "global_batch": 12, "evaluation_batch": 5,
+        "micro_batches": 2,
+    }  # fmt: skip
+    nodes = ["a"] * world.num_ranks  # tensor groups lie on one node
+    return train(world, where, name, layout or {}, task=task, nodes=nodes, data=settings | data)
+
+
+def everything(world: World, directory: str) -> dict[str, Any]:
+    """All cases of one launch."""
+    where, size = Path(directory), world.num_ranks
+    found: dict[str, Any] = {
+        name: run(world, where, f"{size}-{name}", TASKS[kind](), layout, **data)
+        for name, (layout, kind, data) in LAYOUTS[size].items()
+    }
+    if size == 2:
+        found["mixture"] = in_words(world, where, "mixture", OnSomeRanks(world.rank))
+        wrong = {"nan": float("nan"), "negative": -1, "bool": True, "shape": torch.ones(2), "text": "12"}
+        for name, weight in wrong.items():
+            found[name] = in_words(world, where, name, Wrong(weight))
+        found["nothing"] = in_words(world, where, "nothing", CountsNothing())
+    return found
