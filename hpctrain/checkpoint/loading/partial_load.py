@@ -194,10 +194,10 @@ def _select(checkpoint: Checkpoint, *, prefix: str, rename: Rename | None) -> di
         if not name.startswith(prefix):
             continue
         there = name[len(prefix) :]
-        here: str | None = there
         own, *part = there.split(SEPARATOR, 1)
-        if f"{name[: len(prefix)]}{own}{TEXT}" not in checkpoint.tensors:
+        if f"{prefix}{own}{TEXT}" not in checkpoint.tensors:
             own, part = there, []
+        here: str | None = own
         if callable(rename):
             here = rename(own)
         elif rename is not None:
