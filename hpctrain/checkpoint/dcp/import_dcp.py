@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hpctrain.checkpoint.dcp.archives import Located, as_json, locate_tensor, read_object
-from hpctrain.checkpoint.dcp.metadata import Chunk, DcpMetadata, DcpObject, DcpTensor, read_metadata
+from hpctrain.checkpoint.dcp.archives import as_json, locate_tensor, read_object
+from hpctrain.checkpoint.dcp.metadata import DcpMetadata, DcpObject, DcpTensor, read_metadata
 from hpctrain.checkpoint.dcp.names import GROUPS, below, key_of, name_of, optimizer_path
 from hpctrain.checkpoint.format.boxes import split_box
-from hpctrain.checkpoint.format.dtypes import dtype_named, empty_tensor
+from hpctrain.checkpoint.format.dtypes import empty_tensor
 from hpctrain.checkpoint.format.state import SEPARATOR, Replicated, Shard, State
 from hpctrain.checkpoint.loading.partial_load import MODEL_PREFIX
 from hpctrain.checkpoint.operations.import_tensors import refuse_existing
@@ -26,6 +23,7 @@ from hpctrain.checkpoint.operations.mapped_tensors import (
     save_in_files,
     shards_of_rank,
 )
+from hpctrain.checkpoint.operations.torch_archives import Located, mapped_tensor
 from hpctrain.checkpoint.saving.save import SaveResult
 from hpctrain.comm import Collective, agreed, all_gather_json, doing, on_rank_0
 from hpctrain.errors import CheckpointError, UsageError
@@ -194,7 +192,14 @@ def _locate(
     for number, (name, _, _) in enumerate(units):
         file_offset, num_bytes, first, strides = parts[number % comm.num_ranks][number // comm.num_ranks]
         located[name].append(
-            Located(file_offset=file_offset, num_bytes=num_bytes, first=first, strides=tuple(strides))
+            Located(
+                dtype=tensors[name].dtype,
+                shape=tuple(tensors[name].chunks[len(located[name])].box.shape),
+                file_offset=file_offset,
+                num_bytes=num_bytes,
+                first=first,
+                strides=tuple(strides),
+            )
         )
     return located
 
@@ -218,7 +223,7 @@ def _items(
             items.append(Replicated(name=name, tensor=empty_tensor(tensor.shape, dtype=tensor.dtype)))
             continue
         contents = [
-            _content(files[chunk.place.file], chunk, place, dtype=tensor.dtype)
+            mapped_tensor(files[chunk.place.file], place, where=chunk.place.file)
             for chunk, place in zip(tensor.chunks, located[name], strict=True)
         ]
         if len(contents) == 1:
@@ -236,15 +241,3 @@ def _items(
                 for part in split_box(chunk.box, max_elems=most)
             ]
     return [*items, *shards_of_rank(shards, rank=rank, num_ranks=num_ranks)]
-
-
-def _content(file: Any, chunk: Chunk, place: Located, *, dtype: str) -> torch.Tensor:
-    """Returns the mapped tensor of a chunk. Do not write to it: the memory is mapped read-only."""
-    elem_bytes = dtype_named(dtype).itemsize
-    num_bytes = place.num_bytes - place.num_bytes % elem_bytes
-    if place.file_offset + num_bytes > len(file):
-        raise CheckpointError(f"{chunk.place.file} has become shorter: does another program write to it?")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns that it is not writable
-        storage = torch.from_numpy(file[place.file_offset : place.file_offset + num_bytes])
-        return storage.view(dtype_named(dtype)).as_strided(chunk.box.shape, place.strides, place.first)

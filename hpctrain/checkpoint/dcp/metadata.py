@@ -12,10 +12,10 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from hpctrain.checkpoint.dcp.names import Path, guessed_path, key_of
-from hpctrain.checkpoint.dcp.pickled_data import Record, read_pickled_data
 from hpctrain.checkpoint.files.io_errors import explained
 from hpctrain.checkpoint.format.boxes import Box, Steps, TooFragmentedError, cover_exactly
 from hpctrain.checkpoint.format.dtypes import dtype_named
+from hpctrain.checkpoint.operations.pickled_data import Record, read_pickled_data
 from hpctrain.errors import CheckpointError, UsageError
 
 METADATA_FILE = ".metadata"

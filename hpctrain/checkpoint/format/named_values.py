@@ -11,7 +11,8 @@ from hpctrain.checkpoint.format.state import SEPARATOR, FromRank0, Item, tensor_
 from hpctrain.checkpoint.format.typed_values import Path, as_text, decode, encode, from_text
 from hpctrain.errors import CheckpointError
 
-_TEXT = f"{SEPARATOR}json"
+# After the name of a value that is no tensor: the tensor of its JSON.
+TEXT = f"{SEPARATOR}json"
 
 
 def value_items(
@@ -84,9 +85,8 @@ def model_state(
 
     present: the model's own state dict; only needed for a state that contains functions. Raises CheckpointError.
     """
-    values: dict[str, dict[str, torch.Tensor]] = {
-        name.removesuffix(_TEXT): {} for name in tensors if name.endswith(_TEXT)
-    }
+    owners = (name.partition(SEPARATOR)[0] for name in tensors)
+    values: dict[str, dict[str, torch.Tensor]] = {own: {} for own in owners if f"{own}{TEXT}" in tensors}
     state: dict[str, Any] = {}
     for name, tensor in tensors.items():
         own, _, part = name.partition(SEPARATOR)
@@ -96,7 +96,7 @@ def model_state(
             state[name] = tensor
     for own, parts in values.items():
         where = f"{own!r} of the model's state"
-        text = from_text(parts[_TEXT.removeprefix(SEPARATOR)], where=where)
+        text = from_text(parts[TEXT.removeprefix(SEPARATOR)], where=where)
         state[own] = value_from(text, parts, where=where, present=(present or {}).get(own))
     return state
 
@@ -109,9 +109,9 @@ def _value_of_model(name: str, value: Any, *, where: str) -> list[Item]:
         return _from_rank_0(f"{name}{SEPARATOR}{part}", tensor)
 
     text, items = value_items(
-        "", value, where=where, items_of=items_of, taken=(_TEXT.removeprefix(SEPARATOR),)
+        "", value, where=where, items_of=items_of, taken=(TEXT.removeprefix(SEPARATOR),)
     )
-    return [*_from_rank_0(f"{name}{_TEXT}", as_text(text)), *items]
+    return [*_from_rank_0(f"{name}{TEXT}", as_text(text)), *items]
 
 
 def _from_rank_0(name: str, tensor: torch.Tensor) -> list[Item]:

@@ -57,15 +57,7 @@ def decode(value: Any, *, get: Get, where: str, present: Any = None) -> Any:
     """
     try:
         return _Decoder(get, where).value_of(value, present, ())
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        IndexError,
-        RecursionError,
-        OverflowError,
-    ) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
             f"{where} cannot be read: invalid, or written by a newer hpctrain ({type(error).__name__}: {error})"
         ) from error
@@ -201,7 +193,7 @@ class _Encoder:
         array = np.ascontiguousarray(value).reshape(value.shape)
         try:
             content = torch.from_numpy(array.copy())
-        except TypeError:  # torch has no such dtype: text, dates, other byte orders
+        except (TypeError, ValueError):  # torch has no such dtype: text, dates, other byte orders
             content = _bytes_tensor(array.tobytes())
         return {
             TAG: "ndarray",
@@ -241,8 +233,8 @@ class _Decoder:
                 return np.frombuffer(bytes.fromhex(value["hex"]), _numpy_dtype(value["dtype"]))[0]
             case "ndarray":
                 content = self._get(value["at"]).contiguous().cpu()
-                flat = np.frombuffer(byte_view(content).numpy().tobytes(), _numpy_dtype(value["dtype"]))
-                return flat.reshape(value["shape"]).copy()
+                data = byte_view(content).numpy().tobytes()
+                return np.ndarray(tuple(value["shape"]), _numpy_dtype(value["dtype"]), buffer=data).copy()
             case "bytes" | "bytearray" | "BytesIO" as kind:
                 made = {"bytes": bytes, "bytearray": bytearray, "BytesIO": io.BytesIO}[kind]
                 return made(self._get(value["at"]).cpu().numpy().tobytes())

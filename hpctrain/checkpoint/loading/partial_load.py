@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,8 @@ import torch
 
 from hpctrain.checkpoint.format.dtypes import dtype_name
 from hpctrain.checkpoint.format.metadata import StoredTensor
+from hpctrain.checkpoint.format.named_values import TEXT, model_state
+from hpctrain.checkpoint.format.state import SEPARATOR
 from hpctrain.checkpoint.loading.check_structure import is_checkpoint, read_structure
 from hpctrain.checkpoint.loading.checkpoint import Checkpoint, Regions, from_rank_0
 from hpctrain.checkpoint.loading.restore import DoesNotFitError, newest_that, read_together
@@ -72,6 +74,7 @@ def load_partial(
     names: Iterable[str] | None = None,
     rename: Rename | None = None,
     expected: Mapping[str, torch.Tensor] | None = None,
+    values: Collection[str] = (),
     reads: Container[str] | None = None,
     strict: bool = True,
 ) -> PartialLoad:
@@ -85,6 +88,7 @@ def load_partial(
         rename: maps a name without the prefix to the name here; names not in a mapping are kept.
         names: the requested names, as used here; None: all, or those of `expected`.
         expected: tensors (also on the meta device) by name here, whose dtype and shape the loaded ones must have.
+        values: names here of values that are not tensors, of which the checkpoint has several tensors (`model_items`).
         reads: names here of the tensors whose content this rank needs, of those that are loaded; None: all.
         strict: raise CheckpointError for missing, unexpected and mismatched tensors; else report them in the result.
 
@@ -98,7 +102,7 @@ def load_partial(
     def read(checkpoint: Checkpoint) -> PartialLoad:
         return _read_part(
             checkpoint, comm=comm, prefix=prefix, wanted=wanted, rename=rename, expected=expected or {},
-            reads=reads, strict=strict,
+            values=values, reads=reads, strict=strict,
         )  # fmt: skip
 
     path = Path(path)
@@ -113,10 +117,13 @@ def load_partial(
 
 def _read_part(
     checkpoint: Checkpoint, *, comm: Collective, prefix: str, wanted: set[str] | None, rename: Rename | None,
-    expected: Mapping[str, torch.Tensor], reads: Container[str] | None, strict: bool,
+    expected: Mapping[str, torch.Tensor], values: Collection[str], reads: Container[str] | None, strict: bool,
 ) -> PartialLoad:  # fmt: skip
     selected = _select(checkpoint, prefix=prefix, rename=rename)
-    missing = sorted((wanted or set()) - selected.keys())
+    parts = {name for name in selected if name.partition(SEPARATOR)[0] in values}
+    wanted = None if wanted is None else wanted | parts
+    lacking = set(values) - {name.partition(SEPARATOR)[0] for name in parts}
+    missing = sorted(((wanted or set()) - selected.keys()) | lacking)
     unexpected = [t.name for name, t in selected.items() if wanted is not None and name not in wanted]
     chosen = {name: t for name, t in selected.items() if wanted is None or name in wanted}
     mismatched = [
@@ -132,12 +139,12 @@ def _read_part(
         )
     for mismatch in mismatched:
         del chosen[mismatch.name]
-    mine = [name for name in chosen if reads is None or name in reads]
+    mine = [name for name in chosen if reads is None or name in reads or name in parts]
     # Of the others an empty box: all ranks read tensors of the same names.
     regions: Regions = {
         stored.name: ((0,) * len(stored.shape), (0,) * len(stored.shape))
         for name, stored in chosen.items()
-        if reads is not None and name not in reads and stored.shape
+        if reads is not None and name not in mine and stored.shape
     }
     names = [stored.name for stored in chosen.values()]
     content = read_together(checkpoint, comm=comm, names=names, regions=regions)
@@ -166,13 +173,16 @@ def load_weights(
     the checkpoint does not have keep their values. In a pipeline each rank reads the tensors of its stages; what does
     not fit, in any stage, is an error on every rank, or reported on every rank.
     """
-    own = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    present = model.state_dict()
+    own = {name: value for name, value in present.items() if isinstance(value, torch.Tensor)}
+    values = present.keys() - own.keys()
     pipeline = pipeline_of(model)
     loaded = load_partial(
         path, comm=comm, prefix=prefix, rename=rename, expected=own if pipeline is None else pipeline.state,
-        reads=own, strict=strict,
+        values=values, reads=own, strict=strict,
     )  # fmt: skip
-    here = {name: part_of(tensor, own[name]) for name, tensor in loaded.tensors.items()}
+    state = model_state(loaded.tensors, present=present)
+    here = {name: part_of(value, own[name]) if name in own else value for name, value in state.items()}
     model.load_state_dict(here, strict=False)
     return loaded
 
@@ -183,13 +193,18 @@ def _select(checkpoint: Checkpoint, *, prefix: str, rename: Rename | None) -> di
     for name, stored in checkpoint.tensors.items():
         if not name.startswith(prefix):
             continue
-        here: str | None = name[len(prefix) :]
+        there = name[len(prefix) :]
+        own, *part = there.split(SEPARATOR, 1)
+        if f"{prefix}{own}{TEXT}" not in checkpoint.tensors:
+            own, part = there, []
+        here: str | None = own
         if callable(rename):
-            here = rename(name[len(prefix) :])
+            here = rename(own)
         elif rename is not None:
-            here = rename.get(name[len(prefix) :], here)
+            here = rename.get(own, own)
         if here is None:
             continue
+        here = SEPARATOR.join([here, *part])
         if here in selected:
             raise DoesNotFitError(
                 f"{checkpoint.path}: both {selected[here].name!r} and {name!r} would be called {here!r}",

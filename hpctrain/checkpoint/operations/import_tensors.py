@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace as replace_fields
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first, step_of
 from hpctrain.checkpoint.files.io_errors import explained
+from hpctrain.checkpoint.format.dtypes import empty_tensor
 from hpctrain.checkpoint.format.state import Replicated, State
 from hpctrain.checkpoint.loading.check_structure import is_checkpoint
 from hpctrain.checkpoint.loading.partial_load import MODEL_PREFIX
-from hpctrain.checkpoint.operations.mapped_tensors import save_in_files
+from hpctrain.checkpoint.operations.mapped_tensors import map_file, save_in_files
+from hpctrain.checkpoint.operations.pickled_data import Record
+from hpctrain.checkpoint.operations.torch_archives import mapped_tensor, open_archive
 from hpctrain.checkpoint.saving.save import SaveResult
 from hpctrain.comm import Collective, agreed, on_rank_0
 from hpctrain.errors import CheckpointError, UsageError
@@ -24,6 +28,7 @@ from hpctrain.errors import CheckpointError, UsageError
 INDEX_SUFFIX = ".safetensors.index.json"
 STATE_DICT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 MAX_INDEX_BYTES = 256 << 20
+_LIGHTNING = "pytorch-lightning_version"  # key of every checkpoint of Lightning
 MAX_REPEATED = 16
 MIN_CLAIM_BYTES = 1 << 30
 
@@ -46,6 +51,7 @@ def import_tensors(
     step: int | None = None,
     prefix: str | None = None,
     key: str | None = None,
+    strip: str = "",
     files: int = 1,
     replace: bool = False,
     **options: Any,
@@ -57,10 +63,12 @@ def import_tensors(
 
     Args:
         source: x.safetensors, x.safetensors.index.json (several files), or a state dict written by torch.save (x.pt,
-            .pth, .bin, .ckpt), which is read with weights_only=True, so it cannot run code.
+            .pth, .bin, .ckpt), of which nothing is run: it is read with weights_only=True, or, if it also holds
+            objects, as those of Lightning do, as plain data.
         step: required unless the file is a whole checkpoint written by `export_safetensors`.
         prefix: prepended to every name. Default: `model/`, where a run looks for weights; "" for a whole checkpoint.
-        key: key of the state dict in a file that holds several objects.
+        key: key of the state dict in a file that holds several objects. Default: "state_dict" of one of Lightning.
+        strip: import only tensors whose names begin with it, without it, such as "model." of a LightningModule's.
         files: 1: one file; a larger number: a folder of so many files.
         replace: replace a checkpoint of the same step.
         options: options of `save`.
@@ -68,7 +76,9 @@ def import_tensors(
     Raises UsageError or CheckpointError on every rank.
     """
     source, directory = Path(source), Path(directory)
-    foreign = agreed(comm, lambda: read_foreign(source, key=key), os_error=CheckpointError)
+    foreign = agreed(
+        comm, lambda: _stripped(read_foreign(source, key=key), strip, source=source), os_error=CheckpointError
+    )
     step = foreign.step if step is None else step
     if step is None:
         raise UsageError(f"{source} does not record a step: give --step", agreed=True)
@@ -174,25 +184,72 @@ def _read_state_dict(source: Path, *, key: str | None) -> dict[str, torch.Tensor
             value = torch.load(source, map_location="cpu", weights_only=True, mmap=is_zip)
     # Any exception: a malicious file can make the restricted unpickler raise anything.
     except Exception as error:
-        text = (str(error).splitlines() or [""])[0][:300]
+        if is_zip:
+            return _read_as_data(source, key=key)
         raise CheckpointError(
-            f"{source} cannot be read as a state dict: {type(error).__name__}: {text} (only tensors and plain "
-            "containers are accepted: weights_only=True)"
+            f"{source} cannot be read as a state dict: {type(error).__name__}: {error}\n(Of a file that is no zip archive "
+            "only tensors and plain containers are accepted, weights_only=True: save its state dict alone)"
         ) from error
+    found = _entry_of(value, key=key, source=source)
+    others = [name for name, item in found.items() if not isinstance(item, torch.Tensor)]
+    if others or not found:
+        raise CheckpointError(_not_plain(found, source, key))
+    _refuse_odd(found, source=source)
+    return {str(name): tensor for name, tensor in found.items()}
+
+
+def _read_as_data(source: Path, *, key: str | None) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a state dict in a file that also holds objects of classes, without making any of these."""
+    with open_archive(source) as archive:
+        found = _entry_of(archive.description(verify=True), key=key, source=source)
+        if not found or not all(
+            isinstance(item, Record) and "_rebuild_" in item.name for item in found.values()
+        ):
+            raise CheckpointError(_not_plain(found, source, key))
+        file = map_file(source)
+        tensors = {}
+        for name, item in found.items():
+            try:
+                place = archive.locate(item, verify=False)
+            except CheckpointError as error:
+                raise CheckpointError(f"tensor {name!r}: {error}") from error
+            tensors[name] = (
+                mapped_tensor(file, place, where=source.name)
+                if math.prod(place.shape)
+                else empty_tensor(place.shape, dtype=place.dtype)
+            )
+    _refuse_odd(tensors, source=source)
+    return {str(name): tensor for name, tensor in tensors.items()}
+
+
+def _entry_of(value: Any, *, key: str | None, source: Path) -> Mapping[Any, Any]:
+    """Returns the entry `key` of a file's content; without key of Lightning's its state dict, else the content."""
+    if key is None and isinstance(value, Mapping) and _LIGHTNING in value:
+        key = "state_dict"
     where = source.name
     if key is not None:
         if not isinstance(value, Mapping) or key not in value:
             raise CheckpointError(f"{where} has no entry {key!r}; {_entries(value)}")
         value, where = value[key], f"{where}[{key!r}]"
     if not isinstance(value, Mapping):
-        raise CheckpointError(f"{where} is a {type(value).__name__}, not a state dict")
-    others = [name for name, item in value.items() if not isinstance(item, torch.Tensor)]
-    if others or not value:
-        raise CheckpointError(
-            f"{where} is not a plain state dict: {_entries(value)}. Name the entry to import with --key"
-        )
-    _refuse_odd(value, source=source)
-    return {str(name): tensor for name, tensor in value.items()}
+        raise CheckpointError(f"{where} is a {_kind_of(value)}, not a state dict")
+    return value
+
+
+def _not_plain(found: Mapping[Any, Any], source: Path, key: str | None) -> str:
+    where = source.name if key is None else f"{source.name}[{key!r}]"
+    return f"{where} is not a plain state dict: {_entries(found)}. Name the entry to import with --key"
+
+
+def _stripped(foreign: Foreign, strip: str, *, source: Path) -> Foreign:
+    """Returns the tensors whose names begin with `strip`, without it. Raises CheckpointError if there is none."""
+    if not strip:
+        return foreign
+    found = {name[len(strip) :]: t for name, t in foreign.tensors.items() if name.startswith(strip)}
+    if not found or "" in found:
+        names = ", ".join(map(repr, list(foreign.tensors)[:4]))
+        raise CheckpointError(f"{source} has no tensor below {strip!r} (--strip); it has {names}, ...")
+    return replace_fields(foreign, tensors=found, document=None)
 
 
 def _refuse_odd(tensors: Mapping[Any, torch.Tensor], *, source: Path) -> None:
@@ -215,7 +272,13 @@ def _refuse_odd(tensors: Mapping[Any, torch.Tensor], *, source: Path) -> None:
 def _entries(value: Any) -> str:
     """Describes the content of `value` for a message."""
     if not isinstance(value, Mapping):
-        return f"it is a {type(value).__name__}"
-    kinds = [f"{name!r} ({type(item).__name__})" for name, item in list(value.items())[:8]]
+        return f"it is a {_kind_of(value)}"
+    kinds = [f"{name!r} ({_kind_of(item)})" for name, item in list(value.items())[:8]]
     more = f", and {len(value) - 8} more" if len(value) > 8 else ""
     return f"it holds {', '.join(kinds)}{more}" if kinds else "it is empty"
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, Record):
+        return "Tensor" if value.name.startswith("torch._utils._rebuild_") else value.name
+    return type(value).__name__

@@ -79,8 +79,17 @@ def import_command(
         typer.Option(help="Prefix for every name [default: model/; none for a full export]."),
     ] = None,
     key: Annotated[
-        str | None, typer.Option(help="Entry with the state dict, if the file holds more than that.")
+        str | None,
+        typer.Option(
+            help="Entry with the state dict, if the file holds more than that [default: state_dict of Lightning's]."
+        ),
     ] = None,
+    strip: Annotated[
+        str,
+        typer.Option(
+            help="Only tensors whose names begin with this; it is removed, before --prefix is added."
+        ),
+    ] = "",
     files: Annotated[int, typer.Option(min=1, help="More than 1: a folder of this many files.")] = 1,
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace an existing checkpoint of this step.")
@@ -89,13 +98,15 @@ def import_command(
 ) -> None:
     """Make a checkpoint from a safetensors file or a state dict, for `checkpoint.weights_from` in a recipe.
 
-    No code in the file can run: a state dict is read with weights_only=True. Files are mapped, not read into memory;
-    ranks share the work. Do not import into the directory of a running run.
+    No code in the file can run: nothing is unpickled but tensors and plain containers, and of other objects, as
+    Lightning's checkpoints have them, nothing is made. Files are mapped, not read into memory; ranks share the work. Do
+    not import into the directory of a running run.
 
     \b
     hpctrain checkpoint import lm.safetensors start --step 0
     hpctrain checkpoint import pytorch_model.bin start --step 0 --prefix model/backbone.
     hpctrain checkpoint import training.pt start --step 0 --key state_dict
+    hpctrain checkpoint import lightning.ckpt start --step 0 --strip model.
     """
     from hpctrain.checkpoint import import_tensors
 
@@ -107,6 +118,7 @@ def import_command(
             step=step,
             prefix=prefix,
             key=key,
+            strip=strip,
             files=files,
             replace=replace,
         )

@@ -8,6 +8,7 @@ import pickle
 import resource
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -180,11 +181,53 @@ def test_code_in_a_state_dict_does_not_run(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     torch.save({"a": torch.ones(2), "b": Touch(ran)}, tmp_path / "zip.pt")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Touch(ran)))
-    for name in ("zip.pt", "plain.pt"):
-        with pytest.raises(CheckpointError, match="weights_only"):
+    for name, message in (("zip.pt", r"'b' \(\w+.mkdir\)"), ("plain.pt", "weights_only")):
+        with pytest.raises(CheckpointError, match=message):
             import_tensors(tmp_path / name, tmp_path / "back", comm=SERIAL, step=0)
     assert not ran.exists()
     assert not (tmp_path / "back").exists()
+
+
+def test_the_weights_of_a_lightning_checkpoint_are_imported_and_nothing_in_it_is_run(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"net": torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))})
+    model["net"][0].weight = torch.nn.Parameter(torch.randn(2, 3).t())  # not in row-major order
+    model["net"].register_buffer("empty", torch.empty(0, 4, dtype=torch.bfloat16))
+    model["head"] = torch.nn.Linear(3, 1, bias=False)
+    state = {
+        **model.state_dict(),
+        "head.weight": model["head"].weight,
+    }  # a parameter, as some programs save it
+    content = {
+        "pytorch-lightning_version": "2.6.6", "epoch": 1, "state_dict": model.state_dict(),
+        "hyper_parameters": {"path": tmp_path, "run": Touch(tmp_path / "ran")}, "callbacks": {Touch: [1.5]},
+        "optimizer_states": [torch.optim.Adam(model.parameters()).state_dict()], "parameters": state,
+    }  # fmt: skip
+    torch.save(content, tmp_path / "lightning.ckpt")
+
+    def imported(**options: Any) -> dict[str, torch.Tensor]:
+        path = import_tensors(
+            tmp_path / "lightning.ckpt", tmp_path / "to", comm=SERIAL, step=0, replace=True, **options
+        ).path
+        return load(path, comm=SERIAL)[1]
+
+    expected = model.state_dict()
+    for options in ({}, {"key": "parameters"}):
+        found = imported(**options)
+        assert found.keys() == {f"model/{name}" for name in expected}
+        assert all(same_bits(found[f"model/{name}"], tensor) for name, tensor in expected.items())
+    assert imported(strip="net.0.", prefix="").keys() == {"weight", "bias"}
+    for options, message in (
+        ({"strip": "body."}, r"no tensor below 'body.' \(--strip\); it has 'net.0.weight'"),
+        (
+            {"key": "hyper_parameters"},
+            r"not a plain state dict: it holds 'path' \(pathlib\.\w+\), 'run' \(\w+.mkdir\)",
+        ),
+        ({"key": "epoch"}, "is a int, not a state dict"),
+        ({"key": "weights"}, "no entry 'weights'; it holds 'pytorch-lightning_version'"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            imported(**options)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -195,7 +238,7 @@ def test_code_in_a_state_dict_does_not_run(tmp_path: Path) -> None:
         ("x.safetensors", (2**40).to_bytes(8, "little") + b"{}", "not a valid safetensors file"),
         ("x.safetensors.index.json", b"[]", "not an index of safetensors files"),
         ("x.safetensors.index.json", b"{", "not an index of safetensors files"),
-        ("x.pt", b"PK\x03\x04rubbish", "cannot be read as a state dict"),
+        ("x.pt", b"PK\x03\x04rubbish", "damaged, or not written by torch.save"),
         ("x.pt", b"", "cannot be read as a state dict"),
     ],
 )

@@ -98,14 +98,15 @@ def _run(content: bytes) -> Any:
             stack.append(_called(called, args))
         elif name == "BUILD":
             state = stack.pop()
-            _changed(stack[-1], Record).state = state
+            if type(stack[-1]) is not dict:  # attributes of an OrderedDict, such as those of a state dict
+                _changed(stack[-1], Record).state = state
         elif name == "BINPERSID":
             stack.append(Record("persistent id", (stack.pop(),)))
         elif name == "STOP":
             (value,) = stack
             return value
         elif name not in ("PROTO", "FRAME"):
-            raise CheckpointError(f"it has the instruction {name}, which no checkpoint of DCP needs")
+            raise CheckpointError(f"it has the instruction {name}, which no checkpoint of torch needs")
     raise ValueError("it does not end with STOP")
 
 

@@ -1,0 +1,241 @@
+"""Finds the content of archives that torch.save wrote, without unpickling and without reading tensors into memory.
+
+An archive is a zip file whose records are not compressed: `data.pkl`, the description, and `data/K`, the bytes of
+storage K. See "Serialized file format for torch.save" in torch's notes on serialization semantics.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import math
+import mmap
+import os
+import sys
+import warnings
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from numpy.typing import NDArray
+
+from hpctrain.checkpoint.files.io_errors import explained
+from hpctrain.checkpoint.format.dtypes import dtype_named
+from hpctrain.checkpoint.loading.check_structure import opened
+from hpctrain.checkpoint.operations.pickled_data import Record, read_pickled_data
+from hpctrain.errors import CheckpointError
+
+MAX_DESCRIPTION_BYTES = 64 << 20
+_LOCAL_HEADER_BYTES = 30  # of a zip file, before name and extra field
+_CHECK_BYTES = 16 << 20
+
+# Storage classes of torch that stand for a dtype. Other dtypes are arguments of their own, next to an UntypedStorage.
+_DTYPE_OF_STORAGE = {
+    "torch.DoubleStorage": "float64",
+    "torch.FloatStorage": "float32",
+    "torch.HalfStorage": "float16",
+    "torch.BFloat16Storage": "bfloat16",
+    "torch.LongStorage": "int64",
+    "torch.IntStorage": "int32",
+    "torch.ShortStorage": "int16",
+    "torch.CharStorage": "int8",
+    "torch.ByteStorage": "uint8",
+    "torch.BoolStorage": "bool",
+    "torch.ComplexDoubleStorage": "complex128",
+    "torch.ComplexFloatStorage": "complex64",
+}
+_DAMAGE = (
+    zipfile.BadZipFile, ValueError, TypeError, AttributeError, LookupError, OverflowError, NotImplementedError,
+)  # fmt: skip
+_REBUILD = "torch._utils._rebuild_tensor_v"
+_PARAMETER = "torch._utils._rebuild_parameter"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Located:
+    """A tensor in an archive. file_offset, num_bytes: of its storage in the file, in bytes. first, strides: how the
+    tensor lies in it, in elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file_offset: int
+    num_bytes: int
+    first: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Archive:
+    """content: the archive's bytes. begin: its offset in the file. records: (offset in the archive, bytes, CRC-32) by
+    name."""
+
+    content: memoryview
+    begin: int
+    records: dict[str, tuple[int, int, int]]
+
+    def read(self, name: str, *, verify: bool) -> memoryview:
+        begin, num_bytes, _ = self._record(name)
+        if num_bytes > MAX_DESCRIPTION_BYTES:
+            raise CheckpointError(f"its record {name!r} has {num_bytes} bytes")
+        if verify:
+            self.check(name)
+        return self.content[begin : begin + num_bytes]
+
+    def check(self, name: str) -> None:
+        """Raises CheckpointError if the record's bytes do not have the CRC-32 of the archive's directory."""
+        begin, num_bytes, expected = self._record(name)
+        found = 0
+        for start in range(begin, begin + num_bytes, _CHECK_BYTES):
+            found = zlib.crc32(self.content[start : min(start + _CHECK_BYTES, begin + num_bytes)], found)
+        if found != expected:
+            raise CheckpointError(
+                f"its record {name!r} is damaged: its CRC-32 is {found:08x}, not {expected:08x}. A file written after "
+                "torch.serialization.set_crc32_options(False) has none: import it with --no-verify (verify=False)"
+            )
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Returns the record's offset in the file, and its bytes."""
+        first, num_bytes, _ = self._record(name)
+        return self.begin + first, num_bytes
+
+    def _record(self, name: str) -> tuple[int, int, int]:
+        if name not in self.records:
+            raise CheckpointError(f"it has no record {name!r}")
+        return self.records[name]
+
+    def description(self, *, verify: bool) -> Any:
+        """Returns the value that torch.save wrote, as `read_pickled_data` does."""
+        return read_pickled_data(self.read("data.pkl", verify=verify), where="data.pkl")
+
+    def locate(self, value: Any, *, verify: bool) -> Located:
+        """Returns where a tensor of the description lies. Raises CheckpointError if it is no plain dense tensor.
+
+        verify: compare the content with the archive's CRC-32.
+        """
+        order = self.read("byteorder", verify=verify) if "byteorder" in self.records else None
+        if order is not None and order != sys.byteorder.encode():
+            raise CheckpointError(f"its numbers are not {sys.byteorder}-endian as this machine's")
+        while isinstance(value, Record) and value.name.startswith(_PARAMETER) and value.args:
+            value = value.args[0]
+        kind, args = (value.name, value.args) if isinstance(value, Record) else (type(value).__name__, None)
+        if kind not in (f"{_REBUILD}2", f"{_REBUILD}3") or args is None or len(args) < 6:
+            raise CheckpointError(f"it holds {kind}, not a plain dense tensor: nothing of it was run")
+        storage, first, size, strides = args[:4]
+        if isinstance(size, Record) and size.name == "torch.Size" and size.args is not None:
+            (size,) = size.args
+        is_untyped = kind.endswith("3")
+        more = args[7:] if is_untyped else args[6:]
+        if any(more):
+            raise CheckpointError(f"it holds a tensor with properties that cannot be stored: {more!r:.100}")
+        if storage.name != "persistent id" or len(storage.args[0]) != 5 or storage.args[0][0] != "storage":
+            raise CheckpointError("its tensor has no storage")
+        kind, name = storage.args[0][1].name, storage.args[0][2]
+        dtype = args[6].name.removeprefix("torch.") if is_untyped else _DTYPE_OF_STORAGE.get(kind, kind)
+        record, elem_bytes = f"data/{name}", dtype_named(dtype).itemsize
+        offset, num_bytes = self.place(record)
+        last = first + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
+        if math.prod(size) and (min(first, *strides, 0) < 0 or (last + 1) * elem_bytes > num_bytes):
+            raise CheckpointError(f"its tensor does not lie inside its {num_bytes} bytes")
+        if math.prod(size) * elem_bytes > num_bytes:
+            raise CheckpointError("its tensor repeats elements")
+        if verify:
+            self.check(record)
+        return Located(
+            dtype=dtype, shape=tuple(size), file_offset=offset, num_bytes=num_bytes, first=first,
+            strides=tuple(strides),
+        )  # fmt: skip
+
+
+@contextmanager
+def open_archive(path: Path, *, begin: int = 0, num_bytes: int | None = None) -> Iterator[Archive]:
+    """Yields the archive of `num_bytes` bytes at byte `begin` of a file; None: to its end. Errors in the block name it.
+
+    Raises CheckpointError.
+    """
+    where = f"{path}, archive at byte {begin}" if num_bytes is not None else str(path)
+    try:
+        with opened(path) as fd, explained(action="map", path=path):
+            mapped = mmap.mmap(fd, 0 if num_bytes is None else begin + num_bytes, prot=mmap.PROT_READ)
+        yield _open(memoryview(mapped)[begin:], begin=begin)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+    # A damaged or hostile archive can cause any of these.
+    except _DAMAGE as error:
+        raise CheckpointError(
+            f"{where}: damaged, or not written by torch.save: {type(error).__name__}: {error}"
+        ) from error
+
+
+def mapped_tensor(file: NDArray[Any], place: Located, *, where: str) -> torch.Tensor:
+    """Returns a tensor of a mapped file, uint8 of shape (bytes,). Do not write to it: the memory is mapped read-only.
+
+    where: the file's name. Raises CheckpointError if the file has become shorter.
+    """
+    elem_bytes = dtype_named(place.dtype).itemsize
+    num_bytes = place.num_bytes - place.num_bytes % elem_bytes
+    if place.file_offset + num_bytes > len(file):
+        raise CheckpointError(f"{where} has become shorter: does another program write to it?")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that it is not writable
+        storage = torch.from_numpy(file[place.file_offset : place.file_offset + num_bytes])
+        return storage.view(dtype_named(place.dtype)).as_strided(place.shape, place.strides, place.first)
+
+
+class _Bytes(io.RawIOBase):
+    """A file for reading that has the bytes of `content`, which are not copied."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._content)}[whence]
+        if base + offset < 0:
+            raise OSError(errno.EINVAL, "a position before the beginning")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._content[self._at : self._at + len(buffer)]
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+
+def _open(content: memoryview, *, begin: int) -> Archive:
+    """Returns the archive whose bytes are `content`.
+
+    zipfile is given these bytes alone, not the archives before it in the file too: since the fix of CVE-2025-8291
+    (CPython 3.13.5 of Debian 13, 3.14) it refuses some archives that have other bytes before them.
+    """
+    found = {}
+    try:
+        with zipfile.ZipFile(cast(IO[bytes], _Bytes(content))) as archive:
+            entries = archive.infolist()
+    except OSError as error:  # of a position that a damaged directory names
+        raise zipfile.BadZipFile(str(error)) from error
+    for entry in entries:
+        header = entry.header_offset
+        is_record = header >= 0 and bytes(content[header : header + 4]) == b"PK\x03\x04"
+        if not is_record or entry.compress_type != zipfile.ZIP_STORED:
+            raise CheckpointError(f"its record {entry.filename!r} is not where the archive's directory says")
+        name_bytes, extra_bytes = (
+            int.from_bytes(content[header + at : header + at + 2], "little") for at in (26, 28)
+        )
+        first = header + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
+        if first + entry.file_size > len(content):
+            raise CheckpointError(f"its record {entry.filename!r} ends after the archive")
+        # All records lie in one folder, whose name is arbitrary.
+        found[entry.filename.partition("/")[2]] = (first, entry.file_size, entry.CRC)
+    return Archive(content=content, begin=begin, records=found)
