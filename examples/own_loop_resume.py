@@ -26,9 +26,7 @@ with hpctrain.start() as session:
         print(f"from step {position.step}", flush=True)
     for epoch in range(position.epoch, EPOCHS):
         for batch in loader.epoch(epoch, start=position.start):
-            if (
-                batch.num_samples > 0
-            ):  # the last batch of an epoch can have fewer samples than there are ranks
+            if batch.num_samples > 0:  # the last batch of an epoch can have fewer samples than ranks
                 loss = functional.cross_entropy(model(batch["image"] / 16), batch["label"])
                 updater.backward(loss, weight=batch.weight)
             updater.step()

@@ -120,7 +120,7 @@ def digest(directory: Path) -> dict[str, str]:
     with h5py.File(last) as file:
         file.visititems(add)
     return {
-        "steps": xxhash.xxh3_128_hexdigest(json.dumps([steps[step] for step in sorted(steps)])),
+        "steps": xxhash.xxh3_128_hexdigest(json.dumps([steps[step] for step in sorted(steps)]).encode()),
         "steps after the middle": json.dumps([steps[step] for step in sorted(steps) if step > MIDDLE]),
         "tensors": tensors.hexdigest(),
         "file bytes": str(last.stat().st_size),

@@ -67,6 +67,11 @@ class CollectiveWork(dist._Work):  # type: ignore[misc,name-defined]
     def exception(self) -> BaseException | None:
         return self._task.exception()
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error with which it has ended; None without one, and while it runs."""
+        return self._task.exception() if self._task.done() else None
+
     def result(self) -> list[torch.Tensor]:
         return self._outputs
 

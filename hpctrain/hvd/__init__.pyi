@@ -72,6 +72,7 @@ from .running import (
     rank as rank,
     remove_process_set as remove_process_set,
     rocm_built as rocm_built,
+    run as run,
     shutdown as shutdown,
     size as size,
     start_timeline as start_timeline,

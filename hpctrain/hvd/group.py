@@ -23,7 +23,7 @@ from hpctrain.comm import (
     without_limit,
 )
 from hpctrain.distributed import CollectiveWork, OperationThread
-from hpctrain.errors import BufferMismatch, HpctrainError
+from hpctrain.errors import BufferMismatch, CommunicationError, HpctrainError
 from hpctrain.hvd.errors import HorovodInternalError, HorovodValueError, as_horovod_error
 from hpctrain.hvd.reductions import ReduceOp, reduce_flat
 
@@ -80,22 +80,30 @@ class Group:
         otherwise the operation has ended when this returns. zeros: what ranks that have joined reduce, see
         `reduction_of_zeros`; None: the operation fails when a rank has joined. named: operation and name, if it was
         given one. Raises HorovodInternalError on every rank, with what each one called, if they differ: here, or in the
-        work's `wait`. Raises HorovodValueError if an operation of that name was started, and the caller has not seen
-        yet that it has ended, or a later one.
+        work's `wait`. If an operation has failed in this way that was started before and not waited for, this one fails
+        with the same error at once: a rank that got the error from a blocking call may not come to this one.
+        Raises HorovodValueError if an operation of that name was started, and the caller has not seen yet that it has
+        ended, or a later one.
         """
         if named is not None and self._is_in_use(named):
             raise HorovodValueError(
                 f"{named} was started before and has not been waited for: give another name, or call "
                 "hvd.synchronize with the first one's handle"
             )
-        with as_horovod_error():
-            work = self._thread.run(lambda: self._carry_out(what, operation, zeros), [], behind=behind)
+        # Decided here and not when the operation runs: whether the caller has waited does not depend on timing.
+        before = self._unseen[-1][1] if self._unseen and not self._unseen[-1][1].awaited else None
+        try:
+            with as_horovod_error():
+                work = self._thread.run(
+                    lambda: self._carry_out(what, operation, zeros, before=before), [], behind=behind
+                )
+        finally:
+            if not behind:
+                self._unseen.clear()
         if behind:
             while self._unseen and self._unseen[0][1].awaited:
                 self._unseen.popleft()
             self._unseen.append((named, work))
-        else:
-            self._unseen.clear()
         return work
 
     def _is_in_use(self, named: str) -> bool:
@@ -155,11 +163,22 @@ class Group:
                 if call is not None:
                     self._contribute_zeros(call)
 
-    def _carry_out(self, what: str, operation: Callable[[], None], zeros: dict[str, Any] | None) -> None:
-        self._number += 1
+    def _carry_out(
+        self,
+        what: str,
+        operation: Callable[[], None],
+        zeros: dict[str, Any] | None,
+        *,
+        before: CollectiveWork | None,
+    ) -> None:
+        """before: the last operation, if it was not waited for when this one was asked for."""
         if self.num_ranks == 1:
             operation()
             return
+        error = None if before is None else before.error
+        if isinstance(error, CommunicationError) and error.agreed:
+            raise error
+        self._number += 1
         with doing(self.comm, what):
             active, joined = self._meet(what)
             if joined >= 0:

@@ -82,6 +82,14 @@ class _Distributed(torch.optim.Optimizer):
     _settings: Settings
     _process_set: ProcessSet
 
+    _has_names: bool
+
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """Name of each parameter, as programs read it from Horovod's optimizer, though it is not documented."""
+        prefix = "" if self._has_names else "allreduce.noname."
+        return {parameter: f"{prefix}{name}" for name, parameter in self._named}
+
     @property
     def _alone(self) -> bool:
         return not self._process_set.included() or self._process_set.size() == 1
@@ -89,6 +97,7 @@ class _Distributed(torch.optim.Optimizer):
     def _distribute(self, named: list[Any] | None, *, settings: Settings, process_set: ProcessSet) -> None:
         self._settings, self._process_set = settings, process_set
         self._named = _checked_names(self.param_groups, named)
+        self._has_names = named is not None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, which are reduced too. Call it on all ranks between two steps."""

@@ -223,6 +223,14 @@ def rocm_built() -> bool:
     return False
 
 
+def run(*arguments: Any, **options: Any) -> NoReturn:
+    """Not supported: raises UsageError. Horovod's starts ranks from within a program."""
+    raise UsageError(
+        "hpctrain.hvd has no `run`: ranks are started from outside of the program. Call the function itself, and start "
+        f"the script with `hpctrain launch -n {options.get('np') or 'N'} -- python SCRIPT`, with mpirun or with srun"
+    )
+
+
 def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
     """Not supported: raises UsageError."""
     raise UsageError(

@@ -47,6 +47,7 @@ from .rank_identity.launcher_process import (
     processes_of_ranks as processes_of_ranks,
 )
 from .rank_identity.launchers import cure_for as cure_for, find_launcher as find_launcher
+from .stdin_program import refuse_program_on_stdin as refuse_program_on_stdin
 from .yielding import (
     YIELD_VARIABLE as YIELD_VARIABLE,
     describe_crowd as describe_crowd,

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hpctrain.errors import LaunchError
-from hpctrain.launch.machine import Machine
+from hpctrain.launch.machine import Machine, Srun
 from hpctrain.launch.mpirun import mpirun_argv
 from hpctrain.launch.placement import Placement, place_ranks
 from hpctrain.launch.rank_identity.identity import RANKS_PER_NODE_VARIABLE, identify
 from hpctrain.launch.rank_identity.launchers import find_launcher
 from hpctrain.launch.srun import srun_argv, srun_mpi_type
+from hpctrain.launch.stdin_program import refuse_program_on_stdin
 
 
 class Launcher(str, Enum):
@@ -74,6 +75,8 @@ def plan_launch(
     if ranks_per_node is not None and ranks_per_node < 1:
         raise LaunchError(f"--ranks-per-node {ranks_per_node}: a node holds at least 1 rank")
     _refuse_launch_by_a_rank(environ)
+    if num_ranks > 1:
+        refuse_program_on_stdin(command)
     notes: list[str] = []
     chosen = _choose(launcher, environ=environ, machine=machine, has_hosts=bool(hosts), notes=notes)
     placement = place_ranks(num_ranks, ranks_per_node, environ=environ, hosts=hosts or nodes, notes=notes)
@@ -153,8 +156,8 @@ def _choose(
             notes.append("in a Slurm allocation, but there is no srun on the PATH: using mpirun")
         elif machine.mpirun is not None and srun_mpi_type(machine) is None:
             notes.append(
-                f"srun cannot start ranks of {machine.mpirun.version} (it lists "
-                f"{', '.join(machine.srun.mpi_types) or 'no MPI types'}): using mpirun"
+                f"srun cannot start ranks of {machine.mpirun.version} "
+                f"({machine.srun.failure or _listed(machine.srun)}): using mpirun"
             )
         else:
             return Launcher.SRUN
@@ -164,6 +167,10 @@ def _choose(
             "site's MPI module" + ("" if in_slurm else "; inside a Slurm allocation srun is used instead")
         )
     return Launcher.MPIRUN
+
+
+def _listed(srun: Srun) -> str:
+    return f"it lists {', '.join(srun.mpi_types) or 'no MPI types'}"
 
 
 def _common_environment(placement: Placement, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

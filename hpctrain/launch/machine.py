@@ -35,10 +35,11 @@ class Mpirun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Srun:
-    """`mpi_types`: names listed by `srun --mpi=list`, such as pmix and pmi2."""
+    """`mpi_types`: names listed by `srun --mpi=list`, such as pmix and pmi2; none if it fails, see `failure`."""
 
     path: str
     mpi_types: tuple[str, ...]
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +68,10 @@ def survey_machine() -> Machine:
         num_cpus=max(1, math.floor(cpu_share([mine], 0))),
         yield_library=find_library(),
         is_root=os.geteuid() == 0,
-        mpirun=read_mpirun_version(_first_output([mpirun_path, "--version"]), path=mpirun_path)
+        mpirun=read_mpirun_version(_output([mpirun_path, "--version"])[1], path=mpirun_path)
         if mpirun_path
         else None,
-        srun=Srun(path=srun_path, mpi_types=read_mpi_types(_first_output([srun_path, "--mpi=list"])))
-        if srun_path
-        else None,
+        srun=read_srun(*_output([srun_path, "--mpi=list"]), path=srun_path) if srun_path else None,
     )
 
 
@@ -96,15 +95,27 @@ def read_mpirun_version(text: str, *, path: str) -> Mpirun:
     return Mpirun(path=path, family=family, version=first)
 
 
+def read_srun(exit_code: int | None, text: str, *, path: str) -> Srun:
+    """Reads `text`, the output of `srun --mpi=list`. exit_code: None if it did not end, or could not be run."""
+    types = read_mpi_types(text) if exit_code == 0 else ()
+    said = " ".join(text.split())[:200]
+    end = "did not answer" if exit_code is None else f"failed with exit code {exit_code}"
+    failure = "" if exit_code == 0 else f"srun --mpi=list {end}" + (f": {said}" if said else "")
+    return Srun(path=path, mpi_types=types, failure=failure)
+
+
 def read_mpi_types(text: str) -> tuple[str, ...]:
-    """Returns the types in `text`, the output of `srun --mpi=list`. Its layout depends on Slurm's version."""
-    listed = [line for line in text.splitlines() if "specific" not in line and "are..." not in line]
+    """Returns the types in `text`, the output of `srun --mpi=list`. Its layout depends on Slurm's version: the types
+    follow a line that ends with "types are...". Other lines, such as warnings before it, are not types."""
+    _, heading, after = text.partition("types are...")
+    listed = [line for line in after.splitlines() if "specific" not in line] if heading else []
     words = (word.strip(" ,:\t") for line in listed for word in line.removeprefix("srun: ").split())
     return tuple(dict.fromkeys(word for word in words if re.fullmatch(r"[a-z][a-z0-9_]*", word)))
 
 
-def _first_output(argv: list[str]) -> str:
-    """Output of a short command (both streams); empty if it cannot be run or takes over _QUERY_TIMEOUT_S seconds."""
+def _output(argv: list[str]) -> tuple[int | None, str]:
+    """Exit code and output (both streams) of a short command; None and nothing if it cannot be run or takes over
+    _QUERY_TIMEOUT_S seconds."""
     try:
         done = subprocess.run(
             argv,
@@ -117,5 +128,5 @@ def _first_output(argv: list[str]) -> str:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
+        return None, ""
+    return done.returncode, done.stdout

@@ -44,7 +44,8 @@ def srun_argv(
             # With the default, a tree, ranks left MPI_Init before all had entered it (Slurm 22.05, Open MPI 4.1.4).
             updates["SLURM_PMIX_FENCE"] = "ring"
     else:
-        notes.append("srun lists no MPI type that is known to work: the cluster's default is used")
+        found = machine.srun.failure or "srun lists no MPI type that is known to work"
+        notes.append(f"{found}: the cluster's default is used")
     if environ.get("SLURM_HET_SIZE", "1") not in ("", "1"):
         notes.append(
             "this job is heterogeneous, and srun starts these ranks in its first component only: for ranks in all of "

@@ -67,7 +67,7 @@ class Replicas:
             sources=list(num_bytes),
             num_bytes=num_bytes, turns=turns,
             part=max(SAMPLED_PART, -(-sum(num_bytes.values()) // (turns * MAX_SAMPLED_BYTES))),
-            numbers=itertools.count(xxhash.xxh3_64_intdigest(str(step)) & _HASH_MASK),
+            numbers=itertools.count(xxhash.xxh3_64_intdigest(str(step).encode()) & _HASH_MASK),
         )  # fmt: skip
 
     def sample(self, number: int) -> list[Segment]:

@@ -47,7 +47,9 @@ def all_gather_distinct(
     text = json.dumps(value)
     # torch has no unsigned 64-bit integers.
     mine = torch.from_numpy(
-        np.array([xxhash.xxh3_64_intdigest(text if key is None else key)], dtype=np.uint64).view(np.int64)
+        np.array([xxhash.xxh3_64_intdigest((text if key is None else key).encode())], dtype=np.uint64).view(
+            np.int64
+        )
     )
     hashes = comm.all_gather(mine, counts=[1] * comm.num_ranks).tolist()
     holders: dict[int, int] = {}  # the lowest rank with each hash
@@ -214,7 +216,7 @@ def check_same(
 
 def _same_hash(comm: Collective, text: str) -> bool:
     """Returns True if `text` is equal on all ranks, by 63 bits of its XXH3 hash. Collective: 16 bytes a rank."""
-    digest = xxhash.xxh3_64_intdigest(text) >> 1
+    digest = xxhash.xxh3_64_intdigest(text.encode()) >> 1
     extremes = torch.tensor([digest, -digest], dtype=torch.int64)
     comm.all_reduce(extremes, op=ReduceOp.MAX)
     return int(extremes[0]) == -int(extremes[1])

@@ -33,9 +33,9 @@ def starting(identity: RankIdentity, *, timeout_s: float) -> Iterator[None]:
         )
     words = (
         f"hpctrain: rank {identity.rank} on {socket.gethostname()}: MPI could not start, and has ended this process "
-        "with exit code %d; what it says stands above. Often this process is the second one that one rank starts, and MPI "
-        "starts only once in a rank: give the second one a launch of its own. Otherwise `hpctrain doctor`, started as "
-        "this program was, says what is missing\n"
+        "with exit code %d; what it says stands above. Often this process is the second one that one rank starts, and "
+        "MPI starts only once in a rank: give the second one a launch of its own. Otherwise `hpctrain doctor`, started "
+        "as this program was, says what is missing\n"
     )
     with (
         start_deadline(identity, timeout_s=timeout_s),

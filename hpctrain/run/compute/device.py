@@ -73,7 +73,7 @@ def has_own_gpu(uuid: str, *, comm: Collective, host_ranks: Sequence[int]) -> bo
     counts = [0] * comm.num_ranks
     for rank in host_ranks:
         counts[rank] = 1
-    mine = xxhash.xxh3_64_intdigest(uuid) >> 1  # torch has no unsigned 64-bit integers
+    mine = xxhash.xxh3_64_intdigest(uuid.encode()) >> 1  # torch has no unsigned 64-bit integers
     found = comm.all_to_all(
         torch.full((len(host_ranks),), mine, dtype=torch.int64), send_counts=counts, receive_counts=counts
     )

@@ -139,7 +139,7 @@ def _is_installed(package: str) -> bool:
 
 def run_id(directory: Path) -> str:
     """Returns the name of a run directory among all: 12 hexadecimal digits, the same for all starts of the run."""
-    return xxhash.xxh3_64_hexdigest(str(directory.resolve()))[:12]
+    return xxhash.xxh3_64_hexdigest(str(directory.resolve()).encode())[:12]
 
 
 def _open_endpoint(

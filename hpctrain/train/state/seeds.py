@@ -15,7 +15,7 @@ from hpctrain.errors import CheckpointError
 def derive_seed(seed: int, *labels: str | int) -> int:
     """Derives a 63-bit seed from the run's seed and `labels`, which name its purpose. The same on every machine."""
     text = ":".join(map(str, (seed, *labels)))
-    return xxhash.xxh3_64_intdigest(text) >> 1
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
 
 def seed_generators(seed: int) -> None:

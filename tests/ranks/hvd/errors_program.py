@@ -65,6 +65,38 @@ def names_in_use() -> None:
         hvd.synchronize(start())
 
 
+def different_orders() -> None:
+    """Rank 0 has started an operation that the others start later: nobody waits for a rank that has its error."""
+    rank, rows = hvd.rank(), torch.ones(3)
+    first: list[Callable[[], object]] = [
+        hvd.barrier,
+        lambda: hvd.allreduce(torch.ones(2)),
+        lambda: hvd.broadcast_object("value"),
+        lambda: hvd.synchronize(hvd.allgather_async(rows)),
+    ]
+    for function in first:
+        if rank == 0:
+            hvd.allreduce_async(rows, name="early")
+        refused(RuntimeError, function)
+    # As a Horovod program does to see that a name is in use.
+    for early in (0, 1):
+        if (rank == 0) == (early == 0):
+            hvd.allreduce_async(rows, name="duplicate")
+            refused_at_once(lambda: hvd.allreduce_async(rows, name="duplicate"))
+        refused(RuntimeError, hvd.barrier)
+    # Two that were started, and differ: both ranks see it at the next wait.
+    handle = hvd.allreduce_async(torch.ones(2 + rank))
+    refused(RuntimeError, lambda: hvd.synchronize(handle))
+
+
+def refused_at_once(function: Callable[[], object]) -> None:
+    try:
+        function()
+    except ValueError:
+        return
+    raise AssertionError("no ValueError")
+
+
 def joined() -> None:
     """Rank 0 has joined: others may only sum, and rank 0 stays joined when they do something else."""
     rank, size = hvd.rank(), hvd.size()
@@ -165,8 +197,8 @@ def a_second_reduction_warns() -> None:
 def main() -> None:
     hvd.init(timeout_s=300)
     for case in (
-        different_calls, names_in_use, joined, joined_for_long, optimizers_made_anew, parameters_added_to_adasum,
-        new_optimizers, a_second_reduction_warns, different_calls,
+        different_calls, names_in_use, different_orders, joined, joined_for_long, optimizers_made_anew,
+        parameters_added_to_adasum, new_optimizers, a_second_reduction_warns, different_calls,
     ):  # fmt: skip
         case()
     hvd.shutdown()

@@ -9,7 +9,7 @@ import pytest
 from hpctrain.errors import LaunchError
 from hpctrain.launch import Launcher, LaunchPlan, Machine, plan_launch
 from hpctrain.launch.command import read_hosts
-from hpctrain.launch.machine import Mpirun, MpirunFamily, Srun, read_mpi_types, read_mpirun_version
+from hpctrain.launch.machine import Mpirun, MpirunFamily, Srun, read_mpi_types, read_mpirun_version, read_srun
 
 OPEN_MPI_4 = Mpirun(path="/usr/bin/mpirun", family=MpirunFamily.OPEN_MPI_4, version="mpirun (Open MPI) 4.1.4")
 OPEN_MPI_5 = Mpirun(path="/usr/bin/mpirun", family=MpirunFamily.OPEN_MPI_5, version="mpirun (Open MPI) 5.0.3")
@@ -295,6 +295,22 @@ def test_sruns_list_of_mpi_types_is_read_in_both_layouts() -> None:
     assert read_mpi_types(new) == ("pmix", "none", "pmi2")
     old = "srun: MPI types are...\nsrun: pmi2\nsrun: none\nsrun: pmix_v3\n"
     assert read_mpi_types(old) == ("pmi2", "none", "pmix_v3")
+
+
+def test_words_of_an_srun_that_fails_are_no_mpi_types() -> None:
+    said = "srun: error: unable to resolve controller host\nsrun: fatal: no plugin is usable\n"
+    failed = read_srun(1, said, path="srun")
+    assert failed.mpi_types == ()
+    assert "exit code 1: srun: error: unable to resolve controller host srun: fatal" in failed.failure
+    assert read_srun(None, "", path="srun").failure == "srun --mpi=list did not answer"
+    warned = "srun: warning: can not read gres.conf\nMPI plugin types are...\n\tpmix\n"
+    assert read_srun(0, warned, path="srun") == Srun(path="srun", mpi_types=("pmix",))
+    plan = plan_launch(
+        ["python", "train.py"], num_ranks=2, environ={"SLURM_JOB_ID": "1"},
+        machine=dataclasses.replace(CLUSTER, srun=failed),
+    )  # fmt: skip
+    assert plan.launcher is Launcher.MPIRUN
+    assert any("unable to resolve controller host" in note for note in plan.notes)
 
 
 def test_a_hostfile_names_each_machine_once() -> None:

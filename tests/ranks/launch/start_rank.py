@@ -1,0 +1,77 @@
+"""One rank of test_start: python -m tests.ranks.launch.start_rank CASE."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+CHILD = "import hpctrain; hpctrain.start(timeout_s=60); print('the child has started')"
+MPI_FIRST = (
+    "from mpi4py import MPI; import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+)
+
+
+def absent(timeout_s: str) -> None:
+    """Rank 0 starts at once, rank 1 never, rank 2 hangs, rank 3 starts late."""
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    if rank == 1:
+        sys.exit(0)
+    if rank == 2:
+        time.sleep(600)
+    if rank == 3:
+        time.sleep(2)
+    import hpctrain
+
+    hpctrain.start(timeout_s=float(timeout_s))
+    print("started", flush=True)
+
+
+def started(how: str) -> None:
+    """A late rank, a second start, and a child that must not start; then rank 1 exits alone."""
+    import hpctrain
+
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        time.sleep(3)
+    with hpctrain.start(timeout_s=200):
+        pass
+    session = hpctrain.start(timeout_s=200)
+    assert float(session.all_reduce(torch.ones(()))) == session.num_ranks
+    assert not list(Path("/dev/shm").glob(f"hpctrain-start-{os.getuid()}-*-{os.getppid()}-*"))
+    if session.rank == 0:
+        done = subprocess.run([sys.executable, "-c", CHILD], check=False, timeout=200)
+        print(f"the child's code is {done.returncode}", flush=True)
+    session.world.barrier()
+    if session.rank == 1:
+        if how == "raise":
+            raise SystemExit(3)
+        sys.exit(3)
+    while True:
+        session.all_reduce(torch.ones(3))
+        time.sleep(0.05)
+
+
+def child_of_mpi() -> None:
+    """Rank 0 has started MPI without hpctrain."""
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
+        subprocess.run([sys.executable, "-c", MPI_FIRST, CHILD], check=False, timeout=200)
+    else:
+        subprocess.run([sys.executable, "-c", "from mpi4py import MPI"], check=False, timeout=200)
+
+
+def one_ends(code: str) -> None:
+    """All ranks end without closing the session, with one code."""
+    import hpctrain
+
+    session = hpctrain.start(timeout_s=200)
+    session.world.barrier()
+    print(f"rank {session.rank} ends", flush=True)
+    sys.exit(int(code))
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
