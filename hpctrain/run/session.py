@@ -58,6 +58,8 @@ from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
 from hpctrain.run.compute.rank_axes import RankAxes
 from hpctrain.run.compute.ranks import check_num_ranks, set_threads
 from hpctrain.run.compute.uncaught_errors import UncaughtErrors
+from hpctrain.run.experiments.own_loop import Build, check_loop
+from hpctrain.run.experiments.report import CheckReport
 from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
 from hpctrain.run.reductions import Reductions
 from hpctrain.telemetry import tell
@@ -109,7 +111,7 @@ class Session:
         )
         self.axes = RankAxes(topology, rank=world.rank)
         self._closers: list[Callable[[], object]] = []
-        self._models: weakref.WeakKeyDictionary[SessionUpdater, torch.nn.Module] = weakref.WeakKeyDictionary()
+        self.models: weakref.WeakKeyDictionary[SessionUpdater, torch.nn.Module] = weakref.WeakKeyDictionary()
 
     def gather_cores(self) -> Sequence[RankCores]:
         """Returns the cores of all ranks, by rank. Collective at the first call, unless `start` has gathered them."""
@@ -184,7 +186,7 @@ class Session:
                 clip_norm=clip_norm,
                 end_sums=end_sums,
             )
-            self._models[sharded] = model
+            self.models[sharded] = model
             return sharded
         broadcast_model(self.world, model)
         if reduction is None:
@@ -193,7 +195,7 @@ class Session:
         updater = reduction.updater(
             optimizer, comm=self.world, model=model, loss_scale=loss_scale, clip_norm=clip_norm
         )
-        self._models[updater] = model
+        self.models[updater] = model
         return updater
 
     def parallelize(self, model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
@@ -251,12 +253,12 @@ class Session:
         self, updater: SessionUpdater, loader: Loader | None
     ) -> tuple[TrainingState, dict[str, Any]]:
         """What to save of an updater's training, and what the position in its data belongs to."""
-        if updater not in self._models:
+        if updater not in self.models:
             raise UsageError(
                 "save_state and load_state take an updater that this session made with `updater`"
             )
         seed = loader.seed if loader is not None else 0
-        state = TrainingState(self._models[updater], updater.optimizer, updater, seed, self.axes.drawing)
+        state = TrainingState(self.models[updater], updater.optimizer, updater, seed, self.axes.drawing)
         if loader is None:
             return state, {}
         manifest = getattr(loader.dataset, "manifest", None)  # samples of the user's need not have one
@@ -275,6 +277,10 @@ class Session:
     def leads_node(self) -> bool:
         """True on the first rank of each node."""
         return self.topology.local_rank_of(self.rank) == 0
+
+    def check(self, build: Build, *, steps: int = 4, show: bool = True) -> CheckReport:
+        """Compares the training that `build` makes with itself, and names causes. Collective; see `check_loop`."""
+        return check_loop(self, build, steps=steps, show=show)
 
     def on_close(self, close: Callable[[], object]) -> None:
         """Has `close` called when the session is closed, before communication ends. It may be collective."""
@@ -332,7 +338,7 @@ class Session:
     def end_training(self) -> None:
         """Ends updaters, reductions and what `on_close` was given; communication stays open. Collective."""
         # The updaters' threads first: they use the reducers' memory, and may still gather parameters, which may fail.
-        ended = [updater.close() for updater in list(self._models)]
+        ended = [updater.close() for updater in list(self.models)]
         self.uncaught_errors.release()
         self.reductions.close(free=is_true_everywhere(self.world, all(ended)))
         while self._closers:

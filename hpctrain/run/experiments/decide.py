@@ -23,7 +23,7 @@ def decide(seen_: Observations) -> list[Finding]:
     for finding in found:
         if finding.cause not in unique or (finding.is_difference and not unique[finding.cause].is_difference):
             unique[finding.cause] = finding
-    return sorted(unique.values(), key=lambda f: (not f.is_difference, _ORDER.index(f.cause)))
+    return sorted(unique.values(), key=lambda f: (not f.is_difference, f.is_potential, _ORDER.index(f.cause)))
 
 
 def _n(seen_: Observations) -> str:
@@ -351,7 +351,7 @@ def _poisoned(seen_: Observations) -> Iterator[Finding]:
             for name, rows in seen_.samples.not_finite.items()
         ]
         yield Finding(
-            cause=Cause.BUFFER_NOT_FINITE, is_difference=True,
+            cause=Cause.BUFFER_NOT_FINITE, is_difference=True, is_potential=not bad,
             text=f"after a batch with NaN, whose step is skipped, {', '.join(list(seen_.poisoned)[:4])} is not finite and "
             "stays so",
             evidence=bad or ["a NaN was put into one sample to see this; the samples read have none"],
