@@ -149,8 +149,7 @@ class StaleBuffer(Sound):
         def forward(self, x):
             outputs = self.last(torch.tanh(self.first(x))) / self.scale
             if self.training and torch.is_grad_enabled():
-                with torch.no_grad():
-                    self.scale.mul_(1.1)
+                self.scale = 1.1 * self.scale
             return outputs
 
     def build_model(self):

@@ -149,7 +149,8 @@ def _division(seen_: Observations) -> Iterator[Finding]:
     by_ranks = not seen_.ranks.equal and seen_.ranks.failure is None
     by_parts = seen_.micro is not None and not seen_.micro.equal
     loss = seen_.loss
-    if (by_ranks or by_parts) and loss is not None:
+    is_measured = seen_.again.equal and not (seen_.draws_left and loss is not None and loss.mixes is None)
+    if (by_ranks or by_parts) and loss is not None and is_measured:
         evidence = [*seen(_n(seen_), seen_.ranks), *seen("1 rank, in 2 micro-batches", seen_.micro)]
         if seen_.whole is not None and not seen_.ranks.equal:
             evidence += seen(f"{seen_.num_ranks} ranks that each compute all samples", seen_.whole)
@@ -222,7 +223,9 @@ def _randomness(seen_: Observations) -> Iterator[Finding]:
         )  # fmt: skip
     if not seen_.draws_left or seen_.reseeded is None or seen_.reseeded.equal:
         return
-    differ = not seen_.ranks.equal or (seen_.micro is not None and not seen_.micro.equal)
+    differ = (
+        seen_.drift is None and not seen_.ranks.equal or (seen_.micro is not None and not seen_.micro.equal)
+    )
     yield Finding(
         cause=Cause.RANDOM, is_difference=differ,
         text=f"training draws random numbers ({', '.join(seen_.draws_left)}) that are not dropout's, and each rank draws its "
@@ -290,9 +293,11 @@ def _evaluation(seen_: Observations) -> Iterator[Finding]:
     facts = seen_.evaluation
     if facts is None:
         return
-    relevant = [f"{name} ({kind})" for name, kind in facts.training]
+    telling = [entry for entry in facts.training if "Dropout" in entry[1] or "BatchNorm" in entry[1]]
+    relevant = [f"{name} ({kind})" for name, kind in telling or facts.training]
     modes = [f"in training mode during evaluation: {', '.join(relevant[:4])}"] if relevant else []
-    if facts.differs or facts.changed:
+    changes_anyway = seen_.drift is not None and not relevant and not facts.differs
+    if (facts.differs or facts.changed) and not changes_anyway:
         evidence = [*modes]
         if facts.differs:
             name, relative = max(facts.differs.items(), key=lambda item: item[1])

@@ -30,7 +30,7 @@ class Cause(str, Enum):
     LOSS_WEIGHTS = "loss weights"
     OWN_STATE = "state outside of the checkpoint"
     BUFFER = "a buffer"
-    EVALUATION = "training mode in evaluation"
+    EVALUATION = "dropout or training mode in evaluation"
     FLOAT32 = "float32 in a float64 model"
     METRICS = "metrics are no means over samples"
     RANDOM = "dropout or other randomness"

@@ -136,19 +136,28 @@ class Trials:
                 stack.enter_context(NoDropout())
             began = OwnState.of(trial.roots())
             carried: dict[str, str] = {}
+            failed: Failure | None = None
             if load_from is not None and stopped is not None:
-                self._load(trial, load_from)
+                try:
+                    self._load(trial, load_from)
+                except HpctrainError as error:
+                    failed = _failure(error, step=start)
                 if conditions.carried is not None:
                     changed = stopped.ended.changed_since(stopped.began)
                     generators = conditions.carried == "generator"
                     carried = {p: k for p, k in changed.items() if (k == "generator") == generators}
                     stopped.ended.put_into(trial.roots(), carried)
             recorder = stack.enter_context(StepRecorder(trial))
-            recorder.trace.failure = self._steps(
+            recorder.trace.failure = failed or self._steps(
                 trial, source, recorder, conditions=conditions, start=start, stop=stop
             )
+            if recorder.trace.failure is not None and not trial.is_split:
+                recorder.trace.unfinished = recorder.unfinished()
             if save_in is not None and recorder.trace.failure is None:
-                self._save(trial, save_in, step=stop)
+                try:
+                    self._save(trial, save_in, step=stop)
+                except HpctrainError as error:
+                    recorder.trace.failure = _failure(error, step=stop)
             return Ran(
                 trace=recorder.trace, began=began, ended=OwnState.of(trial.roots()),
                 is_split=trial.is_split, carried=carried,
@@ -185,7 +194,7 @@ class Trials:
                 if number < stop:
                     per_epoch = skip + number - first  # of a loader that does not say how many it has
         except Exception as error:  # the user's code may raise anything
-            return Failure(kind=type(error).__name__, text=str(error)[:_MAX_TEXT], step=number + 1)
+            return _failure(error, step=number + 1)
         return None
 
     # ------------------------------------------------------------------ checkpoints
@@ -203,10 +212,11 @@ class Trials:
     def _load(self, trial: Trial, folder: Path) -> None:
         # A new process has used its generators otherwise.
         torch.rand(1), np.random.rand(), random.random()
-        try:
-            resume(self._state(trial), source=folder, named=True, comm=trial.session.world, identity={})
-        except HpctrainError as error:
-            raise type(error)(f"the training cannot be resumed: {error}", agreed=error.agreed) from error
+        resume(self._state(trial), source=folder, named=True, comm=trial.session.world, identity={})
+
+
+def _failure(error: Exception, *, step: int) -> Failure:
+    return Failure(kind=type(error).__name__, text=str(error)[:_MAX_TEXT], step=step)
 
 
 def _closable(batches: Iterator[Any]) -> Iterator[Any]:
