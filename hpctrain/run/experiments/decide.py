@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hpctrain.run.experiments.decide_data import data_findings
 from hpctrain.run.experiments.findings import Cause, Finding, describe, in_percent_or_power, seen
 from hpctrain.run.experiments.observations import Observations
-from hpctrain.run.experiments.probes import MEAN, SUM, WEIGHTED, WHOLE
+from hpctrain.run.experiments.probes import SUM, WEIGHTED, WHOLE
 
 _ORDER = list(Cause)
 _OF_ONE_PROCESS = (Cause.NOT_DETERMINISTIC, Cause.OWN_RANDOM)
@@ -170,8 +170,12 @@ def _division(seen_: Observations) -> Iterator[Finding]:
             )  # fmt: skip
         elif loss.kind == SUM:
             yield _accumulation(
-                seen_, "the loss of a batch is the sum of the losses of its parts, not their mean", evidence
+                "the loss of a batch is the sum of the losses of its parts, not their mean", evidence
             )
+        elif (factor := _factor(seen_)) is not None:
+            what, times = factor
+            text = f"{what}: all gradients are {times:.6g} times what they should be, with the same samples and parameters"
+            yield _accumulation(text, evidence)
         elif loss.kind == WEIGHTED and loss.weights is not None:
             a, b = loss.weights
             yield Finding(
@@ -193,19 +197,20 @@ def _division(seen_: Observations) -> Iterator[Finding]:
                 evidence=[f"a batch and its thirds: off the mean by {in_percent_or_power(loss.off)}", *evidence],
                 advice="gather what it compares from all ranks, or keep the samples of a rank and its micro-batches fixed",
             )  # fmt: skip
-        elif loss.kind == MEAN:
-            factors = {
-                _n(seen_): seen_.ranks.factor, "1 rank, in 2 micro-batches": seen_.micro.factor if seen_.micro else None,
-            }  # fmt: skip
-            off = {what: c for what, c in factors.items() if c is not None and abs(c - 1) > 1e-6}
-            if off:
-                what, factor = next(iter(off.items()))
-                text = f"all gradients are {factor:.6g} times what they should be, though the loss is a mean over samples"
-                yield _accumulation(seen_, f"{text} ({what})", evidence)
     yield from _randomness(seen_)
 
 
-def _accumulation(seen_: Observations, text: str, evidence: list[str]) -> Finding:
+def _factor(seen_: Observations) -> tuple[str, float] | None:
+    """Returns by what number all gradients of the first step are off, and where; None if by no one number."""
+    compared = {_n(seen_): seen_.ranks, "1 rank, in 2 micro-batches": seen_.micro}
+    for what, comparison in compared.items():
+        factor = comparison.factor if comparison is not None else None
+        if factor is not None and abs(factor - 1) > 1e-6:
+            return what, factor
+    return None
+
+
+def _accumulation(text: str, evidence: list[str]) -> Finding:
     return Finding(
         cause=Cause.ACCUMULATION, is_difference=True, text=text, evidence=evidence,
         advice="return the mean over the samples, and weigh each part by its share of the batch (updater.backward(loss, "

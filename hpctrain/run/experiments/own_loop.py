@@ -139,7 +139,15 @@ class LoopTrial:
 
     def _epoch(self, epoch: int) -> Iterable[Any]:
         batches = self._loop.batches
-        return batches(epoch) if callable(batches) else batches
+        if callable(batches):
+            return batches(epoch)
+        for holder in _with_epochs(batches):
+            holder.set_epoch(epoch)
+        return batches
+
+    @property
+    def has_epochs(self) -> bool:
+        return callable(self._loop.batches) or bool(_with_epochs(self._loop.batches))
 
     @property
     def batches_per_epoch(self) -> int:
@@ -258,6 +266,12 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, copie
     if isinstance(value, tuple | list):
         return type(value)(_mapped(inner, change) for inner in value)
     return value
+
+
+def _with_epochs(batches: Any) -> list[Any]:
+    """Returns what a loop tells the epoch before it reads a DataLoader: its sampler or dataset, if they want to know."""
+    holders = [getattr(batches, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+    return [holder for holder in [batches, *holders] if callable(getattr(holder, "set_epoch", None))]
 
 
 def _is_shuffled(batches: Any) -> bool | None:
