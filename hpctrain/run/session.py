@@ -59,6 +59,8 @@ from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
 from hpctrain.run.compute.rank_axes import RankAxes
 from hpctrain.run.compute.ranks import check_num_ranks, set_threads
 from hpctrain.run.compute.uncaught_errors import UncaughtErrors, uncaught_as_message
+from hpctrain.run.experiments.own_loop import Build, check_loop
+from hpctrain.run.experiments.report import CheckReport
 from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
 from hpctrain.run.reductions import Reductions
 from hpctrain.run.trainings import SessionUpdater, TrainingParts, Trainings
@@ -270,6 +272,10 @@ class Session:
     def leads_node(self) -> bool:
         """True on the first rank of each node."""
         return self.topology.local_rank_of(self.rank) == 0
+
+    def check(self, build: Build, *, steps: int = 4, show: bool = True) -> CheckReport:
+        """Compares the training that `build` makes with itself, and names causes. Collective; see `check_loop`."""
+        return check_loop(self, build, steps=steps, show=show)
 
     def on_close(self, close: Callable[[], object]) -> None:
         """Has `close` called when the session is closed, before communication ends. It may be collective."""

@@ -150,6 +150,10 @@ class RecipeTrial:
     def batches_per_epoch(self) -> int:
         return self._parts.loader.batches_per_epoch
 
+    @property
+    def has_epochs(self) -> bool:
+        return True
+
     def batches(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
         self._step = epoch * self.batches_per_epoch + skip
         with self._parts.loader.epoch(epoch, start=skip * self._recipe.data.global_batch) as batches:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hpctrain.run.experiments.decide_data import data_findings
 from hpctrain.run.experiments.findings import Cause, Finding, describe, in_percent_or_power, seen
 from hpctrain.run.experiments.observations import Observations
-from hpctrain.run.experiments.probes import MEAN, SUM, WEIGHTED, WHOLE
+from hpctrain.run.experiments.probes import SUM, WEIGHTED, WHOLE
 
 _ORDER = list(Cause)
 _OF_ONE_PROCESS = (Cause.NOT_DETERMINISTIC, Cause.OWN_RANDOM)
@@ -23,7 +23,7 @@ def decide(seen_: Observations) -> list[Finding]:
     for finding in found:
         if finding.cause not in unique or (finding.is_difference and not unique[finding.cause].is_difference):
             unique[finding.cause] = finding
-    return sorted(unique.values(), key=lambda f: (not f.is_difference, _ORDER.index(f.cause)))
+    return sorted(unique.values(), key=lambda f: (not f.is_difference, f.is_potential, _ORDER.index(f.cause)))
 
 
 def _n(seen_: Observations) -> str:
@@ -149,7 +149,8 @@ def _division(seen_: Observations) -> Iterator[Finding]:
     by_ranks = not seen_.ranks.equal and seen_.ranks.failure is None
     by_parts = seen_.micro is not None and not seen_.micro.equal
     loss = seen_.loss
-    if (by_ranks or by_parts) and loss is not None:
+    is_measured = seen_.again.equal and not (seen_.draws_left and loss is not None and loss.mixes is None)
+    if (by_ranks or by_parts) and loss is not None and is_measured:
         evidence = [*seen(_n(seen_), seen_.ranks), *seen("1 rank, in 2 micro-batches", seen_.micro)]
         if seen_.whole is not None and not seen_.ranks.equal:
             evidence += seen(f"{seen_.num_ranks} ranks that each compute all samples", seen_.whole)
@@ -169,8 +170,12 @@ def _division(seen_: Observations) -> Iterator[Finding]:
             )  # fmt: skip
         elif loss.kind == SUM:
             yield _accumulation(
-                seen_, "the loss of a batch is the sum of the losses of its parts, not their mean", evidence
+                "the loss of a batch is the sum of the losses of its parts, not their mean", evidence
             )
+        elif (factor := _factor(seen_)) is not None:
+            what, times = factor
+            text = f"{what}: all gradients are {times:.6g} times what they should be, with the same samples and parameters"
+            yield _accumulation(text, evidence)
         elif loss.kind == WEIGHTED and loss.weights is not None:
             a, b = loss.weights
             yield Finding(
@@ -192,19 +197,20 @@ def _division(seen_: Observations) -> Iterator[Finding]:
                 evidence=[f"a batch and its thirds: off the mean by {in_percent_or_power(loss.off)}", *evidence],
                 advice="gather what it compares from all ranks, or keep the samples of a rank and its micro-batches fixed",
             )  # fmt: skip
-        elif loss.kind == MEAN:
-            factors = {
-                _n(seen_): seen_.ranks.factor, "1 rank, in 2 micro-batches": seen_.micro.factor if seen_.micro else None,
-            }  # fmt: skip
-            off = {what: c for what, c in factors.items() if c is not None and abs(c - 1) > 1e-6}
-            if off:
-                what, factor = next(iter(off.items()))
-                text = f"all gradients are {factor:.6g} times what they should be, though the loss is a mean over samples"
-                yield _accumulation(seen_, f"{text} ({what})", evidence)
     yield from _randomness(seen_)
 
 
-def _accumulation(seen_: Observations, text: str, evidence: list[str]) -> Finding:
+def _factor(seen_: Observations) -> tuple[str, float] | None:
+    """Returns by what number all gradients of the first step are off, and where; None if by no one number."""
+    compared = {_n(seen_): seen_.ranks, "1 rank, in 2 micro-batches": seen_.micro}
+    for what, comparison in compared.items():
+        factor = comparison.factor if comparison is not None else None
+        if factor is not None and abs(factor - 1) > 1e-6:
+            return what, factor
+    return None
+
+
+def _accumulation(text: str, evidence: list[str]) -> Finding:
     return Finding(
         cause=Cause.ACCUMULATION, is_difference=True, text=text, evidence=evidence,
         advice="return the mean over the samples, and weigh each part by its share of the batch (updater.backward(loss, "
@@ -222,7 +228,9 @@ def _randomness(seen_: Observations) -> Iterator[Finding]:
         )  # fmt: skip
     if not seen_.draws_left or seen_.reseeded is None or seen_.reseeded.equal:
         return
-    differ = not seen_.ranks.equal or (seen_.micro is not None and not seen_.micro.equal)
+    differ = (
+        seen_.drift is None and not seen_.ranks.equal or (seen_.micro is not None and not seen_.micro.equal)
+    )
     yield Finding(
         cause=Cause.RANDOM, is_difference=differ,
         text=f"training draws random numbers ({', '.join(seen_.draws_left)}) that are not dropout's, and each rank draws its "
@@ -290,9 +298,11 @@ def _evaluation(seen_: Observations) -> Iterator[Finding]:
     facts = seen_.evaluation
     if facts is None:
         return
-    relevant = [f"{name} ({kind})" for name, kind in facts.training]
+    telling = [entry for entry in facts.training if "Dropout" in entry[1] or "BatchNorm" in entry[1]]
+    relevant = [f"{name} ({kind})" for name, kind in telling or facts.training]
     modes = [f"in training mode during evaluation: {', '.join(relevant[:4])}"] if relevant else []
-    if facts.differs or facts.changed:
+    changes_anyway = seen_.drift is not None and not relevant and not facts.differs
+    if (facts.differs or facts.changed) and not changes_anyway:
         evidence = [*modes]
         if facts.differs:
             name, relative = max(facts.differs.items(), key=lambda item: item[1])
@@ -351,7 +361,7 @@ def _poisoned(seen_: Observations) -> Iterator[Finding]:
             for name, rows in seen_.samples.not_finite.items()
         ]
         yield Finding(
-            cause=Cause.BUFFER_NOT_FINITE, is_difference=True,
+            cause=Cause.BUFFER_NOT_FINITE, is_difference=True, is_potential=not bad,
             text=f"after a batch with NaN, whose step is skipped, {', '.join(list(seen_.poisoned)[:4])} is not finite and "
             "stays so",
             evidence=bad or ["a NaN was put into one sample to see this; the samples read have none"],

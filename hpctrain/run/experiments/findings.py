@@ -30,7 +30,7 @@ class Cause(str, Enum):
     LOSS_WEIGHTS = "loss weights"
     OWN_STATE = "state outside of the checkpoint"
     BUFFER = "a buffer"
-    EVALUATION = "training mode in evaluation"
+    EVALUATION = "dropout or training mode in evaluation"
     FLOAT32 = "float32 in a float64 model"
     METRICS = "metrics are no means over samples"
     RANDOM = "dropout or other randomness"
@@ -39,13 +39,15 @@ class Cause(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """is_difference: False for what does not make runs differ, or is meant to. evidence: what was measured."""
+    """is_difference: False for what does not make runs differ, or is meant to. evidence: what was measured.
+    is_potential: it takes other data than those that were read to see it in a run."""
 
     cause: Cause
     is_difference: bool
     text: str
     evidence: Sequence[str] = ()
     advice: str = ""
+    is_potential: bool = False
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "cause": self.cause.name.lower(), "title": self.cause.value}

@@ -220,7 +220,7 @@ class Experiments:
                 buffers_apart = [
                     b
                     for b, h in steps[0][0]["buffers"].items()
-                    if any(s[0]["buffers"][b] != h for s in steps)
+                    if any(s[0]["buffers"].get(b) != h for s in steps)
                 ]
             tampered = self._tampered(natural.trace) or self._tampered(again.trace)
         observed = {
@@ -336,16 +336,26 @@ def _is_not_finite(value: object) -> bool:
 
 def _digests(trace: RunTrace) -> dict[str, Any]:
     """Returns hashes and options of a trace, as JSON values, for `find_drift`."""
-    return {
-        "initial": dict(trace.initial.hashes),
-        "steps": [
+    steps = [
+        {
+            "before": dict(s.parameters_before.hashes) if s.parameters_before else None,
+            "gradients": dict(s.gradients.hashes) if s.gradients else None,
+            "options": s.options,
+            "after": dict(s.parameters.hashes),
+            "buffers": dict(s.buffers.hashes),
+        }
+        for s in trace.steps
+    ]
+    last = trace.unfinished
+    if last is not None:
+        after = dict(last.parameters.hashes)
+        steps.append(
             {
-                "before": dict(s.parameters_before.hashes) if s.parameters_before else None,
-                "gradients": dict(s.gradients.hashes) if s.gradients else None,
-                "options": s.options,
-                "after": dict(s.parameters.hashes),
-                "buffers": dict(s.buffers.hashes),
+                "before": dict(last.before.hashes) if last.before else after,
+                "gradients": dict(last.gradients.hashes) if last.gradients else None,
+                "options": last.options,
+                "after": after,
+                "buffers": {},
             }
-            for s in trace.steps
-        ],
-    }  # fmt: skip
+        )
+    return {"initial": dict(trace.initial.hashes), "steps": steps}

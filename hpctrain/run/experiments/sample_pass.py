@@ -11,7 +11,7 @@ from hpctrain.comm import all_gather_json
 from hpctrain.run.experiments.samples import SampleFacts, repeats, repeats_beyond
 from hpctrain.run.experiments.subject import Rows, Trial
 from hpctrain.run.experiments.trace import RunTrace
-from hpctrain.run.experiments.trials import Trials
+from hpctrain.run.experiments.trials import Trials, closable
 
 # Batches of an epoch that are read; the rest is taken to be like them.
 MAX_BATCHES = 64
@@ -25,12 +25,16 @@ def pass_over_samples(
     world = trials.session.world
     with trials.open(on_ranks=False) as trial:
         whole, complete = _read(trial, 0, MAX_BATCHES)
-        after_early_end, _ = _read(trial, 1, _LEFT_AFTER) if complete else _left_early(trial)
-    with trials.open(on_ranks=False) as trial:
-        _read(trial, 0, _LEFT_AFTER)  # left early: what comes next may continue it
-        history_of, _ = _read(trial, 1, _LEFT_AFTER)
-    with trials.open(on_ranks=False) as trial:
-        fresh, _ = _read(trial, 1, _LEFT_AFTER)
+        second, _ = _read(trial, 1, _LEFT_AFTER)
+        has_epochs = trial.has_epochs
+    history = False
+    if has_epochs:
+        with trials.open(on_ranks=False) as trial:
+            _read(trial, 0, _LEFT_AFTER)  # left early: what comes next may continue it
+            after_early_end, _ = _read(trial, 1, _LEFT_AFTER)
+        with trials.open(on_ranks=False) as trial:
+            fresh, _ = _read(trial, 1, _LEFT_AFTER)
+        history = any(_names(rows) != _names(fresh) for rows in (after_early_end, second))
     with trials.open(on_ranks=True) as trial:
         mine, _ = _read(trial, 0, MAX_BATCHES)
     names_one = _names(whole)
@@ -58,38 +62,25 @@ def pass_over_samples(
     for rows in whole:
         for row, field in rows.not_finite:
             bad.setdefault(field, []).append(row)
-    first_epoch, second = _names(whole[:_LEFT_AFTER]), _names(fresh)
+    first_epoch = _names(whole[:_LEFT_AFTER])
     other_steps, counts = _other_steps(one, [rank["steps"] for rank in everyone])
     return SampleFacts(
         num_seen=len(names_one), repeated_one=repeats(names_one), repeated=repeated, missing=missing if complete else 0,
         not_finite=bad, content_by_rank=by_rank[:_SHOWN], content_by_share=sorted(set(by_share))[:_SHOWN],
         content_changes=changes[:_SHOWN], other_steps=other_steps, num_rows=counts[0], num_rank_rows=counts[1],
-        same_every_epoch=is_shuffled is True and len(first_epoch) > 1 and first_epoch == second,
-        history=bool(second) and (_names(history_of) != second or _names(after_early_end) != second),
+        same_every_epoch=is_shuffled is True and len(first_epoch) > 1 and first_epoch == _names(second),
+        history=history,
     )  # fmt: skip
 
 
 def _read(trial: Trial, epoch: int, most: int) -> tuple[list[Rows], bool]:
     """Reads up to `most` batches of an epoch. Returns their rows, and whether these are all."""
     found: list[Rows] = []
-    with closing(_closable(trial.batches(epoch))) as batches:
+    with closing(closable(trial.batches(epoch))) as batches:
         for batch in itertools.islice(batches, most):
             found.append(trial.rows(batch))
         complete = len(found) < most or next(batches, None) is None
     return found, complete
-
-
-def _left_early(trial: Trial) -> tuple[list[Rows], bool]:
-    return _read(trial, 1, _LEFT_AFTER)
-
-
-def _closable(batches: Iterator[Any]) -> Iterator[Any]:
-    try:
-        yield from batches
-    finally:
-        close: Callable[[], object] | None = getattr(batches, "close", None)
-        if close is not None:
-            close()
 
 
 def _names(rows: Sequence[Rows]) -> list[int]:

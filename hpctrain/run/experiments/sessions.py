@@ -35,3 +35,8 @@ def sum_exactly(session: Any) -> None:
 
 def _exact_updater(make: Any, *args: Any, **options: Any) -> Any:
     return make(*args, **{**options, "wire": "fp32", "algorithm": "flat"})
+
+
+def sum_during_backward(session: Any) -> None:
+    """Has gradients summed on a thread while backward goes on, also where ranks have no core for it."""
+    session.reductions.overlap = lambda *, spare_core: True

@@ -58,6 +58,9 @@ class Trial(Protocol):
 
     @property
     def batches_per_epoch(self) -> int: ...
+    @property
+    def has_epochs(self) -> bool:
+        """Whether `batches` can begin with any epoch; else each call goes on to the next one."""
 
     def batches(self, epoch: int, *, skip: int = 0) -> Iterator[Any]:
         """Returns this rank's batches of an epoch, after the first `skip`. Closing the iterator ends it early."""

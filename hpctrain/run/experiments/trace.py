@@ -54,13 +54,24 @@ class Failure:
     step: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unfinished:
+    """What a step left that ended with an error; before, gradients and options as in `StepTrace`."""
+
+    before: Kept | None
+    gradients: Kept | None
+    options: list[dict[str, Any]]
+    parameters: Kept
+
+
 @dataclass(kw_only=True, slots=True)
 class RunTrace:
-    """initial: parameters before the first step."""
+    """initial: parameters before the first step. unfinished: of the step that failed."""
 
     initial: Kept
     steps: list[StepTrace] = field(default_factory=list)
     failure: Failure | None = None
+    unfinished: Unfinished | None = None
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,7 +137,18 @@ class StepRecorder:
         self._before = keep(named)
         gradients = ((name, p.grad) for name, p in self._parameters)
         self._gradients = keep((name, grad) for name, grad in gradients if grad is not None)
-        self._options = [
+        self._options = self._current_options()
+
+    def unfinished(self) -> Unfinished:
+        """Returns what is known of a step that ended with an error."""
+        options = self._options or self._current_options()
+        parameters = keep(self._trial.model.named_parameters())
+        return Unfinished(
+            before=self._before, gradients=self._gradients, options=options, parameters=parameters
+        )
+
+    def _current_options(self) -> list[dict[str, Any]]:
+        return [
             {key: _plain(value) for key, value in group.items() if key != "params"}
             for group in self._trial.optimizer.param_groups
         ]

@@ -18,19 +18,19 @@ from hpctrain.checkpoint import SaveOptions, Saving
 from hpctrain.errors import HpctrainError
 from hpctrain.run.experiments.own_state import OwnState
 from hpctrain.run.experiments.randomness import NoDropout
-from hpctrain.run.experiments.sessions import alone, together
+from hpctrain.run.experiments.sessions import alone, sum_during_backward, together
 from hpctrain.run.experiments.subject import Setting, Subject, Trial
 from hpctrain.run.experiments.trace import Failure, RunTrace, StepRecorder
 from hpctrain.train import Position, TrainingState, resume
 
-_DELAY_S = 0.03
+_DELAY_S = 0.05
 _MAX_TEXT = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
     """Of a trial. on_ranks: on all ranks; else each rank trains alone. delayed: ranks compute later than others, each in
-    other steps. whole: every rank computes all samples. stop_at: stopped after so many steps and resumed, with a new
+    other steps, and gradients are summed during backward. whole: every rank computes all samples. stop_at: stopped after so many steps and resumed, with a new
     model. carried: `generator` or `value`: values of this kind outside of the checkpoint are carried over."""
 
     on_ranks: bool = False
@@ -70,9 +70,11 @@ class Trials:
         self._has_shown = False
 
     @contextlib.contextmanager
-    def open(self, *, on_ranks: bool, seed_change: int = 0) -> Iterator[Trial]:
-        """Builds a trial, and closes it after the block."""
+    def open(self, *, on_ranks: bool, seed_change: int = 0, overlapped: bool = False) -> Iterator[Trial]:
+        """Builds a trial, and closes it after the block. overlapped: gradients are summed during backward."""
         session = together(self.session) if on_ranks else alone(self.session)
+        if overlapped:
+            sum_during_backward(session)
         with self._quiet():
             try:
                 self._as_at_first()
@@ -127,7 +129,11 @@ class Trials:
     ) -> Ran:
         with contextlib.ExitStack() as stack:
             trial = stack.enter_context(
-                self.open(on_ranks=conditions.on_ranks, seed_change=conditions.seed_change)
+                self.open(
+                    on_ranks=conditions.on_ranks,
+                    seed_change=conditions.seed_change,
+                    overlapped=conditions.delayed,
+                )
             )
             source = trial
             if conditions.whole:
@@ -136,19 +142,28 @@ class Trials:
                 stack.enter_context(NoDropout())
             began = OwnState.of(trial.roots())
             carried: dict[str, str] = {}
+            failed: Failure | None = None
             if load_from is not None and stopped is not None:
-                self._load(trial, load_from)
+                try:
+                    self._load(trial, load_from)
+                except HpctrainError as error:
+                    failed = _failure(error, step=start)
                 if conditions.carried is not None:
                     changed = stopped.ended.changed_since(stopped.began)
                     generators = conditions.carried == "generator"
                     carried = {p: k for p, k in changed.items() if (k == "generator") == generators}
                     stopped.ended.put_into(trial.roots(), carried)
             recorder = stack.enter_context(StepRecorder(trial))
-            recorder.trace.failure = self._steps(
+            recorder.trace.failure = failed or self._steps(
                 trial, source, recorder, conditions=conditions, start=start, stop=stop
             )
+            if recorder.trace.failure is not None and not trial.is_split:
+                recorder.trace.unfinished = recorder.unfinished()
             if save_in is not None and recorder.trace.failure is None:
-                self._save(trial, save_in, step=stop)
+                try:
+                    self._save(trial, save_in, step=stop)
+                except HpctrainError as error:
+                    recorder.trace.failure = _failure(error, step=stop)
             return Ran(
                 trace=recorder.trace, began=began, ended=OwnState.of(trial.roots()),
                 is_split=trial.is_split, carried=carried,
@@ -169,7 +184,7 @@ class Trials:
             while number < stop:
                 epoch, skip = divmod(number, per_epoch)
                 first = number
-                with contextlib.closing(_closable(source.batches(epoch, skip=skip))) as batches:
+                with contextlib.closing(closable(source.batches(epoch, skip=skip))) as batches:
                     for batch in batches:
                         if conditions.whole:
                             batch = trial.repeated(batch, self.session.num_ranks)
@@ -185,7 +200,7 @@ class Trials:
                 if number < stop:
                     per_epoch = skip + number - first  # of a loader that does not say how many it has
         except Exception as error:  # the user's code may raise anything
-            return Failure(kind=type(error).__name__, text=str(error)[:_MAX_TEXT], step=number + 1)
+            return _failure(error, step=number + 1)
         return None
 
     # ------------------------------------------------------------------ checkpoints
@@ -203,13 +218,14 @@ class Trials:
     def _load(self, trial: Trial, folder: Path) -> None:
         # A new process has used its generators otherwise.
         torch.rand(1), np.random.rand(), random.random()
-        try:
-            resume(self._state(trial), source=folder, named=True, comm=trial.session.world, identity={})
-        except HpctrainError as error:
-            raise type(error)(f"the training cannot be resumed: {error}", agreed=error.agreed) from error
+        resume(self._state(trial), source=folder, named=True, comm=trial.session.world, identity={})
 
 
-def _closable(batches: Iterator[Any]) -> Iterator[Any]:
+def _failure(error: Exception, *, step: int) -> Failure:
+    return Failure(kind=type(error).__name__, text=str(error)[:_MAX_TEXT], step=step)
+
+
+def closable(batches: Iterator[Any]) -> Iterator[Any]:
     """Returns the iterator as a generator, whose `close` ends the iterator too."""
     try:
         yield from batches

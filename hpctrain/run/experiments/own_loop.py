@@ -1,0 +1,289 @@
+"""A loop of the user's as the subject of experiments: `Session.check`."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from hpctrain.data import Batch
+from hpctrain.distributed import is_sharded, pipeline_of, split_of
+from hpctrain.errors import UsageError
+from hpctrain.run.experiments.decide import decide
+from hpctrain.run.experiments.observe import Experiments
+from hpctrain.run.experiments.own_state import module_globals
+from hpctrain.run.experiments.report import CheckReport
+from hpctrain.run.experiments.samples import as_fields, row_hashes, rows_not_finite
+from hpctrain.run.experiments.scratch import scratch_folder
+from hpctrain.run.experiments.sessions import sum_exactly
+from hpctrain.run.experiments.subject import Rows, Setting
+from hpctrain.topology import Axis
+from hpctrain.train import seed_generators
+
+_UNKNOWN = 1 << 30  # batches of an epoch, of a loader that does not say
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnLoop:
+    """What a function given to `Session.check` returns: a training that it has built.
+
+    batches: this rank's batches, as an iterable or a function of the epoch. A batch is a tensor, a tuple, list or
+    mapping of tensors with the samples along dimension 0, or an `hpctrain.Batch`.
+    step: trains on one batch and returns its mean loss. It may take a keyword argument `micro_batches`, the number of
+    parts in which it accumulates gradients.
+    evaluate: returns metrics by name, of all ranks. None: evaluation is not checked.
+    """
+
+    batches: Iterable[Any] | Callable[[int], Iterable[Any]]
+    step: Callable[..., Any]
+    evaluate: Callable[[], Mapping[str, float]] | None = None
+
+
+Build = Callable[[Any], OwnLoop]
+
+
+def check_loop(session: Any, build: Build, *, steps: int, show: bool) -> CheckReport:
+    """Compares the training that `build` makes with itself, on 1 rank and on all, and names causes. Collective.
+
+    build: called with a session, which it uses instead of this one, builds model, updater and batches, and returns
+    `(batches, step)` or `(batches, step, evaluate)`: see `OwnLoop` and guides/check.md. show: rank 0 prints the result.
+    Raises UsageError on every rank if the training fails on 1 rank.
+    """
+    name = getattr(build, "__name__", type(build).__name__)
+
+    def say(text: str) -> None:
+        if session.rank == 0 and show:
+            print(f"checking: {text}", file=sys.stderr, flush=True)
+
+    if session.num_ranks < 2:
+        raise UsageError(
+            "a check compares ranks: start it on 2 or more (hpctrain launch -n 2 -- ...)", agreed=True
+        )
+    with scratch_folder(Path(), comm=session.world) as folder:
+        subject = LoopSubject(build, name=name, scratch=folder)
+        observations = Experiments(subject, session, steps=steps, say=say).observe()
+    report = CheckReport(name=name, observations=observations, findings=decide(observations))
+    if session.rank == 0 and show:
+        print("\n".join(report.lines()), flush=True)
+    return report
+
+
+@final
+class LoopSubject:
+    """See `Subject`."""
+
+    asks_double = False
+    splits = True
+    repeats_samples = False
+    loss_is_share = False
+
+    def __init__(self, build: Build, *, name: str, scratch: Path) -> None:
+        self.build = build
+        self.name = name
+        self.scratch = scratch
+        self.can_split = False
+        self.is_shuffled: bool | None = None
+
+    def variables(self) -> dict[str, Any]:
+        return {"the loop's module": module_globals(self.build)}
+
+    def open(self, session: Any, setting: Setting) -> LoopTrial:
+        return LoopTrial(self, session, setting)
+
+
+@final
+class LoopTrial:
+    """See `Trial`."""
+
+    def __init__(self, subject: LoopSubject, session: Any, setting: Setting) -> None:
+        self.session = session
+        self._double = setting.double
+        self._subject = subject
+        sum_exactly(session)
+        seed_generators(setting.seed_change)  # a loop that seeds nothing is to differ for no other reason
+        with self._dtype():
+            loop = subject.build(session)
+        self._loop = loop if isinstance(loop, OwnLoop) else OwnLoop(**_as_parts(loop))
+        updaters = session.trainings.updaters
+        if len(updaters) != 1:
+            raise UsageError(
+                f"the function given to session.check made {len(updaters)} updaters with the session that it is given: it "
+                "should make one, by session.updater(model, optimizer) of its argument, not of another session"
+            )
+        self.updater = updaters[0]
+        self.model = session.trainings.model_of(self.updater)
+        self.optimizer = self.updater.optimizer
+        self.drawing: Axis | None = session.axes.drawing
+        self.is_split = (
+            pipeline_of(self.model) is not None or split_of(self.model) is not None or is_sharded(self.model)
+        )
+        subject.can_split = "micro_batches" in _parameters(self._loop.step)
+        subject.is_shuffled = _is_shuffled(self._loop.batches)
+        seed_generators(1 + setting.seed_change + 1000 * self.drawing.index)
+
+    @contextlib.contextmanager
+    def _dtype(self) -> Iterator[None]:
+        """In a check in float64 new tensors are float64, unless the code says otherwise."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64 if self._double else before)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def _epoch(self, epoch: int) -> Iterable[Any]:
+        batches = self._loop.batches
+        if callable(batches):
+            return batches(epoch)
+        for holder in _with_epochs(batches):
+            holder.set_epoch(epoch)
+        return batches
+
+    @property
+    def has_epochs(self) -> bool:
+        return callable(self._loop.batches) or bool(_with_epochs(self._loop.batches))
+
+    @property
+    def batches_per_epoch(self) -> int:
+        batches = self._loop.batches
+        if callable(batches):
+            return _UNKNOWN
+        try:
+            return len(batches) or _UNKNOWN  # type: ignore[arg-type]
+        except TypeError:
+            return _UNKNOWN
+
+    def batches(self, epoch: int, *, skip: int = 0) -> Iterator[Any]:
+        iterator = iter(self._epoch(epoch))
+        try:
+            yield from itertools.islice(iterator, skip, None)
+        finally:
+            close = getattr(iterator, "close", None)
+            if close is not None:
+                close()
+
+    def step(self, batch: Any, *, micro_batches: int = 1) -> float:
+        options = {"micro_batches": micro_batches} if self._subject.can_split else {}
+        with self._dtype():
+            return self._number(self._loop.step(self._cast(batch), **options))
+
+    def _number(self, loss: Any) -> float:
+        if loss is None:
+            raise UsageError(
+                "the step of the checked loop returns no loss: return the mean loss of the batch"
+            )
+        return float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+
+    def _cast(self, batch: Any) -> Any:
+        return _mapped(batch, lambda t: t.double() if self._double and t.is_floating_point() else t)
+
+    def rows(self, batch: Any) -> Rows:
+        fields = as_fields(batch)
+        num_rows = next((len(t) for t in fields.values() if t.dim()), 0)
+        indices = getattr(batch, "indices", None)
+        return Rows(
+            indices=None if indices is None else [int(i) for i in indices[:num_rows]],
+            hashes=row_hashes(fields, num_rows), not_finite=rows_not_finite(fields, num_rows),
+        )  # fmt: skip
+
+    def part(self, batch: Any, start: int, stop: int) -> Any:
+        return _mapped(batch, lambda t: t[start:stop] if t.dim() else t)
+
+    def repeated(self, batch: Any, copies: int) -> Any:
+        return _mapped(batch, lambda t: t, copies=copies)
+
+    def poisoned(self, batch: Any) -> Any | None:
+        found = []
+
+        def poison(tensor: torch.Tensor) -> torch.Tensor:
+            if not (tensor.is_floating_point() and tensor.numel()):
+                return tensor
+            found.append(True)
+            tensor = tensor.clone()
+            tensor.reshape(-1)[0] = float("nan")
+            return tensor
+
+        changed = _mapped(batch, poison)
+        return changed if found else None
+
+    def loss(self, batch: Any) -> float:
+        return self.step(batch)  # the caller puts everything back
+
+    def evaluate(self) -> Mapping[str, float] | None:
+        if self._loop.evaluate is None:
+            return None
+        with self._dtype():
+            return {name: float(value) for name, value in self._loop.evaluate().items()}
+
+    def roots(self) -> dict[str, Any]:
+        return {
+            "model": self.model, "optimizer": self.optimizer, "step": self._loop.step, **self._subject.variables(),
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Nothing: the session ends the updater."""
+
+
+def _as_parts(loop: Any) -> dict[str, Any]:
+    if not isinstance(loop, tuple) or len(loop) not in (2, 3) or not callable(loop[1]):
+        raise UsageError(
+            "the function given to session.check should return (batches, step) or (batches, step, evaluate), found "
+            f"{type(loop).__name__}"
+        )
+    return dict(zip(("batches", "step", "evaluate"), loop, strict=False))
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # callables written in C have no signature
+        return {}
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, copies: int = 1) -> Any:
+    """Returns a batch with each tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Batch):
+        fields = {name: change(tensor) for name, tensor in value.fields.items()}
+        rows = next((len(t) for t in fields.values()), 0)
+        return replace(
+            value,
+            fields=fields,
+            num_samples=min(value.num_samples, rows),
+            global_samples=value.global_samples * copies,
+        )
+    if isinstance(value, Mapping):
+        return {key: _mapped(inner, change) for key, inner in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(inner, change) for inner in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_mapped(inner, change) for inner in value)
+    return value
+
+
+def _with_epochs(batches: Any) -> list[Any]:
+    """Returns what a loop tells the epoch before it reads a DataLoader: its sampler or dataset, if they want to know."""
+    holders = [getattr(batches, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+    return [holder for holder in [batches, *holders] if callable(getattr(holder, "set_epoch", None))]
+
+
+def _is_shuffled(batches: Any) -> bool | None:
+    """Says whether a DataLoader's sampler should give epochs other orders; None if that is not known."""
+    if callable(batches):
+        try:
+            batches = batches(0)
+        except Exception:  # the user's code may raise anything; training with it will show it
+            return None
+    sampler = getattr(batches, "sampler", None)
+    if isinstance(sampler, torch.utils.data.SequentialSampler) or sampler is None:
+        return None
+    shuffles = getattr(sampler, "shuffle", True)
+    return bool(shuffles)

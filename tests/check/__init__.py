@@ -1,0 +1,1 @@
+"""Small trainings, each with one fault, for `hpctrain check`."""
