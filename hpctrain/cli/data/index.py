@@ -93,3 +93,5 @@ def index_command(
     if indexed.too_short:
         names = ", ".join(indexed.too_short[:3]) + (", ..." if len(indexed.too_short) > 3 else "")
         typer.echo(f"{len(indexed.too_short)} files are shorter than one window and were left out: {names}")
+    for note in indexed.notes:
+        typer.echo(note, err=True)

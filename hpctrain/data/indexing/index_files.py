@@ -69,10 +69,14 @@ class OldIndex(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Indexed:
-    """The new dataset. too_short: paths of files that are shorter than one token window and were left out."""
+    """The new dataset. too_short: paths of files that are shorter than one token window and were left out.
+
+    notes: what a user should know of the values, one sentence for each field and reason.
+    """
 
     manifest: Manifest
     too_short: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def index_files(
@@ -138,7 +142,17 @@ def index_files(
     )
     on_rank_0(comm, lambda: write_manifest(manifest, directory=out), os_error=DataError)
     short = tuple(stream.place.file.path for stream in streams if not stream.samples)
-    return Indexed(manifest=manifest, too_short=short)
+    return Indexed(manifest=manifest, too_short=short, notes=_notes(places))
+
+
+def _notes(places: Sequence[FieldSource]) -> tuple[str, ...]:
+    """Returns each note on a field once, with the first dataset that it holds for."""
+    found: dict[tuple[str, str], str] = {}
+    for place in places:
+        for name, field in place.fields.items():
+            if field.note:
+                found.setdefault((name, field.note), f"field {name!r}, {place.describe(name)}, {field.note}")
+    return tuple(found.values())
 
 
 def _files(out: Path, *, files: Sequence[str], old: OldIndex) -> list[str]:

@@ -13,10 +13,17 @@ import numpy as np
 from hpctrain.data.format.manifest import DTYPES
 from hpctrain.data.hdf5.layout import DatasetLayout, class_texts, layout_of
 from hpctrain.data.hdf5.read_elements import MissingFilter, read_elements
-from hpctrain.data.hdf5.stored_type import describe, element_of, members_of, why_not_converted
+from hpctrain.data.hdf5.stored_type import (
+    describe,
+    element_of,
+    has_numpys_bytes,
+    members_of,
+    why_not_converted,
+)
 from hpctrain.data.indexing.compare_samples import SampleComparison
 from hpctrain.data.indexing.foreign_files import format_of, newer_library
 from hpctrain.data.indexing.hdf5_paths import matches, resolve
+from hpctrain.data.indexing.lossy_filters import scale_offset_note
 from hpctrain.data.indexing.request import FieldRequest
 from hpctrain.errors import DataError
 
@@ -36,7 +43,8 @@ class FoundDataset:
 
     shape: including the dimension of samples, without the variable dimension of kind "lengths". dtype: numpy name
     of the elements, "str" for strings. longest: length of the longest sample of kind "lengths", else 0.
-    num_bytes: of the elements, uncompressed. classes: the distinct strings, sorted.
+    num_bytes: of the elements, uncompressed. classes: the distinct strings, sorted. note: what a user should know of
+    the values, "" if nothing.
     """
 
     dataset: str
@@ -49,6 +57,7 @@ class FoundDataset:
     num_bytes: int
     longest: int = 0
     classes: tuple[str, ...] = ()
+    note: str = ""
 
     @classmethod
     def of_json(cls, document: dict[str, Any]) -> FoundDataset:
@@ -196,6 +205,7 @@ def _inspect(file: h5py.File, path: str, request: FieldRequest, comparison: Samp
         offset=layout.offset,
         big_endian=dtype.newbyteorder("=") != dtype and dtype.itemsize > 1,
         num_bytes=num_bytes,
+        note=scale_offset_note(layout),
     )
     if h5py.check_string_dtype(dtype) is not None:
         return _with_strings(found, dataset, where)
@@ -313,6 +323,11 @@ def _with_lengths(
         # h5py (seen with 3.16) returns their bytes as if they had this machine's byte order.
         raise DataError(
             f"{where} has variable lengths in the other byte order, which h5py reads wrong: write it in this one"
+        )
+    element = element_of(dataset.id.get_type(), member=found.member)
+    if not has_numpys_bytes(element, base):
+        raise DataError(
+            f"{where} has variable lengths of {describe(element)} that are not numpy's {base.name}: write them as such"
         )
     longest = elements = 0
     for block in _blocks(dataset, found.member, rows=_READ_LENGTHS):
