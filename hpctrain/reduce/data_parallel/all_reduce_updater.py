@@ -198,7 +198,7 @@ class AllReduceUpdater(Watched):
             self._memory.give_out()
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        self._memory.forget()
+        self._memory.forget(applied=applied)
         used_scale = self._scale.value
         if accepted:
             self._scale = self._scale.after_good_step() if applied else self._scale.after_overflow()
