@@ -224,7 +224,7 @@ class AllReduceUpdater(Watched):
                 self._planned.memory.give_out()
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        self._planned.memory.forget()
+        self._planned.memory.forget(applied=applied)
         used_scale = self._scale.value
         if accepted:
             self._scale = self._scale.after_good_step() if applied else self._scale.after_overflow()

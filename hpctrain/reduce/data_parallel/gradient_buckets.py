@@ -60,6 +60,7 @@ class GradientMemory:
         self._gradients = [buffer[: bucket.num_gradients] for bucket, buffer in pairs if bucket.num_gradients]
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._flags = [buffer[bucket.first_flag :] for bucket, buffer in pairs]
+        self._gaps = [buffer[bucket.num_gradients : bucket.first_flag] for bucket, buffer in pairs]
         viewed = [place for place in self._places if place.gradient is not None]
         self._usual_references = max((_references(place) for place in viewed), default=0)
 
@@ -171,14 +172,18 @@ class GradientMemory:
         place = self._places[index]
         return place.gradient if place.gradient is not None else self._own.get(index)
 
-    def forget(self) -> None:
-        """Ends the step, after every `.grad` was dropped: the buckets may be written again.
+    def forget(self, *, applied: bool = True) -> None:
+        """Ends the step, after every `.grad` was dropped: the buckets may be written again. applied: the step was.
 
         A gradient that is still referenced elsewhere (an optimizer may compare it with the next one) gets separate
         memory. Only references to the tensor itself are detected, not views of it.
         """
         self._had = [False] * len(self._parameters)
         self._own.clear()
+        if not applied:
+            # A codec that scales blocks has made NaN of the gaps' zeros where gradients were not finite.
+            for gap in self._gaps:
+                gap.zero_()
         for place in self._places:
             if place.gradient is not None and _references(place) > self._usual_references:
                 fresh = place.gradient.data

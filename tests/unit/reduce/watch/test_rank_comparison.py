@@ -10,9 +10,9 @@ import torch
 
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
-from hpctrain.distributed import ParallelPlan
+from hpctrain.distributed import ParallelPlan, Shard
 from hpctrain.errors import ExitCode, RanksDiffer
-from hpctrain.reduce import AllReduceUpdater
+from hpctrain.reduce import AllReduceUpdater, CompareRanks
 from hpctrain.reduce.watch.digests import _bytes_of, _device_digest, describe_settings, digests
 from hpctrain.reduce.watch.rank_comparison import compares_parameters
 from hpctrain.run import Session
@@ -36,8 +36,8 @@ def net() -> torch.nn.Module:
 
 
 def drifts(
-    meddle: Meddle, *, steps: int = STEPS, made: Callable[[], torch.nn.Module] = net, how: str = "error",
-    shard: str = "none", optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    meddle: Meddle, *, steps: int = STEPS, made: Callable[[], torch.nn.Module] = net, how: CompareRanks = "error",
+    shard: Shard = "none", optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
 ) -> list[tuple[int, str, list[str]]]:  # fmt: skip
     """Returns of each rank the step in which it got the error (0: none), the error's text, and its notes."""
 
@@ -74,7 +74,7 @@ def nothing(session: Session, model: torch.nn.Module, updater: Any, step: int) -
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
-def test_ranks_that_do_the_same_are_left_alone(shard: str) -> None:
+def test_ranks_that_do_the_same_are_left_alone(shard: Shard) -> None:
     def schedule(session: Session, model: torch.nn.Module, updater: Any, step: int) -> None:
         updater.param_groups[0]["lr"] = 0.1 / step
 
@@ -155,7 +155,7 @@ def test_other_settings_and_sharded_optimizers() -> None:
 class Noisy(torch.optim.SGD):
     """Adds noise, as Langevin dynamics do; each thread draws its own."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -21,6 +21,8 @@ class Centred(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.mean: torch.Tensor
+        self.count: torch.Tensor
         self.register_buffer("mean", torch.zeros(64))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
@@ -102,7 +104,7 @@ def test_a_checkpoint_that_holds_nan_says_so_once(where: Path, capsys: pytest.Ca
 
     def spoil(loss: torch.Tensor, step: int) -> torch.Tensor:
         if step == 8:  # the loss does not depend on it
-            task.model[1].register_buffer("extra", torch.tensor(torch.nan))  # type: ignore[operator]
+            task.model.get_submodule("1").register_buffer("extra", torch.tensor(torch.nan))
         return loss
 
     task.spoil = spoil
