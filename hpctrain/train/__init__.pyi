@@ -3,6 +3,7 @@ from .loop.checkpointing import Checkpointing as Checkpointing
 from .loop.data_balance import DataBalance as DataBalance
 from .loop.evaluate import evaluate as evaluate
 from .loop.guards import Guards as Guards
+from .loop.mean_loss import LOSS_WEIGHT as LOSS_WEIGHT
 from .loop.memory_guard import (
     MICRO_BATCH as MICRO_BATCH,
     MemoryGuard as MemoryGuard,

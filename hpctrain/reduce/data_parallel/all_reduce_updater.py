@@ -360,7 +360,7 @@ class AllReduceUpdater(Watched):
             self._finish_sums()
         if self._distributed:
             result_of(self._reducer.finish(np.zeros(1), comm=self._comm))
-        self._planned.memory.forget()
+        self._planned.memory.forget(applied=False)
         self._reducer.settle(applied=False, rescale=1.0)
         self._reset()
 

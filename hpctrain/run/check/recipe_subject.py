@@ -32,6 +32,7 @@ from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.reduction import gradient_bytes
 from hpctrain.run.session import Session
 from hpctrain.train import (
+    LOSS_WEIGHT,
     LR_SCALE,
     Position,
     Task,
@@ -138,7 +139,9 @@ class RecipeTrial:
         start_from_weights(recipe, parts.model, session=session)
         steps = total_steps(recipe, parts.loader, position=Position())
         self._schedule = build_schedule(recipe, steps=steps, decay=parts.decay)
-        self._runner = build_runner(recipe, self._task, parts, session=session, updater=self.updater)
+        self._runner = build_runner(
+            recipe, self._task, parts, session=session, updater=self.updater, loss_unit=None
+        )
         self._held_out: Loader = parts.held_out or session.loader(
             self._data.dataset,
             global_batch=max(recipe.data.global_batch, session.axes.data.size),
@@ -165,9 +168,12 @@ class RecipeTrial:
             group["lr"] = lr * group.get(LR_SCALE, 1.0)
         parts = micro_batches if self._subject.can_split else self._recipe.micro_batches
         loss = self._runner.forward_backward(batch, self.updater, micro_batches=parts)
-        self.updater.step(sums={"loss": loss})
+        weight = self._runner.weights.total
+        sums = {"loss": loss} if weight is None else {"loss": loss, LOSS_WEIGHT: weight}
+        outcome = self.updater.step(sums=sums, divide_by=None if weight is None else LOSS_WEIGHT)
         self._step += 1
-        return loss
+        # The ranks' parts of the mean loss of the batch.
+        return loss if weight is None else loss / (outcome.sums[LOSS_WEIGHT] or 1.0)
 
     def rows(self, batch: Batch) -> Rows:
         real = batch.real()
