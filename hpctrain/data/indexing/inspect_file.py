@@ -205,7 +205,7 @@ def _inspect(file: h5py.File, path: str, request: FieldRequest, comparison: Samp
         offset=layout.offset,
         big_endian=dtype.newbyteorder("=") != dtype and dtype.itemsize > 1,
         num_bytes=num_bytes,
-        note=scale_offset_note(layout),
+        note=scale_offset_note(dataset, layout=layout, where=where),
     )
     if h5py.check_string_dtype(dtype) is not None:
         return _with_strings(found, dataset, where)
