@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -49,6 +49,7 @@ class FoundDataset:
     num_bytes: int
     longest: int = 0
     classes: tuple[str, ...] = ()
+    values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of_json(cls, document: dict[str, Any]) -> FoundDataset:
