@@ -8,13 +8,20 @@ from .format.manifest import (
     read_manifest as read_manifest,
 )
 from .hdf5.encode import ChunkCodec as ChunkCodec
+from .indexing.decoding_choice import ValuesWarning as ValuesWarning
 from .indexing.index_files import (
     IndexPaths as IndexPaths,
     IndexReading as IndexReading,
     OldIndex as OldIndex,
     index_files as index_files,
 )
-from .indexing.request import SampleIs as SampleIs, parse_field_paths as parse_field_paths
+from .indexing.request import (
+    Decode as Decode,
+    SampleIs as SampleIs,
+    parse_decode as parse_decode,
+    parse_field_paths as parse_field_paths,
+    parse_missing as parse_missing,
+)
 from .indexing.token_files import TokenRequest as TokenRequest
 from .integrity.read_checker import (
     BlockChecker as BlockChecker,

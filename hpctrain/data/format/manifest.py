@@ -74,8 +74,9 @@ class Manifest(Model):
     """Describes a dataset. `fields` describe one sample; for kind `tokens` that is a window of window + 1 tokens.
 
     indexed: the shards are existing files that were indexed; their paths may lead out of the directory.
-    version: 3 with decoded fields, else 2. `fields` are as they are stored; decoding: of those that are decoded when they
-    are read. statistics: field -> statistics of the (decoded) values; empty if not computed. windows: set if window starts are listed.
+    version: 3 with decoded fields, else 2. `fields` are as they are stored; decoding: of those that are decoded when
+    they are read. statistics: field -> statistics of the (decoded) values; empty if not computed. windows: set if
+    window starts are listed.
     """
 
     version: Literal[1, 2, 3] = 2

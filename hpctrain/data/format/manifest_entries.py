@@ -112,7 +112,8 @@ class Packing(Model):
 class Decoding(Model):
     """What a field's decoded values are, the same for all files. dtype: numpy name.
 
-    missing: what a missing value becomes: NaN, `value`, or 0 with True in the field `NAME.mask`, bool, of the same shape.
+    missing: what a missing value becomes: NaN, `value`, or 0 with True in the field `NAME.mask`, bool, of the same
+    shape.
     mask: the stored field that is not 0 where a value is missing; None: there is none. It is not a field of batches.
     """
 

@@ -1,7 +1,7 @@
 """How the stored values of a field become the values that they mean: scale, offset, missing values. Pure.
 
-Source of the rules: CF Conventions 1.11, sections 2.5.1 (missing data) and 8.1 (packed data), and the NetCDF User's Guide,
-appendix A (attribute conventions).
+Source of the rules: CF Conventions 1.11, sections 2.5.1 (missing data) and 8.1 (packed data), and the NetCDF User's
+Guide, appendix A (attribute conventions).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from hpctrain.data.format.manifest_entries import Decoding, FieldSpec, Packing
 from hpctrain.errors import DataError
 

@@ -1,7 +1,7 @@
 """Compares types of HDF5 files with numpy's: which elements have the same bytes, which ones HDF5 must convert.
 
-An HDF5 type has properties that numpy has no name for: an integer may use 12 of its 16 bits, a float may have 8 exponent
-bits in 2 bytes. h5py reads such elements as the next larger numpy dtype; their stored bytes mean something else.
+An HDF5 type has properties that numpy has no name for: an integer may use 12 of its 16 bits, a float of 2 bytes may
+have 8 exponent bits. h5py reads such elements as the next larger numpy dtype; their stored bytes mean something else.
 """
 
 from __future__ import annotations

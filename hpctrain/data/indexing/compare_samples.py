@@ -78,7 +78,8 @@ class SampleComparison:
         dims = len(dataset.shape)
         element_bytes = int(np.prod(layout.shape[dims:], dtype=np.int64)) * layout.dtype.itemsize
         row_bytes = int(np.prod(dataset.shape[1:], dtype=np.int64)) * element_bytes
-        compared_bytes, rest = row_bytes, (slice(None),) * (dims - 1)
+        compared_bytes = row_bytes
+        rest: tuple[int | slice, ...] = (slice(None),) * (dims - 1)
         if row_bytes > _COMPARED_BYTES and dims > 1:  # its first elements
             count = min(dataset.shape[-1], max(1, _COMPARED_BYTES // element_bytes))
             compared_bytes, rest = count * element_bytes, (*(0,) * (dims - 2), slice(0, count))
@@ -145,7 +146,7 @@ def _hdf5_reads(dataset: h5py.Dataset, selection: Any) -> NDArray[Any] | None:
 
 
 def _same(found: bytes, wanted: NDArray[Any], *, dtype: np.dtype[Any]) -> bool:
-    if dtype == bool:  # any byte but 0 is true, and h5py's scalars have only 1
+    if dtype.kind == "b":  # any byte but 0 is true, and h5py's scalars have only 1
         return np.array_equal(np.frombuffer(found, np.uint8) != 0, wanted.reshape(-1) != 0)
     return found == wanted.astype(dtype, copy=False).tobytes()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,16 +15,23 @@ from hpctrain.data.indexing.value_attributes import ValueMeaning
 from hpctrain.errors import DataError, UsageError
 
 
+class ValuesWarning(UserWarning):
+    """The stored numbers of a field are not its values, or some stand for missing ones, and it is not decoded."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodingChoice:
-    """decoding: of the fields that are decoded. requests: of all stored fields, masks too. notes: lines for the user."""
+    """decoding: of the fields that are decoded. requests: of all stored fields, masks too. notes: lines for the user;
+    warnings: those of them about numbers that are not the values."""
 
     decoding: dict[str, Decoding] = field(default_factory=dict)
     requests: tuple[FieldRequest, ...] = ()
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def meaning_of(place: FieldSource, name: str) -> ValueMeaning:
+    """Returns what a file says of the numbers of a field; nothing of strings."""
     return ValueMeaning(**place.fields[name].values)
 
 
@@ -37,11 +44,13 @@ def choose_decoding(places: Sequence[FieldSource], *, requests: Sequence[FieldRe
     decoding: dict[str, Decoding] = {}
     masks: list[FieldRequest] = []
     notes: list[str] = []
+    warnings: list[str] = []
     for request in requests:
         meanings = [meaning_of(place, request.name) for place in places]
         if request.decode is not Decode.CF:
             if request.decode is None and (note := _note(request, meanings, places)):
                 notes.append(note)
+                warnings += [note] if any(meaning.changes for meaning in meanings) else []
             continue
         how = _decoding(request, meanings, places)
         if how is None:
@@ -51,16 +60,26 @@ def choose_decoding(places: Sequence[FieldSource], *, requests: Sequence[FieldRe
         if how.mask is not None:
             masks.append(replace(request, name=name, decode=Decode.RAW))
         if (how.mask is not None or how.missing == "mask") and any(other.name == name for other in requests):
-            raise UsageError(f"field {name!r} has the name of the mask of field {request.name!r}: name it otherwise")
-    return DecodingChoice(decoding=decoding, requests=(*requests, *masks), notes=tuple(notes))
+            raise UsageError(
+                f"field {name!r} has the name of the mask of field {request.name!r}: name it otherwise"
+            )
+    return DecodingChoice(
+        decoding=decoding, requests=(*requests, *masks), notes=tuple(notes), warnings=tuple(warnings)
+    )
 
 
 def _note(request: FieldRequest, meanings: Sequence[ValueMeaning], places: Sequence[FieldSource]) -> str:
     """Returns what the user should know of a field that is neither decoded nor asked for as it is; "": nothing."""
     for meaning, place in zip(meanings, places, strict=True):
         if meaning.changes or meaning.is_time:
-            what = f"field {request.name!r} is read as stored; of {place.describe(request.name)} the file says: "
-            differ = ", and other files say something else" if any(m.said != meaning.said for m in meanings) else ""
+            what = (
+                f"field {request.name!r} is read as stored; of {place.describe(request.name)} the file says: "
+            )
+            differ = (
+                ", and other files say something else"
+                if any(m.said != meaning.said for m in meanings)
+                else ""
+            )
             advice = "--decode cf decodes it, --decode raw" if meaning.changes else "--decode raw"
             return f"{what}{'; '.join(meaning.said) or meaning.problem}{differ} ({advice} reads it so without this line)"
     return ""
@@ -72,7 +91,9 @@ def _decoding(
     name = request.name
     units = {meaning.units for meaning in meanings if meaning.units}
     if len(units) > 1:
-        first, other = (next(i for i, m in enumerate(meanings) if m.units == unit) for unit in sorted(units)[:2])
+        first, other = (
+            next(i for i, m in enumerate(meanings) if m.units == unit) for unit in sorted(units)[:2]
+        )
         raise DataError(
             f"field {name!r} has units {meanings[first].units!r} in {places[first].describe(name)}, but "
             f"{meanings[other].units!r} in {places[other].describe(name)}: index them separately, or convert one of them"
@@ -97,14 +118,18 @@ def _decoding(
     has_missing = mask is not None or any(packing.has_missing for packing in packings)
     dtype = np.result_type(
         *(
-            _decoded_dtype(np.dtype(place.fields[name].dtype), packing, to_nan=has_missing and request.missing == "nan")
+            _decoded_dtype(
+                np.dtype(place.fields[name].dtype), packing, to_nan=has_missing and request.missing == "nan"
+            )
             for packing, place in zip(packings, places, strict=True)
         )
     )
     value: Number = 0
     if not isinstance(request.missing, str):
         value = request.missing
-        fits = dtype.kind == "f" or (value == int(value) and np.iinfo(dtype).min <= value <= np.iinfo(dtype).max)
+        fits = dtype.kind == "f" or (
+            value == int(value) and np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
+        )
         if not fits:
             raise UsageError(f"field {name!r}: {value} for missing values is no value of {dtype.name}")
     missing = request.missing if isinstance(request.missing, str) else "value"
@@ -136,11 +161,17 @@ def decoded_in_words(name: str, spec: FieldSpec, how: Decoding, packing: Packing
     if how.mask is not None:
         parts.append("missing by a mask")
     if packing.has_missing or how.mask is not None:
-        to = {"nan": "NaN", "value": str(how.value), "mask": f"0, and True in {name}{MASK_SUFFIX}"}[how.missing]
+        to = {"nan": "NaN", "value": str(how.value), "mask": f"0, and True in {name}{MASK_SUFFIX}"}[
+            how.missing
+        ]
         parts.append(f"missing become {to}")
-    return f"{spec.dtype} decoded to {how.dtype} ({'; '.join(parts)})" if parts else f"{spec.dtype} as {how.dtype}"
+    return (
+        f"{spec.dtype} decoded to {how.dtype} ({'; '.join(parts)})"
+        if parts
+        else f"{spec.dtype} as {how.dtype}"
+    )
 
 
-def packings_of(place: FieldSource, decoding: Mapping[str, Decoding]) -> dict[str, Packing]:
-    """Returns the packing of each decoded field in one place."""
-    return {name: meaning_of(place, name).as_packing for name in decoding}
+def packing_of(place: FieldSource, name: str) -> Packing:
+    """Returns how a field is decoded in one place."""
+    return meaning_of(place, name).as_packing

@@ -1,4 +1,4 @@
-"""Names what a file is that HDF5 cannot read: another format, or a part that a newer HDF5 wrote; says how to convert it."""
+"""Names what HDF5 cannot read: a file of another format, or written by a newer HDF5; says how to convert it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def newer_library(error: object) -> str | None:
     again = (
         "with a type that this one has (a complex number as two floats)"
         if "datatype" in text
-        else f'with h5repack --low=0 --high={high} FILE NEW of the newer one, or in Python with libver=("earliest", "{name}")'
+        else f"with h5repack --low=0 --high={high} FILE NEW of the newer one, or in Python with "
+        f'libver=("earliest", "{name}")'
     )
     return (
         f"was written by a newer HDF5 than this one ({number}), which says: {text}. Write it again {again}; or install "

@@ -56,8 +56,9 @@ class FieldRequest:
         return "*" in self.path
 
 
-def parse_missing(text: str) -> str | int | float:
+def parse_missing(text: str | float) -> str | int | float:
     """Parses what missing values become: nan, mask or a number. Raises UsageError."""
+    text = str(text)
     if text.lower() in ("nan", "mask"):
         return text.lower()
     for kind in (int, float):
@@ -68,7 +69,7 @@ def parse_missing(text: str) -> str | int | float:
     raise UsageError(f"missing values become nan, mask or a number, not {text!r}")
 
 
-def parse_decode(text: str) -> Decode:
+def parse_decode(text: Decode | str) -> Decode:
     """Parses cf or raw. Raises UsageError."""
     try:
         return Decode(text)

@@ -124,7 +124,9 @@ def _packing(dataset: h5py.Dataset, stored: np.dtype[Any], found: ValueMeaning) 
         packing["missing"] = [_as_stored(stored.type(default), stored=stored, data=data)]
         if _may_be_unwritten(dataset, stored.type(default)):
             found.changes = True
-            found.said.append(f"records that were never written ({packing['missing'][0]!r}, netCDF's default)")
+            found.said.append(
+                f"records that were never written ({packing['missing'][0]!r}, netCDF's default)"
+            )
     if packing.get("stored_as") == "uint64" and "float_dtype" not in packing and not packing["missing"]:
         raise _Unclear("it is uint64 by _Unsigned, which torch cannot compute with")
     return packing
@@ -151,7 +153,12 @@ def _scales(attributes: Any, present: list[str], data: np.dtype[Any]) -> dict[st
 
 
 def _add_range(
-    attributes: Any, present: list[str], packing: dict[str, Any], *, stored: np.dtype[Any], data: np.dtype[Any]
+    attributes: Any,
+    present: list[str],
+    packing: dict[str, Any],
+    *,
+    stored: np.dtype[Any],
+    data: np.dtype[Any],
 ) -> None:
     limits: dict[str, Any] = {}
     if "valid_range" in present:
@@ -200,7 +207,9 @@ def _add_neighbours(
         found.said.append(f"a mask of missing values, {':'.join(filter(None, found.mask))}")
         found.changes = True
         if found.mask[1] is None and file[found.mask[0]].shape != dataset.shape:
-            raise _Unclear(f"its mask {found.mask[0]} has shape {file[found.mask[0]].shape}, not {dataset.shape}")
+            raise _Unclear(
+                f"its mask {found.mask[0]} has shape {file[found.mask[0]].shape}, not {dataset.shape}"
+            )
 
 
 def _add_units(attributes: Any, found: ValueMeaning) -> None:
