@@ -78,6 +78,7 @@ def index_command(
         SampleIs,
         TokenRequest,
         ValuesWarning,
+        decoding_in_words,
         index_files,
         parse_decode,
         parse_field_paths,
@@ -112,6 +113,8 @@ def index_command(
     if world.rank != 0:
         return
     typer.echo(f"{out}: {summary_of(indexed.manifest)}")
+    for name in indexed.manifest.decoding:
+        typer.echo(f"field {name} is {decoding_in_words(indexed.manifest, name)}")
     if indexed.too_short:
         names = ", ".join(indexed.too_short[:3]) + (", ..." if len(indexed.too_short) > 3 else "")
         typer.echo(f"{len(indexed.too_short)} files are shorter than one window and were left out: {names}")

@@ -43,6 +43,7 @@ __all__ = [
     "PARTIAL_SUFFIX",
     "SHARD_PREFIX",
     "TOKENS_FIELD",
+    "Decoding",
     "FieldSpec",
     "FieldStatistics",
     "Kind",

@@ -72,8 +72,8 @@ def read_content(
 ) -> tuple[HashedContent, ...]:
     """Returns hashes and statistics of numeric datasets of one file; reads each once, in blocks.
 
-    hashed_bytes: bytes from the start that are hashed; None: all. meant: returns of stored values, of each dataset, those
-    whose statistics are computed. Raises DataError if the file cannot be read.
+    hashed_bytes: bytes from the start that are hashed; None: all. meant: of each dataset, returns the values whose
+    statistics are computed, from stored ones. Raises DataError if the file cannot be read.
     """
     contents = []
     with open_to_index(path) as file:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hpctrain.data.format.manifest_entries import Decoding, FieldSpec, Number, Packing
+from hpctrain.data.format.manifest import Manifest
+from hpctrain.data.format.manifest_entries import Decoding, Number, Packing
 from hpctrain.data.format.value_decoding import MASK_SUFFIX
 from hpctrain.data.indexing.merge_fields import FieldSource
 from hpctrain.data.indexing.request import Decode, FieldRequest
@@ -80,8 +81,9 @@ def _note(request: FieldRequest, meanings: Sequence[ValueMeaning], places: Seque
                 if any(m.said != meaning.said for m in meanings)
                 else ""
             )
+            says = f"{'; '.join(meaning.said) or meaning.problem}{differ}"
             advice = "--decode cf decodes it, --decode raw" if meaning.changes else "--decode raw"
-            return f"{what}{'; '.join(meaning.said) or meaning.problem}{differ} ({advice} reads it so without this line)"
+            return f"{what}{says} ({advice} reads it so without this line)"
     return ""
 
 
@@ -96,17 +98,26 @@ def _decoding(
         )
         raise DataError(
             f"field {name!r} has units {meanings[first].units!r} in {places[first].describe(name)}, but "
-            f"{meanings[other].units!r} in {places[other].describe(name)}: index them separately, or convert one of them"
+            f"{meanings[other].units!r} in {places[other].describe(name)}: index them separately, "
+            "or convert one of them"
+        )
+    if len({meaning.mask is None for meaning in meanings}) > 1:
+        with_mask, without = (
+            next(
+                place
+                for meaning, place in zip(meanings, places, strict=True)
+                if (meaning.mask is None) is is_none
+            )
+            for is_none in (False, True)
+        )
+        raise DataError(
+            f"field {name!r} has a mask in {with_mask.describe(name)}, but none in {without.describe(name)}: index "
+            "them separately"
         )
     for meaning, place in zip(meanings, places, strict=True):
         where = f"field {name!r}, {place.describe(name)}, cannot be decoded"
         if meaning.problem:
             raise DataError(f"{where}: {meaning.problem}; --decode raw reads it as stored")
-        if (meaning.mask is None) != (meanings[0].mask is None):
-            raise DataError(
-                f"field {name!r} has a mask in {places[0 if meaning.mask is None else meanings.index(meaning)].describe(name)}, "
-                f"but none in {place.describe(name) if meaning.mask is None else places[0].describe(name)}: index them separately"
-            )
         if meaning.changes and (place.fields[name].kind != "numbers" or request.padded):
             raise DataError(f"{where}: its samples have variable lengths; --decode raw reads it as stored")
     if not any(meaning.changes or meaning.as_packing != Packing(missing=()) for meaning in meanings):
@@ -133,7 +144,7 @@ def _decoding(
         if not fits:
             raise UsageError(f"field {name!r}: {value} for missing values is no value of {dtype.name}")
     missing = request.missing if isinstance(request.missing, str) else "value"
-    return Decoding(dtype=dtype.name, missing=missing, value=value, mask=mask)  # type: ignore[arg-type]
+    return Decoding(dtype=dtype.name, missing=missing, value=value, mask=mask)
 
 
 def _decoded_dtype(stored: np.dtype[np.generic], packing: Packing, *, to_nan: bool) -> np.dtype[np.generic]:
@@ -145,33 +156,35 @@ def _decoded_dtype(stored: np.dtype[np.generic], packing: Packing, *, to_nan: bo
     return np.dtype("float32" if data.itemsize <= 2 else "float64")
 
 
-def decoded_in_words(name: str, spec: FieldSpec, how: Decoding, packing: Packing) -> str:
-    """Returns how a field is decoded in one file, in words."""
-    parts = []
+def packing_of(place: FieldSource, name: str) -> Packing:
+    """Returns how a field is decoded in one place."""
+    return meaning_of(place, name).as_packing
+
+
+def decoding_in_words(manifest: Manifest, name: str) -> str:
+    """Returns how a stored field is decoded, by its first file; "" if it is not."""
+    how, spec = manifest.decoding.get(name), manifest.fields[name]
+    if how is None:
+        return ""
+    packings = [entry.fields[name].packing or Packing() for entry in manifest.shards]
+    packing, parts = packings[0], []
     if packing.stored_as is not None:
         parts.append(f"read as {packing.stored_as}")
     if packing.float_dtype is not None:
         scale = 1 if packing.scale is None else packing.scale
-        parts.append(f"x {scale} + {0 if packing.offset is None else packing.offset}")
+        parts.append(f"times {scale} plus {0 if packing.offset is None else packing.offset}")
     if packing.missing:
-        parts.append(f"missing {', '.join(map(str, packing.missing))}")
+        parts.append(f"missing where {', '.join(map(str, packing.missing))}")
     if packing.least is not None or packing.most is not None:
         of = "decoded " if packing.of_decoded else ""
-        parts.append(f"valid {of}values {packing.least} to {packing.most}")
+        limits = [f"from {packing.least}"] * (packing.least is not None)
+        limits += [f"to {packing.most}"] * (packing.most is not None)
+        parts.append(f"valid {of}values {' '.join(limits)}")
     if how.mask is not None:
         parts.append("missing by a mask")
     if packing.has_missing or how.mask is not None:
-        to = {"nan": "NaN", "value": str(how.value), "mask": f"0, and True in {name}{MASK_SUFFIX}"}[
-            how.missing
-        ]
-        parts.append(f"missing become {to}")
-    return (
-        f"{spec.dtype} decoded to {how.dtype} ({'; '.join(parts)})"
-        if parts
-        else f"{spec.dtype} as {how.dtype}"
-    )
-
-
-def packing_of(place: FieldSource, name: str) -> Packing:
-    """Returns how a field is decoded in one place."""
-    return meaning_of(place, name).as_packing
+        to = {"nan": "NaN", "value": str(how.value), "mask": f"0, and True in {name}{MASK_SUFFIX}"}
+        parts.append(f"missing values become {to[how.missing]}")
+    if any(other != packing for other in packings):
+        parts.append("other files differ")
+    return f"decoded from {spec.dtype}: {'; '.join(parts) or 'converted'}"

@@ -25,7 +25,7 @@ from hpctrain.data.indexing.compare_samples import SampleComparison
 from hpctrain.data.indexing.foreign_files import format_of, newer_library
 from hpctrain.data.indexing.hdf5_paths import matches, resolve
 from hpctrain.data.indexing.lossy_filters import scale_offset_note
-from hpctrain.data.indexing.request import Decode, FieldRequest
+from hpctrain.data.indexing.request import ESCAPES, Decode, FieldRequest, escaped
 from hpctrain.data.indexing.value_attributes import place_of_values, value_meaning
 from hpctrain.errors import DataError
 
@@ -196,7 +196,12 @@ def _inspect(file: h5py.File, path: str, request: FieldRequest, comparison: Samp
     import h5py
 
     where = f"field {request.name!r}, {path} of {file.filename},"
-    resolved = resolve(file, path)
+    try:
+        resolved = resolve(file, path)
+    except DataError as error:
+        if request.member is None:
+            raise
+        raise DataError(f"{error} ({ESCAPES})") from None
     try:
         dataset = file[resolved]
     except (KeyError, OSError, RuntimeError) as error:
@@ -269,17 +274,17 @@ def _element(
     kind, dtype = dataset.id.get_type(), layout.dtype
     if dtype.names is None or not isinstance(kind, h5py.h5t.TypeCompoundID):
         if request.member is not None:
-            raise DataError(f"{where} is not a table (compound): leave out ':{request.member}'")
+            raise DataError(f"{where} is not a table (compound): leave out ':{request.member}' ({ESCAPES})")
         return dtype, layout.shape
     members = members_of(kind)
     names = ", ".join(members)
     if request.member is None:
         raise DataError(
             f"{where} is a table (compound) of {names}: choose a member, as in "
-            f"{request.name}={request.path}:{dtype.names[-1]}"
+            f"{request.name}={escaped(request.path)}:{escaped(dtype.names[-1])}"
         )
     if request.member not in members:
-        raise DataError(f"{where} has no member {request.member!r}; its members are {names}")
+        raise DataError(f"{where} has no member {request.member!r}; its members are {names} ({ESCAPES})")
     if request.member not in dtype.names:
         found = describe(members[request.member])
         raise DataError(

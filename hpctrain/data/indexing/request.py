@@ -100,7 +100,7 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\:,])", r"\\\1", text)
 
 
-_ESCAPES = r"a ':' or ',' that belongs to a name is written '\:' or '\,'"
+ESCAPES = r"a ':' or ',' that belongs to a name is written '\:' or '\,'"
 
 
 def parse_field_paths(
@@ -121,10 +121,11 @@ def parse_field_paths(
         path, *members = _split(place, ":")
         if not equals or not path.strip("/") or len(members) > 1 or members == [""]:
             raise UsageError(
-                f"--fields {part!r}: NAME=/PATH or NAME=/PATH:MEMBER is expected, as in x=/images,y=/labels ({_ESCAPES})"
+                f"--fields {part!r}: NAME=/PATH or NAME=/PATH:MEMBER is expected, as in x=/images,y=/labels "
+                f"({ESCAPES})"
             )
         if not _FIELD_NAME.fullmatch(name):
-            raise UsageError(f"--fields {part!r}: a name has letters, digits, '_', '.' and '-' ({_ESCAPES})")
+            raise UsageError(f"--fields {part!r}: a name has letters, digits, '_', '.' and '-' ({ESCAPES})")
         if len(options) > 2:
             raise UsageError(f"--fields {part!r}: NAME:cf=, NAME:cf:MISSING= or NAME:raw= is expected")
         requests.append(

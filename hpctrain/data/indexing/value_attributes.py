@@ -1,18 +1,20 @@
 """What attributes and neighbours of an HDF5 dataset say of its values: packing, missing values, masks, units.
 
 Conventions: CF and the NetCDF User's Guide (`scale_factor`, `add_offset`, `_FillValue`, `missing_value`, `valid_*`,
-`_Unsigned`, `units`), the default fill values of the netCDF library, astropy's `NAME.mask`, anndata's nullable groups and
-categories.
+`_Unsigned`, `units`), the default fill values of the netCDF library, astropy's `NAME.mask`, anndata's nullable groups
+and categories.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.data.format.manifest import Manifest
 from hpctrain.data.format.manifest_entries import Packing
 
 if TYPE_CHECKING:
@@ -59,6 +61,25 @@ class ValueMeaning:
 
 class _Unclear(Exception):
     """Raised if an attribute cannot be understood; the message says why."""
+
+
+def meanings_in_words(directory: Path, manifest: Manifest) -> dict[str, str]:
+    """Returns what the first file of an index says of the numbers of each field; none of a file that is not there."""
+    import h5py
+
+    if not manifest.indexed:
+        return {}
+    entry, found = manifest.shards[0], {}
+    try:
+        with h5py.File(directory / entry.file, "r") as file:
+            for name, stored in entry.fields.items():
+                spec = manifest.fields[name]
+                if spec.kind != "classes":
+                    meaning = value_meaning(file, path=stored.dataset, member=stored.member, dtype=spec.dtype)
+                    found[name] = "; ".join(meaning.said) or meaning.problem
+    except (OSError, RuntimeError, KeyError, ValueError):
+        return found
+    return found
 
 
 def place_of_values(file: h5py.File, path: str) -> str:
