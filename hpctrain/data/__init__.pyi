@@ -8,14 +8,22 @@ from .format.manifest import (
     read_manifest as read_manifest,
 )
 from .hdf5.encode import ChunkCodec as ChunkCodec
+from .indexing.decoding_choice import ValuesWarning as ValuesWarning, decoding_in_words as decoding_in_words
 from .indexing.index_files import (
     IndexPaths as IndexPaths,
     IndexReading as IndexReading,
     OldIndex as OldIndex,
     index_files as index_files,
 )
-from .indexing.request import SampleIs as SampleIs, parse_field_paths as parse_field_paths
+from .indexing.request import (
+    Decode as Decode,
+    SampleIs as SampleIs,
+    parse_decode as parse_decode,
+    parse_field_paths as parse_field_paths,
+    parse_missing as parse_missing,
+)
 from .indexing.token_files import TokenRequest as TokenRequest
+from .indexing.value_attributes import meanings_in_words as meanings_in_words
 from .integrity.read_checker import (
     BlockChecker as BlockChecker,
     CheckMode as CheckMode,

@@ -45,7 +45,7 @@ def info_command(
     hpctrain data info data/digits
     hpctrain data info data/digits/train --json
     """
-    from hpctrain.data import Dataset, find_datasets
+    from hpctrain.data import Dataset, decoding_in_words, find_datasets, meanings_in_words
 
     datasets = [Dataset.open(found) for found in find_datasets(directory)]
     if this_rank() != 0:
@@ -56,8 +56,13 @@ def info_command(
     for dataset in datasets:
         manifest = dataset.manifest
         typer.echo(f"{dataset.directory}: {summary_of(manifest)}")
-        for name, spec in manifest.fields.items():
+        said = meanings_in_words(dataset.directory, manifest)
+        for name, spec in dataset.fields.items():
             typer.echo(f"  field {name}: {spec.dtype} {spec.shape}")
+            if decoded := name in manifest.fields and decoding_in_words(manifest, name):
+                typer.echo(f"    {decoded}")
+            if said.get(name):
+                typer.echo(f"    the file says: {said[name]}")
         if manifest.tokens is not None:
             typer.echo(f"  windows of {manifest.tokens.window} + 1 tokens, {manifest.tokens.stride} apart")
         for key, value in manifest.attributes.items():

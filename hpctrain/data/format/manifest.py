@@ -20,6 +20,8 @@ from hpctrain.data.format.manifest_entries import (
     DTYPES,
     LENGTH_SUFFIX,
     NOT_IN_VERSION_1,
+    NOT_IN_VERSION_2,
+    Decoding,
     FieldSpec,
     FieldStatistics,
     Model,
@@ -29,6 +31,7 @@ from hpctrain.data.format.manifest_entries import (
     TokenWindows,
     WindowList,
 )
+from hpctrain.data.format.value_decoding import decoded_fields
 from hpctrain.errors import DataError
 from hpctrain.storage import hash_of, replace_file
 
@@ -40,6 +43,7 @@ __all__ = [
     "PARTIAL_SUFFIX",
     "SHARD_PREFIX",
     "TOKENS_FIELD",
+    "Decoding",
     "FieldSpec",
     "FieldStatistics",
     "Kind",
@@ -54,7 +58,7 @@ __all__ = [
 ]
 
 MANIFEST_NAME = "manifest.json"
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 SHARD_PREFIX = "shard-"
 PARTIAL_SUFFIX = ".partial"
 TOKENS_FIELD = "tokens"
@@ -71,10 +75,12 @@ class Manifest(Model):
     """Describes a dataset. `fields` describe one sample; for kind `tokens` that is a window of window + 1 tokens.
 
     indexed: the shards are existing files that were indexed; their paths may lead out of the directory.
-    statistics: field -> statistics; empty if not computed. windows: set if window starts are listed.
+    version: 3 with decoded fields, else 2. `fields` are as they are stored; decoding: of those that are decoded when
+    they are read. statistics: field -> statistics of the (decoded) values; empty if not computed. windows: set if
+    window starts are listed.
     """
 
-    version: Literal[1, 2] = 2
+    version: Literal[1, 2, 3] = 2
     kind: Kind
     samples: Positive
     block_bytes: Positive
@@ -82,6 +88,7 @@ class Manifest(Model):
     tokens: TokenWindows | None = None
     windows: WindowList | None = None
     indexed: bool = False
+    decoding: dict[str, Decoding] = Field(default_factory=dict)
     statistics: dict[str, FieldStatistics] = Field(default_factory=dict)
     attributes: dict[str, JsonValue] = Field(default_factory=dict)
     shards: tuple[ShardEntry, ...]
@@ -105,6 +112,13 @@ class Manifest(Model):
             raise ValueError(
                 f"fields {', '.join(sorted(lengths & set(self.fields)))} have the names of lengths of ragged fields"
             )
+        if (self.version == 3) != bool(self.decoding):
+            raise ValueError("version 3 is that of datasets with decoded fields")
+        for name, how in self.decoding.items():
+            if name not in self.fields or self.fields[name].kind != "array" or self.tokens is not None:
+                raise ValueError(f"field {name!r} is decoded, but is no field of kind 'array'")
+            if how.mask is not None and how.mask not in self.fields:
+                raise ValueError(f"field {name!r} has the mask {how.mask!r}, which is not stored")
         if not set(self.statistics) <= set(self.fields):
             raise ValueError("statistics of a field that the dataset does not have")
         total = sum(shard.samples for shard in self.shards)
@@ -158,13 +172,13 @@ class Manifest(Model):
 
     @property
     def batch_fields(self) -> dict[str, FieldSpec]:
-        """Fields of a batch: those of the dataset, each ragged one followed by its lengths, `<name>.length`, int64."""
-        found: dict[str, FieldSpec] = {}
-        for name, spec in self.fields.items():
-            found[name] = spec
-            if spec.kind == "ragged":
-                found[name + LENGTH_SUFFIX] = FieldSpec(dtype="int64", shape=())
-        return found
+        """Fields of a batch: the decoded ones, each ragged one followed by its lengths, `<name>.length`, int64."""
+        return _with_lengths(decoded_fields(self.fields, self.decoding))
+
+    @property
+    def stored_batch_fields(self) -> dict[str, FieldSpec]:
+        """As `batch_fields`, before decoding."""
+        return _with_lengths(self.fields)
 
     def stored_shape(self, name: str, *, samples: int) -> tuple[int, ...]:
         """Returns the shape of field `name` in a shard of `samples` samples (kind `array`, boundaries ignored).
@@ -196,14 +210,23 @@ class Manifest(Model):
     def fingerprint(self) -> str:
         """Hash that identifies the dataset: over fields, counts and the hashes of all content."""
         exclude: dict[str, Any] = {"statistics": True}
-        if self.version == 1:  # the fingerprint of version 1, which checkpoints contain
-            exclude |= NOT_IN_VERSION_1
+        # The fingerprint of an older version, which checkpoints contain, is without the keys that it did not have.
+        exclude |= {1: NOT_IN_VERSION_1, 2: NOT_IN_VERSION_2, 3: {}}[self.version]
         return _checksum(self.model_dump(mode="json", exclude=exclude))
 
     @property
     def file_bytes(self) -> int:
         """Total size of all shard files in bytes, each file counted once."""
         return sum({shard.file: shard.file_bytes for shard in self.shards}.values())
+
+
+def _with_lengths(fields: dict[str, FieldSpec]) -> dict[str, FieldSpec]:
+    found: dict[str, FieldSpec] = {}
+    for name, spec in fields.items():
+        found[name] = spec
+        if spec.kind == "ragged":
+            found[name + LENGTH_SUFFIX] = FieldSpec(dtype="int64", shape=())
+    return found
 
 
 def _checksum(document: dict[str, Any]) -> str:
@@ -213,7 +236,7 @@ def _checksum(document: dict[str, Any]) -> str:
 
 def write_manifest(manifest: Manifest, *, directory: Path) -> None:
     """Writes `manifest.json` atomically and durably: temporary name, fsync, rename, fsync of the directory."""
-    document = manifest.model_dump(mode="json")
+    document = manifest.model_dump(mode="json", exclude=None if manifest.version == 3 else NOT_IN_VERSION_2)
     document["checksum"] = _checksum(document)
     replace_file(
         directory / MANIFEST_NAME,

@@ -82,6 +82,47 @@ class FieldStatistics(Model):
     count: NonNegative
 
 
+Number = int | float  # an integer stays one in JSON
+
+
+class Packing(Model):
+    """What a file says of the values of one HDF5 dataset.
+
+    stored_as: integer dtype as which the stored bits are read (`_Unsigned`); None: as they are. Of such values are:
+    missing: those that stand for a missing one. nan_is_missing: NaN does too. least, most: others are missing as well;
+    of_decoded: these two limit the decoded values instead.
+    float_dtype: in which value * scale + offset is computed; None: there is neither.
+    """
+
+    stored_as: str | None = None
+    float_dtype: Literal["float32", "float64"] | None = None
+    scale: Number | None = None
+    offset: Number | None = None
+    missing: tuple[Number, ...] = ()
+    nan_is_missing: bool = False
+    least: Number | None = None
+    most: Number | None = None
+    of_decoded: bool = False
+
+    @property
+    def has_missing(self) -> bool:
+        return bool(self.missing or self.nan_is_missing or self.least is not None or self.most is not None)
+
+
+class Decoding(Model):
+    """What a field's decoded values are, the same for all files. dtype: numpy name.
+
+    missing: what a missing value becomes: NaN, `value`, or 0 with True in the field `NAME.mask`, bool, of the same
+    shape.
+    mask: the stored field that is not 0 where a value is missing; None: there is none. It is not a field of batches.
+    """
+
+    dtype: str
+    missing: Literal["nan", "value", "mask"] = "nan"
+    value: Number = 0
+    mask: str | None = None
+
+
 class StoredField(Model):
     """One field in one shard: the HDF5 dataset, its location in the file, and the hash of each block.
 
@@ -89,7 +130,8 @@ class StoredField(Model):
     (chunked, compressed, compact, variable length, or a member of a compound).
     whole: the whole dataset is one sample. Otherwise its rows are samples (or tokens), from `first_row` on; row r
     of a contiguous dataset begins at offset + r * (bytes of a row).
-    member: member of a compound dtype. big_endian: byte order in the file.
+    member: member of a compound dtype. big_endian: byte order in the file. packing: how the stored values are decoded,
+    of fields of `Manifest.decoding`; None of others.
     num_bytes: uncompressed bytes of this shard's rows; for variable lengths, of their elements.
     hashes: xxh3_64 of consecutive blocks of `Manifest.block_bytes` bytes of these rows as little-endian row-major
     bytes, counted from `first_row`; the last block may be shorter. Empty: not hashed.
@@ -103,6 +145,7 @@ class StoredField(Model):
     first_row: NonNegative = 0
     member: str | None = None
     big_endian: bool = False
+    packing: Packing | None = None
 
 
 class ShardEntry(Model):
@@ -174,16 +217,23 @@ class WindowList(Model):
     hash: Hash
 
 
+# Keys of version 3, which only datasets with decoded fields have; the others are written as version 2.
+NOT_IN_VERSION_2: dict[str, Any] = {
+    "decoding": True,
+    "shards": {"__all__": {"fields": {"__all__": {"packing"}}}},
+}
+
 # Keys that version 1 did not have. Its fingerprint, which checkpoints contain, is computed without them.
 NOT_IN_VERSION_1: dict[str, Any] = {
     "windows": True,
     "indexed": True,
+    "decoding": True,
     "tokens": {"boundaries", "documents"},
     "fields": {"__all__": {"kind", "classes"}},
     "shards": {
         "__all__": {
             "modified_ns": True,
-            "fields": {"__all__": {"whole", "first_row", "member", "big_endian"}},
+            "fields": {"__all__": {"whole", "first_row", "member", "big_endian", "packing"}},
         }
     },
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,24 +63,41 @@ class _BlockHashes:
 
 
 def read_content(
-    path: str, *, found: Sequence[FoundDataset], block_bytes: int, hashed_bytes: int | None = None
+    path: str,
+    *,
+    found: Sequence[FoundDataset],
+    block_bytes: int,
+    hashed_bytes: int | None = None,
+    meant: Sequence[Callable[[NDArray[Any]], NDArray[Any]]],
 ) -> tuple[HashedContent, ...]:
     """Returns hashes and statistics of numeric datasets of one file; reads each once, in blocks.
 
-    hashed_bytes: bytes from the start that are hashed; None: all. Raises DataError if the file cannot be read.
+    hashed_bytes: bytes from the start that are hashed; None: all. meant: of each dataset, returns the values whose
+    statistics are computed, from stored ones. Raises DataError if the file cannot be read.
     """
     contents = []
     with open_to_index(path) as file:
-        for one in found:
+        for one, values_of in zip(found, meant, strict=True):
             limit = one.num_bytes if hashed_bytes is None else hashed_bytes
             try:
-                contents.append(_content(file[one.dataset], one, block_bytes=block_bytes, limit=limit))
+                contents.append(
+                    _content(
+                        file[one.dataset], one, block_bytes=block_bytes, limit=limit, values_of=values_of
+                    )
+                )
             except (OSError, RuntimeError, ValueError) as error:
                 raise DataError(f"{one.dataset} of {path} cannot be read: {error}") from error
     return tuple(contents)
 
 
-def _content(dataset: h5py.Dataset, found: FoundDataset, *, block_bytes: int, limit: int) -> HashedContent:
+def _content(
+    dataset: h5py.Dataset,
+    found: FoundDataset,
+    *,
+    block_bytes: int,
+    limit: int,
+    values_of: Callable[[NDArray[Any]], NDArray[Any]],
+) -> HashedContent:
     hashes = _BlockHashes(block_bytes=block_bytes)
     moments = Moments()
     row_bytes = found.num_bytes // max(1, found.shape[0]) if found.shape else found.num_bytes
@@ -90,7 +107,7 @@ def _content(dataset: h5py.Dataset, found: FoundDataset, *, block_bytes: int, li
             moments += moments_of(np.concatenate([_native(row) for row in block]))
             continue
         array = _native(block)
-        moments += moments_of(array)
+        moments += moments_of(values_of(array))
         data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
         hashes.update(data.data[:left])
         left -= min(left, data.nbytes)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -17,6 +18,7 @@ from hpctrain.data.format.field_statistics import Moments
 from hpctrain.data.format.manifest import (
     MANIFEST_NAME,
     TOKENS_FIELD,
+    Decoding,
     FieldSpec,
     FieldStatistics,
     Kind,
@@ -28,11 +30,22 @@ from hpctrain.data.format.manifest import (
     write_manifest,
 )
 from hpctrain.data.format.token_windows import write_windows
+from hpctrain.data.format.value_decoding import decode as decode_values
 from hpctrain.data.indexing.compare_samples import SampleComparison
 from hpctrain.data.indexing.content_hashes import HashedContent, read_content
+from hpctrain.data.indexing.decoding_choice import ValuesWarning, choose_decoding, packing_of
 from hpctrain.data.indexing.inspect_file import FoundFile, inspect_file
 from hpctrain.data.indexing.merge_fields import FieldSource, all_places, combine, num_samples
-from hpctrain.data.indexing.request import FieldRequest, SampleIs, find_files, parse_field_paths, sample_is
+from hpctrain.data.indexing.request import (
+    Decode,
+    FieldRequest,
+    SampleIs,
+    find_files,
+    parse_decode,
+    parse_field_paths,
+    parse_missing,
+    sample_is,
+)
 from hpctrain.data.indexing.token_files import (
     CutStream,
     TokenRequest,
@@ -92,18 +105,28 @@ def index_files(
     block_bytes: int = BLOCK_BYTES,
     progress: Progress | None = None,
     comm: Collective | None = None,
+    decode: Decode | str | None = None,
+    missing: str | float = "nan",
 ) -> Indexed:
     """Writes the manifest of `files` (names, globs, directories) into the directory `out`.
 
     fields: as in `x=/images,y=/labels` (see `parse_field_paths`). samples: what one sample is; None: chosen from the
     paths (see `sample_is`). tokens: cut the rows into token windows.
+    decode, missing: of fields of `fields`, if it is a text, that do not say themselves, see `FieldRequest`. "cf":
+    values are decoded while they are read, as the attributes of each file say; missing ones become "nan", a number, or
+    0 with a field `NAME.mask` ("mask"). "raw": as stored. None: as stored, with a ValuesWarning if the numbers mean
+    something else.
     The files are neither copied nor changed. Readers of the dataset accept a file while its size and modification
     time are the same. Collective over `comm`, whose ranks share the work; None: this process alone.
     Raises UsageError for an invalid request; DataError that names the file that cannot be indexed or does not fit.
     """
     comm = comm or SerialWorld()
     out = Path(out)
-    requests = parse_field_paths(fields) if isinstance(fields, str) else tuple(fields)
+    if isinstance(fields, str):
+        how = None if decode is None else parse_decode(decode)
+        requests = parse_field_paths(fields, decode=how, missing=parse_missing(missing))
+    else:
+        requests = tuple(fields)
     kind_of_sample = sample_is(requests, asked=samples)
     if tokens is not None:
         check_token_request(requests, samples=kind_of_sample)
@@ -116,19 +139,29 @@ def index_files(
 
     looked = [FoundFile.of_json(found) for found in share_work(comm, names, inspect, progress=progress)]
     places = all_places(looked)
+    choice = agreed(comm, lambda: choose_decoding(places, requests=requests), os_error=DataError)
+    if tokens is not None and choice.decoding:
+        raise UsageError("token streams are not decoded: leave --decode cf out", agreed=True)
     specs, streams = agreed(
         comm,
-        lambda: _cut(places, requests=requests, samples=kind_of_sample, tokens=tokens),
+        lambda: _cut(places, requests=choice.requests, samples=kind_of_sample, tokens=tokens),
         os_error=DataError,
     )
+    if comm.rank == 0:
+        for note in choice.warnings:
+            warnings.warn(note, ValuesWarning, stacklevel=2)
     used = [stream for stream in streams if stream.samples]
-    builder = _Builder(out=out, specs=specs, samples=kind_of_sample, paths=paths, block_bytes=block_bytes)
+    builder = _Builder(
+        out=out, specs=specs, decoding=choice.decoding, samples=kind_of_sample, paths=paths, block_bytes=block_bytes
+    )  # fmt: skip
     contents: list[dict[str, Any]] = [{} for _ in used]
     if reading is IndexReading.CONTENT:
         contents = share_work(comm, used, builder.read, progress=progress)
     entries = [builder.entry(stream, content) for stream, content in zip(used, contents, strict=True)]
     windows = on_rank_0(comm, lambda: _write_windows(used, out=out), os_error=DataError)
     manifest = Manifest(
+        version=3 if choice.decoding else 2,
+        decoding=choice.decoding,
         kind=Kind.SAMPLES if tokens is None else Kind.TOKENS,
         samples=sum(entry.samples for entry in entries),
         block_bytes=block_bytes,
@@ -142,7 +175,7 @@ def index_files(
     )
     on_rank_0(comm, lambda: write_manifest(manifest, directory=out), os_error=DataError)
     short = tuple(stream.place.file.path for stream in streams if not stream.samples)
-    return Indexed(manifest=manifest, too_short=short, notes=_notes(places))
+    return Indexed(manifest=manifest, too_short=short, notes=_notes(places) + choice.notes)
 
 
 def _notes(places: Sequence[FieldSource]) -> tuple[str, ...]:
@@ -201,12 +234,15 @@ class _Builder:
         *,
         out: Path,
         specs: dict[str, FieldSpec],
+        decoding: dict[str, Decoding],
         samples: SampleIs,
         paths: IndexPaths,
         block_bytes: int,
     ) -> None:
         self._out = os.path.abspath(out)
         self._specs = specs
+        self._decoding = decoding
+        self._masks = {how.mask for how in decoding.values()}
         self._whole = samples is not SampleIs.ROWS
         self._paths = paths
         self._block_bytes = block_bytes
@@ -223,8 +259,22 @@ class _Builder:
             found=list(numbers.values()),
             block_bytes=self._block_bytes,
             hashed_bytes=limit,
+            meant=[self._meant(stream.place, name) for name in numbers],
         )
         return {name: content.as_json() for name, content in zip(numbers, contents, strict=True)}
+
+    def _meant(self, place: FieldSource, name: str) -> Callable[[NDArray[Any]], NDArray[Any]]:
+        """Returns what makes of stored values the ones of which statistics are computed: missing values are NaN.
+
+        There are none of masks, nor of values that a mask says are missing.
+        """
+        how = self._decoding.get(name)
+        if name in self._masks or (how is not None and how.mask is not None):
+            return lambda stored: stored[:0]
+        if how is None:
+            return lambda stored: stored
+        packing, to_nan = packing_of(place, name), Decoding(dtype="float64")
+        return lambda stored: decode_values(stored, packing=packing, decoding=to_nan)[0]
 
     def entry(self, stream: CutStream, content: dict[str, Any]) -> ShardEntry:
         """Returns the manifest's entry of one place. content: what `read` returned, or {} without hashes."""
@@ -248,6 +298,7 @@ class _Builder:
                 whole=self._whole,
                 member=found.member,
                 big_endian=found.big_endian,
+                packing=packing_of(stream.place, name) if name in self._decoding else None,
             )
         path = file.path if self._paths is IndexPaths.ABSOLUTE else os.path.relpath(file.path, self._out)
         return ShardEntry(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from hpctrain.data.format.manifest import DTYPES
+from hpctrain.data.format.value_decoding import MASK_SUFFIX
 from hpctrain.data.hdf5.layout import DatasetLayout, class_texts, layout_of
 from hpctrain.data.hdf5.read_elements import MissingFilter, read_elements
 from hpctrain.data.hdf5.stored_type import (
@@ -24,7 +25,8 @@ from hpctrain.data.indexing.compare_samples import SampleComparison
 from hpctrain.data.indexing.foreign_files import format_of, newer_library
 from hpctrain.data.indexing.hdf5_paths import matches, resolve
 from hpctrain.data.indexing.lossy_filters import scale_offset_note
-from hpctrain.data.indexing.request import FieldRequest
+from hpctrain.data.indexing.request import ESCAPES, Decode, FieldRequest, escaped
+from hpctrain.data.indexing.value_attributes import place_of_values, value_meaning
 from hpctrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class FoundDataset:
     shape: including the dimension of samples, without the variable dimension of kind "lengths". dtype: numpy name
     of the elements, "str" for strings. longest: length of the longest sample of kind "lengths", else 0.
     num_bytes: of the elements, uncompressed. classes: the distinct strings, sorted. note: what a user should know of
-    the values, "" if nothing.
+    the values, "" if nothing. values: what attributes and neighbours say of numbers, a `ValueMeaning` as JSON.
     """
 
     dataset: str
@@ -57,6 +59,7 @@ class FoundDataset:
     num_bytes: int
     longest: int = 0
     classes: tuple[str, ...] = ()
+    values: dict[str, Any] = field(default_factory=dict)
     note: str = ""
 
     @classmethod
@@ -95,7 +98,7 @@ def inspect_file(path: str, *, requests: Sequence[FieldRequest], comparison: Sam
         if requests[0].has_wildcard:
             places = tuple(_groups(file, requests, comparison))
         else:
-            places = ({each.name: _inspect(file, each.path, each, comparison) for each in requests},)
+            places = (_place(file, {each.name: each.path for each in requests}, requests, comparison),)
     after = os.stat(path)
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise DataError(f"{path} changed while it was indexed: index it when no program is writing it")
@@ -164,14 +167,41 @@ def _groups(
                 f"{place!r} matches only one of them"
             )
     for key in keys:
-        yield {each.name: _inspect(file, paths[each.name][key], each, comparison) for each in requests}
+        yield _place(file, {each.name: paths[each.name][key] for each in requests}, requests, comparison)
+
+
+def _place(
+    file: h5py.File, paths: Mapping[str, str], requests: Sequence[FieldRequest], comparison: SampleComparison
+) -> dict[str, FoundDataset]:
+    """Returns field -> dataset, also of the masks of fields that are decoded."""
+    place: dict[str, FoundDataset] = {}
+    for request in requests:
+        path = paths[request.name]
+        if request.decode is Decode.CF:
+            path = place_of_values(file, resolve(file, path))
+        found = _inspect(file, path, request, comparison)
+        place[request.name] = found
+        if found.kind == "strings":
+            continue
+        meaning = value_meaning(file, path=found.dataset, member=found.member, dtype=found.dtype)
+        place[request.name] = replace(found, values=meaning.as_json())
+        if request.decode is Decode.CF and meaning.mask is not None and not meaning.problem:
+            mask, member = str(meaning.mask[0]), meaning.mask[1]
+            of_mask = replace(request, name=request.name + MASK_SUFFIX, path=mask, member=member)
+            place[of_mask.name] = _inspect(file, mask, of_mask, comparison)
+    return place
 
 
 def _inspect(file: h5py.File, path: str, request: FieldRequest, comparison: SampleComparison) -> FoundDataset:
     import h5py
 
     where = f"field {request.name!r}, {path} of {file.filename},"
-    resolved = resolve(file, path)
+    try:
+        resolved = resolve(file, path)
+    except DataError as error:
+        if request.member is None:
+            raise
+        raise DataError(f"{error} ({ESCAPES})") from None
     try:
         dataset = file[resolved]
     except (KeyError, OSError, RuntimeError) as error:
@@ -244,17 +274,17 @@ def _element(
     kind, dtype = dataset.id.get_type(), layout.dtype
     if dtype.names is None or not isinstance(kind, h5py.h5t.TypeCompoundID):
         if request.member is not None:
-            raise DataError(f"{where} is not a table (compound): leave out ':{request.member}'")
+            raise DataError(f"{where} is not a table (compound): leave out ':{request.member}' ({ESCAPES})")
         return dtype, layout.shape
     members = members_of(kind)
     names = ", ".join(members)
     if request.member is None:
         raise DataError(
             f"{where} is a table (compound) of {names}: choose a member, as in "
-            f"{request.name}={request.path}:{dtype.names[-1]}"
+            f"{request.name}={escaped(request.path)}:{escaped(dtype.names[-1])}"
         )
     if request.member not in members:
-        raise DataError(f"{where} has no member {request.member!r}; its members are {names}")
+        raise DataError(f"{where} has no member {request.member!r}; its members are {names} ({ESCAPES})")
     if request.member not in dtype.names:
         found = describe(members[request.member])
         raise DataError(

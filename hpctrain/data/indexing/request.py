@@ -24,17 +24,28 @@ class SampleIs(str, Enum):
     GROUPS = "groups"
 
 
+class Decode(str, Enum):
+    """How stored values become those of samples. CF: as attributes and masks say. RAW: as they are."""
+
+    CF = "cf"
+    RAW = "raw"
+
+
 @dataclass(frozen=True, kw_only=True)
 class FieldRequest:
     """Field `name` is at `path` of each file; `*` matches any part of a name, as in a shell.
 
-    member: member of a compound type. padded: the first dimension may differ between samples.
+    member: member of a compound type. padded: the first dimension may differ between samples. decode: None: as stored,
+    with a note where the file says that the numbers mean something else. missing: what missing values become with CF:
+    "nan", a number, or "mask": 0, with True in a field `NAME.mask`.
     """
 
     name: str
     path: str
     member: str | None = None
     padded: bool = False
+    decode: Decode | None = None
+    missing: str | int | float = "nan"
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -45,20 +56,87 @@ class FieldRequest:
         return "*" in self.path
 
 
-def parse_field_paths(text: str, *, padded: Sequence[str] = ()) -> tuple[FieldRequest, ...]:
-    """Parses `x=/images,y=/table:label`. padded: names of fields to pad. Raises UsageError."""
+def parse_missing(text: str | float) -> str | int | float:
+    """Parses what missing values become: nan, mask or a number. Raises UsageError."""
+    text = str(text)
+    if text.lower() in ("nan", "mask"):
+        return text.lower()
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    raise UsageError(f"missing values become nan, mask or a number, not {text!r}")
+
+
+def parse_decode(text: Decode | str) -> Decode:
+    """Parses cf or raw. Raises UsageError."""
+    try:
+        return Decode(text)
+    except ValueError:
+        raise UsageError(f"decode is cf or raw, not {text!r}") from None
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Splits at `separator` where no backslash precedes it. Keeps the backslashes."""
+    parts, current, is_escaped = [], "", False
+    for character in text:
+        if character == separator and not is_escaped:
+            parts.append(current)
+            current = ""
+            continue
+        current += character
+        is_escaped = character == "\\" and not is_escaped
+    return [*parts, current]
+
+
+def unescaped(text: str) -> str:
+    """Returns `text` without the backslashes that precede another character."""
+    return re.sub(r"\\(.)", r"\1", text)
+
+
+def escaped(text: str) -> str:
+    """Returns a path or the name of a member as it is written in --fields."""
+    return re.sub(r"([\\:,])", r"\\\1", text)
+
+
+ESCAPES = r"a ':' or ',' that belongs to a name is written '\:' or '\,'"
+
+
+def parse_field_paths(
+    text: str,
+    *,
+    padded: Sequence[str] = (),
+    decode: Decode | None = None,
+    missing: str | int | float = "nan",
+) -> tuple[FieldRequest, ...]:
+    r"""Parses `x=/images,y=/table:label,t:cf=/t2m,m:cf:mask=/sst`; `\:` and `\,` are characters of a name.
+
+    padded: names of fields to pad. decode, missing: of fields that do not say. Raises UsageError.
+    """
     requests: list[FieldRequest] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, place = part.partition("=")
-        path, colon, member = place.partition(":")
-        if not equals or not path.strip("/") or (colon and not member):
+    for part in filter(None, (part.strip() for part in _split(text, ","))):
+        left, equals, place = part.partition("=")
+        name, *options = left.split(":")
+        path, *members = _split(place, ":")
+        if not equals or not path.strip("/") or len(members) > 1 or members == [""]:
             raise UsageError(
-                f"--fields {part!r}: NAME=/PATH or NAME=/PATH:MEMBER is expected, as in x=/images,y=/labels"
+                f"--fields {part!r}: NAME=/PATH or NAME=/PATH:MEMBER is expected, as in x=/images,y=/labels "
+                f"({ESCAPES})"
             )
         if not _FIELD_NAME.fullmatch(name):
-            raise UsageError(f"--fields {part!r}: a name has letters, digits, '_', '.' and '-'")
+            raise UsageError(f"--fields {part!r}: a name has letters, digits, '_', '.' and '-' ({ESCAPES})")
+        if len(options) > 2:
+            raise UsageError(f"--fields {part!r}: NAME:cf=, NAME:cf:MISSING= or NAME:raw= is expected")
         requests.append(
-            FieldRequest(name=name, path="/" + path.strip("/"), member=member or None, padded=name in padded)
+            FieldRequest(
+                name=name,
+                path="/" + unescaped(path).strip("/"),
+                member=unescaped(members[0]) if members else None,
+                padded=name in padded,
+                decode=parse_decode(options[0]) if options else decode,
+                missing=parse_missing(options[1]) if len(options) > 1 else missing,
+            )
         )
     names = [request.name for request in requests]
     if not names:

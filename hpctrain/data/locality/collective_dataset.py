@@ -155,11 +155,7 @@ class CollectiveDataset:
         # Every rank takes part in every read of any rank, if necessary with an empty request.
         self._world.all_reduce(num_rounds, op=ReduceOp.MAX)
 
-        given = out or {}
-        arrays = {
-            name: given[name] if name in given else np.empty((len(indices), *spec.shape), spec.dtype)
-            for name, spec in self.fields.items()
-        }
+        arrays, stored = self.dataset.decoder.arrays(len(indices), out=out)
         for number in np.flatnonzero(num_rounds.numpy()).tolist():
             places, byte_ranges = needed.get(number, (None, None))
             buffer = np.zeros(byte_ranges.num_bytes if byte_ranges else 0, dtype=np.uint8)
@@ -185,7 +181,13 @@ class CollectiveDataset:
                     error = caught  # raised after the last read, since the other ranks continue with the next shard
                 filled += num_bytes
             if places is not None and byte_ranges is not None:
-                self._unpack(number, buffer, byte_ranges=byte_ranges, places=places, arrays=arrays)
+                self._unpack(number, buffer, byte_ranges=byte_ranges, places=places, arrays=stored)
+        try:
+            if error is None:
+                groups = [(number, places) for number, (places, _) in needed.items()]
+                self.dataset.decoder.decode(stored, arrays, groups=groups)
+        except DataError as caught:
+            error = caught
         raise_together(self._world, error)
         return arrays
 
@@ -229,7 +231,7 @@ class CollectiveDataset:
             places = np.flatnonzero(shard_of == number)
             rows = indices[places] - self._starts[number]
             starts, lengths = [], []
-            for name in self.fields:
+            for name in self.dataset.decoder.stored_fields:
                 first, step, width = _bytes_of_rows(self.manifest, entry=entry, name=name)
                 starts.append(first + rows * step)
                 lengths.append(np.full(len(rows), width, dtype=np.int64))
@@ -257,7 +259,7 @@ class CollectiveDataset:
         arrays: Mapping[str, NDArray[Any]],
     ) -> None:  # fmt: skip
         entry = self.manifest.shards[number]
-        for index, (name, spec) in enumerate(self.fields.items()):
+        for index, (name, spec) in enumerate(self.dataset.decoder.stored_fields.items()):
             dtype = np.dtype(spec.dtype).newbyteorder(">" if entry.fields[name].big_endian else "<")
             begins = byte_ranges.places[index * len(places) : (index + 1) * len(places)]
             for place, begin in zip(places.tolist(), begins.tolist(), strict=True):

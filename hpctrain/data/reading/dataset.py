@@ -10,7 +10,7 @@ import os
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -25,6 +25,7 @@ from hpctrain.data.format.token_windows import read_windows
 from hpctrain.data.hdf5.layout import DatasetLayout
 from hpctrain.data.reading.chunk_cache import ChunkCache
 from hpctrain.data.reading.decode_pool import DecodeThreads, Task, default_threads
+from hpctrain.data.reading.field_decoder import FieldDecoder
 from hpctrain.data.reading.io_mode import IoMode, choose
 from hpctrain.data.reading.open_shard import OpenShard
 from hpctrain.errors import DataError, UsageError
@@ -98,7 +99,7 @@ class Dataset:
         """MAP or READ: how contiguous fields are read."""
         self.checker: ContentChecker | None = None
         self.locator: ShardLocator | None = None
-        self._fields = manifest.batch_fields
+        self.decoder = FieldDecoder(manifest)
         # shape (num_shards + 1,): first sample of each shard, then the number of samples
         self._starts = np.concatenate(
             [[0], np.cumsum([shard.samples for shard in manifest.shards], dtype=np.int64)]
@@ -178,8 +179,8 @@ class Dataset:
 
     @property
     def fields(self) -> dict[str, FieldSpec]:
-        """dtype and shape of each field of one sample, including the lengths of ragged fields."""
-        return self._fields
+        """dtype and shape of each field of one sample, decoded, including the lengths of ragged fields and masks."""
+        return self.decoder.fields
 
     @property
     def attributes(self) -> Mapping[str, Any]:
@@ -194,7 +195,7 @@ class Dataset:
         indices: int64, shape (n,), any order, repeats allowed, n may be 0. out: arrays of exactly that shape and
         dtype, for some or all fields, which are filled and returned instead of new ones.
         Raises DataError if an index is out of range; or, naming the shard, if a file is missing, has become shorter
-        or cannot be read. The content of the arrays is then undefined.
+        or cannot be read or decoded. The content of the arrays is then undefined.
         """
         indices = np.asarray(indices, dtype=np.int64)
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
@@ -202,23 +203,25 @@ class Dataset:
                 f"samples {indices.min()} to {indices.max()} were requested from {self.directory}, "
                 f"which has samples 0 to {self.num_samples - 1}"
             )
-        given = out or {}
-        arrays = {
-            name: given[name] if name in given else np.empty((len(indices), *spec.shape), spec.dtype)
-            for name, spec in self.fields.items()
-        }
+        arrays, stored = self.decoder.arrays(len(indices), out=out)
         if len(indices):
-            direct = {name: _as_readable(array, self.fields[name]) for name, array in arrays.items()}
-            self._fill(direct, indices)
-            for name, array in arrays.items():
+            specs = self.decoder.stored_fields
+            direct = {name: _as_readable(array, specs[name]) for name, array in stored.items()}
+            groups = self._by_shard(indices)
+            self._fill(direct, indices, groups=groups)
+            for name, array in stored.items():
                 if direct[name] is not array:
                     array[...] = direct[name]
+            self.decoder.decode(stored, arrays, groups=groups)
         return arrays
 
-    def _fill(self, arrays: Mapping[str, NDArray[Any]], indices: NDArray[np.int64]) -> None:
+    def _fill(
+        self, arrays: Mapping[str, NDArray[Any]], indices: NDArray[np.int64],
+        *, groups: Sequence[tuple[int, NDArray[np.int64] | None]],
+    ) -> None:  # fmt: skip
         tasks: list[Task] = []
         num_begun = 0
-        for number, places in self._by_shard(indices):
+        for number, places in groups:
             if tasks and num_begun >= self._max_open // 2:
                 # Pending tasks keep their files open, even after eviction: run them before more files are opened.
                 self._threads.run(tasks)

@@ -53,11 +53,17 @@ def _field(dataset: Dataset, name: str) -> NDArray[Any]:
 
 def _with_one_field(manifest: Manifest, name: str) -> Manifest:
     # The structure hash covers all bytes outside the fields, so it is not valid for a subset of the fields.
+    how = manifest.decoding.get(name)
+    names = [name] if how is None or how.mask is None else [name, how.mask]
     shards = tuple(
-        entry.model_copy(update={"fields": {name: entry.fields[name]}, "structure_hash": None})
+        entry.model_copy(
+            update={"fields": {each: entry.fields[each] for each in names}, "structure_hash": None}
+        )
         for entry in manifest.shards
     )
-    return manifest.model_copy(update={"fields": {name: manifest.fields[name]}, "shards": shards})
+    fields = {each: manifest.fields[each] for each in names}
+    decoding = {} if how is None else {name: how}
+    return manifest.model_copy(update={"fields": fields, "decoding": decoding, "shards": shards})
 
 
 def _file(path: Path) -> NDArray[Any]:

@@ -1,0 +1,190 @@
+"""Chooses how the fields of an index are decoded, and says what their stored numbers mean. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from hpctrain.data.format.manifest import Manifest
+from hpctrain.data.format.manifest_entries import Decoding, Number, Packing
+from hpctrain.data.format.value_decoding import MASK_SUFFIX
+from hpctrain.data.indexing.merge_fields import FieldSource
+from hpctrain.data.indexing.request import Decode, FieldRequest
+from hpctrain.data.indexing.value_attributes import ValueMeaning
+from hpctrain.errors import DataError, UsageError
+
+
+class ValuesWarning(UserWarning):
+    """The stored numbers of a field are not its values, or some stand for missing ones, and it is not decoded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingChoice:
+    """decoding: of the fields that are decoded. requests: of all stored fields, masks too. notes: lines for the user;
+    warnings: those of them about numbers that are not the values."""
+
+    decoding: dict[str, Decoding] = field(default_factory=dict)
+    requests: tuple[FieldRequest, ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def meaning_of(place: FieldSource, name: str) -> ValueMeaning:
+    """Returns what a file says of the numbers of a field; nothing of strings."""
+    return ValueMeaning(**place.fields[name].values)
+
+
+def choose_decoding(places: Sequence[FieldSource], *, requests: Sequence[FieldRequest]) -> DecodingChoice:
+    """Returns how each field is decoded, from what all files say of it.
+
+    Raises DataError that names a file whose values cannot be decoded, or that differs from another one in a way that
+    decoding cannot make up for; UsageError if a name is needed twice.
+    """
+    decoding: dict[str, Decoding] = {}
+    masks: list[FieldRequest] = []
+    notes: list[str] = []
+    warnings: list[str] = []
+    for request in requests:
+        meanings = [meaning_of(place, request.name) for place in places]
+        if request.decode is not Decode.CF:
+            if request.decode is None and (note := _note(request, meanings, places)):
+                notes.append(note)
+                warnings += [note] if any(meaning.changes for meaning in meanings) else []
+            continue
+        how = _decoding(request, meanings, places)
+        if how is None:
+            continue
+        decoding[request.name] = how
+        name = request.name + MASK_SUFFIX
+        if how.mask is not None:
+            masks.append(replace(request, name=name, decode=Decode.RAW))
+        if (how.mask is not None or how.missing == "mask") and any(other.name == name for other in requests):
+            raise UsageError(
+                f"field {name!r} has the name of the mask of field {request.name!r}: name it otherwise"
+            )
+    return DecodingChoice(
+        decoding=decoding, requests=(*requests, *masks), notes=tuple(notes), warnings=tuple(warnings)
+    )
+
+
+def _note(request: FieldRequest, meanings: Sequence[ValueMeaning], places: Sequence[FieldSource]) -> str:
+    """Returns what the user should know of a field that is neither decoded nor asked for as it is; "": nothing."""
+    for meaning, place in zip(meanings, places, strict=True):
+        if meaning.changes or meaning.is_time:
+            what = (
+                f"field {request.name!r} is read as stored; of {place.describe(request.name)} the file says: "
+            )
+            differ = (
+                ", and other files say something else"
+                if any(m.said != meaning.said for m in meanings)
+                else ""
+            )
+            says = f"{'; '.join(meaning.said) or meaning.problem}{differ}"
+            advice = "--decode cf decodes it, --decode raw" if meaning.changes else "--decode raw"
+            return f"{what}{says} ({advice} reads it so without this line)"
+    return ""
+
+
+def _decoding(
+    request: FieldRequest, meanings: Sequence[ValueMeaning], places: Sequence[FieldSource]
+) -> Decoding | None:
+    name = request.name
+    units = {meaning.units for meaning in meanings if meaning.units}
+    if len(units) > 1:
+        first, other = (
+            next(i for i, m in enumerate(meanings) if m.units == unit) for unit in sorted(units)[:2]
+        )
+        raise DataError(
+            f"field {name!r} has units {meanings[first].units!r} in {places[first].describe(name)}, but "
+            f"{meanings[other].units!r} in {places[other].describe(name)}: index them separately, "
+            "or convert one of them"
+        )
+    if len({meaning.mask is None for meaning in meanings}) > 1:
+        with_mask, without = (
+            next(
+                place
+                for meaning, place in zip(meanings, places, strict=True)
+                if (meaning.mask is None) is is_none
+            )
+            for is_none in (False, True)
+        )
+        raise DataError(
+            f"field {name!r} has a mask in {with_mask.describe(name)}, but none in {without.describe(name)}: index "
+            "them separately"
+        )
+    for meaning, place in zip(meanings, places, strict=True):
+        where = f"field {name!r}, {place.describe(name)}, cannot be decoded"
+        if meaning.problem:
+            raise DataError(f"{where}: {meaning.problem}; --decode raw reads it as stored")
+        if meaning.changes and (place.fields[name].kind != "numbers" or request.padded):
+            raise DataError(f"{where}: its samples have variable lengths; --decode raw reads it as stored")
+    if not any(meaning.changes or meaning.as_packing != Packing(missing=()) for meaning in meanings):
+        return None
+    if places[0].fields[name].kind != "numbers" or request.padded:
+        return None
+    packings = [meaning.as_packing for meaning in meanings]
+    mask = name + MASK_SUFFIX if meanings[0].mask is not None else None
+    has_missing = mask is not None or any(packing.has_missing for packing in packings)
+    dtype = np.result_type(
+        *(
+            _decoded_dtype(
+                np.dtype(place.fields[name].dtype), packing, to_nan=has_missing and request.missing == "nan"
+            )
+            for packing, place in zip(packings, places, strict=True)
+        )
+    )
+    value: Number = 0
+    if not isinstance(request.missing, str):
+        value = request.missing
+        fits = dtype.kind == "f" or (
+            value == int(value) and np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
+        )
+        if not fits:
+            raise UsageError(f"field {name!r}: {value} for missing values is no value of {dtype.name}")
+    missing = request.missing if isinstance(request.missing, str) else "value"
+    return Decoding(dtype=dtype.name, missing=missing, value=value, mask=mask)
+
+
+def _decoded_dtype(stored: np.dtype[np.generic], packing: Packing, *, to_nan: bool) -> np.dtype[np.generic]:
+    if packing.float_dtype is not None:
+        return np.dtype(packing.float_dtype)
+    data = stored if packing.stored_as is None else np.dtype(packing.stored_as)
+    if data.kind == "f" or not to_nan:
+        return data
+    return np.dtype("float32" if data.itemsize <= 2 else "float64")
+
+
+def packing_of(place: FieldSource, name: str) -> Packing:
+    """Returns how a field is decoded in one place."""
+    return meaning_of(place, name).as_packing
+
+
+def decoding_in_words(manifest: Manifest, name: str) -> str:
+    """Returns how a stored field is decoded, by its first file; "" if it is not."""
+    how, spec = manifest.decoding.get(name), manifest.fields[name]
+    if how is None:
+        return ""
+    packings = [entry.fields[name].packing or Packing() for entry in manifest.shards]
+    packing, parts = packings[0], []
+    if packing.stored_as is not None:
+        parts.append(f"read as {packing.stored_as}")
+    if packing.float_dtype is not None:
+        scale = 1 if packing.scale is None else packing.scale
+        parts.append(f"times {scale} plus {0 if packing.offset is None else packing.offset}")
+    if packing.missing:
+        parts.append(f"missing where {', '.join(map(str, packing.missing))}")
+    if packing.least is not None or packing.most is not None:
+        of = "decoded " if packing.of_decoded else ""
+        limits = [f"from {packing.least}"] * (packing.least is not None)
+        limits += [f"to {packing.most}"] * (packing.most is not None)
+        parts.append(f"valid {of}values {' '.join(limits)}")
+    if how.mask is not None:
+        parts.append("missing by a mask")
+    if packing.has_missing or how.mask is not None:
+        to = {"nan": "NaN", "value": str(how.value), "mask": f"0, and True in {name}{MASK_SUFFIX}"}
+        parts.append(f"missing values become {to[how.missing]}")
+    if any(other != packing for other in packings):
+        parts.append("other files differ")
+    return f"decoded from {spec.dtype}: {'; '.join(parts) or 'converted'}"

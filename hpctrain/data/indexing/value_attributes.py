@@ -1,0 +1,321 @@
+"""What attributes and neighbours of an HDF5 dataset say of its values: packing, missing values, masks, units.
+
+Conventions: CF and the NetCDF User's Guide (`scale_factor`, `add_offset`, `_FillValue`, `missing_value`, `valid_*`,
+`_Unsigned`, `units`), the default fill values of the netCDF library, astropy's `NAME.mask`, anndata's nullable groups
+and categories.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.format.manifest import Manifest
+from hpctrain.data.format.manifest_entries import Packing
+
+if TYPE_CHECKING:
+    import h5py
+
+_FILLS = ("_FillValue", "missing_value")
+_RANGES = ("valid_range", "valid_min", "valid_max")
+# netcdf.h, NC_FILL_*: what the netCDF library fills variables with that have no _FillValue. Of single bytes it does not
+# count as missing.
+_DEFAULT_FILLS: dict[str, int | float] = {
+    "int16": -32767, "uint16": 65535, "int32": -2147483647, "uint32": 4294967295, "int64": -9223372036854775806,
+    "float32": 9.9692099683868690e36, "float64": 9.9692099683868690e36,
+}  # fmt: skip
+_SEEN_ROWS = 3
+
+
+@dataclass(kw_only=True)
+class ValueMeaning:
+    """What is known of one dataset's values, as JSON values.
+
+    packing: a `Packing`, without a mask. mask: path and member of the dataset that is not 0 where a value is missing.
+    said: what attributes and neighbours say, a text each. changes: the stored numbers are not the values, or some stand
+    for missing ones. units: the attribute, "" without one. problem: why the values cannot be decoded; "": they can.
+    """
+
+    packing: dict[str, Any] = field(default_factory=dict)
+    mask: list[str | None] | None = None
+    said: list[str] = field(default_factory=list)
+    changes: bool = False
+    units: str = ""
+    problem: str = ""
+
+    @property
+    def as_packing(self) -> Packing:
+        return Packing(**self.packing)
+
+    @property
+    def is_time(self) -> bool:
+        return " since " in self.units
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Unclear(Exception):
+    """Raised if an attribute cannot be understood; the message says why."""
+
+
+def meanings_in_words(directory: Path, manifest: Manifest) -> dict[str, str]:
+    """Returns what the first file of an index says of the numbers of each field; none of a file that is not there."""
+    import h5py
+
+    if not manifest.indexed:
+        return {}
+    entry, found = manifest.shards[0], {}
+    try:
+        with h5py.File(directory / entry.file, "r") as file:
+            for name, stored in entry.fields.items():
+                spec = manifest.fields[name]
+                if spec.kind != "classes":
+                    meaning = value_meaning(file, path=stored.dataset, member=stored.member, dtype=spec.dtype)
+                    found[name] = "; ".join(meaning.said) or meaning.problem
+    except (OSError, RuntimeError, KeyError, ValueError):
+        return found
+    return found
+
+
+def place_of_values(file: h5py.File, path: str) -> str:
+    """Returns the path of the values of a nullable array or categories of anndata, which are a group; else `path`."""
+    import h5py
+
+    found = file.get(path)
+    if not isinstance(found, h5py.Group):
+        return path
+    inside = {"nullable-integer": "values", "nullable-boolean": "values", "categorical": "codes"}
+    name = inside.get(_text(found.attrs.get("encoding-type")))
+    return path if name is None or name not in found else f"{path.rstrip('/')}/{name}"
+
+
+def value_meaning(file: h5py.File, *, path: str, member: str | None, dtype: str) -> ValueMeaning:
+    """Returns what the file says of the numbers of a dataset, or of a member of its compound type.
+
+    dtype: numpy name of the stored elements. Attributes are the dataset's, so that they are not read for a member.
+    """
+    dataset = file[path]
+    found = ValueMeaning()
+    packing: dict[str, Any] = {}
+    try:
+        if member is None:
+            packing = _packing(dataset, np.dtype(dtype), found)
+            if dataset.attrs.get("MATLAB_empty") is not None and np.any(dataset.attrs["MATLAB_empty"]):
+                found.said.append("MATLAB_empty: it holds the dimensions of an empty array")
+                raise _Unclear("it holds the dimensions of an empty MATLAB array, not values")
+        _add_neighbours(file, dataset, member, found, packing)
+    except _Unclear as error:
+        found.problem, found.changes = str(error), True
+    found.packing = packing
+    return found
+
+
+def _packing(dataset: h5py.Dataset, stored: np.dtype[Any], found: ValueMeaning) -> dict[str, Any]:
+    attributes = dataset.attrs
+    names = [*_FILLS, *_RANGES, "scale_factor", "add_offset", "_Unsigned"]
+    present = [name for name in names if name in attributes]
+    found.said += [f"{name} = {_shown(attributes, name)}" for name in present]
+    _add_units(attributes, found)
+    packing: dict[str, Any] = {}
+    data = stored
+    if "_Unsigned" in present and stored.kind in "iu":
+        unsigned = _text(attributes["_Unsigned"]).lower()
+        if unsigned not in ("true", "false"):
+            raise _Unclear(f"_Unsigned = {unsigned!r} is neither true nor false")
+        data = np.dtype(f"{'u' if unsigned == 'true' else ''}int{8 * stored.itemsize}")
+        if data != stored:
+            packing["stored_as"], found.changes = data.name, True
+    scales = _scales(attributes, present, data)
+    packing |= scales
+    if scales and (scales.get("scale", 1), scales.get("offset", 0)) != (1, 0):
+        found.changes = True
+    missing = [value for name in _FILLS if name in present for value in _numbers(attributes, name)]
+    kept = [_as_stored(value, stored=stored, data=data) for value in missing]
+    packing["missing"] = list(dict.fromkeys(value for value in kept if value == value))
+    packing["nan_is_missing"] = any(value != value for value in kept)
+    _add_range(attributes, present, packing, stored=stored, data=data)
+    if packing["missing"] or "least" in packing or "most" in packing:
+        found.changes = True
+    if not missing and (default := _default_fill(dataset, stored)) is not None:
+        packing["missing"] = [_as_stored(stored.type(default), stored=stored, data=data)]
+        if _may_be_unwritten(dataset, stored.type(default)):
+            found.changes = True
+            found.said.append(
+                f"records that were never written ({packing['missing'][0]!r}, netCDF's default)"
+            )
+    if packing.get("stored_as") == "uint64" and "float_dtype" not in packing and not packing["missing"]:
+        raise _Unclear("it is uint64 by _Unsigned, which torch cannot compute with")
+    return packing
+
+
+def _scales(attributes: Any, present: list[str], data: np.dtype[Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    dtypes: list[np.dtype[Any]] = []
+    for name, key in (("scale_factor", "scale"), ("add_offset", "offset")):
+        if name not in present:
+            continue
+        values = _numbers(attributes, name)
+        if len(values) != 1 or not np.isfinite(values[0]):
+            raise _Unclear(f"{name} is {_shown(attributes, name)}: one finite number is expected")
+        found[key] = _plain(values[0])
+        dtypes.append(values[0].dtype if values[0].dtype.kind == "f" else np.dtype("float64"))
+    if found:
+        # The type of the attributes, but no smaller one than the values need: CF allows float for two bytes only.
+        if data.kind == "f" or data.itemsize > 2:
+            dtypes.append(data if data.kind == "f" else np.dtype("float64"))
+        wide = np.result_type(np.float32, *dtypes)
+        found["float_dtype"] = "float32" if wide == np.float32 else "float64"
+    return found
+
+
+def _add_range(
+    attributes: Any,
+    present: list[str],
+    packing: dict[str, Any],
+    *,
+    stored: np.dtype[Any],
+    data: np.dtype[Any],
+) -> None:
+    limits: dict[str, Any] = {}
+    if "valid_range" in present:
+        values = _numbers(attributes, "valid_range")
+        if len(values) != 2:
+            raise _Unclear(f"valid_range is {_shown(attributes, 'valid_range')}: two numbers are expected")
+        limits = {"least": values[0], "most": values[1]}
+    for name, key in (("valid_min", "least"), ("valid_max", "most")):
+        if name in present:
+            values = _numbers(attributes, name)
+            if len(values) != 1:
+                raise _Unclear(f"{name} is {_shown(attributes, name)}: one number is expected")
+            limits[key] = values[0]
+    if not limits:
+        return
+    # NetCDF User's Guide: a range of the wider type of scale_factor and add_offset is one of unpacked values.
+    floats = all(value.dtype.kind == "f" for value in limits.values())
+    packing["of_decoded"] = floats and data.kind in "iu" and "float_dtype" in packing
+    for key, value in limits.items():
+        if value != value:
+            raise _Unclear("a limit of valid values is NaN")
+        unsigned = packing.get("stored_as") is not None and not floats
+        packing[key] = _as_stored(value, stored=stored, data=data) if unsigned else _plain(value)
+
+
+def _add_neighbours(
+    file: h5py.File, dataset: h5py.Dataset, member: str | None, found: ValueMeaning, packing: dict[str, Any]
+) -> None:
+    import h5py
+
+    if member is not None:
+        if f"{member}.mask" in (dataset.dtype.names or ()):
+            found.mask = [dataset.name, f"{member}.mask"]
+    else:
+        group, _, name = dataset.name.rpartition("/")
+        parent = file[group or "/"]
+        kind = _text(parent.attrs.get("encoding-type"))
+        if kind.startswith("nullable-") and name == "values" and isinstance(parent.get("mask"), h5py.Dataset):
+            found.mask = [f"{group}/mask", None]
+        elif isinstance(parent.get(f"{name}.mask"), h5py.Dataset):
+            found.mask = [f"{dataset.name}.mask", None]
+        elif kind == "categorical" and name == "codes" and dataset.dtype.kind == "i":
+            found.said.append(f"-1 is missing, other numbers are places in {group}/categories")
+            packing["missing"], found.changes = [-1], True
+    if found.mask is not None:
+        found.said.append(f"a mask of missing values, {':'.join(filter(None, found.mask))}")
+        found.changes = True
+        if found.mask[1] is None and file[found.mask[0]].shape != dataset.shape:
+            raise _Unclear(
+                f"its mask {found.mask[0]} has shape {file[found.mask[0]].shape}, not {dataset.shape}"
+            )
+
+
+def _add_units(attributes: Any, found: ValueMeaning) -> None:
+    found.units = _text(attributes.get("units")) if "units" in attributes else ""
+    if found.is_time:
+        calendar = _text(attributes["calendar"]) if "calendar" in attributes else "standard"
+        found.said.append(f"times in {found.units!r}, calendar {calendar}")
+
+
+def _default_fill(dataset: h5py.Dataset, stored: np.dtype[Any]) -> int | float | None:
+    """Returns the default fill value with which the netCDF library has made the dataset; None if it has not."""
+    default = _DEFAULT_FILLS.get(stored.name)
+    if default is None or dataset.dtype.names is not None:
+        return None
+    marks = ("_Netcdf4Dimid", "_Netcdf4Coordinates", "DIMENSION_LIST")
+    is_netcdf = "_NCProperties" in dataset.file.attrs or any(mark in dataset.attrs for mark in marks)
+    try:
+        fill = dataset.fillvalue
+    except (RuntimeError, ValueError, TypeError):
+        return None
+    return default if is_netcdf and fill == stored.type(default) else None
+
+
+def _may_be_unwritten(dataset: h5py.Dataset, default: Any) -> bool:
+    """True if storage was never written, or the first, a middle or the last row has the default fill value."""
+    if not dataset.id.get_storage_size():
+        return True
+    if not dataset.shape:
+        return bool(dataset[()] == default)
+    rows = sorted({0, dataset.shape[0] // 2, dataset.shape[0] - 1})[:_SEEN_ROWS]
+    return any(bool(np.any(dataset[row] == default)) for row in rows)
+
+
+def _as_stored(value: Any, *, stored: np.dtype[Any], data: np.dtype[Any]) -> int | float:
+    """Returns a number of an attribute as a value of `data`, the stored type after `_Unsigned`."""
+    if stored.kind == "f":
+        return float(stored.type(value))
+    if not np.isfinite(value) or value != int(value):
+        raise _Unclear(f"{value!r} is no value of {stored.name}")
+    number = int(value)
+    if stored.kind == "b":
+        stored = data = np.dtype("uint8")
+    for dtype in (data, stored):
+        limits = np.iinfo(dtype)
+        if limits.min <= number <= limits.max:
+            return int(np.array(number, dtype=dtype).view(data))
+    raise _Unclear(f"{number} is no value of {data.name}")
+
+
+def _numbers(attributes: Any, name: str) -> list[Any]:
+    """Returns the numbers of an attribute as numpy scalars; texts are read as numbers."""
+    try:
+        value = attributes[name]
+        array: NDArray[Any] = np.asarray(value).reshape(-1)
+        if array.dtype.kind in "SUO":
+            array = np.array([float(_text(one)) for one in array.tolist()])
+    except (TypeError, ValueError, OSError, RuntimeError, KeyError) as error:
+        raise _Unclear(f"its attribute {name} is no number ({error})") from error
+    if array.dtype.kind not in "iufb" or not len(array):
+        raise _Unclear(f"its attribute {name} is {_shown(attributes, name)}, which is no number")
+    if array.dtype.itemsize > 8:
+        array = array.astype(np.float64)
+    return list(array.astype(array.dtype.newbyteorder("=")))
+
+
+def _plain(value: Any) -> int | float:
+    return float(value) if value.dtype.kind == "f" else int(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        value = value.reshape(-1)[0] if value.size else ""
+    if isinstance(value, bytes):
+        value = value.decode(errors="replace")
+    return value.strip("\0 ") if isinstance(value, str) else ("" if value is None else str(value))
+
+
+def _shown(attributes: Any, name: str) -> str:
+    try:
+        value = attributes[name]
+    except (TypeError, ValueError, OSError, RuntimeError, KeyError):
+        return "of a type that is not read"
+    if isinstance(value, (bytes, str)):
+        return repr(_text(value))
+    array = np.asarray(value).reshape(-1)
+    if array.dtype.kind in "SO":
+        return ", ".join(repr(_text(one)) for one in array.tolist()[:4])
+    return ", ".join(f"{one:g}" if array.dtype.kind == "f" else str(one) for one in array[:4]) or "empty"
