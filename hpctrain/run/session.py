@@ -50,6 +50,7 @@ from hpctrain.reduce import (
     LossScale,
     ScatterUpdater,
     ShardedUpdater,
+    SparseUpdater,
     reduce_gradients_by,
 )
 from hpctrain.resilience import give_back_large_pieces, keep_freed_memory
@@ -58,6 +59,7 @@ from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
 from hpctrain.run.compute.rank_axes import RankAxes
 from hpctrain.run.compute.ranks import check_num_ranks, set_threads
 from hpctrain.run.compute.uncaught_errors import UncaughtErrors
+from hpctrain.run.optimizers import check_for_layouts, layouts_of
 from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
 from hpctrain.run.reductions import Reductions
 from hpctrain.telemetry import tell
@@ -72,7 +74,7 @@ from hpctrain.train import (
 )
 
 T = TypeVar("T")
-SessionUpdater: TypeAlias = AllReduceUpdater | ScatterUpdater | ShardedUpdater
+SessionUpdater: TypeAlias = AllReduceUpdater | ScatterUpdater | ShardedUpdater | SparseUpdater
 
 
 @final
@@ -162,9 +164,11 @@ class Session:
         Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script; `loss.backward()`,
         `step()` and `zero_grad()` are used as before. reduction: made before by `reductions.make`; then
         algorithm, wire and bucket_bytes are ignored. Raises BufferMismatch on every rank, with the ranks that differ,
-        if one has another model or trains another part of it.
+        if one has another model or trains another part of it; UsageError for an optimizer that cannot be stepped.
         """
         shard, pipeline = shard_of(model), pipeline_of(model)
+        layouts = layouts_of(model, num_ranks=self.num_ranks)
+        self.agreed(lambda: check_for_layouts(optimizer, layouts, model=model), os_error=UsageError)
         if is_sharded(model) or pipeline is not None:
             end_sums: Callable[[], object] | None = None
             if shard == "parameters" and split_of(model) is None and pipeline is None:
