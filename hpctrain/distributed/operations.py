@@ -211,7 +211,10 @@ def all_reduce_sparse(comm: Collective, tensor: torch.Tensor, *, op: str) -> tor
     if op == "mean":
         all_values = all_values.to(_OF_MEANS.get(values.dtype, values.dtype))
     total = torch.sparse_coo_tensor(
-        gathered.view(-1, depth).t(), all_values.view(-1, *values.shape[1:]), tensor.shape
+        gathered.view(-1, depth).t(),
+        all_values.view(-1, *values.shape[1:]),
+        tensor.shape,
+        check_invariants=True,
     ).coalesce()
     if op == "mean":
         _divide(total.values(), comm.num_ranks)

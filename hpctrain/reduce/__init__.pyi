@@ -33,6 +33,11 @@ from .contract.bucket_reducer import (
     InBackground as InBackground,
     StateTensor as StateTensor,
 )
+from .contract.optimizer_checks import (
+    Layout as Layout,
+    check_optimizer as check_optimizer,
+    takes_sparse_gradients as takes_sparse_gradients,
+)
 from .contract.polling import result_of as result_of, run_to_end as run_to_end
 from .contract.updater import (
     BackwardTimes as BackwardTimes,
@@ -43,6 +48,7 @@ from .contract.updater import (
 from .data_parallel.all_reduce_updater import AllReduceUpdater as AllReduceUpdater
 from .data_parallel.gradient_buckets import describe_gradient as describe_gradient
 from .data_parallel.loss_scale import LossScale as LossScale
+from .data_parallel.sparse_updater import SparseUpdater as SparseUpdater
 from .factory import ReducerMaker as ReducerMaker
 from .horovod_compression.compressors import Compression as Compression
 from .needs import (

@@ -21,7 +21,7 @@ from hpctrain.resilience import RecentTimes, StopPlan, give_back_large_pieces, g
 from hpctrain.run.compute.pipeline import put_in_stages
 from hpctrain.run.compute.precision import MODEL_DTYPE, autocast_for
 from hpctrain.run.data import RunData, order_of
-from hpctrain.run.optimizers import build_decay, build_optimizer
+from hpctrain.run.optimizers import build_decay, build_optimizer, check_recipe_optimizer
 from hpctrain.run.probe import Probe
 from hpctrain.run.recipe.checkpoint_schema import CheckpointSection
 from hpctrain.run.recipe.schema import Recipe
@@ -81,11 +81,13 @@ def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) 
         give_back_large_pieces()  # before the model, which is freed again once it is split
     seed_generators(derive_seed(recipe.run.seed, "model"))
     model = build_model(recipe, task, device=session.device)
+    optimizer = build_optimizer(model, recipe.optimizer)
+    check_recipe_optimizer(optimizer, recipe.parallel, model=model)
     return Parts(
         loader=loader,
         held_out=_held_out_loader(recipe, data.held_out, session) if data.held_out is not None else None,
         model=model,
-        optimizer=build_optimizer(model, recipe.optimizer),
+        optimizer=optimizer,
         decay=build_decay(recipe.optimizer),
         autocast=autocast_for(recipe.run.precision, device=session.device),
         tensor_plan=tensor_plan,

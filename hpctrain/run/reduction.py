@@ -26,9 +26,11 @@ from hpctrain.reduce import (
     ReducerMaker,
     ScatterReducer,
     ScatterUpdater,
+    SparseUpdater,
     check_wire,
     find_choice,
     parse_algorithm,
+    takes_sparse_gradients,
 )
 from hpctrain.topology import Topology
 
@@ -79,8 +81,13 @@ class Reduction:
         model: torch.nn.Module,
         loss_scale: LossScale | None,
         clip_norm: float | None,
-    ) -> AllReduceUpdater | ScatterUpdater:
-        """Returns the updater that reduces so. comm: all ranks. model: whose parameters they are. Collective."""
+    ) -> AllReduceUpdater | ScatterUpdater | SparseUpdater:
+        """Returns the updater that reduces so. comm: all ranks. model: whose parameters they are. Collective.
+
+        Of an optimizer that takes sparse gradients the updater gathers them, and does not use the reducer.
+        """
+        if takes_sparse_gradients(optimizer):
+            return SparseUpdater(optimizer, comm=comm, loss_scale=loss_scale, clip_norm=clip_norm)
         given: dict[str, Any] = {
             "comm": comm, "bucket_bytes": self.bucket_bytes, "loss_scale": loss_scale, "clip_norm": clip_norm,
             "overlap": self.overlap, "crowded": self.crowded,

@@ -50,6 +50,7 @@ from hpctrain.reduce import (
     CompareRanks,
     LossScale,
     ShardedUpdater,
+    SparseUpdater,
     reduce_gradients_by,
     watch_steps,
 )
@@ -61,6 +62,7 @@ from hpctrain.run.compute.ranks import check_num_ranks, set_threads
 from hpctrain.run.compute.uncaught_errors import UncaughtErrors, uncaught_as_message
 from hpctrain.run.experiments.own_loop import Build, check_loop
 from hpctrain.run.experiments.report import CheckReport
+from hpctrain.run.optimizers import check_for_layouts, layouts_of
 from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
 from hpctrain.run.reductions import Reductions
 from hpctrain.run.trainings import SessionUpdater, TrainingParts, Trainings
@@ -169,10 +171,13 @@ class Session:
         and saved too, unless the model is split. compare_ranks: `step` raises RanksDiffer where parameters or settings
         of the optimizer have come to differ between ranks; "note" says so once, "off" does not compare. Raises
         BufferMismatch on every rank, with the ranks that differ, if one has another model or trains another part of it;
-        UsageError on every rank for a model or optimizer whose state no checkpoint could hold.
+        UsageError on every rank for a model or optimizer whose state no checkpoint could hold, or that cannot be
+        stepped.
         """
         shard, pipeline = shard_of(model), pipeline_of(model)
         training = self.agreed(lambda: TrainingParts.of(model, optimizer), os_error=UsageError)
+        layouts = layouts_of(model, num_ranks=self.num_ranks)
+        self.agreed(lambda: check_for_layouts(optimizer, layouts, model=model), os_error=UsageError)
         if is_sharded(model) or pipeline is not None:
             end_sums: Callable[[], object] | None = None
             if shard == "parameters" and split_of(model) is None and pipeline is None:

@@ -15,7 +15,7 @@ from hpctrain.comm import Collective, agreed
 from hpctrain.data import Loader
 from hpctrain.distributed import is_sharded, pipeline_of
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.reduce import AllReduceUpdater, ScatterUpdater, ShardedUpdater
+from hpctrain.reduce import AllReduceUpdater, ScatterUpdater, ShardedUpdater, SparseUpdater
 from hpctrain.run.compute.rank_axes import RankAxes
 from hpctrain.train import (
     Options,
@@ -30,7 +30,7 @@ from hpctrain.train import (
     resume,
 )
 
-SessionUpdater: TypeAlias = AllReduceUpdater | ScatterUpdater | ShardedUpdater
+SessionUpdater: TypeAlias = AllReduceUpdater | ScatterUpdater | ShardedUpdater | SparseUpdater
 
 
 @dataclass(kw_only=True, eq=False, slots=True)

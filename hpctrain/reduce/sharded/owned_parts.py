@@ -11,10 +11,8 @@ import torch
 from hpctrain.distributed import element_shard, forget_elements, hold_elements, is_dense
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.gradient_norm import square_of_all
+from hpctrain.reduce.contract.optimizer_checks import check_optimizer
 from hpctrain.reduce.sharded.shard_plan import ShardPlan
-
-# Optimizers whose update of an element depends on the others of its layer.
-_WHOLE_LAYERS = ("lars", "lamb", "lbfgs", "muon", "adafactor", "shampoo", "soap", "sparseadam")
 
 
 @final
@@ -149,12 +147,7 @@ class OwnedParts:
 
 def check_shardable(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
     """Raises UsageError for an optimizer or parameters of which a rank cannot update its elements alone."""
-    name = type(optimizer).__name__
-    if name.lower() in _WHOLE_LAYERS:
-        raise UsageError(
-            f"{name} needs whole layers to update an element, such as their norms, of which a rank has a part with a "
-            "sharded optimizer: use AdamW, Adam or SGD, or leave shard out"
-        )
+    check_optimizer(optimizer, layout="optimizer")
     for parameter in parameters:
         if parameter.is_complex():
             raise UsageError(
