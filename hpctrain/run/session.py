@@ -60,6 +60,7 @@ from hpctrain.run.compute.ranks import check_num_ranks, set_threads
 from hpctrain.run.compute.uncaught_errors import UncaughtErrors
 from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
 from hpctrain.run.reductions import Reductions
+from hpctrain.storage import release_all
 from hpctrain.telemetry import tell
 from hpctrain.topology import Mesh, Topology
 from hpctrain.train import (
@@ -332,6 +333,7 @@ class Session:
         self.reductions.close(free=is_true_everywhere(self.world, all(ended)))
         while self._closers:
             self._closers.pop()()
+        release_all()
         self.world.close()
 
     def __enter__(self) -> Session:

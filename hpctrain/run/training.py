@@ -24,6 +24,7 @@ from hpctrain.run.build import (
     build_step_trace,
     build_stop_plan,
     build_straggler_watch,
+    checkpoint_directory,
     limit_settings,
     parallelized,
     reduction_plan,
@@ -33,7 +34,7 @@ from hpctrain.run.compute.postponed_dynamo import set_deterministic
 from hpctrain.run.compute.precision import loss_scale_for
 from hpctrain.run.compute.ranks import check_num_ranks
 from hpctrain.run.data import open_data
-from hpctrain.run.directory import prepare_run_directory, set_aside
+from hpctrain.run.directory import claim_run_directory, prepare_run_directory, set_aside
 from hpctrain.run.guards import build_guards, limit_host_memory
 from hpctrain.run.initial_state import open_tiers, resume_run, start_from_weights
 from hpctrain.run.metrics_out.history import what_the_last_start_left
@@ -45,6 +46,7 @@ from hpctrain.run.record import environment_record, print_start, reduction_recor
 from hpctrain.run.reduction import gradient_bytes
 from hpctrain.run.session import Session, start
 from hpctrain.run.summary import NODES, SUMMARY, finished_summary, summarize
+from hpctrain.storage import release
 from hpctrain.telemetry import ENERGY, RecordWriter, Sinks, tell, write_json
 from hpctrain.train import (
     LIMITS_FILE,
@@ -153,6 +155,8 @@ def carry_out(
     limits.base = Section.START
     limit_host_memory(recipe, session=session)
     prepare_run_directory(directory, comm=session.world, checks=session.leads_node)
+    claim_run_directory(directory, comm=session.world)
+    session.on_close(lambda: release(directory))
     session.world.publish_in(directory / "watch")
     if resume.anew:
         _start_anew(recipe, session)
@@ -311,6 +315,8 @@ def carry_out(
             raise
         return summary("finished")
     finally:
+        release(directory)
+        release(checkpoint_directory(recipe))
         if clock is not None:
             clock.close()
         sinks.close()
