@@ -36,6 +36,7 @@ from hpctrain.run.compute.ranks import check_num_ranks
 from hpctrain.run.data import open_data
 from hpctrain.run.directory import claim_run_directory, prepare_run_directory, set_aside
 from hpctrain.run.guards import build_guards, limit_host_memory
+from hpctrain.run.identity import identify_run
 from hpctrain.run.initial_state import open_tiers, resume_run, start_from_weights
 from hpctrain.run.metrics_out.history import what_the_last_start_left
 from hpctrain.run.metrics_out.open_sinks import TENSORBOARD, RunFacts, check_sinks, open_sinks, records_steps
@@ -160,6 +161,7 @@ def carry_out(
     session.world.publish_in(directory / "watch")
     if resume.anew:
         _start_anew(recipe, session)
+    run = identify_run(directory, checkpoints=checkpoint_directory(recipe), comm=session.world)
     probes = recipe.stragglers.probe == "start"
     probe = probe_before_training(session, directory=directory) if probes else None
     data = open_data(recipe.data, session=session)
@@ -209,7 +211,7 @@ def carry_out(
     )
     tiers: Tiers | None = None
     try:
-        tiers = open_tiers(recipe, session=session)
+        tiers = open_tiers(recipe, session=session, run=run)
         with in_section(session.world, Section.LOAD):
             resumed = resume_run(
                 recipe, state, path=resume.path, anew=resume.anew, session=session, identity=identity,
