@@ -34,8 +34,8 @@ class RunIdentity:
 def identify_run(directory: Path, *, checkpoints: Path, comm: Collective) -> RunIdentity:
     """Returns the identity of the run in `directory`, which exists, and gives it one if it has none. Collective.
 
-    checkpoints: where it saves; runs of earlier versions are identified by its path. Raises LaunchError on every rank if
-    the file cannot be read or written.
+    checkpoints: where it saves; runs of earlier versions are identified by its path. Raises LaunchError on every rank
+    if the file cannot be read or written.
     """
     found = on_rank_0(comm, lambda: _identify(directory, checkpoints=checkpoints))
     return RunIdentity(id=found[0], is_new=found[1])

@@ -152,7 +152,7 @@ def forget_under(base: Path, *, from_step: int) -> None:
 
 
 def note_directory(base: Path, *, shared: Path) -> None:
-    """Writes into LOCAL/<run> which shared checkpoint directory it belongs to, for `others_of`. Raises CheckpointError."""
+    """Writes into LOCAL/<run> which shared checkpoint directory it belongs to. Raises CheckpointError."""
     path = base / _DIRECTORY
     content = f"{os.path.realpath(shared)}\n".encode()
     with explained(action="write", path=path):

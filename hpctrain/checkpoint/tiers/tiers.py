@@ -69,7 +69,8 @@ class Tiers:
 
         local: a directory on node storage; its path may differ between nodes. keep_local: number of checkpoints kept
         there. run: name of the run's folder; None: one that follows from the path of `shared`, so that a run that is
-        started anew there recovers what an older one has left on the nodes. timeout_s: longest time without an answer from a partner.
+        started anew there recovers what an older one has left on the nodes. timeout_s: longest time without an answer
+        from a partner.
         Raises on every rank: UsageError for an invalid argument, CheckpointError if a node cannot write to its folder
         or reach its partner.
         """
