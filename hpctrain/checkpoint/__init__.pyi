@@ -74,7 +74,7 @@ from .saving.saver import (
     WhenBusy as WhenBusy,
     saving_into as saving_into,
 )
-from .tiers.node_store import run_key as run_key
 from .tiers.recover import recover as recover
+from .tiers.run_identity import RUN_ID as RUN_ID, RunIdentity as RunIdentity, identify_run as identify_run
 from .tiers.tiers import Tiers as Tiers
 from .tiers.two_tier_save import TwoTier as TwoTier, saving_through as saving_through

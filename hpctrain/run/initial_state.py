@@ -8,11 +8,18 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint import Tiers, finished_newest_first, load_weights, recover, step_of
+from hpctrain.checkpoint import (
+    RUN_ID,
+    RunIdentity,
+    Tiers,
+    finished_newest_first,
+    load_weights,
+    recover,
+    step_of,
+)
 from hpctrain.comm import on_rank_0
 from hpctrain.run.build import checkpoint_directory
 from hpctrain.run.directory import set_aside_newer
-from hpctrain.run.identity import RUN_ID, RunIdentity
 from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.session import Session
 from hpctrain.telemetry import tell

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint import Begin, SaveRequests, Tiers, saving_through
+from hpctrain.checkpoint import Begin, SaveRequests, Tiers, identify_run, saving_through
 from hpctrain.comm import Section, check_same, in_section, make_shared_folder, on_rank_0
 from hpctrain.errors import DivergedError, LaunchError, RecipeError, StoppedEarly
 from hpctrain.launch import identify
@@ -36,7 +36,6 @@ from hpctrain.run.compute.ranks import check_num_ranks
 from hpctrain.run.data import open_data
 from hpctrain.run.directory import claim_run_directory, prepare_run_directory, set_aside
 from hpctrain.run.guards import build_guards, limit_host_memory
-from hpctrain.run.identity import identify_run
 from hpctrain.run.initial_state import open_tiers, resume_run, start_from_weights
 from hpctrain.run.metrics_out.history import what_the_last_start_left
 from hpctrain.run.metrics_out.open_sinks import TENSORBOARD, RunFacts, check_sinks, open_sinks, records_steps

@@ -12,7 +12,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.checkpoint import run_key
+from hpctrain.checkpoint.tiers.node_store import run_key
 from hpctrain.comm import Collective, on_rank_0
 from hpctrain.errors import LaunchError
 from hpctrain.storage import replace_file
