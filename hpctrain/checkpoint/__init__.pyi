@@ -88,5 +88,6 @@ from .saving.saver import (
     saving_into as saving_into,
 )
 from .tiers.recover import recover as recover
+from .tiers.run_identity import RUN_ID as RUN_ID, RunIdentity as RunIdentity, identify_run as identify_run
 from .tiers.tiers import Tiers as Tiers
 from .tiers.two_tier_save import TwoTier as TwoTier, saving_through as saving_through

@@ -116,14 +116,8 @@ def parallelized(parts: Parts, recipe: Recipe, *, task: Task, session: Session) 
 
 
 def build_runner(
-    recipe: Recipe,
-    task: Task,
-    parts: Parts,
-    *,
-    session: Session,
-    updater: SessionUpdater,
-    loss_unit: float | None,
-) -> Runner:
+    recipe: Recipe, task: Task, parts: Parts, *, session: Session, updater: SessionUpdater, loss_unit: float | None
+) -> Runner:  # fmt: skip
     """Returns what computes the batches of `parts.model`. loss_unit: of the checkpoint that the run resumes from."""
     dtype = MODEL_DTYPE[recipe.run.precision]
     pipeline = pipeline_of(parts.model)

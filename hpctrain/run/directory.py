@@ -9,6 +9,8 @@ from pathlib import Path
 from hpctrain.checkpoint import step_of
 from hpctrain.comm import VISIBLE_WITHIN_S, Collective, agreed, is_seen, on_rank_0
 from hpctrain.errors import LaunchError
+from hpctrain.storage import InUseError, claim
+from hpctrain.telemetry import tell
 
 
 def prepare_run_directory(directory: Path, *, comm: Collective, checks: bool) -> None:
@@ -21,6 +23,19 @@ def prepare_run_directory(directory: Path, *, comm: Collective, checks: bool) ->
     comm.barrier()
     if comm.rank == 0:
         (directory / token).unlink(missing_ok=True)
+
+
+def claim_run_directory(directory: Path, *, comm: Collective) -> None:
+    """Takes the lease on the run directory for rank 0's process. Collective. Raises LaunchError on every rank, which
+    names the process that has it, if another run uses the directory."""
+
+    def take() -> None:
+        try:
+            claim(directory, say=tell)
+        except InUseError as error:
+            raise LaunchError(f"run.directory: {error}") from error
+
+    on_rank_0(comm, take)
 
 
 def set_aside(directory: Path, names: list[str], *, comm: Collective) -> Path | None:

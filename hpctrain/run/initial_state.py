@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint import Tiers, finished_newest_first, load_weights, recover, step_of
+from hpctrain.checkpoint import (
+    RUN_ID,
+    RunIdentity,
+    Tiers,
+    finished_newest_first,
+    load_weights,
+    recover,
+    step_of,
+)
 from hpctrain.comm import on_rank_0
 from hpctrain.run.build import checkpoint_directory
 from hpctrain.run.directory import set_aside_newer
@@ -18,10 +26,11 @@ from hpctrain.telemetry import tell
 from hpctrain.train import Position, Resumed, TrainingState, resume
 
 
-def open_tiers(recipe: Recipe, *, session: Session) -> Tiers | None:
+def open_tiers(recipe: Recipe, *, session: Session, run: RunIdentity) -> Tiers | None:
     """Opens the nodes' own storage for checkpoints (`checkpoint.local`); None if it is not set. Collective.
 
-    Closed with the session.
+    Closed with the session. If the run is new, checkpoints of an earlier one in its directory stay where they are, and
+    a line says how they can be had.
     """
     section = recipe.checkpoint
     if section.local is None:
@@ -32,8 +41,19 @@ def open_tiers(recipe: Recipe, *, session: Session) -> Tiers | None:
         topology=session.topology,
         comm=session.world,
         keep_local=section.local_keep,
+        run=run.id,
     )
     session.on_close(tiers.close)
+    if run.is_new:
+        for other in tiers.left_by_others(comm=session.world):
+            if session.rank == 0:
+                name, path = other.split()[0], Path(recipe.run.directory) / RUN_ID
+                tell(
+                    f"note: the nodes' storage {section.local} holds checkpoints of an earlier run in this directory: "
+                    f"{other}. This directory is new, so they are not recovered. To resume that run instead, stop this "
+                    f"one, empty the directory, and write the name into it: echo {name} > {path}. To free the space, "
+                    f"delete {Path(section.local) / name} on the nodes"
+                )
     return tiers
 
 

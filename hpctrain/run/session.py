@@ -66,6 +66,7 @@ from hpctrain.run.optimizers import check_for_layouts, layouts_of
 from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
 from hpctrain.run.reductions import Reductions
 from hpctrain.run.trainings import SessionUpdater, TrainingParts, Trainings
+from hpctrain.storage import release_all
 from hpctrain.telemetry import tell
 from hpctrain.topology import Mesh, Topology
 from hpctrain.train import (
@@ -334,6 +335,7 @@ class Session:
     def close(self) -> None:
         """Finishes communication. Collective."""
         self.end_training()
+        release_all()
         self.world.close()
 
     def end_training(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint import Begin, SaveRequests, Tiers, saving_through
+from hpctrain.checkpoint import Begin, SaveRequests, Tiers, identify_run, saving_through
 from hpctrain.comm import Section, check_same, in_section, make_shared_folder, on_rank_0
 from hpctrain.errors import DivergedError, LaunchError, RecipeError, StoppedEarly
 from hpctrain.launch import identify
@@ -24,6 +24,7 @@ from hpctrain.run.build import (
     build_step_trace,
     build_stop_plan,
     build_straggler_watch,
+    checkpoint_directory,
     limit_settings,
     parallelized,
     reduction_plan,
@@ -33,7 +34,7 @@ from hpctrain.run.compute.postponed_dynamo import set_deterministic
 from hpctrain.run.compute.precision import loss_scale_for
 from hpctrain.run.compute.ranks import check_num_ranks
 from hpctrain.run.data import open_data
-from hpctrain.run.directory import prepare_run_directory, set_aside
+from hpctrain.run.directory import claim_run_directory, prepare_run_directory, set_aside
 from hpctrain.run.guards import build_guards, compare_ranks, limit_host_memory
 from hpctrain.run.initial_state import open_tiers, resume_run, start_from_weights
 from hpctrain.run.metrics_out.history import what_the_last_start_left
@@ -45,6 +46,7 @@ from hpctrain.run.record import environment_record, print_start, reduction_recor
 from hpctrain.run.reduction import gradient_bytes
 from hpctrain.run.session import Session, start
 from hpctrain.run.summary import NODES, SUMMARY, finished_summary, summarize
+from hpctrain.storage import release
 from hpctrain.telemetry import ENERGY, RecordWriter, Sinks, tell, write_json
 from hpctrain.train import (
     LIMITS_FILE,
@@ -152,9 +154,12 @@ def carry_out(
     limits.base = Section.START
     limit_host_memory(recipe, session=session)
     prepare_run_directory(directory, comm=session.world, checks=session.leads_node)
+    claim_run_directory(directory, comm=session.world)
+    session.on_close(lambda: release(directory))
     session.world.publish_in(directory / "watch")
     if resume.anew:
         _start_anew(recipe, session)
+    run = identify_run(directory, checkpoints=checkpoint_directory(recipe), comm=session.world)
     probes = recipe.stragglers.probe == "start"
     probe = probe_before_training(session, directory=directory) if probes else None
     data = open_data(recipe.data, session=session)
@@ -205,7 +210,7 @@ def carry_out(
     )
     tiers: Tiers | None = None
     try:
-        tiers = open_tiers(recipe, session=session)
+        tiers = open_tiers(recipe, session=session, run=run)
         with in_section(session.world, Section.LOAD):
             resumed = resume_run(
                 recipe, state, path=resume.path, anew=resume.anew, session=session, identity=identity,
@@ -311,6 +316,8 @@ def carry_out(
             raise
         return summary("finished")
     finally:
+        release(directory)
+        release(checkpoint_directory(recipe))
         if clock is not None:
             clock.close()
         sinks.close()

@@ -7,3 +7,10 @@ from .full_io import (
     sync_directory as sync_directory,
     write_fully as write_fully,
 )
+from .lease.claims import (
+    check_claim as check_claim,
+    claim as claim,
+    release as release,
+    release_all as release_all,
+)
+from .lease.lease import InUseError as InUseError, Lease as Lease

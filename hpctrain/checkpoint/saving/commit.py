@@ -23,7 +23,8 @@ from hpctrain.checkpoint.format.commit_header import Seal, encode_seal
 from hpctrain.checkpoint.loading.check_structure import check_sealed
 from hpctrain.checkpoint.planning.hdf5_skeleton import Skeleton
 from hpctrain.checkpoint.retention.file_recycling import take_spare
-from hpctrain.storage import hash_of, sync_directory, write_fully
+from hpctrain.errors import CheckpointError
+from hpctrain.storage import InUseError, check_claim, claim, hash_of, sync_directory, write_fully
 
 
 def make_room(directory: Path, partial: Path, *, folder: bool, spare_bytes: int | None = None) -> list[str]:
@@ -39,12 +40,21 @@ def make_room(directory: Path, partial: Path, *, folder: bool, spare_bytes: int 
         directory.mkdir(parents=True, exist_ok=True)
         for place in missing:  # flush the entry of every new directory, not only of the last
             sync_directory(place.parent)
+        _claim(directory)
         if spare_bytes is not None:
             take_spare(directory, partial, file_bytes=spare_bytes)
         notes = remove_partial_files(directory, but=partial)
         if folder:
             partial.mkdir()
     return notes
+
+
+def _claim(directory: Path) -> None:
+    """Takes the lease on the directory, or checks that this process still has it. Raises CheckpointError."""
+    try:
+        claim(directory)
+    except InUseError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def create_file(path: Path, *, file_bytes: int) -> None:
@@ -94,6 +104,10 @@ def rename_finished(partial: Path, final: Path, *, unique: str) -> None:
     An older checkpoint of the same step is moved aside to a name under which readers still find it, and deleted after
     the rename; if that fails, the next save deletes it. Raises CheckpointError.
     """
+    try:
+        check_claim(final.parent)
+    except InUseError as error:
+        raise CheckpointError(str(error)) from error
     step_forms = [final.with_name(name) for name in _forms(final.name)]
     replaced: list[tuple[Path, Path]] = []
     with explained(action="rename the finished checkpoint to", path=final):

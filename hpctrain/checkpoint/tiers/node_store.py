@@ -27,9 +27,10 @@ from hpctrain.checkpoint.format.link_names import escape
 from hpctrain.checkpoint.tiers.partner_copy import Offer
 from hpctrain.checkpoint.tiers.partner_protocol import PartnerError
 from hpctrain.errors import CheckpointError
-from hpctrain.storage import HASH_DIGITS, sync_directory
+from hpctrain.storage import HASH_DIGITS, replace_file, sync_directory
 
 OWN, PARTNER = "own", "partner"
+_DIRECTORY = "shared-directory"  # in LOCAL/<run>: the path of the run's shared checkpoint directory
 _NOTE = re.compile(r"step-(\d{8,18})\.json")
 _STEP = re.compile(r"step-(\d{8,18})")
 _MAX_NOTE_BYTES = 4096
@@ -148,6 +149,34 @@ def forget_under(base: Path, *, from_step: int) -> None:
             for step in _steps_in(directory):
                 if step >= from_step:
                     _forget_step(directory, step)
+
+
+def note_directory(base: Path, *, shared: Path) -> None:
+    """Writes into LOCAL/<run> which shared checkpoint directory it belongs to. Raises CheckpointError."""
+    path = base / _DIRECTORY
+    content = f"{os.path.realpath(shared)}\n".encode()
+    with explained(action="write", path=path):
+        if path.exists() and path.read_bytes() == content:
+            return
+        replace_file(path, content, partial=base / f".taking-{secrets.token_hex(8)}")
+
+
+def others_of(base: Path, *, shared: Path) -> dict[str, int]:
+    """Returns the runs beside `base` on this node that had the same shared checkpoint directory and hold checkpoints:
+    name of the folder -> newest step. Raises CheckpointError."""
+    found = {}
+    directory = os.path.realpath(shared)
+    with explained(action="look for checkpoints in", path=base.parent):
+        for other in base.parent.iterdir():
+            if other == base or not other.is_dir():
+                continue
+            note = other / _DIRECTORY
+            noted = note.read_text(encoding="utf-8").strip() if note.is_file() else None
+            if noted == directory or (noted is None and other.name == run_key(shared)):
+                steps = [held.offer.step for held in held_under(other)]
+                if steps:
+                    found[other.name] = max(steps)
+    return found
 
 
 def held_under(base: Path) -> list[Held]:

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any, final
 
-from hpctrain.checkpoint.tiers.node_store import LocalStore, forget_under, run_key
+from hpctrain.checkpoint.tiers.node_store import LocalStore, forget_under, note_directory, others_of, run_key
 from hpctrain.checkpoint.tiers.partner_copy import DEFAULT_TIMEOUT_S, PartnerServer, greet
 from hpctrain.checkpoint.tiers.partner_protocol import PartnerAddress
 from hpctrain.comm import Collective, agreed, all_gather_json, on_rank_0
@@ -60,6 +60,7 @@ class Tiers:
         shared: Path | str,
         topology: Topology,
         comm: Collective,
+        run: str | None = None,
         keep_local: int = 1,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Tiers:
@@ -67,13 +68,15 @@ class Tiers:
         node. Collective. Call `close` at the end of the run.
 
         local: a directory on node storage; its path may differ between nodes. keep_local: number of checkpoints kept
-        there. timeout_s: longest time without an answer from a partner.
+        there. run: name of the run's folder; None: one that follows from the path of `shared`, so that a run that is
+        started anew there recovers what an older one has left on the nodes. timeout_s: longest time without an answer
+        from a partner.
         Raises on every rank: UsageError for an invalid argument, CheckpointError if a node cannot write to its folder
         or reach its partner.
         """
         agreed(comm, lambda: _check_arguments(local=Path(local), keep_local=keep_local, timeout_s=timeout_s))
         chosen = on_rank_0(
-            comm, lambda: {"run": run_key(Path(shared)), "token": secrets.token_hex(_TOKEN_BYTES)}
+            comm, lambda: {"run": run or run_key(Path(shared)), "token": secrets.token_hex(_TOKEN_BYTES)}
         )
         node = topology.node_of(comm.rank)
         store = LocalStore(
@@ -101,6 +104,7 @@ class Tiers:
             if not self.is_leader:
                 return None
             self.store.prepare()
+            note_directory(self.store.base, shared=self.shared)
             if self.topology.num_nodes == 1:
                 return None
             self._server = PartnerServer(
@@ -117,6 +121,19 @@ class Tiers:
             self.partner = greet(PartnerAddress.from_json(addresses[following]), token=self.token)
 
         agreed(comm, meet, os_error=CheckpointError)
+
+    def left_by_others(self, *, comm: Collective) -> list[str]:
+        """Returns the folders on the nodes with checkpoints of other runs that had the same shared directory, each with
+        its newest step, as text. Collective. Raises CheckpointError on every rank."""
+        mine = agreed(
+            comm, lambda: others_of(self.store.base, shared=self.shared) if self.is_leader else {},
+            os_error=CheckpointError,
+        )  # fmt: skip
+        newest: dict[str, int] = {}
+        for theirs in all_gather_json(comm, mine):
+            for name, step in theirs.items():
+                newest[name] = max(step, newest.get(name, 0))
+        return [f"{name} (step {step})" for name, step in sorted(newest.items())]
 
     def forget(self, *, from_step: int = 0, comm: Collective) -> None:
         """Removes the nodes' files of step `from_step` and later. Collective. Raises CheckpointError on every rank.

@@ -10,9 +10,9 @@ from hpctrain.reduce import StepOutcome
 from hpctrain.resilience import Divergence
 from hpctrain.telemetry import RecordWriter
 from hpctrain.train.loop.data_balance import DataBalance
-from hpctrain.train.loop.mean_loss import LOSS_WEIGHT, with_mean_loss
 from hpctrain.train.loop.memory_guard import MemoryGuard
 from hpctrain.train.state.resumption import Resumed
+from hpctrain.train.task.mean_loss import LOSS_WEIGHT, with_mean_loss
 
 # Restores the run's state from the checkpoint that the function chooses among the saved steps, and sets later ones
 # aside. Collective. Returns None, with nothing changed, if it chooses none.

@@ -20,7 +20,6 @@ from hpctrain.train.loop.checkpointing import Checkpointing, with_quality
 from hpctrain.train.loop.data_faults import DataFaults
 from hpctrain.train.loop.evaluate import evaluate
 from hpctrain.train.loop.guards import Guards
-from hpctrain.train.loop.mean_loss import LOSS_WEIGHT, with_mean_loss
 from hpctrain.train.loop.recorder import RunRecorder
 from hpctrain.train.loop.settings import LoopSettings, Totals
 from hpctrain.train.loop.stopping import Stopping
@@ -28,6 +27,7 @@ from hpctrain.train.state.finite_check import FiniteCheck
 from hpctrain.train.state.resumption import Resumed
 from hpctrain.train.state.section_times import SectionTimes
 from hpctrain.train.state.training_state import TrainingState
+from hpctrain.train.task.mean_loss import LOSS_WEIGHT, with_mean_loss
 from hpctrain.train.task.runner import Runner
 from hpctrain.train.task.schedule import LR_SCALE, Schedule
 from hpctrain.train.watch.efficiency_watch import EfficiencyWatch

@@ -49,7 +49,9 @@ def test_updaters_clip_as_torch_does(shard: str) -> None:
     torch.nn.utils.clip_grad_norm_([expected], 2e-6)
 
     def case(world: World) -> torch.Tensor:
-        plan = Plan(shard=shard, layout="a" * world.num_ranks, dtype=torch.float64, clip_norm=2e-6, align_elems=1)
+        plan = Plan(
+            shard=shard, layout="a" * world.num_ranks, dtype=torch.float64, clip_norm=2e-6, align_elems=1
+        )
         return stepped(lambda optimizer: make_updater(world, plan, optimizer)[0], weight=1 / world.num_ranks)
 
     for num_ranks in (1, 2):

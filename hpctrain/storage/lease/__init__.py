@@ -1,0 +1,1 @@
+"""A directory that one run at a time writes to."""

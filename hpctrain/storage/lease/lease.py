@@ -1,0 +1,199 @@
+"""A lease on a directory: a file that names who writes there, created so that only one process can.
+
+    DIRECTORY/.lease-00000003
+
+The highest number holds. A process takes a lease over by creating the next number, which only one can (link(2) or
+O_EXCL, atomic on NFS and Lustre; clocks and locks are not used); so the one that had it sees that it has lost it. A
+thread of the holder writes its file again every `RENEW_S`, so that processes on other machines see it at work.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import final
+
+from hpctrain.storage.full_io import replace_file
+from hpctrain.storage.lease.holder import Holder
+
+RENEW_S = 60.0
+# Of this process's clock. Longer than two renewals and what a network filesystem may hide of them.
+LOST_AFTER_S = 200.0
+_NAME = re.compile(r"\.lease-(\d{8})")
+
+
+class InUseError(Exception):
+    """Another process has the lease. The text says who, and what to do."""
+
+
+@final
+class Lease:
+    """This process's lease on `directory`, which exists. Make it with `take`."""
+
+    def __init__(self, directory: Path, number: int, holder: Holder) -> None:
+        self.directory = directory
+        self._number = number
+        self._holder = holder
+        self._renewals = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="hpctrain-lease", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def take(
+        cls,
+        directory: Path,
+        *,
+        say: Callable[[str], object] = lambda text: None,
+        lost_after_s: float = LOST_AFTER_S,
+        poll_s: float = 2.0,
+    ) -> Lease:
+        """Returns the lease once no other process has it.
+
+        A holder on this machine, or of an earlier life of this Slurm job, is known to run or to have ended. Others are
+        watched for `lost_after_s`, after `say` was called with a line that says so. Raises InUseError if another
+        process has the lease, and OSError if the directory cannot be written to.
+        """
+        holder = Holder.of_this_process(secrets.token_hex(8))
+        watched: tuple[int, bytes] | None = None
+        since = 0.0
+        while True:
+            number = newest(directory)
+            content = _content(directory, number)
+            if number and content is not None:
+                other = _parsed(content)
+                ended = other.has_ended(seen_by=holder) if other is not None else None
+                if ended is False:
+                    assert other is not None
+                    raise InUseError(_refusal(directory, number, other))
+                if ended is None:
+                    if watched is None:
+                        who = other.describe() if other is not None else "a process that cannot be read"
+                        say(
+                            f"{directory} is in use by {who}: waiting for up to {lost_after_s:.0f} s to see whether it "
+                            "still runs"
+                        )
+                    if (number, content) != watched:
+                        if watched is not None and other is not None:
+                            raise InUseError(_refusal(directory, number, other))
+                        watched, since = (number, content), time.monotonic()
+                    if time.monotonic() - since < lost_after_s:
+                        time.sleep(min(poll_s, lost_after_s))
+                        continue
+            if _create(directory, number + 1, holder):
+                for old in range(max(1, number - 8), number + 1):
+                    with suppress(OSError):
+                        _path(directory, old).unlink()
+                return cls(directory, number + 1, holder)
+
+    def check(self) -> None:
+        """Raises InUseError if another process has taken the lease over. One listing of the directory. Creates it again
+        if somebody has deleted it."""
+        number = newest(self.directory)
+        if number == self._number:
+            return
+        if number < self._number:
+            with suppress(FileNotFoundError):  # the directory itself is gone: what writes there finds out
+                _create(self.directory, self._number, self._holder)
+            return
+        content = _content(self.directory, number)
+        other = _parsed(content) if content is not None else None
+        who = other.describe() if other is not None else "another process"
+        raise InUseError(
+            f"{self.directory} was taken over by {who}, which has not seen this process work for a while: it was "
+            "suspended, perhaps. It saves nothing more; only one run can write there"
+        )
+
+    def release(self) -> None:
+        """Gives the lease back. May be called twice."""
+        if self._ended.is_set() or os.getpid() != self._holder.pid:
+            return  # also in a forked process
+        self._ended.set()
+        with suppress(OSError):
+            if newest(self.directory) == self._number:
+                _path(self.directory, self._number).unlink()
+
+    def _renew(self) -> None:
+        while not self._ended.wait(RENEW_S):
+            self._renewals += 1
+            path = _path(self.directory, self._number)
+            with suppress(OSError):
+                if newest(self.directory) == self._number and not self._ended.is_set():
+                    partial = path.with_name(f"{path.name}.{self._holder.id}")
+                    replace_file(path, _encoded(self._holder, renewals=self._renewals), partial=partial)
+
+
+def newest(directory: Path) -> int:
+    """Returns the number of the directory's lease; 0 if nobody has one."""
+    numbers = [0]
+    with suppress(FileNotFoundError), os.scandir(directory) as entries:
+        numbers += [int(match[1]) for entry in entries if (match := _NAME.fullmatch(entry.name))]
+    return max(numbers)
+
+
+def _path(directory: Path, number: int) -> Path:
+    return directory / f".lease-{number:08d}"
+
+
+def _encoded(holder: Holder, *, renewals: int) -> bytes:
+    return json.dumps({"holder": holder.to_json(), "renewals": renewals}).encode() + b"\n"
+
+
+def _content(directory: Path, number: int) -> bytes | None:
+    try:
+        return _path(directory, number).read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _parsed(content: bytes) -> Holder | None:
+    try:
+        return Holder.from_json(json.loads(content)["holder"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _create(directory: Path, number: int, holder: Holder) -> bool:
+    """Creates the lease file, complete at once. Returns False if another process has."""
+    path = _path(directory, number)
+    partial = path.with_name(f"{path.name}.{holder.id}")
+    partial.write_bytes(_encoded(holder, renewals=0))
+    try:
+        try:
+            os.link(partial, path)
+        except FileExistsError:
+            # The answer to an NFS request that was sent twice; then the link is there.
+            return partial.stat().st_nlink == 2
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                raise
+            return _create_exclusively(path, holder)  # a filesystem without hard links
+        return True
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
+def _create_exclusively(path: Path, holder: Holder) -> bool:
+    try:
+        with path.open("xb") as file:
+            file.write(_encoded(holder, renewals=0))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _refusal(directory: Path, number: int, other: Holder) -> str:
+    return (
+        f"{directory} is in use by another run: {other.describe()}. Two runs in one directory would mix their records "
+        "and checkpoints: wait for that one or end it, or use another directory. If that process is certainly gone, "
+        f"delete {_path(directory, number)}"
+    )

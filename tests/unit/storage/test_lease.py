@@ -1,0 +1,162 @@
+"""One process at a time writes to a directory. The other processes are real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpctrain.storage import InUseError, Lease, check_claim, claim, release
+from hpctrain.storage.lease.holder import Holder
+from hpctrain.storage.lease.lease import newest
+
+HOLDING = (
+    "import sys; from hpctrain.storage import claim; claim(sys.argv[1]); print('has it', flush=True); input()"
+)
+Other = subprocess.Popen[str]
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Other]:
+    """A process that has the lease until it reads a line."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDING, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "has it\n"
+        yield process
+        process.kill()
+
+
+def pretend(directory: Path, holder: Holder, *, number: int = 1, renewals: int = 0) -> None:
+    """Writes the lease that another machine's process would have written."""
+    text = json.dumps({"holder": holder.to_json(), "renewals": renewals})
+    (directory / f".lease-{number:08d}").write_text(text)
+
+
+def test_a_process_that_runs_is_named_and_one_that_ended_is_not_waited_for(
+    tmp_path: Path, other: Other
+) -> None:
+    with pytest.raises(InUseError, match=f"in use by another run: process {other.pid} on .*, since 20"):
+        Lease.take(tmp_path)
+    other.send_signal(signal.SIGSTOP)  # suspended is not ended
+    with pytest.raises(InUseError, match="in use by another run"):
+        Lease.take(tmp_path)
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
+    Lease.take(tmp_path).release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_ends_gives_it_back(tmp_path: Path, other: Other) -> None:
+    other.communicate("\n")
+    assert other.returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_many_that_come_at_once_one_gets_it(tmp_path: Path) -> None:
+    pretend(tmp_path, replace(Holder.of_this_process("0" * 16), pid=2**22 - 1, ticks=1))  # has ended
+    found: list[Lease] = []
+    refused: list[InUseError] = []
+
+    def take() -> None:
+        try:
+            found.append(Lease.take(tmp_path))
+        except InUseError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(found), len(refused)) == (1, 7)
+    assert newest(tmp_path) == 2
+    found[0].release()
+
+
+def test_one_of_another_machine_that_is_not_renewed_is_taken_over_after_a_while(tmp_path: Path) -> None:
+    elsewhere = replace(Holder.of_this_process("0" * 16), host="elsewhere", boot="b", job="12")
+    pretend(tmp_path, elsewhere)
+    lines: list[str] = []
+    Lease.take(tmp_path, say=lines.append, lost_after_s=0.2, poll_s=0.05).release()
+    (line,) = lines
+    assert f"in use by process {os.getpid()} on elsewhere (Slurm job 12), since" in line
+    assert "waiting for up to 0 s to see whether it still runs" in line
+
+
+def test_one_of_another_machine_that_is_renewed_is_respected(tmp_path: Path) -> None:
+    elsewhere = replace(Holder.of_this_process("0" * 16), host="elsewhere", boot="b")
+    pretend(tmp_path, elsewhere)
+    with pytest.raises(InUseError, match=r"in use by another run: process .* on elsewhere"):
+        Lease.take(
+            tmp_path, say=lambda _: pretend(tmp_path, elsewhere, renewals=1), lost_after_s=60.0, poll_s=0.05
+        )
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "ended"),
+    [
+        ({"job": "7", "restart": 0}, {"job": "7", "restart": 1}, True),  # queued again
+        ({"job": "7", "attempt": 1}, {"job": "7", "attempt": 2}, True),  # of `hpctrain supervise`
+        ({"job": "7", "attempt": 2}, {"job": "7", "attempt": 2}, None),
+        ({"job": "7", "restart": 1}, {"job": "7", "restart": 1}, None),  # two steps of one job
+        ({"job": "7"}, {"job": "8"}, None),
+        ({"job": ""}, {"job": ""}, None),
+    ],
+)
+def test_earlier_lives_of_a_job_have_ended(
+    before: dict[str, object], now: dict[str, object], ended: bool | None
+) -> None:
+    here = Holder.of_this_process("0" * 16)
+    there = replace(here, host="elsewhere", boot="b", **before)  # type: ignore[arg-type]
+    assert there.has_ended(seen_by=replace(here, **now)) is ended  # type: ignore[arg-type]
+
+
+def test_a_process_number_that_is_used_again_is_not_the_same_process() -> None:
+    here = Holder.of_this_process("0" * 16)
+    assert here.has_ended(seen_by=here) is False
+    assert replace(here, ticks=here.ticks + 1).has_ended(seen_by=here) is True
+    assert replace(here, boot="before").has_ended(seen_by=here) is True
+    assert replace(here, namespace="pid:[1]").has_ended(seen_by=here) is None  # another container
+
+
+def test_one_that_was_taken_over_is_noticed_and_left_alone(tmp_path: Path) -> None:
+    claim(tmp_path)
+    claim(tmp_path)
+    pretend(tmp_path, replace(Holder.of_this_process("1" * 16), host="elsewhere"), number=2)
+    with pytest.raises(InUseError, match=r"was taken over by process .* on elsewhere"):
+        check_claim(tmp_path)
+    release(tmp_path)
+    assert newest(tmp_path) == 2
+
+
+def test_a_directory_made_again_is_claimed_again(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    place.mkdir()
+    claim(place)
+    for path in place.iterdir():
+        path.unlink()
+    place.rmdir()
+    place.mkdir()
+    claim(place)
+    assert newest(place) == 1
+    release(place)
+
+
+def test_a_lease_that_cannot_be_read_is_watched_too(tmp_path: Path) -> None:
+    (tmp_path / ".lease-00000005").write_text("")
+    lines: list[str] = []
+    Lease.take(tmp_path, say=lines.append, lost_after_s=0.1, poll_s=0.05).release()
+    assert "a process that cannot be read" in lines[0]
