@@ -1,3 +1,4 @@
+from .ema import Ema as Ema
 from .loop.agreed_batches import agreed_batches as agreed_batches
 from .loop.checkpointing import Checkpointing as Checkpointing
 from .loop.data_balance import DataBalance as DataBalance
