@@ -58,12 +58,14 @@ from hpctrain.run.compute.ranks import check_num_ranks, set_threads
 from hpctrain.run.compute.uncaught_errors import UncaughtErrors
 from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
 from hpctrain.run.reductions import Reductions
-from hpctrain.run.trainings import SessionUpdater, TrainingParts, Trainings
 from hpctrain.telemetry import tell
 from hpctrain.topology import Mesh, Topology
 from hpctrain.train import (
     Position,
+    SessionUpdater,
     Stateful,
+    TrainingParts,
+    Trainings,
     communicates_in_forward,
     convert_sync_batch_norm,
 )
@@ -105,7 +107,7 @@ class Session:
         )
         self.axes = RankAxes(topology, rank=world.rank)
         self._closers: list[Callable[[], object]] = []
-        self.trainings = Trainings(world, self.axes)
+        self.trainings = Trainings(world, drawing=lambda: self.axes.drawing, note=self.note)
 
     def gather_cores(self) -> Sequence[RankCores]:
         """Returns the cores of all ranks, by rank. Collective at the first call, unless `start` has gathered them."""

@@ -1,4 +1,3 @@
-from .ema import Ema as Ema
 from .loop.agreed_batches import agreed_batches as agreed_batches
 from .loop.checkpointing import Checkpointing as Checkpointing
 from .loop.data_balance import DataBalance as DataBalance
@@ -16,17 +15,9 @@ from .loop.settings import (
 )
 from .loop.stopping import Stopped as Stopped, Stopping as Stopping
 from .loop.training import Training as Training
-from .state.also import (
-    Stateful as Stateful,
-    check_also as check_also,
-    check_same_on_ranks as check_same_on_ranks,
-)
+from .state.also import Stateful as Stateful
 from .state.data_identity import data_identity as data_identity
-from .state.optimizer_state import (
-    Options as Options,
-    options_of as options_of,
-    parameters_outside as parameters_outside,
-)
+from .state.ema import Ema as Ema
 from .state.resumption import Resumed as Resumed, resume as resume
 from .state.section_times import (
     LIMITS_FILE as LIMITS_FILE,
@@ -37,6 +28,11 @@ from .state.seeds import derive_seed as derive_seed, seed_generators as seed_gen
 from .state.training_state import (
     Position as Position,
     TrainingState as TrainingState,
+)
+from .state.trainings import (
+    SessionUpdater as SessionUpdater,
+    TrainingParts as TrainingParts,
+    Trainings as Trainings,
 )
 from .task.named_object import check_call as check_call, import_named as import_named
 from .task.pipeline_runner import PipelineRunner as PipelineRunner

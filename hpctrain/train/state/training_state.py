@@ -33,8 +33,8 @@ from hpctrain.distributed import (
 from hpctrain.errors import CheckpointError
 from hpctrain.reduce import StateTensor, Updater
 from hpctrain.topology import Axis
-from hpctrain.train.ema import Ema
 from hpctrain.train.state.also import Stateful, also_items, also_states, also_tensors, load_also
+from hpctrain.train.state.ema import Ema
 from hpctrain.train.state.model_check import check_state, kind_of
 from hpctrain.train.state.optimizer_state import OptimizerState, Options
 from hpctrain.train.state.seeds import capture_generators, derive_seed, restore_generators, seed_generators
