@@ -27,7 +27,6 @@ from hpctrain.run.recipe.checkpoint_schema import CheckpointSection
 from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.reduction import ReductionPlan, gradient_bytes
 from hpctrain.run.session import Session
-from hpctrain.run.trainings import SessionUpdater
 from hpctrain.scaling import parse_trace_steps
 from hpctrain.stragglers import Limits
 from hpctrain.telemetry import EnergyMeter, open_counters
@@ -42,6 +41,7 @@ from hpctrain.train import (
     Runner,
     RunRecorder,
     Schedule,
+    SessionUpdater,
     StepTrace,
     StragglerWatch,
     Task,

@@ -65,14 +65,16 @@ from hpctrain.run.experiments.report import CheckReport
 from hpctrain.run.optimizers import check_for_layouts, layouts_of
 from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
 from hpctrain.run.reductions import Reductions
-from hpctrain.run.trainings import SessionUpdater, TrainingParts, Trainings
 from hpctrain.storage import release_all
 from hpctrain.telemetry import tell
 from hpctrain.topology import Mesh, Topology
 from hpctrain.train import (
     FiniteCheck,
     Position,
+    SessionUpdater,
     Stateful,
+    TrainingParts,
+    Trainings,
     communicates_in_forward,
     convert_sync_batch_norm,
 )
@@ -115,7 +117,7 @@ class Session:
         self.axes = RankAxes(topology, rank=world.rank)
         self._finite = FiniteCheck(comm=world, say=self.note)
         self._closers: list[Callable[[], object]] = []
-        self.trainings = Trainings(world, self.axes)
+        self.trainings = Trainings(world, drawing=lambda: self.axes.drawing, note=self.note)
 
     def gather_cores(self) -> Sequence[RankCores]:
         """Returns the cores of all ranks, by rank. Collective at the first call, unless `start` has gathered them."""

@@ -53,6 +53,7 @@ from hpctrain.train import (
     MICRO_BATCH,
     SLOW_FILE,
     Checkpointing,
+    Ema,
     LoopSettings,
     RunRecorder,
     SectionTimes,
@@ -196,6 +197,8 @@ def carry_out(
     )
     seed_generators(derive_seed(recipe.run.seed, "rank", session.axes.drawing.index))
     state = session.trainings.state(updater, seed=recipe.run.seed)
+    if recipe.optimizer.ema is not None:
+        state = replace(state, ema=Ema(parts.model, decay=recipe.optimizer.ema))
     identity = data_identity(parts.loader, fingerprint=data.dataset.manifest.fingerprint)
     make_shared_folder(directory / "metrics", comm=session.world)
     sinks = Sinks()

@@ -17,18 +17,10 @@ from .loop.settings import (
 )
 from .loop.stopping import Stopped as Stopped, Stopping as Stopping
 from .loop.training import Training as Training
-from .state.also import (
-    Stateful as Stateful,
-    check_also as check_also,
-    check_same_on_ranks as check_same_on_ranks,
-)
+from .state.also import Stateful as Stateful
 from .state.data_identity import data_identity as data_identity
+from .state.ema import Ema as Ema
 from .state.finite_check import FiniteCheck as FiniteCheck
-from .state.optimizer_state import (
-    Options as Options,
-    options_of as options_of,
-    parameters_outside as parameters_outside,
-)
 from .state.resumption import Resumed as Resumed, resume as resume
 from .state.section_times import (
     LIMITS_FILE as LIMITS_FILE,
@@ -44,6 +36,11 @@ from .state.seeds import (
 from .state.training_state import (
     Position as Position,
     TrainingState as TrainingState,
+)
+from .state.trainings import (
+    SessionUpdater as SessionUpdater,
+    TrainingParts as TrainingParts,
+    Trainings as Trainings,
 )
 from .task.named_object import check_call as check_call, import_named as import_named
 from .task.pipeline_runner import PipelineRunner as PipelineRunner

@@ -187,8 +187,8 @@ def _read_state_dict(source: Path, *, key: str | None) -> dict[str, torch.Tensor
         if is_zip:
             return _read_as_data(source, key=key)
         raise CheckpointError(
-            f"{source} cannot be read as a state dict: {type(error).__name__}: {error}\n(Of a file that is no zip archive "
-            "only tensors and plain containers are accepted, weights_only=True: save its state dict alone)"
+            f"{source} cannot be read as a state dict: {type(error).__name__}: {error}\n(Of a file that is no zip "
+            "archive only tensors and plain containers are accepted, weights_only=True: save its state dict alone)"
         ) from error
     found = _entry_of(value, key=key, source=source)
     others = [name for name, item in found.items() if not isinstance(item, torch.Tensor)]

@@ -122,6 +122,7 @@ def plan_memory(
         )  # fmt: skip
     absent = LoaderSizes(prefetch_bytes=int(recipe.data.prefetch_mb * 1e6))
     run = RunSizes(
+        averages=recipe.optimizer.ema is not None,
         topology=topology,
         global_batch=recipe.data.global_batch,
         micro_batches=recipe.data.micro_batches,

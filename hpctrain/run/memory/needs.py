@@ -80,6 +80,17 @@ class Needs:
 
 def needs_of(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micro_batches: int) -> Needs:
     """Returns what a rank needs to train `model` as `plan` says, with so many micro-batches of its samples."""
+    found = _without_averages(plan, model, run, micro_batches)
+    if not run.averages:
+        return found
+    # As large as what the rank holds of the parameters, and where they are.
+    averages = _without_averages(replace(plan, offload=False), model, run, micro_batches).parameters
+    if plan.offload:
+        return replace(found, host=found.host + averages)
+    return replace(found, buffers=found.buffers + averages)
+
+
+def _without_averages(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micro_batches: int) -> Needs:
     if plan.pipeline > 1:
         ranks = (
             _of_stages(plan, model, run, place=place, micro_batches=micro_batches)

@@ -243,7 +243,8 @@ class RunSizes:
     sharded. sharded_sum: algorithm and wire format of those that are. stages: by number of stages. loader: None: not in
     this memory. snapshot: whether a save in the background keeps a copy of the rank's share of the state in this
     memory. update_at_once: whether the optimizer's step makes temporary tensors of all parameters at once, as on GPUs,
-    or of one after the other. groups: of the topology.
+    or of one after the other. averages: whether there are averages of the parameters (`optimizer.ema`). groups: of the
+    topology.
     """
 
     topology: Topology
@@ -256,6 +257,7 @@ class RunSizes:
     loader: LoaderSizes | None = None
     snapshot: bool = False
     update_at_once: bool = False
+    averages: bool = False
     groups: RankGroups = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -232,6 +232,12 @@ class OptimizerSection(Section):
         gt=0,
         description="Clip the global gradient norm to this, as torch's `clip_grad_norm_` does. None: off.",
     )
+    ema: float | None = Field(
+        None, gt=0, lt=1,
+        description="Decay of an exponential moving average of the parameters, such as 0.999, updated after each step "
+        "that is applied: average = decay * average + (1 - decay) * parameter. Evaluations report the metrics of both, "
+        "those of the average as `ema_NAME`; `hpctrain checkpoint export --prefix ema/` writes it. None: off.",
+    )  # fmt: skip
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none",
         description="Scale `lr` with global_batch / reference_batch (Goyal et al. 2017, arXiv:1706.02677).",

@@ -29,7 +29,7 @@ from hpctrain.train.state.section_times import SectionTimes
 from hpctrain.train.state.training_state import TrainingState
 from hpctrain.train.task.mean_loss import LOSS_WEIGHT, with_mean_loss
 from hpctrain.train.task.runner import Runner
-from hpctrain.train.task.schedule import LR_SCALE, Schedule
+from hpctrain.train.task.schedule import LR_SCALE, Schedule, set_lr
 from hpctrain.train.watch.efficiency_watch import EfficiencyWatch
 from hpctrain.train.watch.step_trace import StepTrace
 from hpctrain.train.watch.straggler_watch import WINDOW_ENDS, StragglerWatch
@@ -175,7 +175,7 @@ class Training:
         recorder.begins(next_step)
         lr = self._schedule.lr(self._position.step) * self._guards.divergence.lr_factor
         for group in self._state.optimizer.param_groups:
-            group["lr"] = lr * group.get(LR_SCALE, 1.0)
+            set_lr(group, lr * group.get(LR_SCALE, 1.0))
         every = self._settings.evaluate_every_steps
         evaluates = every is not None and next_step % every == 0 and next_step < self._settings.total_steps
         num_saves = self._checkpoints.num_saves_until_stop(next_step)
@@ -249,6 +249,9 @@ class Training:
                 if not outcome.applied:
                     self._data_faults.after_dropped(step, batch)
                 self._guards.after_update(step, outcome)
+                if self._state.ema is not None and outcome.applied:
+                    updater.wait_for_parameters()
+                    self._state.ema.update()
                 return outcome
             memory.divide(step)
 
@@ -310,9 +313,12 @@ class Training:
         pipeline = pipeline_of(self._state.model)
         with_same = self._comm if pipeline is None else pipeline.replicas
         broadcast_tensors(with_same, buffers, root=0, name="the model's buffers")
-        self._quality = evaluate(
-            self._runner, held_out, comm=self._comm, max_samples=self._settings.evaluation_samples
-        )
+        most = self._settings.evaluation_samples
+        self._quality = evaluate(self._runner, held_out, comm=self._comm, max_samples=most)
+        if self._state.ema is not None:
+            with self._state.ema.applied():
+                averaged = evaluate(self._runner, held_out, comm=self._comm, max_samples=most)
+            self._quality |= {f"ema_{name}": value for name, value in averaged.items()}
         self._quality_step = self._position.step
         self._recorder.evaluated(self._quality, step=self._position.step)
 

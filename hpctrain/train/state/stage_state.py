@@ -7,12 +7,14 @@ import torch
 from hpctrain.checkpoint import SEPARATOR, Checkpoint, Item, Regions, Shard
 from hpctrain.distributed import pipeline_of
 
+_OF_PARAMETERS = ("model", "optimizer", "ema")  # kinds of tensors that belong to one parameter or buffer
+
 
 def saved_by_stage(model: torch.nn.Module, item: Item) -> Item | None:
     """Returns what this rank saves of the model or the optimizer in a pipeline: what only its stage has, as the one box
     of a tensor, or None. Boxes of split tensors, everything else, and all without a pipeline, as it is."""
     pipeline, (kind, _, path) = pipeline_of(model), item.name.partition("/")
-    if pipeline is None or kind not in ("model", "optimizer") or isinstance(item, Shard):
+    if pipeline is None or kind not in _OF_PARAMETERS or isinstance(item, Shard):
         return item
     if not pipeline.saves(path.split(SEPARATOR)[0]):
         return None
@@ -23,7 +25,7 @@ def saved_by_stage(model: torch.nn.Module, item: Item) -> Item | None:
 def is_elsewhere(model: torch.nn.Module, name: str) -> bool:
     """Returns True if a checkpoint's tensor belongs to stages of a pipeline that this rank has not."""
     pipeline, (kind, _, path) = pipeline_of(model), name.partition("/")
-    if pipeline is None or kind not in ("model", "optimizer"):
+    if pipeline is None or kind not in _OF_PARAMETERS:
         return False
     return pipeline.is_elsewhere(path.split(SEPARATOR)[0])
 

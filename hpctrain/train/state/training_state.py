@@ -34,6 +34,7 @@ from hpctrain.errors import CheckpointError
 from hpctrain.reduce import StateTensor, Updater
 from hpctrain.topology import Axis
 from hpctrain.train.state.also import Stateful, also_items, also_states, also_tensors, load_also
+from hpctrain.train.state.ema import Ema
 from hpctrain.train.state.model_check import check_state, kind_of
 from hpctrain.train.state.optimizer_state import OptimizerState, Options
 from hpctrain.train.state.seeds import capture_generators, derive_seed, restore_generators, seed_generators
@@ -79,7 +80,7 @@ class TrainingState:
     numbers, all by default; ranks with one index in it draw the same. Only rank 0's model buffers (running
     statistics) are saved and restored: if forward in training reads buffers that differ between ranks, the
     resumed run is not bit-identical.
-    outside, made_with: see `OptimizerState`. also: the user's objects, by name.
+    outside, made_with: see `OptimizerState`. also: the user's objects, by name. ema: averages of the parameters.
     """
 
     model: torch.nn.Module
@@ -90,6 +91,7 @@ class TrainingState:
     outside: Mapping[str, torch.nn.Parameter] = field(default_factory=dict)
     made_with: Options | None = None
     also: Mapping[str, Stateful | None] = field(default_factory=dict)
+    ema: Ema | None = None
 
     def capture(
         self,
@@ -111,6 +113,7 @@ class TrainingState:
             items += tensor_items(name, parameter)
         also, found = also_items(self.also)
         items += found
+        items += self._averages()
         for name, row in capture_generators(device_of(self.model)).items():
             shape = (comm.num_ranks, row.numel())
             items.append(
@@ -130,6 +133,7 @@ class TrainingState:
             "seed": self.seed,
             "identity": dict(identity),
             **({"also": also} if also else {}),
+            **({"ema": {"num_updates": self.ema.num_updates}} if self.ema is not None else {}),
         }
         return State(items=items, document=document, parent=parent)
 
@@ -155,7 +159,11 @@ class TrainingState:
         for name, stored in checkpoint.tensors.items() if parameters else ():
             kind, _, path = name.partition("/")
             parameter = parameters.get(path.split(SEPARATOR)[0])
-            if kind in ("model", "optimizer") and parameter is not None and stored.shape == parameter.shape:
+            if (
+                kind in ("model", "optimizer", "ema")
+                and parameter is not None
+                and stored.shape == parameter.shape
+            ):
                 found[name] = parameter
         for name, tensor in also_tensors(self.also).items():
             there = checkpoint.tensors.get(name)
@@ -210,6 +218,7 @@ class TrainingState:
             outside = {name: _outside(name, p, tensors) for name, p in self.outside.items()}
             optimizer = self._optimizer
             optimizer_state = optimizer.state_dict(document["optimizer"], tensors)
+            averages = self._saved_averages(document, tensors, where=str(checkpoint.path))
             also = also_states(self.also, document.get("also", {}), tensors, where=str(checkpoint.path))
             position = _position_in(document)
             saved_ranks, updater_state = int(document["num_ranks"]), document["updater"]
@@ -227,6 +236,9 @@ class TrainingState:
             for name, parameter in self.outside.items():
                 parameter.copy_(outside[name])
         optimizer.load(optimizer_state)
+        if self.ema is not None:
+            num_updates = document["ema"]["num_updates"] if averages else 0
+            self.ema.load(averages, num_updates=num_updates) if averages else self.ema.begin_again()
         load_also(self.also, also, comm=comm)
         rows = _under(_UPDATER, tensors)
         shapes = {name: checkpoint.tensors[f"{_UPDATER}{name}"].shape for name in rows}
@@ -242,6 +254,28 @@ class TrainingState:
         return position
 
     # ------------------------------------------------------------------ details
+
+    def _averages(self) -> list[Item]:
+        """Returns the items of the averages: a whole state dict, `ema/NAME`, with the model's buffers."""
+        items: list[Item] = []
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        for name, tensor in (self.ema.tensors() if self.ema is not None else {}).items():
+            is_buffer = name not in parameters
+            own = f"{_EMA}{name}"
+            items += [FromRank0(name=own, tensor=tensor.detach())] if is_buffer else tensor_items(own, tensor)
+        return items
+
+    def _saved_averages(
+        self, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, where: str
+    ) -> dict[str, torch.Tensor]:
+        """Returns the saved averages; none if the saved run had none. Raises CheckpointError for another model's."""
+        if self.ema is None or "ema" not in document:
+            return {}
+        if not isinstance(document["ema"]["num_updates"], int):
+            raise ValueError("the number of updates of its averages")
+        saved = _under(_EMA, tensors)
+        check_state(saved, self.ema.tensors(), where=f"{where} holds averages of another model")
+        return saved
 
     def _check_identity(
         self, document: Mapping[str, Any], identity: Mapping[str, Any], *, where: str
@@ -262,6 +296,7 @@ class TrainingState:
 
 _GENERATORS = "generators/"
 _UPDATER = "updater/"
+_EMA = "ema/"
 
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, shape)
 

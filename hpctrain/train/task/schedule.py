@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+
+import torch
 
 # Key of a parameter group whose learning rate is this multiple of the schedule's.
 LR_SCALE = "lr_scale"
@@ -58,3 +61,11 @@ def scaled_lr(lr: float, *, scaling: str, global_batch: int, reference_batch: in
         return lr
     ratio = global_batch / reference_batch
     return lr * (ratio if scaling == "linear" else math.sqrt(ratio))
+
+
+def set_lr(group: dict[str, Any], lr: float) -> None:
+    """Sets the learning rate of a parameter group. One that is a tensor stays the same: compiled steps refer to it."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr

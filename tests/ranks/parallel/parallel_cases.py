@@ -120,7 +120,7 @@ def train(
             "train": str(directory / "data"), "held_out": str(directory / "data"), "global_batch": 12,
             "micro_batches": 2, "evaluation_batch": 12,
         },
-        "optimizer": {"lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.3},
+        "optimizer": {"lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.3, "ema": 0.6},
         "parallel": dict(layout),
         **sections,
     }  # fmt: skip
@@ -137,6 +137,7 @@ def train(
             if r["kind"] == "step" and r["step"] > steps - (steps if steps == STEPS else LATER - STEPS)
         ],
         "evaluation": evaluations[-1],
+        "evaluation of the average": [r["quality"]["ema_nats"] for r in records if r["kind"] == "evaluation"][-1],
         "evaluations": evaluations,
         "status": summary["status"],
     }

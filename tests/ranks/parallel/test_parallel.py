@@ -41,10 +41,10 @@ def launches(directory: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def saved_state(directory: Path, name: str) -> dict[str, torch.Tensor]:
-    """Model and optimizer moments in the newest checkpoint of a run, whole."""
+    """Model, optimizer moments and averages in the newest checkpoint of a run, whole."""
     newest = finished_newest_first(directory / name / "checkpoints")[0]
     tensors = open_checkpoint(newest, comm=SerialWorld()).read_all()
-    return {n: t for n, t in tensors.items() if n.startswith(("model/", "optimizer/"))}
+    return {n: t for n, t in tensors.items() if n.startswith(("model/", "optimizer/", "ema/"))}
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(n, name) for n in LAYOUTS for name in LAYOUTS[n]])
@@ -56,13 +56,16 @@ def test_a_split_model_trains_as_on_one_rank(
         assert found[layout]["status"] == "finished"
         assert len(found[layout]["steps"]) == STEPS
         np.testing.assert_allclose(found[layout]["steps"], whole["steps"], rtol=RELATIVE)
-        assert found[layout]["evaluation"] == pytest.approx(whole["evaluation"], rel=RELATIVE)
+        for evaluation in ("evaluation", "evaluation of the average"):
+            assert found[layout][evaluation] == pytest.approx(whole[evaluation], rel=RELATIVE)
+    assert whole["evaluation of the average"] != whole["evaluation"]
     # Continued runs have saved later states since.
     if not any((ranks, layout) == entry[:2] for entries in CONTINUED.values() for entry in entries):
         expected = saved_state(directory, "1-checkpointing")
         found_state = saved_state(directory, f"{ranks}-{layout}")
         assert found_state.keys() == expected.keys()
         assert any(name.endswith("exp_avg_sq") for name in expected)
+        assert any(name.startswith("ema/") for name in expected)
         for name, tensor in expected.items():
             torch.testing.assert_close(found_state[name], tensor, rtol=1e-8, atol=1e-12, msg=name)
 
@@ -79,6 +82,8 @@ def test_any_layout_continues_any_other(
         continued = found[f"{saved} continued"]
         np.testing.assert_allclose(continued["steps"], whole, rtol=RELATIVE)
         assert continued["steps"][0][0] == pytest.approx(whole[0][0], rel=1e-12)
+        average = launches[1][0]["later"]["evaluation of the average"]
+        assert continued["evaluation of the average"] == pytest.approx(average, rel=RELATIVE)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -246,6 +246,21 @@ def test_a_changed_option_takes_effect_and_others_are_as_saved(session: Session,
     assert optimizer.param_groups[0]["betas"] == betas
 
 
+def test_a_scheduler_that_is_not_saved_is_noted_once(session: Session, tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updater = session.updater(model, optimizer)
+    session.save_state(tmp_path, updater, Position(step=1))
+    scheduler = lr_scheduler.StepLR(optimizer, 1)
+    for also in ({"scheduler": scheduler}, {"scheduler": None}):
+        session.save_state(tmp_path, updater, Position(step=2), also=also)
+    assert not [note for note in session.notes if "scheduler" in note]
+    for step in (3, 4):
+        session.save_state(tmp_path, updater, Position(step=step))
+    (note,) = [note for note in session.notes if "scheduler" in note]
+    assert "also={'scheduler': scheduler}" in note
+
+
 class Odd:
     """An object whose state is whatever it is given."""
 

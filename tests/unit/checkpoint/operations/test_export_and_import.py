@@ -217,7 +217,7 @@ def test_the_weights_of_a_lightning_checkpoint_are_imported_and_nothing_in_it_is
         assert all(same_bits(found[f"model/{name}"], tensor) for name, tensor in expected.items())
     assert imported(strip="net.0.", prefix="").keys() == {"weight", "bias"}
     for options, message in (
-        ({"strip": "body."}, r"no tensor below 'body.' \(--strip\); it has 'net.0.weight'"),
+        ({"strip": "body."}, r"no tensor below 'body.' \(--strip\); it has 'net.empty'"),
         (
             {"key": "hyper_parameters"},
             r"not a plain state dict: it holds 'path' \(pathlib\.\w+\), 'run' \(\w+.mkdir\)",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, final
@@ -16,19 +16,12 @@ from hpctrain.data import Loader
 from hpctrain.distributed import is_sharded, pipeline_of
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.reduce import AllReduceUpdater, ScatterUpdater, ShardedUpdater, SparseUpdater
-from hpctrain.run.compute.rank_axes import RankAxes
-from hpctrain.train import (
-    Options,
-    Position,
-    Stateful,
-    TrainingState,
-    check_also,
-    check_same_on_ranks,
-    data_identity,
-    options_of,
-    parameters_outside,
-    resume,
-)
+from hpctrain.topology import Axis
+from hpctrain.train.state.also import Stateful, check_also, check_same_on_ranks
+from hpctrain.train.state.data_identity import data_identity
+from hpctrain.train.state.optimizer_state import Options, options_of, parameters_outside
+from hpctrain.train.state.resumption import resume
+from hpctrain.train.state.training_state import Position, TrainingState
 
 SessionUpdater: TypeAlias = AllReduceUpdater | ScatterUpdater | ShardedUpdater | SparseUpdater
 
@@ -36,12 +29,14 @@ SessionUpdater: TypeAlias = AllReduceUpdater | ScatterUpdater | ShardedUpdater |
 @dataclass(kw_only=True, eq=False, slots=True)
 class TrainingParts:
     """outside: the optimizer's parameters that are not in the model, by name. made_with: the optimizer's options at the
-    first `load_state`, or when the updater was made. has_begun: the options may have changed since."""
+    first `load_state`, or when the updater was made. has_begun: the options may have changed since. noted: see
+    `Trainings`."""
 
     model: torch.nn.Module
     outside: Mapping[str, torch.nn.Parameter]
     made_with: Options
     has_begun: bool = False
+    noted: bool = False
 
     @classmethod
     def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainingParts:
@@ -64,11 +59,15 @@ class TrainingParts:
 
 @final
 class Trainings:
-    """See the module. world: all ranks. axes: which of them draw the same random numbers."""
+    """See the module. world: all ranks. drawing: returns those that draw different random numbers (`TrainingState`).
+    note: prints a note."""
 
-    def __init__(self, world: Collective, axes: RankAxes) -> None:
+    def __init__(
+        self, world: Collective, *, drawing: Callable[[], Axis], note: Callable[[str], None]
+    ) -> None:
         self._world = world
-        self._axes = axes
+        self._drawing = drawing
+        self._note = note
         self._parts: weakref.WeakKeyDictionary[SessionUpdater, TrainingParts] = weakref.WeakKeyDictionary()
 
     @property
@@ -98,7 +97,7 @@ class Trainings:
         """
         parts = self._parts_of(updater)
         return TrainingState(
-            parts.model, updater.optimizer, updater, seed, self._axes.drawing, outside=parts.outside,
+            parts.model, updater.optimizer, updater, seed, self._drawing(), outside=parts.outside,
             made_with=parts.made_with, also=also or {},
         )  # fmt: skip
 
@@ -119,6 +118,7 @@ class Trainings:
             lambda: state.capture(position, comm=self._world, identity=identity),
             os_error=CheckpointError,
         )
+        self._note_scheduler(updater, also)
         check_same_on_ranks(saved.document.get("also", {}), comm=self._world)
         saving = Saving.begin(
             saved, directory=directory, step=position.step, comm=self._world, options=options or SaveOptions()
@@ -142,6 +142,21 @@ class Trainings:
         state, identity = self._state_of(updater, loader, also)
         resumed = resume(state, source=Path(source), named=False, comm=self._world, identity=identity)
         return resumed.position
+
+    def _note_scheduler(self, updater: SessionUpdater, also: Mapping[str, Stateful | None]) -> None:
+        """Notes once that a scheduler, which has left its mark in the optimizer's groups, is not saved."""
+        parts = self._parts[updater]
+        if (
+            not also
+            and not parts.noted
+            and any("initial_lr" in group for group in updater.optimizer.param_groups)
+        ):
+            parts.noted = True
+            self._note(
+                "a scheduler changes the optimizer's learning rate, and its own state is not saved: a resumed run "
+                "would begin its schedule anew, from the saved rate. Give save_state and load_state "
+                "also={'scheduler': scheduler}; also={'scheduler': None} if you restore it yourself"
+            )
 
     def _state_of(
         self, updater: SessionUpdater, loader: Loader | None, also: Mapping[str, Stateful | None]
