@@ -41,6 +41,7 @@ from .rank_identity.identity import (
 )
 from .rank_identity.launcher_process import (
     RANK_PID_VARIABLE as RANK_PID_VARIABLE,
+    LauncherProcess as LauncherProcess,
     command_of as command_of,
     describe_outer_rank as describe_outer_rank,
     find_launcher_process as find_launcher_process,

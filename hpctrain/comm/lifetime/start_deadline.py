@@ -1,7 +1,8 @@
 """A deadline for the start: MPI_Init waits without end for a rank that never calls it, and lets no other thread run.
 
 Each rank that starts writes a file into a folder of its node's memory, which belongs to its launcher's process, and
-removes it once all have started. A thread of the C library (`gil_free_timer`) ends a rank that still waits at the
+removes it once all have started; where a script runs the rank's programs, it leaves a note instead, for a second one,
+which MPI would not start. A thread of the C library (`gil_free_timer`) ends a rank that still waits at the
 deadline, after running this file as a program. It prints, once on each node, which of the node's ranks have no file.
 """
 
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 # At run time hpctrain is imported in functions: the program finds it only then.
 if TYPE_CHECKING:
-    from hpctrain.launch import RankIdentity
+    from hpctrain.launch import LauncherProcess, RankIdentity
 
 _PREFIX = "hpctrain-start-"
 _ENDING_SHARE, _LONGEST_ENDING_S = 0.25, 5.0  # as a collective operation's, see `Monitored`
@@ -36,7 +37,8 @@ def start_deadline(
 ) -> Iterator[None]:
     """Ends this rank with exit code 6 if the block takes longer than `timeout_s`, less the time to end all ranks.
 
-    For the block that waits for all other ranks to start. Does nothing for a single rank.
+    For the block that waits for all other ranks to start. Does nothing for a single rank. Raises LaunchError if another
+    program was this rank before.
     """
     from hpctrain.comm.watchdog.gil_free_timer import GilFreeTimer, find_library
     from hpctrain.errors import ExitCode
@@ -46,10 +48,11 @@ def start_deadline(
         yield
         return
     folder, launcher = _folder(environ)
+    _refuse_second_program(folder, identity)
     limit_s = timeout_s - min(_LONGEST_ENDING_S, _ENDING_SHARE * timeout_s)
     numbers = {
         "rank": identity.rank, "num_ranks": identity.num_ranks, "host_size": identity.host_size,
-        "launcher": identity.launcher, "pid": launcher, "variable": _variable(environ), "limit_s": limit_s,
+        "launcher": identity.launcher, "pid": launcher.pid, "variable": _variable(environ), "limit_s": limit_s,
         "timeout_s": timeout_s, "folder": None if folder is None else str(folder),
     }  # fmt: skip
     own = _write(folder, identity)
@@ -70,6 +73,8 @@ def start_deadline(
             timer.stop()
         if own is not None:
             with contextlib.suppress(OSError):
+                if launcher.between:
+                    _note_of(own.parent, identity).write_text(str(os.getpid()))
                 own.unlink(missing_ok=True)
                 own.parent.rmdir()  # the last rank does
 
@@ -81,21 +86,39 @@ def _variable(environ: Mapping[str, str]) -> str | None:
     return None if row is None else row.rank
 
 
-def _folder(environ: Mapping[str, str]) -> tuple[Path | None, int | None]:
-    """Returns the folder of the launcher's ranks on this node, and the launcher's process id; None where unknown."""
+def _note_of(folder: Path, identity: RankIdentity) -> Path:
+    return folder / f"started-{identity.rank}"
+
+
+def _refuse_second_program(folder: Path | None, identity: RankIdentity) -> None:
+    from hpctrain.errors import LaunchError
+
+    try:
+        before = "" if folder is None else _note_of(folder, identity).read_text()
+    except OSError:
+        return
+    if before not in ("", str(os.getpid())):
+        raise LaunchError(
+            f"rank {identity.rank} has run another program before, which started hpctrain as process {before}, and MPI "
+            f"starts only once in each rank that {identity.launcher} starts: give each program a launch of its own"
+        )
+
+
+def _folder(environ: Mapping[str, str]) -> tuple[Path | None, LauncherProcess]:
+    """Returns the folder of the launcher's ranks on this node, None where unknown, and the launcher."""
     from hpctrain.comm.watchdog.board.local_folder import identity_of, local_parent
     from hpctrain.launch import find_launcher_process
 
     launcher = find_launcher_process(environ)
     key = launcher.key()
     if key is None:
-        return None, None
+        return None, launcher
     try:
         parent = local_parent()
         _, _, processes = identity_of(parent).partition(":[")
     except OSError:
-        return None, launcher.pid
-    return parent / f"{_PREFIX}{os.getuid()}-{processes.strip(']')}-{key}", launcher.pid
+        return None, launcher
+    return parent / f"{_PREFIX}{os.getuid()}-{processes.strip(']')}-{key}", launcher
 
 
 def _write(folder: Path | None, identity: RankIdentity) -> Path | None:

@@ -17,12 +17,12 @@ RANK = [sys.executable, "-m", "tests.ranks.launch.start_rank"]
 
 
 def test_ranks_that_never_start_are_named_within_the_limit() -> None:
-    done = run_command(4, [*RANK, "absent", "60"], expect=6, timeout_s=300)
+    done = run_command(4, [*RANK, "absent", "40"], expect=6, timeout_s=300)
     assert "started" not in done.stdout
-    assert re.search(r"rank [03] on \S+ has waited 55\.0 s in its start .*timeout_s = 60", done.stderr)
+    assert re.search(r"rank [03] on \S+ has waited 35\.0 s in its start .*timeout_s = 40", done.stderr)
     assert re.search(r"rank 1 on \S+ is absent: its process has ended", done.stderr)
-    assert re.search(r"rank 2 on \S+ is absent: its process \d+ \(.*start_rank absent 60\) runs", done.stderr)
-    assert "rank 0 on" not in done.stderr.split("in its start")[1]
+    assert re.search(r"rank 2 on \S+ is absent: its process \d+ \(.*start_rank absent 40\) runs", done.stderr)
+    assert not re.search(r"rank [03] on \S+ is absent", done.stderr)
     assert done.stderr.count("has waited") == 1
 
 
@@ -60,7 +60,8 @@ def test_a_second_program_of_a_rank_is_told_why_mpi_does_not_start(tmp_path: Pat
     script.write_text(f'{sys.executable} -c "{program}"\n{sys.executable} -c "{program}"\n')
     done = run_command(2, ["bash", str(script)], expect=5, timeout_s=300)
     assert done.stdout.count("started") == 2
-    assert "MPI starts only once in a rank" in done.stderr
+    assert re.search(r"rank \d has run another program before .*and MPI starts only once", done.stderr)
+    assert "orte_init" not in done.stderr
 
 
 SLURM_SHELL = {
@@ -72,7 +73,7 @@ SLURM_SHELL = {
 @pytest.mark.parametrize(
     ("program", "extra", "code", "message"),
     [
-        ("hpctrain.start(timeout_s=90)", SLURM_SHELL, 5, r"rank 0 of 4 by Slurm's variables, but MPI reports rank 0 of 1"),
+        ("hpctrain.start(timeout_s=90)", SLURM_SHELL, 5, r"rank 0 of 4 by Slurm's .* MPI reports rank 0 of 1"),
         ("hpctrain.start(ranks=3)", {}, 5, "3 ranks|ranks=3|3"),
         ("hpctrain.start(backend='gloo')", {}, 2, "no communication backend 'gloo'"),
         ("hpctrain.start().open_dataset('/no/such/folder')", {}, 3, "/no/such/folder"),

@@ -12,8 +12,6 @@ static int (*is_initialized)(int *), (*is_finalized)(int *), (*finalize)(void);
 static int (*abort_by_pointer)(void *, int), (*abort_by_number)(int, int);
 static void *world_pointer;
 static int world_number;
-static char *starting_words; /* while MPI starts */
-static int starting_code;
 static char *open_words; /* while a session is open */
 static const int ABORT_MAY_TAKE_S = 3;
 
@@ -33,16 +31,7 @@ static void *leave_later(void *code)
     _exit((int)(long)code);
 }
 
-static void when_starting(int status, void *nothing)
-{
-    (void)nothing;
-    if (getpid() != owner || !starting_words)
-        return;
-    say(starting_words, status);
-    _exit(starting_code);
-}
-
-static void when_started(int status, void *nothing)
+static void at_exit(int status, void *nothing)
 {
     int initialized = 0, finalized = 1;
     pthread_t thread;
@@ -66,24 +55,6 @@ static void when_started(int status, void *nothing)
     finalize();
 }
 
-static void replace(char **words, const char *by)
-{
-    char *before = *words;
-    *words = by ? strdup(by) : NULL;
-    free(before);
-}
-
-/* While `words` is not NULL, a process that exits prints them, with %d for its code, and exits with `code`. */
-void exit_status_starting(const char *words, int code)
-{
-    if (!owner) {
-        owner = getpid();
-        on_exit(when_starting, NULL);
-    }
-    starting_code = code;
-    replace(&starting_words, words);
-}
-
 /* From now on an exiting process finalizes MPI. The functions are MPI's, world is the address of a handle. */
 void exit_status_started(void *initialized, void *ended, void *end, void *abort_all, const void *world, int is_pointer)
 {
@@ -98,11 +69,13 @@ void exit_status_started(void *initialized, void *ended, void *end, void *abort_
         world_number = *(const int *)world;
         abort_by_number = abort_all;
     }
-    on_exit(when_started, NULL);
+    on_exit(at_exit, NULL);
 }
 
 /* While `words` is not NULL, a process that exits with another code than 0 prints them and aborts all ranks. */
 void exit_status_open(const char *words)
 {
-    replace(&open_words, words);
+    char *before = open_words;
+    open_words = words ? strdup(words) : NULL;
+    free(before);
 }

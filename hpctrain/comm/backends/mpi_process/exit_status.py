@@ -10,12 +10,10 @@ the other ranks wait for the rank that has left, up to the time limit.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
 import sys
-from collections.abc import Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,6 @@ def _library() -> Any:
     if path is None:
         return None
     library = ctypes.CDLL(path)
-    library.exit_status_starting.argtypes = (ctypes.c_char_p, ctypes.c_int)
     library.exit_status_started.argtypes = (*[ctypes.c_void_p] * 5, ctypes.c_int)
     library.exit_status_open.argtypes = (ctypes.c_char_p,)
     return library
@@ -64,17 +61,3 @@ def end_all_on_error(words: str | None) -> None:
     """
     if _library() is not None:
         _library().exit_status_open(None if words is None else words.encode())
-
-
-@contextlib.contextmanager
-def explained_exit(words: str, *, exit_code: int) -> Iterator[None]:
-    """Within the block, a process that exits, as MPI makes it where it cannot start, prints `words` at its end, and
-    exits with `exit_code`. words: %d stands for its code."""
-    library = _library()
-    if library is not None:
-        library.exit_status_starting(words.encode(), exit_code)
-    try:
-        yield
-    finally:
-        if library is not None:
-            library.exit_status_starting(None, 0)
