@@ -204,11 +204,15 @@ class RecipeTrial:
                 found = True
         return replace(batch, fields=fields) if found else None
 
+    def cleaned(self, batch: Batch) -> Batch:
+        floating = {name: torch.nan_to_num(t) for name, t in batch.fields.items() if t.is_floating_point()}
+        return replace(batch, fields={**batch.fields, **floating})
+
     def loss(self, batch: Batch) -> float:
         assert isinstance(self._runner, TaskRunner)
-        with torch.no_grad():
+        with torch.enable_grad():  # as in training, which tasks may ask for
             found: Any = self._runner.loss(batch)
-        return float(found[0] if isinstance(found, tuple) else found)
+        return float((found[0] if isinstance(found, tuple) else found).detach())
 
     def evaluate(self) -> Mapping[str, float]:
         # As `Training` does: what is evaluated is what is saved.

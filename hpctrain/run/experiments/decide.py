@@ -355,6 +355,13 @@ def _precision(seen_: Observations, found: list[Finding]) -> Iterator[Finding]:
 
 
 def _poisoned(seen_: Observations) -> Iterator[Finding]:
+    if seen_.samples.not_finite and not seen_.poisoned:
+        fields = [f"field {name} of samples {list(rows)[:3]}" for name, rows in seen_.samples.not_finite.items()]
+        yield Finding(
+            cause=Cause.NOT_FINITE,
+            is_difference=False,
+            text=f"not finite: {'; '.join(fields)}; steps on them are skipped, or the task handles them",
+        )
     if seen_.poisoned:
         bad = [
             f"field {name} is not finite in samples {list(rows)[:3]}"

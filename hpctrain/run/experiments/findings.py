@@ -33,6 +33,7 @@ class Cause(str, Enum):
     EVALUATION = "dropout or training mode in evaluation"
     FLOAT32 = "float32 in a float64 model"
     METRICS = "metrics are no means over samples"
+    NOT_FINITE = "samples that are not finite"
     RANDOM = "dropout or other randomness"
     UNKNOWN = "not explained"
 

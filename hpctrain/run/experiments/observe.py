@@ -265,7 +265,7 @@ class Experiments:
         tolerance = self._tolerance
         with self._trials.open(on_ranks=False) as trial:
             evaluation = probe_evaluation(trial, tolerance=tolerance)
-            batch = _first_batch(trial)
+            batch = trial.cleaned(_first_batch(trial))
             num_rows = len(trial.rows(batch).hashes)
             loss = probe_loss(trial, batch, num_rows=num_rows, tolerance=tolerance)
             low = find_low_precision(trial, batch) if self._trials.double else []
@@ -283,7 +283,7 @@ class Experiments:
     def _poisoned(self) -> list[str]:
         """Returns what is not finite after a step on a batch with NaN, and after a sound step that follows it."""
         with self._trials.open(on_ranks=False) as trial:
-            batch = _first_batch(trial)
+            batch = trial.cleaned(_first_batch(trial))
             bad = trial.poisoned(batch)
             if bad is None:
                 return []

@@ -213,6 +213,9 @@ class LoopTrial:
         changed = _mapped(batch, poison)
         return changed if found else None
 
+    def cleaned(self, batch: Any) -> Any:
+        return _mapped(batch, lambda t: torch.nan_to_num(t) if t.is_floating_point() else t)
+
     def loss(self, batch: Any) -> float:
         return self.step(batch)  # the caller puts everything back
 

@@ -183,13 +183,14 @@ class _DtypeWalk(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.modules: list[str] = []
+        self.is_forward = True
         self.found: list[LowPrecision] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if isinstance(output, torch.Tensor) and output.dtype in _LOW and output.dim() > 0:
+        if self.is_forward and isinstance(output, torch.Tensor) and output.dtype in _LOW and output.dim() > 0:
             given = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, torch.Tensor)]
             if any(t.dtype == torch.float64 for t in given):
                 module = self.modules[-1] if self.modules else ""
@@ -216,7 +217,10 @@ def find_low_precision(trial: Trial, batch: Any) -> list[LowPrecision]:
     def left(*_: object) -> None:
         walk.modules.pop()
 
-    handles: list[Any] = []
+    def backward_begins(gradient: torch.Tensor) -> None:
+        walk.is_forward = False  # a loop's step calls updater and optimizer too
+
+    handles: list[Any] = [p.register_hook(backward_begins) for p in trial.model.parameters() if p.requires_grad]
     for name, module in trial.model.named_modules():
         handles += [module.register_forward_pre_hook(entered(name)), module.register_forward_hook(left)]
     try:

@@ -79,6 +79,9 @@ class Trial(Protocol):
     def poisoned(self, batch: Any) -> Any | None:
         """Returns the batch with one NaN in each floating-point field; None if it has no such field."""
 
+    def cleaned(self, batch: Any) -> Any:
+        """Returns the batch with 0 for each NaN or infinity."""
+
     def loss(self, batch: Any) -> float:
         """Returns the mean loss over the rows of a batch, without training. Not collective on one rank."""
 

@@ -1,0 +1,164 @@
+"""What the experiments measure: traces compared, ranks that drift, samples, state outside of checkpoints."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from hpctrain.run.experiments.compare import collinearity, compare, factor_between
+from hpctrain.run.experiments.drift import find_drift
+from hpctrain.run.experiments.own_state import OwnState
+from hpctrain.run.experiments.randomness import GeneratorWatch, NoDropout
+from hpctrain.run.experiments.samples import as_fields, repeats_beyond, row_hashes, rows_not_finite
+from hpctrain.run.experiments.subject import Rows
+from hpctrain.run.experiments.trace import RunTrace, StepTrace, keep
+
+
+def trace(*values: float, gradient: float = 1.0) -> RunTrace:
+    """A trace whose parameter has `values` after each step."""
+    steps = []
+    for value in values:
+        tensors = [("weight", torch.tensor([1.0, value], dtype=torch.float64))]
+        gradients = keep([("weight", torch.tensor([gradient, 0.0], dtype=torch.float64))])
+        steps.append(
+            StepTrace(
+                loss=1.0, rows=Rows(indices=[0], hashes=[0]), gradients=gradients, parameters=keep(tensors),
+                buffers=keep([]),
+            )
+        )  # fmt: skip
+    return RunTrace(initial=keep([("weight", torch.zeros(2, dtype=torch.float64))]), steps=steps)
+
+
+def test_the_first_step_and_tensor_that_differ_are_found() -> None:
+    found = compare(trace(0.5, 0.25), trace(0.5, 0.375), tolerance=1e-12)
+    first = found.earliest
+    assert first is not None
+    assert (first.kind, first.step, first.tensor, first.absolute) == ("parameter", 2, "weight", 0.125)
+
+
+def test_what_optimizers_make_of_a_gradient_that_is_only_rounding_is_not_compared() -> None:
+    """The second element has no gradient; a difference of 1e-9 there is enlarged rounding, 1e-3 is not."""
+    assert compare(trace(0.5), trace(0.5 + 1e-9), tolerance=1e-12).equal
+    assert not compare(trace(0.5), trace(0.5 + 1e-3), tolerance=1e-12).equal
+
+
+def test_nan_in_the_same_place_is_equal() -> None:
+    assert compare(trace(float("nan")), trace(float("nan")), tolerance=1e-12).equal
+    assert not compare(trace(1.0), trace(float("nan")), tolerance=1e-12).equal
+
+
+def test_a_resumed_run_is_compared_with_the_steps_that_it_repeats() -> None:
+    assert compare(trace(0.1, 0.2, 0.3), trace(0.3), tolerance=1e-12, from_step=3).equal
+    assert not compare(trace(0.1, 0.2, 0.3), trace(0.1), tolerance=1e-12, from_step=3).equal
+
+
+def test_gradients_that_are_multiples_have_a_factor_and_others_do_not() -> None:
+    a = {"x": torch.tensor([1.0, 2.0]), "y": torch.tensor([3.0])}
+    assert factor_between(a, {name: 0.5 * value for name, value in a.items()}) == pytest.approx(0.5)
+    clamped = {"x": torch.tensor([1.0, 1.0]), "y": torch.tensor([3.0])}
+    assert factor_between(a, clamped) is None
+    residual = collinearity(a, clamped)
+    assert residual is not None and residual.tensor == "x"
+
+
+def ranks(**second: Any) -> list[dict[str, Any]]:
+    step = {"before": {"w": 1}, "gradients": {"w": 2}, "options": [{"lr": 0.1}], "after": {"w": 3}}
+    return [{"initial": {"w": 0}, "steps": [step]}, {"initial": {"w": 0}, "steps": [{**step, **second}]}]
+
+
+@pytest.mark.parametrize(
+    ("changed", "phase"),
+    [
+        ({"before": {"w": 9}, "after": {"w": 9}}, "forward"),
+        ({"options": [{"lr": 0.2}], "after": {"w": 9}}, "option"),
+        ({"gradients": {"w": 9}, "after": {"w": 9}}, "gradient"),
+        ({"after": {"w": 9}}, "optimizer"),
+    ],
+)
+def test_the_phase_of_a_drift_is_what_differs_first(changed: dict[str, Any], phase: str) -> None:
+    found = find_drift(ranks(**changed))
+    assert found is not None and (found.phase, found.ranks, found.step) == (phase, [1], 1)
+    assert find_drift(ranks()) is None
+
+
+def test_repeats_are_those_beyond_one_process() -> None:
+    assert repeats_beyond([1, 2, 3, 4], [[1, 3], [2, 4]]) == ({}, 0)
+    assert repeats_beyond([1, 2, 3, 4], [[1, 2], [1, 2]]) == ({"1": 2, "2": 2}, 2)
+
+
+def test_rows_are_told_apart_by_their_content_in_nested_batches() -> None:
+    batch = {"x": (torch.tensor([[1.0], [2.0], [1.0]]), torch.tensor([0, 0, 0]))}
+    fields = as_fields(batch)
+    assert set(fields) == {"x.0", "x.1"}
+    first, second, third = row_hashes(fields, 3)
+    assert first == third != second
+    assert rows_not_finite({"x": torch.tensor([[1.0], [float("inf")]])}, 2) == [(1, "x")]
+
+
+class Task:
+    def __init__(self) -> None:
+        self.calls, self.mean = 0, torch.zeros(2)
+        self.own, self.old = np.random.default_rng(0), random.Random(0)
+        self.inner = {"list": [1, 2]}
+
+    def use(self) -> None:
+        self.calls += 1
+        self.mean = self.mean + 1
+        self.own.normal(), self.old.random()
+        self.inner["list"][1] = 3
+        self.late = 5
+
+
+def test_state_outside_of_checkpoints_is_found_and_carried_over() -> None:
+    task, fresh = Task(), Task()
+    before = OwnState.of({"task": task})
+    task.use()
+    after = OwnState.of({"task": task})
+    changed = after.changed_since(before)
+    assert {path: kind for path, kind in changed.items() if kind == "generator"} == {
+        "task.own": "generator", "task.old": "generator",
+    }  # fmt: skip
+    assert {"task.calls", "task.mean", "task.inner['list'][1]", "task.late"} <= set(changed)
+    after.put_into({"task": fresh}, changed)
+    assert (fresh.calls, fresh.inner, fresh.late) == (1, {"list": [1, 3]}, 5)
+    assert fresh.own.normal() == task.own.normal() and fresh.old.random() == task.old.random()
+
+
+def test_parameters_and_saved_buffers_are_in_the_checkpoint_and_others_are_not() -> None:
+    model = torch.nn.BatchNorm1d(2)
+    model.register_buffer("scale", torch.ones(1), persistent=False)
+    found = OwnState.of({"model": model}).kinds
+    assert found["model.scale"] == "buffer"
+    assert not any(name in path for path in found for name in ("running_mean", "weight"))
+
+
+def test_variables_of_an_enclosing_function_are_found() -> None:
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+
+    before = OwnState.of({"step": step})
+    step()
+    after = OwnState.of({"step": step})
+    assert after.changed_since(before) == {"step.count": "value"}
+    before.put_into({"step": step}, {"step.count": "value"})
+    assert count == 0
+
+
+def test_dropout_off_draws_nothing_and_other_draws_are_seen() -> None:
+    device, x = torch.device("cpu"), torch.ones(4, 4)
+    with GeneratorWatch(device) as watch, NoDropout():
+        assert torch.equal(functional.dropout(x, 0.5), x)
+        assert torch.equal(torch.nn.Dropout(0.5)(x), x)
+    assert watch.used == frozenset()
+    with GeneratorWatch(device) as watch, NoDropout():
+        random.random()
+        np.random.rand()
+    assert watch.used == {"python", "numpy"}
