@@ -152,6 +152,6 @@ def test_what_the_scale_offset_filter_does_to_nan_is_said(tmp_path: Path, gzip: 
     (note,) = index_files(tmp_path / "1", files=files, fields="x=/kept").notes
     assert "field 'x', /kept" in note
     assert "does not keep NaN" in note
-    with pytest.raises(DataError, match="/lost of .* has lost numbers: its chunk at row 2 began with NaN"):
+    with pytest.raises(DataError, match=r"/lost of .* has lost numbers: its chunk at row 2 began with NaN"):
         index_files(tmp_path / "2", files=files, fields="x=/lost")
     assert index_files(tmp_path / "3", files=files, fields="x=/whole numbers").notes == ()
