@@ -8,7 +8,11 @@ from .format.manifest import (
     read_manifest as read_manifest,
 )
 from .hdf5.encode import ChunkCodec as ChunkCodec
-from .indexing.decoding_choice import ValuesWarning as ValuesWarning, decoding_in_words as decoding_in_words
+from .indexing.decoding_choice import (
+    ValuesWarning as ValuesWarning,
+    decoding_in_words as decoding_in_words,
+    meanings_in_words as meanings_in_words,
+)
 from .indexing.index_files import (
     IndexPaths as IndexPaths,
     IndexReading as IndexReading,
@@ -23,7 +27,6 @@ from .indexing.request import (
     parse_missing as parse_missing,
 )
 from .indexing.token_files import TokenRequest as TokenRequest
-from .indexing.value_attributes import meanings_in_words as meanings_in_words
 from .integrity.read_checker import (
     BlockChecker as BlockChecker,
     CheckMode as CheckMode,

@@ -1,18 +1,21 @@
-"""Chooses how the fields of an index are decoded, and says what their stored numbers mean. Pure."""
+"""Chooses how the fields of an index are decoded, and says what their stored numbers mean."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
 from hpctrain.data.format.manifest import Manifest
 from hpctrain.data.format.manifest_entries import Decoding, Number, Packing
 from hpctrain.data.format.value_decoding import MASK_SUFFIX
+from hpctrain.data.indexing.inspect_file import open_to_index
 from hpctrain.data.indexing.merge_fields import FieldSource
 from hpctrain.data.indexing.request import Decode, FieldRequest
-from hpctrain.data.indexing.value_attributes import ValueMeaning
+from hpctrain.data.indexing.value_attributes import ValueMeaning, value_meaning
 from hpctrain.errors import DataError, UsageError
 
 
@@ -188,3 +191,18 @@ def decoding_in_words(manifest: Manifest, name: str) -> str:
     if any(other != packing for other in packings):
         parts.append("other files differ")
     return f"decoded from {spec.dtype}: {'; '.join(parts) or 'converted'}"
+
+
+def meanings_in_words(directory: Path, manifest: Manifest) -> dict[str, str]:
+    """Returns what the first file of an index says of the numbers of each field; nothing if it cannot be read."""
+    found: dict[str, str] = {}
+    if not manifest.indexed:
+        return found
+    entry = manifest.shards[0]
+    with contextlib.suppress(DataError), open_to_index(str(directory / entry.file)) as file:
+        for name, stored in entry.fields.items():
+            spec = manifest.fields[name]
+            if spec.kind != "classes":
+                meaning = value_meaning(file, path=stored.dataset, member=stored.member, dtype=spec.dtype)
+                found[name] = "; ".join(meaning.said) or meaning.problem
+    return found

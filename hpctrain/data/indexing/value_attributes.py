@@ -8,13 +8,11 @@ and categories.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.format.manifest import Manifest
 from hpctrain.data.format.manifest_entries import Packing
 
 if TYPE_CHECKING:
@@ -61,25 +59,6 @@ class ValueMeaning:
 
 class _Unclear(Exception):
     """Raised if an attribute cannot be understood; the message says why."""
-
-
-def meanings_in_words(directory: Path, manifest: Manifest) -> dict[str, str]:
-    """Returns what the first file of an index says of the numbers of each field; none of a file that is not there."""
-    import h5py
-
-    if not manifest.indexed:
-        return {}
-    entry, found = manifest.shards[0], {}
-    try:
-        with h5py.File(directory / entry.file, "r") as file:
-            for name, stored in entry.fields.items():
-                spec = manifest.fields[name]
-                if spec.kind != "classes":
-                    meaning = value_meaning(file, path=stored.dataset, member=stored.member, dtype=spec.dtype)
-                    found[name] = "; ".join(meaning.said) or meaning.problem
-    except (OSError, RuntimeError, KeyError, ValueError):
-        return found
-    return found
 
 
 def place_of_values(file: h5py.File, path: str) -> str:
