@@ -50,7 +50,6 @@ from hpctrain.reduce import (
     CompareRanks,
     LossScale,
     ShardedUpdater,
-    SparseUpdater,
     reduce_gradients_by,
     watch_steps,
 )

@@ -3,7 +3,6 @@ from .loop.checkpointing import Checkpointing as Checkpointing
 from .loop.data_balance import DataBalance as DataBalance
 from .loop.evaluate import evaluate as evaluate
 from .loop.guards import Guards as Guards
-from .loop.mean_loss import LOSS_WEIGHT as LOSS_WEIGHT
 from .loop.memory_guard import (
     MICRO_BATCH as MICRO_BATCH,
     MemoryGuard as MemoryGuard,
@@ -42,6 +41,7 @@ from .state.trainings import (
     TrainingParts as TrainingParts,
     Trainings as Trainings,
 )
+from .task.mean_loss import LOSS_WEIGHT as LOSS_WEIGHT
 from .task.named_object import check_call as check_call, import_named as import_named
 from .task.pipeline_runner import PipelineRunner as PipelineRunner
 from .task.runner import Runner as Runner
