@@ -48,8 +48,10 @@ def _blosc_codec(values: Sequence[int]) -> str:
     return _BLOSC_CODECS[number] if number < len(_BLOSC_CODECS) else ""
 
 
-def undo(data: Bytes, *, filters: Sequence[Filter], mask: int, num_bytes: int) -> Bytes:
+def undo(data: Bytes, *, filters: Sequence[Filter], mask: int, num_bytes: int | None) -> Bytes:
     """Returns the `num_bytes` that were stored as `data`. mask: bit i is set if filter i was skipped.
+
+    num_bytes: None if it is not known, then any number is right.
 
     Raises DataError if they cannot be decoded.
     """
@@ -68,29 +70,29 @@ def undo(data: Bytes, *, filters: Sequence[Filter], mask: int, num_bytes: int) -
             raise
         except Exception as error:  # the libraries raise different errors
             raise DataError(f"its filter {code} cannot be decoded: {error}") from error
-    if len(data) != num_bytes:
+    if num_bytes is not None and len(data) != num_bytes:
         raise DataError(f"it has {len(data)} bytes once decoded, not {num_bytes}")
     return data
 
 
-def _decompressor(code: int) -> Callable[[Bytes, int], bytes]:
+def _decompressor(code: int) -> Callable[[Bytes, int | None], bytes]:
     if code == DEFLATE:
         return _inflate
     return _from_zstd if code == ZSTD else _from_blosc
 
 
-def _inflate(data: Bytes, num_bytes: int) -> bytes:
+def _inflate(data: Bytes, num_bytes: int | None) -> bytes:
     # A buffer of exactly this size saves a copy of the result.
-    return zlib.decompress(data, bufsize=num_bytes)
+    return zlib.decompress(data, bufsize=zlib.DEF_BUF_SIZE if num_bytes is None else num_bytes)
 
 
-def _from_zstd(data: Bytes, num_bytes: int) -> bytes:
+def _from_zstd(data: Bytes, num_bytes: int | None) -> bytes:
     from numcodecs import zstd
 
     return bytes(zstd.decompress(data))
 
 
-def _from_blosc(data: Bytes, num_bytes: int) -> bytes:
+def _from_blosc(data: Bytes, num_bytes: int | None) -> bytes:
     from numcodecs import blosc
 
     return bytes(blosc.decompress(data))

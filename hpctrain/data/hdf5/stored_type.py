@@ -6,6 +6,7 @@ have 8 exponent bits. h5py reads such elements as the next larger numpy dtype; t
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,6 +88,8 @@ def has_numpys_bytes(kind: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
         return any(kind.equal(same) for same in _bit_fields(dtype))
     if not isinstance(kind, h5t.TypeIntegerID | h5t.TypeFloatID):
         return False
+    if kind.equal(_type_of(dtype.str)):  # nearly always; the rest is for properties that mean nothing here
+        return True
     size = kind.get_size()
     if (size, 8 * size, 0) != (dtype.itemsize, kind.get_precision(), kind.get_offset()):
         return False
@@ -95,6 +98,13 @@ def has_numpys_bytes(kind: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
     if isinstance(kind, h5t.TypeFloatID):
         return dtype.kind == "f" and _format(kind) == _format(h5t.py_create(dtype))
     return dtype.kind == ("i" if kind.get_sign() == h5t.SGN_2 else "u")
+
+
+@lru_cache
+def _type_of(dtype: str) -> h5py.h5t.TypeID:
+    from h5py import h5t
+
+    return h5t.py_create(np.dtype(dtype))
 
 
 def _bit_fields(dtype: np.dtype[Any]) -> list[h5py.h5t.TypeID]:

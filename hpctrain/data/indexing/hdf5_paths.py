@@ -41,8 +41,10 @@ def resolve(file: h5py.File, path: str) -> str:
             raise DataError(f"{file.filename} has no {path}; {_what_is_in(here, done)}")
         if isinstance(link, h5py.ExternalLink):
             target = os.path.join(os.path.dirname(file.filename), link.filename)
-            advice = "index that file itself" if os.path.exists(target) else "which does not exist"
-            raise DataError(f"{path} of {file.filename} is a link to another file, {link.filename}: {advice}")
+            missing = "" if os.path.exists(target) else ", which does not exist here"
+            raise DataError(
+                f"{path} of {file.filename} is a link to another file, {link.filename}: index that file itself{missing}"
+            )
         if isinstance(link, h5py.SoftLink):
             followed = f"/{'/'.join([*done, name])} is a soft link to {link.path}"
             target = [part for part in link.path.split("/") if part and part != "."]

@@ -95,6 +95,7 @@ def inspect_file(path: str, *, requests: Sequence[FieldRequest], comparison: Sam
     """
     with open_to_index(path) as file:
         before = os.stat(path)
+        comparison.begin_file(file)
         if requests[0].has_wildcard:
             places = tuple(_groups(file, requests, comparison))
         else:
@@ -235,17 +236,20 @@ def _inspect(file: h5py.File, path: str, request: FieldRequest, comparison: Samp
         offset=layout.offset,
         big_endian=dtype.newbyteorder("=") != dtype and dtype.itemsize > 1,
         num_bytes=num_bytes,
-        note=scale_offset_note(layout),
+        note=scale_offset_note(dataset, layout=layout, where=where),
     )
     if h5py.check_string_dtype(dtype) is not None:
         return _with_strings(found, dataset, where)
     if h5py.check_vlen_dtype(dtype) is not None:
         return _with_lengths(found, dataset, np.dtype(h5py.check_vlen_dtype(dtype)), where)
     _check_number(dtype, where)
-    refusal = why_not_converted(element_of(dataset.id.get_type(), member=request.member), dtype)
-    if refusal is not None:
-        kind = describe(element_of(dataset.id.get_type(), member=request.member))
-        raise DataError(f"{where} holds {kind} that HDF5 cannot convert to {dtype.name} ({refusal})")
+    if layout.only_hdf5:
+        element = element_of(dataset.id.get_type(), member=request.member)
+        refusal = why_not_converted(element, dtype)
+        if refusal is not None:
+            raise DataError(
+                f"{where} holds {describe(element)} that HDF5 cannot convert to {dtype.name} ({refusal})"
+            )
     comparison.compare(dataset, layout=layout, where=where)
     return found
 

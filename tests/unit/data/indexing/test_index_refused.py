@@ -220,3 +220,69 @@ def test_an_index_does_not_replace_a_packed_dataset(tmp_path: Path) -> None:
     pack_arrays(tmp_path / "packed", {"x": np.zeros((3, 2))})
     with pytest.raises(UsageError, match="holds a packed dataset: index into another directory"):
         index_files(tmp_path / "packed", files=[str(tmp_path / "packed")], fields="x=x")
+
+
+FOREIGN = {
+    "a.nc": (b"CDF\x02" + bytes(40), "is a netCDF-3 file .*nccopy -k nc4"),
+    "b.bp": (b"\0" * 40, "is an ADIOS2 BP file"),
+    "md.idx": (b"ADIOS-BP v2.9.1 Index Table", "is a part of an ADIOS2 BP file"),
+    "c.h5": (b"", "is empty"),
+    "d.mat": (b"MATLAB 5.0 MAT-file, Platform", "is a MATLAB file before version 7.3"),
+    "e.h5": (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
+    "f.h5": (b"\x1f\x8b" + bytes(40), "is compressed by gzip as a whole"),
+    "g.h5": (b"anything else", "cannot be read as HDF5"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_files_of_other_formats_are_named(tmp_path: Path, name: str) -> None:
+    content, said = FOREIGN[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name} {said}"):
+        index_files(tmp_path / "out", files=[str(tmp_path / name)], fields="x=/x")
+
+
+def test_directories_that_are_one_dataset_are_named(tmp_path: Path) -> None:
+    for marker, said in {"md.idx": "an ADIOS2 BP directory", "zarr.json": "a Zarr directory"}.items():
+        (tmp_path / marker).mkdir()
+        (tmp_path / marker / marker).write_bytes(b"")
+        with pytest.raises(DataError, match=f"is {said}"):
+            index_files(tmp_path / "out", files=[str(tmp_path / marker)], fields="x=/x")
+
+
+def test_what_a_newer_hdf5_wrote_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=np.zeros((4, 3)), chunks=(1, 3))
+        file["y"] = np.zeros(4)
+    good = path.read_bytes()
+    # The data layout message of /x: version 3, class 2 (chunked), 3 dimensions
+    assert good.count(b"\3\2\3") == 1
+    path.write_bytes(good.replace(b"\3\2\3", b"\x63\2\3"))
+    newer = (
+        rf"was written by a newer HDF5 than this one \({h5py.version.hdf5_version}\), which says: .*version"
+    )
+    with pytest.raises(DataError, match=f"field 'x', /x of {path}, {newer}.*h5repack --low=0 --high="):
+        index_files(tmp_path / "out", files=[str(path)], fields="x=/x")
+    index_files(tmp_path / "y", files=[str(path)], fields="y=/y")
+    path.write_bytes(good[:8] + b"\x63" + good[9:])  # the superblock's version
+    with pytest.raises(DataError, match=f"{path} {newer}"):
+        index_files(tmp_path / "out", files=[str(path)], fields="x=/x")
+
+
+def test_links_that_lead_nowhere_and_constant_components_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        component = file.create_group("E/x")
+        component.attrs["value"], component.attrs["shape"] = 1.5, np.array([4, 5])
+        file["soft"], file["twice"] = h5py.SoftLink("/gone"), h5py.SoftLink("/soft")
+        file["external"], file["type"] = h5py.ExternalLink("gone.h5", "x"), np.dtype("f4")
+    for name, said in {
+        "E/x": r"is a constant component of openPMD.* is 1.5, its shape is \(4, 5\)",
+        "soft": "leads nowhere: /soft is a soft link to /gone, which does not exist",
+        "twice": "leads nowhere: /soft is a soft link to /gone, which does not exist",
+        "external": "is a link to another file, gone.h5: index that file itself, which does not exist",
+        "type": "is a named type, not a dataset",
+    }.items():
+        with pytest.raises(DataError, match=f"/{name} of .*{said}"):
+            index_files(tmp_path / "out", files=[str(path)], fields=f"x=/{name}")
