@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -15,8 +16,9 @@ from hpctrain.comm import Monitored
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.comm.interface.collective_files import LocalFiles
-from hpctrain.data import Dataset, pack_arrays
+from hpctrain.data import Dataset, index_files, pack_arrays
 from hpctrain.data.locality.collective_dataset import CollectiveDataset
+from hpctrain.data.locality.memory_store import MemoryStore
 from hpctrain.errors import DataError
 from tests.ranks.data.locality_cases import everything_of_locality, expected_labels, same
 from tests.ranks_launcher import run_ranks
@@ -134,3 +136,30 @@ def test_what_mpi_says_it_has_read_and_has_not_ends_the_run(dataset: Path) -> No
     ) as raised:
         together.gather(indices)
     assert raised.value.agreed
+
+
+def test_decoded_values_are_the_same_from_the_memory_of_ranks_and_from_files_read_together(
+    tmp_path: Path,
+) -> None:
+    stored, missing = np.arange(40, dtype=np.int16), np.arange(40) % 7 == 0
+    for number, scale in enumerate((0.5, 10.0)):
+        with h5py.File(tmp_path / f"{number}.nc", "w") as file:
+            file["x"], file["x.mask"] = stored, missing
+            file["x"].attrs["scale_factor"], file["x"].attrs["_FillValue"] = scale, np.int16(3)
+    index_files(tmp_path / "out", files=[str(tmp_path)], fields="x:cf:mask=/x")
+    wanted = np.concatenate([stored * 0.5, stored * 10.0])
+    gone = np.tile(missing | (stored == 3), 2)
+    expected = {"x": np.where(gone, 0, wanted), "x.mask": gone}
+
+    def read(world: Any) -> list[bool]:
+        dataset = Dataset.open(tmp_path / "out")
+        indices = np.random.default_rng(world.rank).permutation(80)
+        asked = {name: array[indices] for name, array in expected.items()}
+        store = MemoryStore.load(world, dataset)
+        together = CollectiveDataset.open(world, dataset)
+        found = [same(source.gather(indices), asked) for source in (dataset, store, together)]
+        together.close()
+        store.close()
+        return found
+
+    assert run_threads(2, read) == [[True] * 3] * 2

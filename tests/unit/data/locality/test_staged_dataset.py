@@ -16,10 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data import Dataset, Loader, pack_arrays, read_manifest
+from hpctrain.data import Dataset, Loader, index_files, pack_arrays, read_manifest
 from hpctrain.data.format.manifest import write_manifest
 from hpctrain.data.locality.node_folder import PREFIX, clean_up
 from hpctrain.data.locality.staged_dataset import StagedDataset
@@ -263,3 +264,20 @@ def test_the_python_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, str(guide), "exec"), names)
+
+
+def test_decoded_values_are_the_same_from_copies(tmp_path: Path) -> None:
+    path = tmp_path / "a.nc"
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(30, dtype=np.int16)
+        file["x"].attrs["scale_factor"], file["x"].attrs["_FillValue"] = 0.5, np.int16(7)
+    index_files(tmp_path / "data", files=[str(path)], fields="x:cf=/x")
+    original = Dataset.open(tmp_path / "data")
+    wanted = np.where(np.arange(30) == 7, np.nan, np.arange(30) * 0.5)
+    staged = StagedDataset.open(original, directory=tmp_path, max_bytes=LARGE)
+    try:
+        assert staged.wait_until_staged(timeout_s=300) == 1
+        np.testing.assert_array_equal(staged.gather(np.arange(30))["x"], wanted)
+        assert staged.fields == original.fields
+    finally:
+        staged.close()
