@@ -22,6 +22,9 @@ _NAMES: dict[Layout, str] = {
 # Optimizers whose update of an element depends on the others of its layer.
 _WHOLE_LAYERS = ("lars", "lamb", "lbfgs", "muon", "adafactor", "shampoo", "soap")
 
+# Those of PyTorch 2.13 whose `step` fails for DTensors: means over rows and columns, assignments by a mask.
+_NOT_ON_PARTS = ("adafactor", "rprop")
+
 
 def check_optimizer(
     optimizer: torch.optim.Optimizer, *, layout: Layout, model: torch.nn.Module | None = None
@@ -49,10 +52,10 @@ def check_optimizer(
             f"{name} needs whole layers to update an element, such as their norms, of which a rank has a part with "
             f"{where}: use AdamW, Adam or SGD, or leave shard out"
         )
-    if layout in ("parameters", "tensor") and _is_one_of(optimizer, ("adafactor",)):
+    if layout in ("parameters", "tensor") and _is_one_of(optimizer, _NOT_ON_PARTS):
         raise UsageError(
-            f"{name} takes means over rows and columns of a layer, of which a rank has a part with {where}, and "
-            "PyTorch's does not do so for such parts: use AdamW, or leave parameters whole"
+            f"{name} uses operations that PyTorch does not have for parts of parameters, of which {where} consists: "
+            "use AdamW, Adam or SGD, or leave parameters whole"
         )
     sparse = [name for name, module in model.named_modules() if _has_sparse_gradient(module)] if model else []
     if layout in ("parameters", "tensor", "stages") and sparse:

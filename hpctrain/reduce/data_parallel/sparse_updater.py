@@ -64,7 +64,9 @@ class SparseUpdater(Watched):
         self._syncing = True
         self._closed = False
         self._synchronized = False
-        self._weighted = False
+        self._factor = (
+            self._scale.value / comm.num_ranks
+        )  # of a plain `loss.backward()`; see `AllReduceUpdater`
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook(index))
             for index, p in enumerate(self._parameters)
@@ -89,7 +91,7 @@ class SparseUpdater(Watched):
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
         """See `Updater.backward`. Raises UsageError for another number of elements than one."""
         scaled = self._scale.scaled(loss, weight=weight)
-        self._weighted = True
+        self._factor = 1.0
         if last:
             scaled.backward()
         else:
@@ -109,7 +111,8 @@ class SparseUpdater(Watched):
         """See `Updater.zero_grad`. Not collective."""
         self._optimizer.zero_grad(set_to_none=True)
         self._held.clear()
-        self._synchronized = self._weighted = False
+        self._synchronized = False
+        self._factor = self._scale.value / self._comm.num_ranks
 
     def synchronize(self) -> None:
         """See `AllReduceUpdater.synchronize`. Collective."""
@@ -118,9 +121,8 @@ class SparseUpdater(Watched):
         check_open(closed=self._closed)
         check_parameters(self._optimizer, self._parameters)
         check_kinds(self._parameters, self._kinds)
-        factor = 1.0 / (self._scale.value if self._weighted else self._comm.num_ranks)
         for parameter, total in zip(self._parameters, self._sums(), strict=True):
-            parameter.grad = None if total is None else total * factor
+            parameter.grad = None if total is None else total / self._scale.value
         self._held.clear()
         self._synchronized = True
 
@@ -158,10 +160,10 @@ class SparseUpdater(Watched):
                     if parameter.grad is not None:
                         parameter.grad = parameter.grad * factor
             self._optimizer.step()
-        self.zero_grad()
         used_scale = self._scale.value
         if accepted:
             self._scale = self._scale.after_good_step() if applied else self._scale.after_overflow()
+        self.zero_grad()
         self._scale.check(used_value=used_scale)
         return StepOutcome(
             applied=applied,
@@ -200,6 +202,7 @@ class SparseUpdater(Watched):
         if self._held:
             raise UsageError("load_state was called between backward and step(): call it between steps")
         self._scale = self._scale.continued(state["loss_scale"])
+        self.zero_grad()
 
     def close(self) -> bool:
         """See `Updater.close`."""
@@ -247,6 +250,7 @@ class SparseUpdater(Watched):
                     "ones, as of Embedding(sparse=True). Give dense parameters to another optimizer, with an updater "
                     "of its own"
                 )
+        gradients = [None if g is None else g.detach() * self._factor for g in gradients]
         if self._comm.num_ranks == 1:
             return gradients
         # Of each parameter how many ranks have a gradient, and the sum of their numbers of sparse dimensions.
@@ -271,4 +275,4 @@ class SparseUpdater(Watched):
                 device=parameter.device,
                 check_invariants=True,
             )
-        return all_reduce_sparse(self._comm, gradient.detach(), op="sum")
+        return all_reduce_sparse(self._comm, gradient, op="sum")

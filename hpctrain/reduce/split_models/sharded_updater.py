@@ -274,7 +274,16 @@ class ShardedUpdater(Watched):
         if factor != 1.0:
             for gradient in self._gradients():
                 local_part(gradient).mul_(factor)
-        self._optimizer.step()
+        try:
+            self._optimizer.step()
+        except (AssertionError, NotImplementedError, RuntimeError) as error:
+            if not any(map(is_sharded_tensor, self._parameters)):
+                raise
+            raise UsageError(
+                f"{type(self._optimizer).__name__}.step() failed for parameters of which each rank has a part: "
+                f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. Use AdamW, Adam or SGD, or "
+                "leave parameters whole"
+            ) from error
         return 0.0
 
     def _squares(self) -> float:
