@@ -111,8 +111,8 @@ class Lease:
                     if watched is None:
                         who = other.describe() if other is not None else "a process that cannot be read"
                         say(
-                            f"{place.subject} is in use by {who}: waiting for up to {lost_after_s:.0f} s to see whether "
-                            "it still runs"
+                            f"{place.subject} is in use by {who}: waiting for up to {lost_after_s:.0f} s to see "
+                            "whether it still runs"
                         )
                     if (number, content) != watched:
                         if watched is not None and other is not None:
@@ -218,6 +218,7 @@ def _create_exclusively(path: Path, holder: Holder) -> bool:
 def _refusal(place: Place, number: int, other: Holder) -> str:
     return (
         f"{place.subject} is in use by another run: {other.describe()}. Two runs in one directory would mix their "
-        "records and checkpoints: wait for that one or end it, or use another directory. If that process is certainly gone, "
+        "records and checkpoints: wait for that one or end it, or use another directory. If that process is certainly "
+        "gone, "
         f"delete {place.path(number)}"
     )
