@@ -320,7 +320,7 @@ def carry_out(
         return summary("finished")
     finally:
         release(directory)
-        release(checkpoint_directory(recipe))
+        release(checkpoint_directory(recipe), beside=True)
         if clock is not None:
             clock.close()
         sinks.close()

@@ -13,4 +13,4 @@ from .lease.claims import (
     release as release,
     release_all as release_all,
 )
-from .lease.lease import InUseError as InUseError, Lease as Lease
+from .lease.lease import InUseError as InUseError, Lease as Lease, Place as Place

@@ -52,7 +52,7 @@ def make_room(directory: Path, partial: Path, *, folder: bool, spare_bytes: int 
 def _claim(directory: Path) -> None:
     """Takes the lease on the directory, or checks that this process still has it. Raises CheckpointError."""
     try:
-        claim(directory)
+        claim(directory, beside=True)
     except InUseError as error:
         raise CheckpointError(str(error)) from error
 
@@ -105,7 +105,7 @@ def rename_finished(partial: Path, final: Path, *, unique: str) -> None:
     the rename; if that fails, the next save deletes it. Raises CheckpointError.
     """
     try:
-        check_claim(final.parent)
+        check_claim(final.parent, beside=True)
     except InUseError as error:
         raise CheckpointError(str(error)) from error
     step_forms = [final.with_name(name) for name in _forms(final.name)]

@@ -1,6 +1,7 @@
 """A lease on a directory: a file that names who writes there, created so that only one process can.
 
-    DIRECTORY/.lease-00000003
+    DIRECTORY/.lease-00000003                 of a run's directory
+    PARENT/.checkpoints.lease-00000003        of a directory whose content is listed: beside it
 
 The highest number holds. A process takes a lease over by creating the next number, which only one can (link(2) or
 O_EXCL, atomic on NFS and Lustre; clocks and locks are not used); so the one that had it sees that it has lost it. A
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -27,7 +29,38 @@ from hpctrain.storage.lease.holder import Holder
 RENEW_S = 60.0
 # Of this process's clock. Longer than two renewals and what a network filesystem may hide of them.
 LOST_AFTER_S = 200.0
-_NAME = re.compile(r"\.lease-(\d{8})")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the lease files of a directory are. subject: the directory, for messages."""
+
+    folder: Path
+    prefix: str
+    subject: Path
+
+    @classmethod
+    def within(cls, directory: Path) -> Place:
+        return cls(directory, ".lease-", directory)
+
+    @classmethod
+    def beside(cls, directory: Path) -> Place:
+        """In the parent, if this process may write there, else within."""
+        folder = directory.parent
+        if folder == directory or not os.access(folder, os.W_OK):
+            return cls.within(directory)
+        return cls(folder, f".{directory.name}.lease-", directory)
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"{self.prefix}{number:08d}"
+
+    def newest(self) -> int:
+        """Returns the number of the lease; 0 if nobody has one."""
+        numbers = [0]
+        pattern = re.compile(re.escape(self.prefix) + r"(\d{8})")
+        with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            numbers += [int(match[1]) for entry in entries if (match := pattern.fullmatch(entry.name))]
+        return max(numbers)
 
 
 class InUseError(Exception):
@@ -36,10 +69,10 @@ class InUseError(Exception):
 
 @final
 class Lease:
-    """This process's lease on `directory`, which exists. Make it with `take`."""
+    """This process's lease at `place`, whose folder exists. Make it with `take`."""
 
-    def __init__(self, directory: Path, number: int, holder: Holder) -> None:
-        self.directory = directory
+    def __init__(self, place: Place, number: int, holder: Holder) -> None:
+        self._place = place
         self._number = number
         self._holder = holder
         self._renewals = 0
@@ -50,7 +83,7 @@ class Lease:
     @classmethod
     def take(
         cls,
-        directory: Path,
+        place: Place,
         *,
         say: Callable[[str], object] = lambda text: None,
         lost_after_s: float = LOST_AFTER_S,
@@ -66,49 +99,49 @@ class Lease:
         watched: tuple[int, bytes] | None = None
         since = 0.0
         while True:
-            number = newest(directory)
-            content = _content(directory, number)
+            number = place.newest()
+            content = _content(place.path(number))
             if number and content is not None:
                 other = _parsed(content)
                 ended = other.has_ended(seen_by=holder) if other is not None else None
                 if ended is False:
                     assert other is not None
-                    raise InUseError(_refusal(directory, number, other))
+                    raise InUseError(_refusal(place, number, other))
                 if ended is None:
                     if watched is None:
                         who = other.describe() if other is not None else "a process that cannot be read"
                         say(
-                            f"{directory} is in use by {who}: waiting for up to {lost_after_s:.0f} s to see whether it "
-                            "still runs"
+                            f"{place.subject} is in use by {who}: waiting for up to {lost_after_s:.0f} s to see "
+                            "whether it still runs"
                         )
                     if (number, content) != watched:
                         if watched is not None and other is not None:
-                            raise InUseError(_refusal(directory, number, other))
+                            raise InUseError(_refusal(place, number, other))
                         watched, since = (number, content), time.monotonic()
                     if time.monotonic() - since < lost_after_s:
                         time.sleep(min(poll_s, lost_after_s))
                         continue
-            if _create(directory, number + 1, holder):
+            if _create(place.path(number + 1), holder):
                 for old in range(max(1, number - 8), number + 1):
                     with suppress(OSError):
-                        _path(directory, old).unlink()
-                return cls(directory, number + 1, holder)
+                        place.path(old).unlink()
+                return cls(place, number + 1, holder)
 
     def check(self) -> None:
-        """Raises InUseError if another process has taken the lease over. One listing of the directory. Creates it again
-        if somebody has deleted it."""
-        number = newest(self.directory)
-        if number == self._number:
+        """Raises InUseError if another process has taken the lease over. Asks whether two files exist. Creates its own
+        again if somebody has deleted it."""
+        if self._own.exists() and not self._place.path(self._number + 1).exists():
             return
-        if number < self._number:
-            with suppress(FileNotFoundError):  # the directory itself is gone: what writes there finds out
-                _create(self.directory, self._number, self._holder)
+        number = self._place.newest()
+        if number <= self._number:
+            with suppress(FileNotFoundError):  # the folder itself is gone: what writes there finds out
+                _create(self._own, self._holder)
             return
-        content = _content(self.directory, number)
+        content = _content(self._place.path(number))
         other = _parsed(content) if content is not None else None
         who = other.describe() if other is not None else "another process"
         raise InUseError(
-            f"{self.directory} was taken over by {who}, which has not seen this process work for a while: it was "
+            f"{self._place.subject} was taken over by {who}, which has not seen this process work for a while: it was "
             "suspended, perhaps. It saves nothing more; only one run can write there"
         )
 
@@ -118,38 +151,30 @@ class Lease:
             return  # also in a forked process
         self._ended.set()
         with suppress(OSError):
-            if newest(self.directory) == self._number:
-                _path(self.directory, self._number).unlink()
+            if self._place.newest() == self._number:
+                self._own.unlink()
+
+    @property
+    def _own(self) -> Path:
+        return self._place.path(self._number)
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_S):
             self._renewals += 1
-            path = _path(self.directory, self._number)
+            path = self._own
             with suppress(OSError):
-                if newest(self.directory) == self._number and not self._ended.is_set():
+                if self._place.newest() == self._number and not self._ended.is_set():
                     partial = path.with_name(f"{path.name}.{self._holder.id}")
                     replace_file(path, _encoded(self._holder, renewals=self._renewals), partial=partial)
-
-
-def newest(directory: Path) -> int:
-    """Returns the number of the directory's lease; 0 if nobody has one."""
-    numbers = [0]
-    with suppress(FileNotFoundError), os.scandir(directory) as entries:
-        numbers += [int(match[1]) for entry in entries if (match := _NAME.fullmatch(entry.name))]
-    return max(numbers)
-
-
-def _path(directory: Path, number: int) -> Path:
-    return directory / f".lease-{number:08d}"
 
 
 def _encoded(holder: Holder, *, renewals: int) -> bytes:
     return json.dumps({"holder": holder.to_json(), "renewals": renewals}).encode() + b"\n"
 
 
-def _content(directory: Path, number: int) -> bytes | None:
+def _content(path: Path) -> bytes | None:
     try:
-        return _path(directory, number).read_bytes()
+        return path.read_bytes()
     except FileNotFoundError:
         return None
 
@@ -161,9 +186,8 @@ def _parsed(content: bytes) -> Holder | None:
         return None
 
 
-def _create(directory: Path, number: int, holder: Holder) -> bool:
+def _create(path: Path, holder: Holder) -> bool:
     """Creates the lease file, complete at once. Returns False if another process has."""
-    path = _path(directory, number)
     partial = path.with_name(f"{path.name}.{holder.id}")
     partial.write_bytes(_encoded(holder, renewals=0))
     try:
@@ -191,9 +215,10 @@ def _create_exclusively(path: Path, holder: Holder) -> bool:
     return True
 
 
-def _refusal(directory: Path, number: int, other: Holder) -> str:
+def _refusal(place: Place, number: int, other: Holder) -> str:
     return (
-        f"{directory} is in use by another run: {other.describe()}. Two runs in one directory would mix their records "
-        "and checkpoints: wait for that one or end it, or use another directory. If that process is certainly gone, "
-        f"delete {_path(directory, number)}"
+        f"{place.subject} is in use by another run: {other.describe()}. Two runs in one directory would mix their "
+        "records and checkpoints: wait for that one or end it, or use another directory. If that process is certainly "
+        "gone, "
+        f"delete {place.path(number)}"
     )

@@ -29,6 +29,11 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     return {n: run_ranks(n, loss_weight_cases.everything, str(where)).outputs for n in LAYOUTS}
 
 
+def numbers(found: dict[str, Any]) -> list[list[float]]:
+    """Loss, norm and whether it was applied, of each step; the norm of a skipped one is NaN, recorded as text."""
+    return [[float(value) for value in step] for step in found["steps"]]
+
+
 @pytest.mark.parametrize(("ranks", "layout"), [(n, name) for n in LAYOUTS for name in LAYOUTS[n]])
 def test_any_layout_trains_as_one_process(launches: Launches, ranks: int, layout: str) -> None:
     alone = launches[1][0]["padded" if layout == "padded" else "none"]
@@ -37,7 +42,7 @@ def test_any_layout_trains_as_one_process(launches: Launches, ranks: int, layout
     assert np.isfinite(losses).all()
     assert sum(applied) >= 15  # the last batch of an epoch is one sample, perhaps without a token
     for found in launches[ranks]:
-        np.testing.assert_allclose(found[layout]["steps"], alone["steps"], rtol=RELATIVE)
+        np.testing.assert_allclose(numbers(found[layout]), numbers(alone), rtol=RELATIVE)
         assert found[layout]["evaluation"] == pytest.approx(alone["evaluation"], rel=RELATIVE)
 
 

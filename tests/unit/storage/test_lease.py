@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.storage import InUseError, Lease, check_claim, claim, release
+from hpctrain.storage import InUseError, Lease, Place, check_claim, claim, release
 from hpctrain.storage.lease.holder import Holder
-from hpctrain.storage.lease.lease import newest
 
 HOLDING = (
     "import sys; from hpctrain.storage import claim; claim(sys.argv[1]); print('has it', flush=True); input()"
@@ -49,13 +48,13 @@ def test_a_process_that_runs_is_named_and_one_that_ended_is_not_waited_for(
     tmp_path: Path, other: Other
 ) -> None:
     with pytest.raises(InUseError, match=f"in use by another run: process {other.pid} on .*, since 20"):
-        Lease.take(tmp_path)
+        Lease.take(Place.within(tmp_path))
     other.send_signal(signal.SIGSTOP)  # suspended is not ended
     with pytest.raises(InUseError, match="in use by another run"):
-        Lease.take(tmp_path)
+        Lease.take(Place.within(tmp_path))
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
-    Lease.take(tmp_path).release()
+    Lease.take(Place.within(tmp_path)).release()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -72,7 +71,7 @@ def test_of_many_that_come_at_once_one_gets_it(tmp_path: Path) -> None:
 
     def take() -> None:
         try:
-            found.append(Lease.take(tmp_path))
+            found.append(Lease.take(Place.within(tmp_path)))
         except InUseError as error:
             refused.append(error)
 
@@ -82,7 +81,7 @@ def test_of_many_that_come_at_once_one_gets_it(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert (len(found), len(refused)) == (1, 7)
-    assert newest(tmp_path) == 2
+    assert Place.within(tmp_path).newest() == 2
     found[0].release()
 
 
@@ -90,7 +89,7 @@ def test_one_of_another_machine_that_is_not_renewed_is_taken_over_after_a_while(
     elsewhere = replace(Holder.of_this_process("0" * 16), host="elsewhere", boot="b", job="12")
     pretend(tmp_path, elsewhere)
     lines: list[str] = []
-    Lease.take(tmp_path, say=lines.append, lost_after_s=0.2, poll_s=0.05).release()
+    Lease.take(Place.within(tmp_path), say=lines.append, lost_after_s=0.2, poll_s=0.05).release()
     (line,) = lines
     assert f"in use by process {os.getpid()} on elsewhere (Slurm job 12), since" in line
     assert "waiting for up to 0 s to see whether it still runs" in line
@@ -101,7 +100,10 @@ def test_one_of_another_machine_that_is_renewed_is_respected(tmp_path: Path) -> 
     pretend(tmp_path, elsewhere)
     with pytest.raises(InUseError, match=r"in use by another run: process .* on elsewhere"):
         Lease.take(
-            tmp_path, say=lambda _: pretend(tmp_path, elsewhere, renewals=1), lost_after_s=60.0, poll_s=0.05
+            Place.within(tmp_path),
+            say=lambda _: pretend(tmp_path, elsewhere, renewals=1),
+            lost_after_s=60.0,
+            poll_s=0.05,
         )
 
 
@@ -139,7 +141,7 @@ def test_one_that_was_taken_over_is_noticed_and_left_alone(tmp_path: Path) -> No
     with pytest.raises(InUseError, match=r"was taken over by process .* on elsewhere"):
         check_claim(tmp_path)
     release(tmp_path)
-    assert newest(tmp_path) == 2
+    assert Place.within(tmp_path).newest() == 2
 
 
 def test_a_directory_made_again_is_claimed_again(tmp_path: Path) -> None:
@@ -151,12 +153,24 @@ def test_a_directory_made_again_is_claimed_again(tmp_path: Path) -> None:
     place.rmdir()
     place.mkdir()
     claim(place)
-    assert newest(place) == 1
+    assert Place.within(place).newest() == 1
     release(place)
 
 
 def test_a_lease_that_cannot_be_read_is_watched_too(tmp_path: Path) -> None:
     (tmp_path / ".lease-00000005").write_text("")
     lines: list[str] = []
-    Lease.take(tmp_path, say=lines.append, lost_after_s=0.1, poll_s=0.05).release()
+    Lease.take(Place.within(tmp_path), say=lines.append, lost_after_s=0.1, poll_s=0.05).release()
     assert "a process that cannot be read" in lines[0]
+
+
+def test_beside_a_directory_whose_content_is_listed(tmp_path: Path) -> None:
+    place = tmp_path / "checkpoints"
+    place.mkdir()
+    claim(place, beside=True)
+    claim(tmp_path)  # another one
+    assert list(place.iterdir()) == []
+    assert {path.name for path in tmp_path.glob(".*")} == {".checkpoints.lease-00000001", ".lease-00000001"}
+    release(place, beside=True)
+    release(tmp_path)
+    assert not list(tmp_path.glob(".*"))
