@@ -19,5 +19,11 @@ from .run import (
     load_recipe as load_recipe,
     start as start,
 )
-from .train import Position as Position, Task as Task, TrainingState as TrainingState, resume as resume
+from .train import (
+    Ema as Ema,
+    Position as Position,
+    Task as Task,
+    TrainingState as TrainingState,
+    resume as resume,
+)
 from .version import __version__ as __version__

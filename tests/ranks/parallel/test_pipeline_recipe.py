@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
+from hpctrain.checkpoint import open_checkpoint
+from hpctrain.comm import SerialWorld
 from hpctrain.data import pack_arrays
 from hpctrain.report import make_report
 from hpctrain.telemetry import read_records
@@ -49,12 +52,25 @@ def losses(
     where: Path, ranks: int, name: str, *settings: str, resume: Path | None = None
 ) -> dict[int, float]:
     """Trains as the recipe says, with these settings. Returns the loss by step."""
-    settings = (f"run.directory=runs/{name}", f"run.steps={STEPS}", "data.global_batch=16", *settings)
+    settings = (
+        f"run.directory=runs/{name}",
+        f"run.steps={STEPS}",
+        "data.global_batch=16",
+        "optimizer.ema=0.5",
+        *settings,
+    )
     words = [HPCTRAIN, "train", RECIPE, *(word for one in settings for word in ("--set", one))]
     words += ["--resume", str(resume)] if resume is not None else []
     run_command(ranks if ranks > 1 else None, words, cwd=where, timeout_s=300, expect=0)
     records = read_records(where / "runs" / name / "metrics" / "rank-00000.jsonl")
     return {record["step"]: record["loss"] for record in records if record["kind"] == "step"}
+
+
+def averages(where: Path, name: str) -> dict[str, torch.Tensor]:
+    """Returns the averages of the parameters after the last step."""
+    checkpoint = open_checkpoint(where / "runs" / name / "checkpoints", comm=SerialWorld())
+    assert checkpoint.document["ema"] == {"num_updates": STEPS}
+    return {each: checkpoint.read(each) for each in checkpoint.tensors if each.startswith("ema/")}
 
 
 def places_in_report(directory: Path) -> dict[str, int]:
@@ -80,3 +96,8 @@ def test_the_recipe_trains_in_a_pipeline_and_one_rank_continues_it(where: Path, 
     next_loss, later_losses = case.rel
     assert continued[SAVED + 1] == pytest.approx(split[SAVED + 1], rel=next_loss)
     assert list(continued.values()) == pytest.approx([split[step] for step in continued], rel=later_losses)
+    in_stages, whole = averages(where, name), averages(where, f"{name}-continued")
+    assert in_stages.keys() == whole.keys()
+    assert len(whole) > 10
+    for each, tensor in whole.items():
+        torch.testing.assert_close(in_stages[each], tensor, rtol=later_losses, atol=later_losses, msg=each)
