@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hpctrain.comm import on_rank_0
 from hpctrain.errors import RecipeError
 from hpctrain.run.check.recipe_subject import RecipeSubject
 from hpctrain.run.compute.postponed_dynamo import set_deterministic
@@ -15,7 +14,7 @@ from hpctrain.run.experiments.observe import Experiments
 from hpctrain.run.experiments.report import CheckReport
 from hpctrain.run.experiments.scratch import scratch_folder
 from hpctrain.run.recipe.schema import Recipe
-from hpctrain.run.session import start
+from hpctrain.run.session import Session, start
 
 # A rank that fails alone leaves the others waiting; a check's operations are short.
 _TIMEOUT_S = 120.0
@@ -27,24 +26,30 @@ def check_recipe(recipe: Recipe, *, recipe_path: Path, steps: int, scratch: Path
     scratch: a folder that all nodes share, for small checkpoints, which are removed. Raises UsageError for fewer than
     two ranks, and the errors of a run that cannot start.
     """
-    search = [Path.cwd(), recipe_path.absolute().parent]
     with start(
         backend=recipe.run.backend, device=recipe.run.device, threads_per_rank=recipe.run.threads_per_rank,
         timeout_s=min(recipe.run.timeout_s, _TIMEOUT_S),
     ) as session:  # fmt: skip
-        if session.num_ranks < 2:
-            raise RecipeError("a check compares ranks: start it with -n 2 or more", agreed=True)
-        if recipe.run.deterministic:
-            set_deterministic()
-        with scratch_folder(scratch, comm=session.world) as folder:
-            subject = session.agreed(
-                lambda: RecipeSubject(recipe, search=search, scratch=folder), os_error=RecipeError
-            )
-            session.agreed(subject.variables, os_error=RecipeError)  # imports the user's modules
-            observations = Experiments(subject, session, steps=steps, say=progress(session.rank)).observe()
-        report = CheckReport(name=subject.name, observations=observations, findings=decide(observations))
-        on_rank_0(session.world, lambda: None)  # all ranks have finished
-        return report
+        return check_with(session, recipe, recipe_path=recipe_path, steps=steps, scratch=scratch)
+
+
+def check_with(
+    session: Session, recipe: Recipe, *, recipe_path: Path, steps: int, scratch: Path, quiet: bool = False
+) -> CheckReport:
+    """As `check_recipe`, with the ranks of an open session. quiet: no lines of progress. Collective."""
+    search = [Path.cwd(), recipe_path.absolute().parent]
+    if session.num_ranks < 2:
+        raise RecipeError("a check compares ranks: start it with -n 2 or more", agreed=True)
+    if recipe.run.deterministic:
+        set_deterministic()
+    say = progress(1 if quiet else session.rank)
+    with scratch_folder(scratch, comm=session.world) as folder:
+        subject = session.agreed(
+            lambda: RecipeSubject(recipe, search=search, scratch=folder), os_error=RecipeError
+        )
+        session.agreed(subject.variables, os_error=RecipeError)  # imports the user's modules
+        observations = Experiments(subject, session, steps=steps, say=say).observe()
+    return CheckReport(name=subject.name, observations=observations, findings=decide(observations))
 
 
 def progress(rank: int) -> Callable[[str], None]:

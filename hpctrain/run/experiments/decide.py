@@ -15,6 +15,17 @@ _OF_ONE_PROCESS = (Cause.NOT_DETERMINISTIC, Cause.OWN_RANDOM)
 
 def decide(seen_: Observations) -> list[Finding]:
     """Returns the causes, the most probable first; empty if all that was compared is equal."""
+    if seen_.refused is not None:
+        text = "the run ends with an error, on 1 rank already"
+        return [
+            Finding(
+                cause=cause_of_error(seen_.refused),
+                is_difference=True,
+                text=text,
+                evidence=[seen_.refused],
+                advice="do what the message says",
+            )
+        ]
     found = [*data_findings(seen_), *_one_process(seen_), *_ranks(seen_), *_division(seen_)]
     found += _resumption(seen_, {f.cause for f in found})
     found += [*_evaluation(seen_), *_precision(seen_, found), *_poisoned(seen_)]
@@ -123,25 +134,28 @@ def _drift(seen_: Observations) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def cause_of_error(text: str) -> Cause:
+    """Returns the cause that an error of hpctrain's own names; UNKNOWN if it names none."""
+    text = text.lower()
+    if "learning rate" in text or "'lr'" in text:
+        return Cause.LEARNING_RATE
+    if "gradscaler" in text or ("gradient" in text and "changed" in text):
+        return Cause.GRADIENTS
+    if "buffer" in text and "differ" in text:
+        return Cause.BUFFER
+    return Cause.DRIFT if "drift" in text or "differ" in text else Cause.UNKNOWN
+
+
 def _refused(seen_: Observations, failure: str) -> Finding:
     """The cause of an error that only the run on several ranks has."""
-    text = failure.lower()
-    if "learning rate" in text or "'lr'" in text:
-        cause = Cause.LEARNING_RATE
-    elif "gradient" in text or "backward" in text or "scaler" in text:
-        cause = Cause.GRADIENTS
-    elif "buffer" in text and "differ" in text:
-        cause = Cause.BUFFER
-    elif "drift" in text or "differ" in text:
-        cause = Cause.DRIFT
-    else:
-        cause = Cause.UNKNOWN
+    evidence = seen(_n(seen_), seen_.ranks) if seen_.ranks.failure else seen("repeated", seen_.ranks_again)
     return Finding(
-        cause=cause, is_difference=True,
+        cause=cause_of_error(failure),
+        is_difference=True,
         text=f"the run on {seen_.num_ranks} ranks ends with an error that the run on 1 rank does not have",
-        evidence=seen(_n(seen_), seen_.ranks) if seen_.ranks.failure else seen("repeated", seen_.ranks_again),
+        evidence=evidence,
         advice="do what the message says",
-    )  # fmt: skip
+    )
 
 
 def _division(seen_: Observations) -> Iterator[Finding]:
@@ -356,7 +370,9 @@ def _precision(seen_: Observations, found: list[Finding]) -> Iterator[Finding]:
 
 def _poisoned(seen_: Observations) -> Iterator[Finding]:
     if seen_.samples.not_finite and not seen_.poisoned:
-        fields = [f"field {name} of samples {list(rows)[:3]}" for name, rows in seen_.samples.not_finite.items()]
+        fields = [
+            f"field {name} of samples {list(rows)[:3]}" for name, rows in seen_.samples.not_finite.items()
+        ]
         yield Finding(
             cause=Cause.NOT_FINITE,
             is_difference=False,

@@ -54,7 +54,7 @@ class Observations:
     buffers_apart: buffers that differ between the ranks after the first step. evaluation_apart: metrics that differ
     between one rank and N. tampered: of gradients that are no multiple of the sum of what backward computed, with the
     step. poisoned: what is not finite after a batch with NaN was skipped. splits: the run itself uses micro-batches.
-    is_split: the ranks hold parts of the model. repeats_intended: samples are drawn with replacement.
+    refused: the error with which the run ends on 1 rank already. is_split: the ranks hold parts of the model. repeats_intended: samples are drawn with replacement.
     """
 
     num_ranks: int
@@ -86,6 +86,7 @@ class Observations:
     drift: Drift | None = None
     tampered: tuple[int, Residual] | None = None
     poisoned: Sequence[str] = ()
+    refused: str | None = None
     splits: bool = False
     is_split: bool = False
     repeats_intended: bool = False
@@ -94,6 +95,8 @@ class Observations:
         """Returns the comparisons that were made, by what they compare, in words."""
         ranks = f"{self.num_ranks} ranks"
         resumed = self.resumed.plain if self.resumed is not None else None
+        if self.refused is not None:
+            return {}
         found = {
             "1 rank, repeated": self.again,
             "1 rank, in 2 micro-batches": self.micro,

@@ -12,6 +12,7 @@ import torch
 from hpctrain.comm import all_gather_json
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.run.experiments.compare import Comparison, Residual, collinearity, compare, merge, with_losses
+from hpctrain.run.experiments.decide import cause_of_error
 from hpctrain.run.experiments.drift import find_drift
 from hpctrain.run.experiments.evaluation import probe_evaluation
 from hpctrain.run.experiments.observations import Observations, Resumptions
@@ -27,13 +28,14 @@ from hpctrain.run.experiments.probes import (
 from hpctrain.run.experiments.sample_pass import pass_over_samples
 from hpctrain.run.experiments.samples import SampleFacts
 from hpctrain.run.experiments.subject import Subject, Trial
-from hpctrain.run.experiments.trace import RunTrace
+from hpctrain.run.experiments.trace import Failure, RunTrace
 from hpctrain.run.experiments.trials import Conditions, Ran, Trials
 
 TOLERANCE = 1e-12
 # float32 keeps 7 digits, which sums in another order and a few steps of training blur.
 TOLERANCE_FLOAT32 = 2e-5
 STEPS = 4
+_REFUSALS = ("UsageError", "CommunicationError", "BufferMismatch")
 _TAMPERED = {True: 1e-9, False: 1e-3}
 
 
@@ -57,6 +59,12 @@ class Experiments:
         """Does all experiments. Raises the error of a first trial on one rank, which trains as a run would."""
         first_state = OwnState.of(self._subject.variables())
         one = self._first(first_state)
+        if isinstance(one, Failure):
+            return Observations(
+                num_ranks=self._session.num_ranks, steps=self._steps, tolerance=self._tolerance,
+                double=self._trials.double, asks_double=self._subject.asks_double,
+                refused=f"step {one.step}: {one.kind}: {one.text}",
+            )  # fmt: skip
         say, double = self._say, self._trials.double
         say("1 rank, repeated")
         again = self._run(Conditions())
@@ -97,8 +105,11 @@ class Experiments:
         )  # fmt: skip
         return observations
 
-    def _first(self, first_state: OwnState) -> Ran:
-        """Runs the reference: on one rank, in float64 where the model computes in it."""
+    def _first(self, first_state: OwnState) -> Ran | Failure:
+        """Runs the reference: on one rank, in float64 where the model computes in it.
+
+        Returns the failure instead if hpctrain refuses a step and says why.
+        """
         for double in (True, False):
             self._tolerance = TOLERANCE if double else TOLERANCE_FLOAT32
             self._trials = Trials(
@@ -106,6 +117,7 @@ class Experiments:
             )
             self._say(f"1 rank, {self._steps} steps in {'float64' if double else 'float32'}")
             ran: Ran | None = None
+            failure: Failure | None = None
             error = HpctrainError("another rank has failed")
             try:
                 ran = self._run(Conditions())
@@ -123,6 +135,9 @@ class Experiments:
             outcomes = all_gather_json(self._session.world, outcome)
             if ran is not None and all(other == "done" for other in outcomes):
                 return ran
+            if "failed" in outcomes and all(all_gather_json(self._session.world, _names_cause(failure))):
+                assert failure is not None
+                return failure
             if "failed" in outcomes:
                 raise type(error)(str(error), agreed=True) from error
         raise AssertionError("float32 is the last try")
@@ -321,6 +336,13 @@ def _first_batch(trial: Trial) -> Any:
         close = getattr(batches, "close", None)
         if close is not None:
             close()
+
+
+def _names_cause(failure: Failure | None) -> bool:
+    """True for an error of hpctrain's own, in a step, that names a cause."""
+    if failure is None or failure.step == 0 or failure.kind not in _REFUSALS:
+        return False
+    return cause_of_error(failure.text) is not Cause.UNKNOWN
 
 
 def _is_of_dtypes(text: str) -> bool:

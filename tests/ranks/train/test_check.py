@@ -1,0 +1,150 @@
+"""`hpctrain check` and `session.check` on real ranks: sound trainings are equal, and seeded faults are named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.check.faulty_data import make_data, write_recipe
+from tests.ranks_launcher import REPOSITORY, run_command
+
+pytestmark = pytest.mark.launches
+
+EXAMPLES = REPOSITORY / "examples"
+HPCTRAIN = str(Path(sys.executable).with_name("hpctrain"))
+FIRST = ["sound", "learning_rate", "wrong_accumulation", "continued_epoch"]
+LOOPS = {
+    "sound": None, "slow_rank": None, "gradients_by_hand": "GRADIENTS", "learning_rate": "LEARNING_RATE",
+    "no_set_epoch": "DATA_ORDER", "continued_epoch": "DATA_ORDER", "repeating_sampler": "REPEATED",
+    "data_by_rank": "DATA_BY_RANK", "wrong_accumulation": "ACCUMULATION", "own_generator": "OWN_RANDOM",
+}  # fmt: skip
+# name -> task, keys of [data], keys of [optimizer], cause
+RECIPES = {
+    "Sound": ("Sound", "", "", None),
+    "WithDropout": ("WithDropout", "", "", None),
+    "MaskedTokens": ("MaskedTokens", "", "", "LOSS_WEIGHTS"),
+    "BatchNorm": ("BatchNorm", "", "", "BATCH_STATISTICS"),
+    "Contrastive": ("Contrastive", "", "", "BATCH_STATISTICS"),
+    "MaxNorm": ("MaxNorm", "", "", "DRIFT"),
+    "DropoutInEvaluation": ("DropoutInEvaluation", "", "", "EVALUATION"),
+    "TrainingModeInMetrics": ("TrainingModeInMetrics", "", "", "EVALUATION"),
+    "OwnGenerator": ("OwnGenerator", "", "", "OWN_RANDOM"),
+    "UnseededGenerator": ("UnseededGenerator", "", "", "OWN_RANDOM"),
+    "StaleState": ("StaleState", "", "", "OWN_STATE"),
+    "StaleBuffer": ("StaleBuffer", "", "", "BUFFER"),
+    "RunningBuffer": ("RunningBuffer", "", "", "BUFFER"),
+    "SummedLoss": ("SummedLoss", "", "", "ACCUMULATION"),
+    "Noise": ("Noise", "", "", "RANDOM"),
+    "NotDeterministic": ("NotDeterministic", "", "", "NOT_DETERMINISTIC"),
+    "by_rank": ("Sound", 'transform = "tests.check.faulty_tasks:by_rank"', "", "DATA_BY_RANK"),
+    "noisy": ("Sound", "", 'target = "tests.check.faulty_tasks:NoisySgd"', "OPTIMIZER"),
+}
+FIRST_RECIPES = ["Sound", "MaskedTokens", "MaxNorm", "by_rank"]
+
+
+def found_by(module: str, *words: str, where: Path) -> dict[str, dict[str, Any]]:
+    """Name -> what the module printed of it, on 2 ranks."""
+    argv = [HPCTRAIN, "launch", "-n", "2", "--", sys.executable, "-m", module, *words]
+    stdout = run_command(None, argv, cwd=where, timeout_s=1500, expect=0).stdout
+    lines = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
+    return {line["name"]: line for line in lines}
+
+
+def is_right(found: dict[str, Any], cause: str | None) -> bool:
+    return found["equal"] if cause is None else found["causes"][:1] == [cause]
+
+
+def wrong(found: dict[str, dict[str, Any]], expected: dict[str, str | None]) -> list[str]:
+    assert set(found) == set(expected)
+    return [found[name]["text"] for name, cause in expected.items() if not is_right(found[name], cause)]
+
+
+def recipes(where: Path, names: list[str]) -> list[str]:
+    make_data(where)
+    paths = []
+    for name in names:
+        task, data, optimizer, _ = RECIPES[name]
+        paths.append(str(write_recipe(where, task, data=data, optimizer=optimizer, name=name)))
+    return paths
+
+
+def test_faults_of_own_loops_are_named(tmp_path: Path) -> None:
+    found = found_by("tests.check.faulty_loops", *FIRST, where=tmp_path)
+    assert wrong(found, {name: LOOPS[name] for name in FIRST}) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_faults_of_recipes_are_named(tmp_path: Path) -> None:
+    found = found_by("tests.check.faulty_recipes", *recipes(tmp_path, FIRST_RECIPES), where=tmp_path)
+    assert wrong(found, {name: RECIPES[name][3] for name in FIRST_RECIPES}) == []
+    assert not (tmp_path / "run").exists()
+    assert not list(tmp_path.glob(".hpctrain-check-*"))
+
+
+def check(recipe: Path | str, *options: str, where: Path, expect: int) -> str:
+    argv = [HPCTRAIN, "check", str(recipe), "-n", "2", *options]
+    return run_command(None, argv, cwd=where, timeout_s=1500, expect=expect).stdout
+
+
+def test_digits_are_equal_and_the_command_says_so(packed_digits: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "digits").symlink_to(packed_digits)
+    printed = check(EXAMPLES / "digits.toml", where=tmp_path, expect=0)
+    assert printed.rstrip().endswith("equal within 1e-12")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_difference_has_its_own_exit_code_and_json(tmp_path: Path) -> None:
+    (recipe,) = recipes(tmp_path, ["SummedLoss"])
+    document = json.loads(check(recipe, "--json", where=tmp_path, expect=9))
+    assert (document["equal"], document["findings"][0]["cause"]) == (False, "accumulation")
+
+
+def test_a_recipe_that_cannot_run_ends_as_its_run_would(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, "Absent")
+    argv = [HPCTRAIN, "check", str(recipe), "-n", "2"]
+    result = run_command(None, argv, cwd=tmp_path, timeout_s=600, expect=2)
+    assert "task.target" in result.stderr
+
+
+@pytest.mark.thorough
+def test_all_seeded_faults_of_own_loops_are_named(tmp_path: Path) -> None:
+    assert wrong(found_by("tests.check.faulty_loops", *LOOPS, where=tmp_path), dict(LOOPS)) == []
+
+
+@pytest.mark.thorough
+def test_all_seeded_faults_of_recipes_are_named(tmp_path: Path) -> None:
+    found = found_by("tests.check.faulty_recipes", *recipes(tmp_path, list(RECIPES)), where=tmp_path)
+    assert wrong(found, {name: recipe[3] for name, recipe in RECIPES.items()}) == []
+
+
+@pytest.mark.thorough
+def test_a_nan_that_stays_in_a_running_mean_is_named(tmp_path: Path) -> None:
+    make_data(tmp_path, with_nan=True)
+    paths = [str(write_recipe(tmp_path, task)) for task in ("PoisonedMean", "Sound")]
+    found = found_by("tests.check.faulty_recipes", *paths, where=tmp_path)
+    assert wrong(found, {"PoisonedMean": "BUFFER_NOT_FINITE", "Sound": None}) == []
+
+
+@pytest.mark.thorough
+def test_float32_in_a_float64_recipe_is_named(tmp_path: Path) -> None:
+    make_data(tmp_path)
+    recipe = write_recipe(tmp_path, "Float32Inside")
+    printed = check(recipe, "--set", 'run.precision="fp64"', where=tmp_path, expect=9)
+    assert "cause: float32 in a float64 model" in printed
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["characters", "characters_pipeline", "own_task/recipe"])
+def test_the_other_examples_are_equal(name: str, tmp_path: Path) -> None:
+    run_command(
+        None, [sys.executable, str(EXAMPLES / "own_task" / "make_data.py"), "data/spirals"], cwd=tmp_path, expect=0
+    )  # fmt: skip
+    pack = [HPCTRAIN, "data", "pack", "python-source", "data/python-source", "--window", "128"]
+    run_command(None, pack, cwd=tmp_path, expect=0)
+    printed = check(EXAMPLES / f"{name}.toml", where=tmp_path, expect=0)
+    assert printed.rstrip().endswith("equal within 1e-12")
