@@ -27,7 +27,10 @@ def wanted(path: Path, made: DrawnFile) -> NDArray[Any] | None:
     """What h5py reads; None if it cannot, or if it returns something other than numbers and strings."""
     member = made.drawn.member
     with h5py.File(path, "r") as file:
-        dataset = file["x"]
+        try:
+            dataset = file["x"]
+        except KeyError:  # HDF5 2 takes types with few used bits for damaged ones
+            return None
         try:
             return np.asarray(dataset[...] if member is None else dataset.fields(member)[...])
         except (TypeError, ValueError, OSError, RuntimeError, KeyError):
