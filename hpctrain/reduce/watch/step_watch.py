@@ -64,6 +64,10 @@ class StepWatch:
         self._end_step(applied=outcome.applied)
         return outcome
 
+    def drop(self) -> None:
+        """Ends a step for which the updater's `step` is not called, as one that GradScaler skips: puts buffers back."""
+        self._end_step(applied=False)
+
     def _compared(self, step: Callable[..., StepOutcome], options: dict[str, Any]) -> StepOutcome:
         ranks = self._ranks
         numbers = ranks.numbers() if ranks is not None else {}

@@ -17,7 +17,6 @@ from hpctrain.reduce import StepOutcome
 from hpctrain.telemetry import in_words
 from hpctrain.train.loop.agreed_batches import agreed_batches
 from hpctrain.train.loop.checkpointing import Checkpointing, with_quality
-from hpctrain.train.loop.data_faults import DataFaults
 from hpctrain.train.loop.evaluate import evaluate
 from hpctrain.train.loop.guards import Guards
 from hpctrain.train.loop.recorder import RunRecorder
@@ -29,7 +28,8 @@ from hpctrain.train.state.section_times import SectionTimes
 from hpctrain.train.state.training_state import TrainingState
 from hpctrain.train.task.mean_loss import LOSS_WEIGHT, with_mean_loss
 from hpctrain.train.task.runner import Runner
-from hpctrain.train.task.schedule import LR_SCALE, Schedule, set_lr
+from hpctrain.train.task.schedule import Schedule, set_lr
+from hpctrain.train.watch.data_faults import DataFaults
 from hpctrain.train.watch.efficiency_watch import EfficiencyWatch
 from hpctrain.train.watch.step_trace import StepTrace
 from hpctrain.train.watch.straggler_watch import WINDOW_ENDS, StragglerWatch

@@ -12,7 +12,7 @@ from torch import nn
 from hpctrain.checkpoint import Replicated, Saver, State, load, save, saving_into
 from hpctrain.checkpoint.tiers.two_tier_save import TwoTier
 from hpctrain.comm import World, all_gather_json
-from hpctrain.errors import CheckpointError, HpctrainError, UsageError
+from hpctrain.errors import CheckpointError, HpctrainError, RanksDiffer, UsageError
 from hpctrain.train.state.training_state import Position, TrainingState
 from tests.ranks.checkpoint_tiers.tiers_cases import open_tiers
 from tests.ranks.train.training_cases import Classifier, train
@@ -190,15 +190,17 @@ def trained(world: World, where: Path, *, data: Path) -> dict[str, Any]:
     stop_after = 8 if world.rank == world.num_ranks - 1 else 0
     train(world, where, "run", task=Normed(), stop_after=stop_after, **options)
     resumed = train(world, where, "run", task=Normed(), resume="auto", **options)
-    drift = reported(
-        world,
-        lambda: train(
-            world, where, "drift", task=Normed(drift_after=7 if world.rank == 1 else -1), **options
-        ),
-    )
+
+    def drifts(name: str, **more: Any) -> Callable[[], Any]:
+        task = Normed(drift_after=7 if world.rank == 1 else -1)
+        return lambda: train(world, where, name, task=task, **options, **more)
+
+    drift = reported(world, drifts("drift", guards={"compare_ranks": "off"}))
+    in_step = reported(world, drifts("in-step"), error=RanksDiffer)
     return {
         "same": resumed["losses"] == whole["losses"] and resumed["fingerprint"] == whole["fingerprint"],
         "resumed_from": resumed["summary"]["resumed_from"],
         "drift": drift,
+        "in step": in_step,
         "left": sorted(path.name for path in (where / "drift" / "checkpoints").glob("step-*")),
     }

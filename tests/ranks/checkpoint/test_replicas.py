@@ -74,4 +74,6 @@ def test_a_run_resumes_as_if_never_stopped_and_ends_where_a_parameter_drifts(
         assert found["resumed_from"].endswith("step-00000008.h5")
         (text,) = set(found["drift"])
         assert "'model/1.bias' on rank 1 by up to 0.5" in text
+        (text,) = set(found["in step"])
+        assert f"'1.bias' {'on rank 1' if num_ranks > 2 else 'between ranks 0-1'} by up to 0.5" in text
         assert found["left"] == ["step-00000005.h5"]
