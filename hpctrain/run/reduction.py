@@ -87,7 +87,9 @@ class Reduction:
         Of an optimizer that takes sparse gradients the updater gathers them, and does not use the reducer.
         """
         if takes_sparse_gradients(optimizer):
-            return SparseUpdater(optimizer, comm=comm, loss_scale=loss_scale, clip_norm=clip_norm)
+            return SparseUpdater(
+                optimizer, comm=comm, loss_scale=loss_scale, clip_norm=clip_norm, model=model
+            )
         given: dict[str, Any] = {
             "comm": comm, "bucket_bytes": self.bucket_bytes, "loss_scale": loss_scale, "clip_norm": clip_norm,
             "overlap": self.overlap, "crowded": self.crowded,
@@ -97,7 +99,7 @@ class Reduction:
             return ScatterUpdater(
                 optimizer, reducer=self.reducer, keeps_gradients=keeps, model=model, **given
             )
-        return AllReduceUpdater(optimizer, reducer=self.reducer, **given)
+        return AllReduceUpdater(optimizer, reducer=self.reducer, model=model, **given)
 
     @property
     def by_library(self) -> bool:

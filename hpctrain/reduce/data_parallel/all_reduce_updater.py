@@ -35,9 +35,9 @@ from hpctrain.reduce.data_parallel.backward_clock import BackwardClock
 from hpctrain.reduce.data_parallel.bucket_filling import PlannedBuckets
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
 from hpctrain.reduce.data_parallel.parameter_checks import (
+    ParameterChecks,
     check_open,
     check_options,
-    check_parameters,
     trainable,
 )
 from hpctrain.reduce.data_parallel.pending_gradient import asks_for_gradients, ran_twice
@@ -61,6 +61,7 @@ class AllReduceUpdater(Watched):
         overlap: False reduces in `step`, on the calling thread; only reductions that a thread outside Python continues
             (`InBackground`) still begin within backward.
         crowded: whether ranks outnumber their cores: then polls for progress are further apart.
+        model: that computes with the parameters, to notice when it has others.
 
     A plain `loss.backward()` has weight 1/num_ranks, like Horovod's average. From backward to `step` a parameter's
     `.grad` cannot be read or changed, unless `synchronize` is called; sparse gradients are made dense. In the first
@@ -81,6 +82,7 @@ class AllReduceUpdater(Watched):
         max_in_flight: int = 4,
         overlap: bool = True,
         crowded: bool = False,
+        model: torch.nn.Module | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._comm = comm
@@ -93,11 +95,12 @@ class AllReduceUpdater(Watched):
         check_options(self._parameters, clip_norm=clip_norm, max_in_flight=max_in_flight)
         fp16 = reducer.wire == "fp16"
         self._scale = loss_scale or LossScale(value=2.0**10 if fp16 else 1.0, dynamic=fp16)
+        self._checks = ParameterChecks(optimizer, self._parameters, model=model)
         self._clock = BackwardClock()
         self._pipeline: ReductionPipeline | None = None
         self._planned = PlannedBuckets(
-            self._parameters, reducer=reducer, bucket_bytes=bucket_bytes, clock=self._clock, submit=self._submit,
-            announces=self._distributed and not overlap,
+            self._parameters, checks=self._checks, reducer=reducer, bucket_bytes=bucket_bytes, clock=self._clock,
+            submit=self._submit, announces=self._distributed and not overlap,
         )  # fmt: skip
         if self._distributed:
             self._pipeline = ReductionPipeline(
@@ -118,8 +121,6 @@ class AllReduceUpdater(Watched):
             p.register_post_accumulate_grad_hook(self._hook(index))
             for index, p in enumerate(self._parameters)
         ]
-
-    # ------------------------------------------------------------------ interface of the training loop
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -354,10 +355,15 @@ class AllReduceUpdater(Watched):
             self._abandon()
 
     def _abandon(self) -> None:
-        """Ends a step that is not made, whose gradients the script has dropped. Collective."""
+        """Ends a step that is not made, whose gradients the script has dropped. Collective.
+
+        If their sums were not finite, buffers that forward changed are put back.
+        """
         if not self._synchronized:
             self._planned.filling.put_zeros()
             self._finish_sums()
+        elif self.step_watch is not None and not 0 <= self._planned.squares.of_all() < math.inf:
+            self.step_watch.drop()  # as after an overflow that a GradScaler has found
         if self._distributed:
             result_of(self._reducer.finish(np.zeros(1), comm=self._comm))
         self._planned.memory.forget(applied=False)
@@ -367,8 +373,7 @@ class AllReduceUpdater(Watched):
     def _check_before_sum(self) -> None:
         """Raises UsageError unless the gradients can be summed; writes those that no hook has written."""
         check_open(closed=self._closed)
-        check_parameters(self._optimizer, self._parameters)
-        self._planned.memory.check_kinds()
+        self._checks.check()
         self._abandon_dropped()
         if not self._synchronized:
             self._planned.filling.put_rest(factor=self._unsent_factor)

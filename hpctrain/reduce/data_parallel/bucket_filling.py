@@ -12,6 +12,7 @@ from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.reduce.contract.gradient_norm import GradientSquares
 from hpctrain.reduce.data_parallel.backward_clock import BackwardClock
 from hpctrain.reduce.data_parallel.gradient_buckets import GradientMemory, describe_gradient, one_device
+from hpctrain.reduce.data_parallel.parameter_checks import ParameterChecks
 from hpctrain.reduce.data_parallel.pending_gradient import ran_twice
 
 # Minimum number of elements before a partly filled bucket is announced: 128 KB of float32.
@@ -22,8 +23,8 @@ _MIN_ANNOUNCED_ELEMS = 1 << 15
 class BucketFilling:
     """Of one step at a time, in the buckets of `memory`.
 
-    announces: whether parts of buckets are announced to `reducer` (`BucketReducer.filled`). submit: called with the
-    number of each bucket that is complete. clock: notes when.
+    checks: of the parameters. announces: whether parts of buckets are announced to `reducer` (`BucketReducer.filled`).
+    submit: called with the number of each bucket that is complete. clock: notes when.
 
     ready: the parameters whose gradients became ready in this step, in this order.
     """
@@ -32,12 +33,14 @@ class BucketFilling:
         self,
         memory: GradientMemory,
         *,
+        checks: ParameterChecks,
         reducer: BucketReducer,
         announces: bool,
         submit: Callable[[int], None],
         clock: BackwardClock,
     ) -> None:
         self._memory = memory
+        self._checks = checks
         self._reducer = reducer
         self._announces = announces
         self._submit = submit
@@ -107,7 +110,7 @@ class BucketFilling:
         try:
             bucket = self._memory.put(index, factor=factor)
         except RuntimeError:
-            self._memory.check_kinds()
+            self._checks.check_kinds()
             raise
         return self._count(index, bucket=bucket)
 
@@ -139,6 +142,7 @@ class PlannedBuckets:
         self,
         parameters: Sequence[torch.nn.Parameter],
         *,
+        checks: ParameterChecks,
         reducer: BucketReducer,
         bucket_bytes: int,
         announces: bool,
@@ -148,6 +152,7 @@ class PlannedBuckets:
         self.device = one_device(parameters)
         self.order: list[int] | None = None
         self._parameters = parameters
+        self._checks = checks
         self._reducer = reducer
         self._bucket_bytes = bucket_bytes
         self._announces = announces
@@ -178,6 +183,7 @@ class PlannedBuckets:
         self.memory = GradientMemory(self._parameters, buckets=buckets, buffers=buffers)
         self.filling = BucketFilling(
             self.memory,
+            checks=self._checks,
             reducer=self._reducer,
             announces=self._announces,
             submit=self._submit,

@@ -12,7 +12,6 @@ import torch
 from hpctrain.distributed import memory_order
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, Slot, sum_dtype
-from hpctrain.reduce.data_parallel.parameter_checks import Kind, check_kinds
 from hpctrain.reduce.data_parallel.pending_gradient import NOT_READABLE, PendingGradient
 
 
@@ -50,7 +49,6 @@ class GradientMemory:
                 found[slot.parameter] = _place(parameters[slot.parameter], number, slot, buffer)
         self._places = [found[index] for index in range(len(parameters))]
         self._copied = [index for index, place in enumerate(self._places) if place.gradient is None]
-        self._kinds = [Kind.of(parameter) for parameter in parameters]
         # What `.grad` is from `put` until the sum is complete; and whether there was a gradient.
         self._pending = [PendingGradient(parameter) for parameter in parameters]
         self._had = [False] * len(parameters)
@@ -118,10 +116,6 @@ class GradientMemory:
             flags.fill_(1)
         else:
             flags.copy_(torch.tensor(had))
-
-    def check_kinds(self) -> None:
-        """Raises UsageError if a parameter has another shape, dtype or device than when the buckets were planned."""
-        check_kinds(self._parameters, self._kinds)
 
     def check_untouched(self) -> None:
         """Raises UsageError if a `.grad` was exchanged after `put`: the change would be missing from the sum."""

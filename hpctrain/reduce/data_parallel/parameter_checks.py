@@ -48,27 +48,69 @@ def check_open(*, closed: bool) -> None:
         raise UsageError("this updater is closed and no longer sums gradients over the ranks: make a new one")
 
 
-def check_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Raises UsageError unless the optimizer's trainable parameters are `parameters`, of which buckets are planned."""
-    now = trainable(optimizer)
-    if len(now) != len(parameters) or any(a is not b for a, b in zip(now, parameters, strict=True)):
-        raise UsageError(
-            f"the optimizer has {len(now)} trainable parameters now, {len(parameters)} when the updater was "
-            "made: new ones would not be reduced and the ranks would drift apart. Close this updater and make "
-            "a new one after freezing, unfreezing or adding parameters"
-        )
+class ParameterChecks:
+    """Of an updater's parameters, since it was made.
 
+    model: that computes with them, if it is known; parameters that are not in it are not looked for there.
+    """
 
-def check_kinds(parameters: Sequence[torch.nn.Parameter], kinds: Sequence[Kind]) -> None:
-    """Raises UsageError if a parameter has another shape, dtype or device than in `kinds`."""
-    for number, (parameter, kind) in enumerate(zip(parameters, kinds, strict=True)):
-        if (
-            parameter.dtype is not kind.dtype
-            or parameter.shape != kind.shape
-            or parameter.device != kind.device
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        model: torch.nn.Module | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = list(parameters)
+        self._kinds = [Kind.of(parameter) for parameter in parameters]
+        self._model = model
+        trained = set(map(id, parameters))
+        modules = model.named_modules() if model is not None else ()
+        self._places = [
+            (f"{prefix}.{name}" if prefix else name, module._parameters, name, parameter)
+            for prefix, module in modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in trained
+        ]
+
+    def check(self) -> None:
+        """Raises UsageError unless the optimizer's trainable parameters, their kinds, and those of the model are the
+        same as when the updater was made."""
+        now = trainable(self._optimizer)
+        if len(now) != len(self._parameters) or any(
+            a is not b for a, b in zip(now, self._parameters, strict=True)
         ):
             raise UsageError(
-                f"parameter {number} of the optimizer was {kind} when the updater was made and is {Kind.of(parameter)} "
-                "now: convert or move the model (double(), half(), to()) before session.updater, or close this updater "
-                "and make a new optimizer and updater"
+                f"the optimizer has {len(now)} trainable parameters now, {len(self._parameters)} when the updater was "
+                "made: new ones would not be reduced and the ranks would drift apart. Close this updater and make "
+                "a new one after freezing, unfreezing or adding parameters"
             )
+        self.check_kinds()
+        for path, of_module, name, parameter in self._places:
+            if of_module.get(name) is not parameter and not self._is_elsewhere(parameter):
+                raise UsageError(
+                    f"the model's parameter {path} was replaced by another one since the updater was made, as "
+                    "load_state_dict(assign=True) and moves between kinds of devices do: the optimizer still updates "
+                    "the old one. Load or move the model before the optimizer is made, or close this updater and make "
+                    "a new optimizer and updater"
+                )
+
+    def check_kinds(self) -> None:
+        """Raises UsageError if a parameter has another shape, dtype or device than when the updater was made."""
+        for number, (parameter, kind) in enumerate(zip(self._parameters, self._kinds, strict=True)):
+            if (
+                parameter.dtype is not kind.dtype
+                or parameter.shape != kind.shape
+                or parameter.device != kind.device
+            ):
+                raise UsageError(
+                    f"parameter {number} of the optimizer was {kind} when the updater was made and is "
+                    f"{Kind.of(parameter)} now: convert or move the model (double(), half(), to()) before "
+                    "session.updater, or close this updater and make a new optimizer and updater"
+                )
+
+    def _is_elsewhere(self, parameter: torch.nn.Parameter) -> bool:
+        """Returns True if the model has the parameter in another place now, as parametrizations move it."""
+        assert self._model is not None
+        return any(found is parameter for found in self._model.parameters())

@@ -22,11 +22,9 @@ from hpctrain.reduce.contract.gradient_norm import square_of_all
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
 from hpctrain.reduce.data_parallel.parameter_checks import (
-    Kind,
-    check_kinds,
+    ParameterChecks,
     check_open,
     check_options,
-    check_parameters,
     trainable,
 )
 from hpctrain.reduce.data_parallel.pending_gradient import PendingGradient, asks_for_gradients, ran_twice
@@ -39,9 +37,9 @@ class SparseUpdater(Watched):
     order of the ranks, and adds up those of the same index.
 
     optimizer: of parameters that all have sparse gradients, such as SparseAdam; the same on every rank. comm: all
-    ranks. loss_scale, clip_norm: as for `AllReduceUpdater`, whose rules for `.grad` between backward and `step` hold
-    too. A plain `loss.backward()` has weight 1/num_ranks. Nothing is sent before `step`. The constructor is not
-    collective.
+    ranks. loss_scale, clip_norm, model: as for `AllReduceUpdater`; what holds there for `.grad` between backward and
+    `step` holds too. A plain `loss.backward()` has weight 1/num_ranks. Nothing is sent before `step`. The constructor
+    is not collective.
     """
 
     def __init__(
@@ -51,6 +49,7 @@ class SparseUpdater(Watched):
         comm: Collective,
         loss_scale: LossScale | None = None,
         clip_norm: float | None = None,
+        model: torch.nn.Module | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._comm = comm
@@ -58,7 +57,7 @@ class SparseUpdater(Watched):
         self._scale = loss_scale or LossScale()
         self._parameters = trainable(optimizer)
         check_options(self._parameters, clip_norm=clip_norm)
-        self._kinds = [Kind.of(parameter) for parameter in self._parameters]
+        self._checks = ParameterChecks(optimizer, self._parameters, model=model)
         self._pending = [PendingGradient(parameter) for parameter in self._parameters]
         self._held: dict[int, torch.Tensor] = {}
         self._syncing = True
@@ -119,8 +118,7 @@ class SparseUpdater(Watched):
         if self._synchronized:
             return
         check_open(closed=self._closed)
-        check_parameters(self._optimizer, self._parameters)
-        check_kinds(self._parameters, self._kinds)
+        self._checks.check()
         for parameter, total in zip(self._parameters, self._sums(), strict=True):
             parameter.grad = None if total is None else total / self._scale.value
         self._held.clear()

@@ -28,7 +28,7 @@ from hpctrain.train.state.section_times import SectionTimes
 from hpctrain.train.state.training_state import TrainingState
 from hpctrain.train.task.mean_loss import LOSS_WEIGHT, with_mean_loss
 from hpctrain.train.task.runner import Runner
-from hpctrain.train.task.schedule import Schedule, set_lr
+from hpctrain.train.task.schedule import LR_SCALE, Schedule, set_lr
 from hpctrain.train.watch.data_faults import DataFaults
 from hpctrain.train.watch.efficiency_watch import EfficiencyWatch
 from hpctrain.train.watch.step_trace import StepTrace

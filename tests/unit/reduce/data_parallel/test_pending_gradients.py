@@ -323,3 +323,38 @@ def test_a_model_that_is_converted_after_the_updater_was_made_is_refused(change:
     for backward in (True, False):
         with pytest.raises(UsageError, match=r"before session\.updater"):
             on_threads(1, partial(case, backward=backward))
+
+
+@pytest.mark.parametrize("change", ["assign", "meta", "new"])
+def test_a_model_with_other_parameters_than_the_updater_is_refused(change: str) -> None:
+    def case(world: World) -> None:
+        net = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 2))
+        updater = AllReduceUpdater(
+            torch.optim.SGD(net.parameters(), 0.1), comm=world, reducer=reducer_for(world), model=net
+        )
+        if change == "assign":
+            net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
+        elif change == "meta":
+            net.to("meta")
+        else:
+            net[1].bias = torch.nn.Parameter(torch.zeros(2))
+        with pytest.raises(UsageError, match=r"1\.bias|0\.weight"):
+            updater.step()
+        updater.close()
+
+    on_threads(2, case)
+
+
+def test_a_parametrization_keeps_its_parameter() -> None:
+    def case(world: World) -> bool:
+        net = torch.nn.Linear(2, 2)
+        updater = AllReduceUpdater(
+            torch.optim.SGD(net.parameters(), 0.1), comm=world, reducer=reducer_for(world), model=net
+        )
+        torch.nn.utils.parametrize.register_parametrization(net, "weight", torch.nn.Tanh())
+        net(torch.ones(1, 2)).sum().backward()
+        applied = updater.step().applied
+        updater.close()
+        return applied
+
+    assert on_threads(1, case) == [True]
