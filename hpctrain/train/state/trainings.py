@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 
-from hpctrain.checkpoint import SaveOptions, Saving, header_of, model_items
+from hpctrain.checkpoint import SEPARATOR, SaveOptions, Saving, header_of, model_items
 from hpctrain.comm import Collective, agreed
 from hpctrain.data import Loader
 from hpctrain.distributed import is_sharded, pipeline_of
@@ -47,6 +47,11 @@ class TrainingParts:
             _refuse_outside(optimizer, outside)
         try:
             for item in model_items(model):
+                if SEPARATOR in item.name and pipeline_of(model) is not None:
+                    raise CheckpointError(
+                        f"{item.name.split(SEPARATOR)[0]!r} of the model's state is no tensor, which a model in a "
+                        "pipeline cannot save: have get_extra_state return a tensor"
+                    )
                 try:
                     header_of(item)
                 except CheckpointError as error:

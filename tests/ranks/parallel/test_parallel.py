@@ -126,3 +126,16 @@ def test_an_own_loop_continues_on_other_ranks(tmp_path: Path) -> None:
     later = [float(loss) for loss in re.findall(r"step 1\d loss ([\d.]+)", done.stdout)]
     assert len(later) == 10
     assert later[-1] < found[3][-1] < found[3][0]
+    averages = []
+    for ranks in (1, 3):
+        path = tmp_path / f"{ranks}" / "sharded" / "step-00000010.h5"
+        checkpoint = open_checkpoint(path, comm=SerialWorld())
+        names = [name for name in checkpoint.tensors if name.startswith("also/ema/")]
+        averages.append({name: checkpoint.read(name) for name in names})
+    assert averages[0].pop("also/ema/n_averaged") == averages[1].pop("also/ema/n_averaged") == 10
+    assert len(averages[0]) == 10
+    for name, tensor in averages[0].items():
+        torch.testing.assert_close(averages[1][name], tensor, rtol=1e-2, atol=1e-2, msg=name)
+    newest = open_checkpoint(tmp_path / "3" / "sharded", comm=SerialWorld())
+    assert newest.read("also/ema/n_averaged") == 20
+    assert float(done.stdout.split("accuracy of the averages ")[1].split()[0]) > 0.7
