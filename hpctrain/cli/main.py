@@ -48,8 +48,8 @@ HELP = """Distributed PyTorch training on HPC systems, from mpirun and srun.
 
 \b
 Exit codes: 0 done; 2 usage or recipe; 3 data; 4 checkpoint; 5 launch or topology; 6 communication;
-7 diverged; 8 out of memory; 9 check found a difference; 75 stopped early with its state saved (run the same command again to resume); 76 given up
-by supervise (do not queue the job again).
+7 diverged; 8 out of memory; 9 check found a difference; 75 stopped early with its state saved (run the same command
+again to resume); 76 given up by supervise (do not queue the job again).
 """
 
 app = typer.Typer(
@@ -79,7 +79,7 @@ def root(
 
 def _add_commands() -> None:
     from hpctrain.cli.bench.group import bench_app
-    from hpctrain.cli.check import check_command
+    from hpctrain.cli.check.command import check_command
     from hpctrain.cli.checkpoint.group import checkpoint_app
     from hpctrain.cli.data.group import data_app
     from hpctrain.cli.doctor import doctor_command

@@ -11,8 +11,8 @@ from .doctor.merge_findings import merge_findings as merge_findings
 from .doctor.probes import identity_of as identity_of, inspect_rank as inspect_rank
 from .doctor.run_directory import look_for_rank_0s_file as look_for_rank_0s_file
 from .doctor.slurm_settings import ask_slurm as ask_slurm
+from .experiments.causes.report import CheckReport as CheckReport
 from .experiments.own_loop import OwnLoop as OwnLoop
-from .experiments.report import CheckReport as CheckReport
 from .memory.calculate import MemoryPlan as MemoryPlan, plan_memory as plan_memory
 from .memory.report import (
     memory_document as memory_document,

@@ -59,8 +59,8 @@ from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
 from hpctrain.run.compute.rank_axes import RankAxes
 from hpctrain.run.compute.ranks import check_num_ranks, set_threads
 from hpctrain.run.compute.uncaught_errors import UncaughtErrors, uncaught_as_message
+from hpctrain.run.experiments.causes.report import CheckReport
 from hpctrain.run.experiments.own_loop import Build, check_loop
-from hpctrain.run.experiments.report import CheckReport
 from hpctrain.run.optimizers import check_for_layouts, layouts_of
 from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
 from hpctrain.run.reductions import Reductions

@@ -1,5 +1,5 @@
-"""Loops of one's own, sound and each with one fault, for `session.check`. Run on ranks: `python -m tests.check.faulty_loops
-NAME ...` prints a line of JSON for each."""
+"""Loops of one's own, sound and each with one fault, for `session.check`. Run on ranks:
+`python -m tests.check.faulty_loops NAME ...` prints a line of JSON for each."""
 
 import json
 import random
@@ -63,7 +63,7 @@ def sound(session):
 
 def gradients_by_hand(session):
     """Changes .grad on the way to the optimizer, by an operation that leaves the version counter as it is."""
-    model, updater, sampler, loader = parts(session)
+    model, updater, _, loader = parts(session)
 
     def step(batch):
         updater.zero_grad()
@@ -79,7 +79,7 @@ def gradients_by_hand(session):
 
 
 def grad_scaler(session):
-    model, updater, sampler, loader = parts(session)
+    model, updater, _, loader = parts(session)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     def step(batch):
@@ -96,7 +96,7 @@ def grad_scaler(session):
 
 def learning_rate(session):
     """Each rank's scheduler sees its own loss."""
-    model, updater, sampler, loader = parts(session)
+    model, updater, _, loader = parts(session)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(updater.optimizer, patience=0, factor=0.5)
 
     def step(batch):
@@ -112,7 +112,7 @@ def learning_rate(session):
 
 
 def no_set_epoch(session):
-    model, updater, sampler, loader = parts(session)
+    model, updater, _, loader = parts(session)
 
     def step(batch):
         updater.zero_grad()
@@ -178,7 +178,7 @@ def repeating_sampler(session):
 
 def data_by_rank(session):
     x, y = data().tensors
-    model, updater, sampler, loader = parts(session, dataset=TensorDataset(x + 0.1 * session.rank, y))
+    model, updater, _, loader = parts(session, dataset=TensorDataset(x + 0.1 * session.rank, y))
 
     def step(batch):
         updater.zero_grad()
@@ -193,7 +193,7 @@ def data_by_rank(session):
 
 def wrong_accumulation(session):
     """Adds up the gradients of parts of 4 samples without weighing them."""
-    model, updater, sampler, loader = parts(session)
+    model, updater, _, loader = parts(session)
 
     def step(batch):
         updater.zero_grad()
@@ -214,7 +214,7 @@ def wrong_accumulation(session):
 
 
 def own_generator(session):
-    model, updater, sampler, loader = parts(session)
+    model, updater, _, loader = parts(session)
     generator = random.Random(0)
 
     def step(batch):
@@ -230,7 +230,7 @@ def own_generator(session):
 
 def slow_rank(session):
     """A sound loop whose ranks are not equally fast."""
-    model, updater, sampler, loader = parts(session)
+    model, updater, _, loader = parts(session)
 
     def step(batch):
         updater.zero_grad()

@@ -9,9 +9,9 @@ from pathlib import Path
 from hpctrain.errors import RecipeError
 from hpctrain.run.check.recipe_subject import RecipeSubject
 from hpctrain.run.compute.postponed_dynamo import set_deterministic
-from hpctrain.run.experiments.decide import decide
+from hpctrain.run.experiments.causes.decide import decide
+from hpctrain.run.experiments.causes.report import CheckReport
 from hpctrain.run.experiments.observe import Experiments
-from hpctrain.run.experiments.report import CheckReport
 from hpctrain.run.experiments.scratch import scratch_folder
 from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.session import Session, start

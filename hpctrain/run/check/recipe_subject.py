@@ -14,6 +14,7 @@ from hpctrain.comm import broadcast_tensors
 from hpctrain.data import Batch, Loader
 from hpctrain.distributed import is_sharded, pipeline_of, split_of
 from hpctrain.errors import RecipeError
+from hpctrain.reduce import Updater
 from hpctrain.run.build import (
     build_parts,
     build_runner,
@@ -24,13 +25,14 @@ from hpctrain.run.build import (
 )
 from hpctrain.run.compute.precision import loss_scale_for
 from hpctrain.run.data import open_data
-from hpctrain.run.experiments.own_state import module_globals
-from hpctrain.run.experiments.samples import row_hashes, rows_not_finite
+from hpctrain.run.experiments.measuring.own_state import module_globals
+from hpctrain.run.experiments.measuring.samples import row_hashes, rows_not_finite
 from hpctrain.run.experiments.subject import Rows, Setting
 from hpctrain.run.initial_state import start_from_weights
 from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.reduction import gradient_bytes
 from hpctrain.run.session import Session
+from hpctrain.topology import Axis
 from hpctrain.train import (
     LOSS_WEIGHT,
     LR_SCALE,
@@ -71,8 +73,10 @@ class RecipeSubject:
     def variables(self) -> dict[str, Any]:
         data, optimizer = self.recipe.data, self.recipe.optimizer
         targets = {
-            "task.target": self.recipe.task.target, "data.transform": data.transform, "optimizer.target": optimizer.target,
-        }  # fmt: skip
+            "task.target": self.recipe.task.target,
+            "data.transform": data.transform,
+            "optimizer.target": optimizer.target,
+        }
         return {
             f"the module of {key}": module_globals(import_named(target, key=key, search=self.search))
             for key, target in targets.items()
@@ -121,26 +125,29 @@ class RecipeTrial:
             parts = replace(parts, model=session.sync_batch_norm(parts.model))
         self.model = parts.model
         self.optimizer = parts.optimizer
-        self.updater = session.updater(
+        updater = session.updater(
             parts.model, parts.optimizer, algorithm=recipe.reduction.algorithm, wire="fp32", reduction=reduction,
             loss_scale=loss_scale_for(
                 recipe.run.precision, wire="fp32", max_skipped_in_row=recipe.optimizer.max_skipped_in_row
             ),
             clip_norm=recipe.optimizer.clip_norm,
         )  # fmt: skip
-        self.drawing = session.axes.drawing
+        self.updater: Updater = updater
+        self.drawing: Axis | None = session.axes.drawing
         self.is_split = (
             pipeline_of(parts.model) is not None
             or split_of(parts.model) is not None
             or is_sharded(parts.model)
         )
         self._parts = parts
-        seed_generators(derive_seed(recipe.run.seed + setting.seed_change, "rank", self.drawing.index))
+        seed_generators(
+            derive_seed(recipe.run.seed + setting.seed_change, "rank", session.axes.drawing.index)
+        )
         start_from_weights(recipe, parts.model, session=session)
         steps = total_steps(recipe, parts.loader, position=Position())
         self._schedule = build_schedule(recipe, steps=steps, decay=parts.decay)
         self._runner = build_runner(
-            recipe, self._task, parts, session=session, updater=self.updater, loss_unit=None
+            recipe, self._task, parts, session=session, updater=updater, loss_unit=None
         )
         self._held_out: Loader = parts.held_out or session.loader(
             self._data.dataset,

@@ -11,13 +11,21 @@ import torch
 
 from hpctrain.comm import all_gather_json
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.run.experiments.compare import Comparison, Residual, collinearity, compare, merge, with_losses
-from hpctrain.run.experiments.decide import cause_of_error
-from hpctrain.run.experiments.drift import find_drift
-from hpctrain.run.experiments.evaluation import probe_evaluation
-from hpctrain.run.experiments.observations import Observations, Resumptions
-from hpctrain.run.experiments.own_state import OwnState
-from hpctrain.run.experiments.probes import (
+from hpctrain.run.experiments.causes.decide import cause_of_error
+from hpctrain.run.experiments.causes.drift import find_drift
+from hpctrain.run.experiments.causes.findings import Cause
+from hpctrain.run.experiments.causes.observations import Observations, Resumptions
+from hpctrain.run.experiments.measuring.compare import (
+    Comparison,
+    Residual,
+    collinearity,
+    compare,
+    merge,
+    with_losses,
+)
+from hpctrain.run.experiments.measuring.evaluation import probe_evaluation
+from hpctrain.run.experiments.measuring.own_state import OwnState
+from hpctrain.run.experiments.measuring.probes import (
     EvaluationFacts,
     LossFacts,
     LowPrecision,
@@ -25,10 +33,10 @@ from hpctrain.run.experiments.probes import (
     probe_loss,
     unchanged,
 )
+from hpctrain.run.experiments.measuring.samples import SampleFacts
+from hpctrain.run.experiments.measuring.trace import Failure, RunTrace
 from hpctrain.run.experiments.sample_pass import pass_over_samples
-from hpctrain.run.experiments.samples import SampleFacts
 from hpctrain.run.experiments.subject import Subject, Trial
-from hpctrain.run.experiments.trace import Failure, RunTrace
 from hpctrain.run.experiments.trials import Conditions, Ran, Trials
 
 TOLERANCE = 1e-12
@@ -92,7 +100,7 @@ class Experiments:
         samples = self._samples(one, again, ranks)
         evaluation, apart, loss, low, poisoned = self._probes()
         kept = one.ended.changed_since(one.began)
-        observations = Observations(
+        return Observations(
             num_ranks=self._session.num_ranks, steps=self._steps, tolerance=self._tolerance, double=double,
             asks_double=self._subject.asks_double, again=self._compared(one, again), micro=micro, resumed=resumed,
             reseeded=reseeded, no_dropout=no_dropout, draws=draws, draws_left=left,
@@ -103,7 +111,6 @@ class Experiments:
             poisoned=poisoned, splits=self._subject.splits, repeats_intended=self._subject.repeats_samples,
             **ranks.observed,
         )  # fmt: skip
-        return observations
 
     def _first(self, first_state: OwnState) -> Ran | Failure:
         """Runs the reference: on one rank, in float64 where the model computes in it.
@@ -245,7 +252,8 @@ class Experiments:
         return _OnRanks(natural, observed)
 
     def _tampered(self, trace: RunTrace) -> tuple[int, Residual] | None:
-        """Returns the first step whose gradients at the optimizer are no multiple of the sum of backward's. Collective."""
+        """Returns the first step whose gradients at the optimizer are no multiple of the sum of backward's. "
+        "Collective."""
         counts = all_gather_json(self._session.world, len(trace.steps))
         names = all_gather_json(self._session.world, [sorted(s.own_gradients) for s in trace.steps])
         for number in range(min(counts)):

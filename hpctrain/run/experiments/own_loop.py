@@ -16,11 +16,11 @@ import torch
 from hpctrain.data import Batch
 from hpctrain.distributed import is_sharded, pipeline_of, split_of
 from hpctrain.errors import UsageError
-from hpctrain.run.experiments.decide import decide
+from hpctrain.run.experiments.causes.decide import decide
+from hpctrain.run.experiments.causes.report import CheckReport
+from hpctrain.run.experiments.measuring.own_state import module_globals
+from hpctrain.run.experiments.measuring.samples import as_fields, row_hashes, rows_not_finite
 from hpctrain.run.experiments.observe import Experiments
-from hpctrain.run.experiments.own_state import module_globals
-from hpctrain.run.experiments.report import CheckReport
-from hpctrain.run.experiments.samples import as_fields, row_hashes, rows_not_finite
 from hpctrain.run.experiments.scratch import scratch_folder
 from hpctrain.run.experiments.sessions import sum_exactly
 from hpctrain.run.experiments.subject import Rows, Setting
@@ -114,7 +114,8 @@ class LoopTrial:
         updaters = session.trainings.updaters
         if len(updaters) != 1:
             raise UsageError(
-                f"the function given to session.check made {len(updaters)} updaters with the session that it is given: it "
+                f"the function given to session.check made {len(updaters)} updaters with the session that it is "
+                "given: it "
                 "should make one, by session.updater(model, optimizer) of its argument, not of another session"
             )
         self.updater = updaters[0]
@@ -273,7 +274,8 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, copie
 
 
 def _with_epochs(batches: Any) -> list[Any]:
-    """Returns what a loop tells the epoch before it reads a DataLoader: its sampler or dataset, if they want to know."""
+    """Returns what a loop tells the epoch before it reads a DataLoader: its sampler or dataset, if they want to "
+    "know."""
     holders = [getattr(batches, name, None) for name in ("sampler", "batch_sampler", "dataset")]
     return [holder for holder in [batches, *holders] if callable(getattr(holder, "set_epoch", None))]
 

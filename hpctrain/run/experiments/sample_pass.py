@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from typing import Any
 
 from hpctrain.comm import all_gather_json
-from hpctrain.run.experiments.samples import SampleFacts, repeats, repeats_beyond
+from hpctrain.run.experiments.measuring.samples import SampleFacts, repeats, repeats_beyond
+from hpctrain.run.experiments.measuring.trace import RunTrace
 from hpctrain.run.experiments.subject import Rows, Trial
-from hpctrain.run.experiments.trace import RunTrace
 from hpctrain.run.experiments.trials import Trials, closable
 
 # Batches of an epoch that are read; the rest is taken to be like them.
@@ -40,14 +39,21 @@ def pass_over_samples(
     names_one = _names(whole)
     everyone = all_gather_json(
         world,
-        {"names": _names(mine), "hashes": _hashes(mine), "alone": _hashes(whole), "steps": [r.rows.names() for r in ranks.steps]},
+        {
+            "names": _names(mine), "hashes": _hashes(mine), "alone": _hashes(whole),
+            "steps": [step.rows.names() for step in ranks.steps],
+        },
     )  # fmt: skip
     repeated, missing = repeats_beyond(names_one, [rank["names"] for rank in everyone])
     content_one = _content(whole)
-    by_rank = sorted({
-        name for rank in everyone for name, own, other in zip(names_one, _hashes(whole), rank["alone"]) if own != other
-    })  # fmt: skip
-    by_rank = sorted({name for found in all_gather_json(world, by_rank) for name in found})
+    mine_alone = _hashes(whole)
+    by_rank = {
+        name
+        for rank in everyone
+        for name, own, other in zip(names_one, mine_alone, rank["alone"], strict=False)
+        if own != other
+    }
+    apart = sorted({name for found in all_gather_json(world, sorted(by_rank)) for name in found})
     by_share = []
     if whole and whole[0].indices is not None:
         by_share = [
@@ -66,7 +72,7 @@ def pass_over_samples(
     other_steps, counts = _other_steps(one, [rank["steps"] for rank in everyone])
     return SampleFacts(
         num_seen=len(names_one), repeated_one=repeats(names_one), repeated=repeated, missing=missing if complete else 0,
-        not_finite=bad, content_by_rank=by_rank[:_SHOWN], content_by_share=sorted(set(by_share))[:_SHOWN],
+        not_finite=bad, content_by_rank=apart[:_SHOWN], content_by_share=sorted(set(by_share))[:_SHOWN],
         content_changes=changes[:_SHOWN], other_steps=other_steps, num_rows=counts[0], num_rank_rows=counts[1],
         same_every_epoch=is_shuffled is True and len(first_epoch) > 1 and first_epoch == _names(second),
         history=history,

@@ -9,22 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from hpctrain.comm import Monitored
 from hpctrain.reduce import Updater
 from hpctrain.topology import Axis
-
-
-class TrialSession(Protocol):
-    """What the experiments use of `hpctrain.run.Session`."""
-
-    world: Monitored
-    device: torch.device
-
-    @property
-    def num_ranks(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    def end_training(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,9 +30,10 @@ class Rows:
 
 
 class Trial(Protocol):
-    """One training from its beginning, with objects of its own. Methods are collective over the trial's session."""
+    """One training from its beginning, with objects of its own. Methods are collective over `session`, a
+    `hpctrain.run.Session`, which is in a higher layer."""
 
-    session: TrialSession
+    session: Any
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     updater: Updater
@@ -118,7 +105,7 @@ class Subject(Protocol):
     repeats_samples: bool
     scratch: Path
 
-    def open(self, session: TrialSession, setting: Setting) -> Trial:
+    def open(self, session: Any, setting: Setting) -> Trial:
         """Builds a trial. Collective over the session."""
 
     def variables(self) -> Mapping[str, Any]:

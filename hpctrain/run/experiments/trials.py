@@ -6,7 +6,7 @@ import contextlib
 import io
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -16,11 +16,11 @@ import torch
 
 from hpctrain.checkpoint import SaveOptions, Saving
 from hpctrain.errors import HpctrainError
-from hpctrain.run.experiments.own_state import OwnState
-from hpctrain.run.experiments.randomness import NoDropout
+from hpctrain.run.experiments.measuring.own_state import OwnState
+from hpctrain.run.experiments.measuring.randomness import NoDropout
+from hpctrain.run.experiments.measuring.trace import Failure, RunTrace, StepRecorder
 from hpctrain.run.experiments.sessions import alone, sum_during_backward, together
 from hpctrain.run.experiments.subject import Setting, Subject, Trial
-from hpctrain.run.experiments.trace import Failure, RunTrace, StepRecorder
 from hpctrain.train import Position, TrainingState, resume
 
 _DELAY_S = 0.05
@@ -29,9 +29,10 @@ _MAX_TEXT = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
-    """Of a trial. on_ranks: on all ranks; else each rank trains alone. delayed: ranks compute later than others, each in
-    other steps, and gradients are summed during backward. whole: every rank computes all samples. stop_at: stopped after so many steps and resumed, with a new
-    model. carried: `generator` or `value`: values of this kind outside of the checkpoint are carried over."""
+    """Of a trial. on_ranks: on all ranks; else each rank trains alone. delayed: ranks compute later than others,
+    each in other steps, and gradients are summed during backward. whole: every rank computes all samples. stop_at:
+    stopped after so many steps and resumed, with a new model. carried: `generator` or `value`: values of this kind
+    outside of the checkpoint are carried over."""
 
     on_ranks: bool = False
     micro_batches: int = 1
@@ -225,7 +226,7 @@ def _failure(error: Exception, *, step: int) -> Failure:
     return Failure(kind=type(error).__name__, text=str(error)[:_MAX_TEXT], step=step)
 
 
-def closable(batches: Iterator[Any]) -> Iterator[Any]:
+def closable(batches: Iterator[Any]) -> Generator[Any, None, None]:
     """Returns the iterator as a generator, whose `close` ends the iterator too."""
     try:
         yield from batches

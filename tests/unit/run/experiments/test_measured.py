@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hpctrain.run.experiments.compare import collinearity, compare, factor_between
-from hpctrain.run.experiments.drift import find_drift
-from hpctrain.run.experiments.own_state import OwnState
-from hpctrain.run.experiments.randomness import GeneratorWatch, NoDropout
-from hpctrain.run.experiments.samples import as_fields, repeats_beyond, row_hashes, rows_not_finite
+from hpctrain.run.experiments.causes.drift import find_drift
+from hpctrain.run.experiments.measuring.compare import collinearity, compare, factor_between
+from hpctrain.run.experiments.measuring.own_state import OwnState
+from hpctrain.run.experiments.measuring.randomness import GeneratorWatch, NoDropout
+from hpctrain.run.experiments.measuring.samples import as_fields, repeats_beyond, row_hashes, rows_not_finite
+from hpctrain.run.experiments.measuring.trace import RunTrace, StepTrace, keep
 from hpctrain.run.experiments.subject import Rows
-from hpctrain.run.experiments.trace import RunTrace, StepTrace, keep
 
 
 def trace(*values: float, gradient: float = 1.0) -> RunTrace:
@@ -63,7 +63,8 @@ def test_gradients_that_are_multiples_have_a_factor_and_others_do_not() -> None:
     clamped = {"x": torch.tensor([1.0, 1.0]), "y": torch.tensor([3.0])}
     assert factor_between(a, clamped) is None
     residual = collinearity(a, clamped)
-    assert residual is not None and residual.tensor == "x"
+    assert residual is not None
+    assert residual.tensor == "x"
 
 
 def ranks(**second: Any) -> list[dict[str, Any]]:
@@ -82,7 +83,8 @@ def ranks(**second: Any) -> list[dict[str, Any]]:
 )
 def test_the_phase_of_a_drift_is_what_differs_first(changed: dict[str, Any], phase: str) -> None:
     found = find_drift(ranks(**changed))
-    assert found is not None and (found.phase, found.ranks, found.step) == (phase, [1], 1)
+    assert found is not None
+    assert (found.phase, found.ranks, found.step) == (phase, [1], 1)
     assert find_drift(ranks()) is None
 
 
@@ -126,7 +128,8 @@ def test_state_outside_of_checkpoints_is_found_and_carried_over() -> None:
     assert {"task.calls", "task.mean", "task.inner['list'][1]", "task.late"} <= set(changed)
     after.put_into({"task": fresh}, changed)
     assert (fresh.calls, fresh.inner, fresh.late) == (1, {"list": [1, 3]}, 5)
-    assert fresh.own.normal() == task.own.normal() and fresh.old.random() == task.old.random()
+    assert fresh.own.normal() == task.own.normal()
+    assert fresh.old.random() == task.old.random()
 
 
 def test_parameters_and_saved_buffers_are_in_the_checkpoint_and_others_are_not() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import xxhash
 
-from hpctrain.run.experiments.randomness import GeneratorWatch
+from hpctrain.run.experiments.measuring.randomness import GeneratorWatch
 from hpctrain.run.experiments.subject import Rows, Trial
 
 # Elements of a tensor that are kept for comparison, evenly spaced; hashes are of all.
@@ -97,7 +97,7 @@ def keep(named: Iterable[tuple[str, torch.Tensor]]) -> Kept:
             full = torch.view_as_real(full)
         values[name] = sampled(full)
         raw = full.to("cpu").contiguous().reshape(-1).view(torch.uint8)
-        hashes[name] = xxhash.xxh3_64_intdigest(raw.numpy())
+        hashes[name] = xxhash.xxh3_64_intdigest(raw.numpy().data)
     return Kept(values=values, hashes=hashes)
 
 
@@ -157,7 +157,8 @@ class StepRecorder:
     def step(self, batch: Any) -> Iterator[list[float]]:
         """The block trains one step on `batch`, and appends its loss to the list."""
         self._own, self._before, self._gradients, self._options = {}, None, None, []
-        rows, losses = self._trial.rows(batch), []
+        rows = self._trial.rows(batch)
+        losses: list[float] = []
         with GeneratorWatch(self._trial.session.device) as watch:
             yield losses
         self._trial.updater.wait_for_parameters()

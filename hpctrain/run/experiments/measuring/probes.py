@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpctrain.run.experiments.own_state import OwnState
-from hpctrain.run.experiments.randomness import NoDropout
+from hpctrain.run.experiments.measuring.own_state import OwnState
+from hpctrain.run.experiments.measuring.randomness import NoDropout
 from hpctrain.run.experiments.subject import Trial
 from hpctrain.train import capture_generators, restore_generators
 

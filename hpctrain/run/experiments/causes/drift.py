@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpctrain.run.experiments.observations import Drift
+from hpctrain.run.experiments.causes.observations import Drift
 
 
 def find_drift(by_rank: Sequence[Mapping[str, Any]]) -> Drift | None:
@@ -56,10 +56,8 @@ def _option_apart(
 ) -> tuple[str, list[int], tuple[str, str]] | None:
     for number, group in enumerate(values[0]):
         for name, of_rank_0 in group.items():
-            others: Callable[[int], Any] = lambda rank, n=number, key=name: (  # noqa: E731
-                values[rank][n].get(key) if n < len(values[rank]) else None
-            )
-            ranks = [rank for rank in range(len(values)) if others(rank) != of_rank_0]
+            found = [value[number].get(name) if number < len(value) else None for value in values]
+            ranks = [rank for rank, value in enumerate(found) if value != of_rank_0]
             if ranks:
-                return name, ranks, (str(of_rank_0), str(others(ranks[0])))
+                return name, ranks, (str(of_rank_0), str(found[ranks[0]]))
     return None

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.run.experiments.probes import EvaluationFacts, unchanged
-from hpctrain.run.experiments.randomness import GeneratorWatch
+from hpctrain.run.experiments.measuring.probes import EvaluationFacts, unchanged
+from hpctrain.run.experiments.measuring.randomness import GeneratorWatch
+from hpctrain.run.experiments.measuring.trace import keep
 from hpctrain.run.experiments.subject import Trial
-from hpctrain.run.experiments.trace import keep
 
 
 def probe_evaluation(trial: Trial, *, tolerance: float) -> EvaluationFacts | None:

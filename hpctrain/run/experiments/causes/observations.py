@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpctrain.run.experiments.compare import Comparison, Residual
-from hpctrain.run.experiments.probes import EvaluationFacts, LossFacts, LowPrecision
-from hpctrain.run.experiments.samples import SampleFacts
+from hpctrain.run.experiments.measuring.compare import Comparison, Residual
+from hpctrain.run.experiments.measuring.probes import EvaluationFacts, LossFacts, LowPrecision
+from hpctrain.run.experiments.measuring.samples import SampleFacts
 
 EQUAL = Comparison(first={}, worst=0.0)
 
@@ -54,7 +54,8 @@ class Observations:
     buffers_apart: buffers that differ between the ranks after the first step. evaluation_apart: metrics that differ
     between one rank and N. tampered: of gradients that are no multiple of the sum of what backward computed, with the
     step. poisoned: what is not finite after a batch with NaN was skipped. splits: the run itself uses micro-batches.
-    refused: the error with which the run ends on 1 rank already. is_split: the ranks hold parts of the model. repeats_intended: samples are drawn with replacement.
+    refused: the error with which the run ends on 1 rank already. is_split: the ranks hold parts of the model.
+    repeats_intended: samples are drawn with replacement.
     """
 
     num_ranks: int

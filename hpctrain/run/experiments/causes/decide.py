@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpctrain.run.experiments.decide_data import data_findings
-from hpctrain.run.experiments.findings import Cause, Finding, describe, in_percent_or_power, seen
-from hpctrain.run.experiments.observations import Observations
-from hpctrain.run.experiments.probes import SUM, WEIGHTED, WHOLE
+from hpctrain.run.experiments.causes.decide_data import data_findings
+from hpctrain.run.experiments.causes.decide_resumed import resumption_findings
+from hpctrain.run.experiments.causes.findings import Cause, Finding, describe, in_percent_or_power, seen
+from hpctrain.run.experiments.causes.observations import Observations
+from hpctrain.run.experiments.measuring.probes import SUM, WEIGHTED, WHOLE
 
 _ORDER = list(Cause)
-_OF_ONE_PROCESS = (Cause.NOT_DETERMINISTIC, Cause.OWN_RANDOM)
 
 
 def decide(seen_: Observations) -> list[Finding]:
@@ -27,7 +27,7 @@ def decide(seen_: Observations) -> list[Finding]:
             )
         ]
     found = [*data_findings(seen_), *_one_process(seen_), *_ranks(seen_), *_division(seen_)]
-    found += _resumption(seen_, {f.cause for f in found})
+    found += resumption_findings(seen_, {f.cause for f in found})
     found += [*_evaluation(seen_), *_precision(seen_, found), *_poisoned(seen_)]
     found += _unexplained(seen_, found)
     unique: dict[Cause, Finding] = {}
@@ -73,7 +73,8 @@ def _ranks(seen_: Observations) -> Iterator[Finding]:
         )
         yield Finding(
             cause=Cause.GRADIENTS, is_difference=True,
-            text=f"in step {step} the optimizer gets gradients that are no multiple of the sum of what backward computed "
+            text=f"in step {step} the optimizer gets gradients that are no multiple of the sum of what backward "
+            "computed "
             f"on the ranks: {residual.tensor} is off by {in_percent_or_power(residual.relative)}",
             evidence=[*seen(_n(seen_), seen_.ranks), *again],
             advice="do not change .grad between backward and step (unscaling, clipping, .data): the sum over the ranks "
@@ -109,7 +110,8 @@ def _drift(seen_: Observations) -> Iterator[Finding]:
     elif drift.phase == "optimizer":
         yield Finding(
             cause=Cause.OPTIMIZER, is_difference=True,
-            text=f"{what} have the same parameters, gradients and options before the optimizer's step {drift.step}, and "
+            text=f"{what} have the same parameters, gradients and options before the optimizer's step "
+            f"{drift.step}, and "
             f"another {drift.name} after it",
             evidence=evidence,
             advice="an optimizer that draws random numbers needs a generator that is the same on all ranks",
@@ -117,7 +119,8 @@ def _drift(seen_: Observations) -> Iterator[Finding]:
     elif drift.phase == "forward":
         yield Finding(
             cause=Cause.DRIFT, is_difference=True,
-            text=f"parameter {drift.name} differs between {what} when the optimizer is called in step {drift.step}, though "
+            text=f"parameter {drift.name} differs between {what} when the optimizer is called in step "
+            f"{drift.step}, though "
             "it was equal after the step before: forward or backward changes it",
             evidence=evidence,
             advice="do not change parameters in forward (Embedding with max_norm does): change them after the step, on "
@@ -173,7 +176,8 @@ def _division(seen_: Observations) -> Iterator[Finding]:
             name, kind, relative = loss.mixes
             yield Finding(
                 cause=Cause.BATCH_STATISTICS, is_difference=matters,
-                text=f"the outputs of {name} ({kind}) for a sample depend on the other samples that are computed with it"
+                text=f"the outputs of {name} ({kind}) for a sample depend on the other samples that are computed "
+                "with it"
                 + ("" if matters else ", so that micro-batches differ (this recipe has none)"),
                 evidence=[
                     f"a batch and its thirds: {name} returns other values for the same samples and inputs, by "
@@ -188,7 +192,10 @@ def _division(seen_: Observations) -> Iterator[Finding]:
             )
         elif (factor := _factor(seen_)) is not None:
             what, times = factor
-            text = f"{what}: all gradients are {times:.6g} times what they should be, with the same samples and parameters"
+            text = (
+                f"{what}: all gradients are {times:.6g} times what they should be, with the same samples and "
+                "parameters"
+            )
             yield _accumulation(text, evidence)
         elif loss.kind == WEIGHTED and loss.weights is not None:
             a, b = loss.weights
@@ -196,7 +203,8 @@ def _division(seen_: Observations) -> Iterator[Finding]:
                 cause=Cause.LOSS_WEIGHTS, is_difference=matters,
                 text="the loss is a mean over something other than samples (such as tokens that are not padding)",
                 evidence=[
-                    f"a batch and its thirds: the loss is {in_percent_or_power(loss.off)} off the mean over samples, but "
+                    f"a batch and its thirds: the loss is {in_percent_or_power(loss.off)} off the mean over "
+                    "samples, but "
                     f"is a mean with other weights: two parts of as many samples weigh {a:.3g} and {b:.3g}",
                     *evidence,
                 ],
@@ -206,10 +214,12 @@ def _division(seen_: Observations) -> Iterator[Finding]:
         elif loss.kind == WHOLE:
             yield Finding(
                 cause=Cause.BATCH_STATISTICS, is_difference=matters,
-                text="the loss of a batch is no mean over parts of it: it compares samples of the batch with each other, "
+                text="the loss of a batch is no mean over parts of it: it compares samples of the batch with each "
+                "other, "
                 "or uses statistics of them",
                 evidence=[f"a batch and its thirds: off the mean by {in_percent_or_power(loss.off)}", *evidence],
-                advice="gather what it compares from all ranks, or keep the samples of a rank and its micro-batches fixed",
+                advice="gather what it compares from all ranks, or keep the samples of a rank and its "
+                "micro-batches fixed",
             )  # fmt: skip
     yield from _randomness(seen_)
 
@@ -227,7 +237,8 @@ def _factor(seen_: Observations) -> tuple[str, float] | None:
 def _accumulation(text: str, evidence: list[str]) -> Finding:
     return Finding(
         cause=Cause.ACCUMULATION, is_difference=True, text=text, evidence=evidence,
-        advice="return the mean over the samples, and weigh each part by its share of the batch (updater.backward(loss, "
+        advice="return the mean over the samples, and weigh each part by its share of the batch "
+        "(updater.backward(loss, "
         "weight=...)) when gradients are accumulated",
     )  # fmt: skip
 
@@ -236,75 +247,24 @@ def _randomness(seen_: Observations) -> Iterator[Finding]:
     if seen_.no_dropout and not seen_.draws_left:
         yield Finding(
             cause=Cause.RANDOM, is_difference=False,
-            text="dropout draws other random numbers on each rank, as it should; numbers of ranks and micro-batches were "
+            text="dropout draws other random numbers on each rank, as it should; numbers of ranks and "
+            "micro-batches were "
             "compared with dropout off",
             evidence=[f"training uses the generator of {', '.join(seen_.draws)}; without dropout none"],
         )  # fmt: skip
     if not seen_.draws_left or seen_.reseeded is None or seen_.reseeded.equal:
         return
-    differ = (
-        seen_.drift is None and not seen_.ranks.equal or (seen_.micro is not None and not seen_.micro.equal)
+    differ = (seen_.drift is None and not seen_.ranks.equal) or (
+        seen_.micro is not None and not seen_.micro.equal
     )
     yield Finding(
         cause=Cause.RANDOM, is_difference=differ,
-        text=f"training draws random numbers ({', '.join(seen_.draws_left)}) that are not dropout's, and each rank draws its "
+        text=f"training draws random numbers ({', '.join(seen_.draws_left)}) that are not dropout's, and each rank "
+        "draws its "
         "own: runs on other numbers of ranks differ by them",
         evidence=[*seen("1 rank with other random numbers", seen_.reseeded), *seen(_n(seen_), seen_.ranks)],
-        advice="if that is meant, compare runs statistically; else derive them from the sample's number, not from the rank",
-    )  # fmt: skip
-
-
-def _resumption(seen_: Observations, known: set[Cause]) -> Iterator[Finding]:
-    resumed = seen_.resumed
-    if resumed is None or any(cause in known for cause in _OF_ONE_PROCESS):
-        return
-    evidence = seen("1 rank, stopped and resumed", resumed.plain)
-    if not resumed.plain.equal:
-        if resumed.with_generators is not None and resumed.with_generators.equal:
-            names = ", ".join(list(seen_.own_generators)[:3])
-            yield Finding(
-                cause=Cause.OWN_RANDOM, is_difference=True,
-                text=f"the resumed run differs, and is equal once the state of {names} is carried over: checkpoints have "
-                "only the generators of torch, numpy and Python",
-                evidence=evidence,
-                advice="draw from those, or from a generator that is made of the seed and the step",
-            )  # fmt: skip
-        elif resumed.with_state is not None and resumed.with_state.equal:
-            yield _own_state(seen_, evidence)
-        elif (first := resumed.plain.earliest) is not None and first.kind == "samples":
-            yield Finding(
-                cause=Cause.DATA_ORDER, is_difference=True,
-                text="the resumed run gets other samples than the run that was not stopped", evidence=evidence,
-                advice="let the order be a function of seed and epoch, and begin at the saved position",
-            )  # fmt: skip
-        else:
-            yield Finding(
-                cause=Cause.OWN_STATE, is_difference=True,
-                text="the resumed run differs: something that training changes is not in the checkpoint, and was not found "
-                "in attributes of the task, the model or the optimizer",
-                evidence=evidence, advice="keep it in a buffer of the model, or compute it from the step",
-            )  # fmt: skip
-    elif seen_.ranks_resumed is not None and not seen_.ranks_resumed.equal and seen_.buffers_apart:
-        names = ", ".join(seen_.buffers_apart[:3])
-        if Cause.BATCH_STATISTICS not in known:
-            yield Finding(
-                cause=Cause.BUFFER, is_difference=True,
-                text=f"buffer {names} differs between the ranks, and training reads it: a checkpoint has rank 0's only",
-                evidence=seen(f"{seen_.num_ranks} ranks, stopped and resumed", seen_.ranks_resumed),
-                advice="sum what it is computed from over the ranks",
-            )  # fmt: skip
-
-
-def _own_state(seen_: Observations, evidence: list[str]) -> Finding:
-    paths = {path: kind for path, kind in seen_.own_state.items() if kind != "generator"}
-    names = ", ".join(list(paths)[:3])
-    buffers = [path for path, kind in paths.items() if kind == "buffer"]
-    in_optimizer = all(path.startswith("optimizer") for path in paths)
-    return Finding(
-        cause=Cause.OPTIMIZER if in_optimizer else Cause.BUFFER if buffers else Cause.OWN_STATE, is_difference=True,
-        text=f"the resumed run differs, and is equal once {names} is carried over: it is not in the checkpoint",
-        evidence=evidence,
-        advice="register it with persistent=True" if buffers else "keep it in a buffer of the model (register_buffer)",
+        advice="if that is meant, compare runs statistically; else derive them from the sample's number, not from "
+        "the rank",
     )  # fmt: skip
 
 
@@ -333,7 +293,8 @@ def _evaluation(seen_: Observations) -> Iterator[Finding]:
         )  # fmt: skip
         yield Finding(
             cause=Cause.EVALUATION, is_difference=True, text=text, evidence=evidence,
-            advice="leave the mode to the run, which calls model.eval(); pass training=self.training to functional dropout",
+            advice="leave the mode to the run, which calls model.eval(); pass training=self.training to "
+            "functional dropout",
         )  # fmt: skip
     elif facts.modes:
         yield Finding(
@@ -385,10 +346,12 @@ def _poisoned(seen_: Observations) -> Iterator[Finding]:
         ]
         yield Finding(
             cause=Cause.BUFFER_NOT_FINITE, is_difference=True, is_potential=not bad,
-            text=f"after a batch with NaN, whose step is skipped, {', '.join(list(seen_.poisoned)[:4])} is not finite and "
+            text=f"after a batch with NaN, whose step is skipped, {', '.join(list(seen_.poisoned)[:4])} is not "
+            "finite and "
             "stays so",
             evidence=bad or ["a NaN was put into one sample to see this; the samples read have none"],
-            advice="keep running statistics in buffers of the model, which the run puts back, or skip what is not finite",
+            advice="keep running statistics in buffers of the model, which the run puts back, or skip what is not "
+            "finite",
         )  # fmt: skip
 
 
@@ -405,7 +368,8 @@ def _unexplained(seen_: Observations, found: list[Finding]) -> Iterator[Finding]
         if first is not None and first.kind == "buffer":
             yield Finding(
                 cause=Cause.BUFFER, is_difference=True,
-                text=f"{what}: {describe(first)}: it is computed from the samples of one rank or part", evidence=evidence,
+                text=f"{what}: {describe(first)}: it is computed from the samples of one rank or "
+                "part", evidence=evidence,
                 advice="sum what it is computed from over the ranks",
             )  # fmt: skip
         else:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from hpctrain.run.experiments.compare import Comparison, Difference
+from hpctrain.run.experiments.measuring.compare import Comparison, Difference
 
 GUIDE = "docs/guides/check.md"
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.run.experiments.randomness import generator_state, is_generator, set_generator
+from hpctrain.run.experiments.measuring.randomness import generator_state, is_generator, set_generator
 
 _MAX_OBJECTS, _MAX_DEPTH = 20_000, 8
 _PLAIN = (int, float, str, bool, complex, bytes, type(None))

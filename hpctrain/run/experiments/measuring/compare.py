@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.run.experiments.trace import Kept, RunTrace, StepTrace
+from hpctrain.run.experiments.measuring.trace import Kept, RunTrace, StepTrace
 
 # In the order in which a step computes them.
 KINDS = ("initial", "samples", "loss", "gradient", "parameter", "buffer")

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.run.experiments.findings import GUIDE, Finding
-from hpctrain.run.experiments.observations import Observations
+from hpctrain.run.experiments.causes.findings import GUIDE, Finding
+from hpctrain.run.experiments.causes.observations import Observations
 
 _WIDTH = 118
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpctrain.run.experiments.findings import Cause, Finding, seen
-from hpctrain.run.experiments.observations import Observations
+from hpctrain.run.experiments.causes.findings import Cause, Finding, seen
+from hpctrain.run.experiments.causes.observations import Observations
 
 
 def data_findings(observed: Observations) -> Iterator[Finding]:
@@ -22,7 +22,8 @@ def data_findings(observed: Observations) -> Iterator[Finding]:
     elif samples.content_by_share:
         yield Finding(
             cause=Cause.DATA_BY_RANK, is_difference=True,
-            text=f"samples such as {list(samples.content_by_share)[:3]} have another content on {ranks} ranks than in one "
+            text=f"samples such as {list(samples.content_by_share)[:3]} have another content on {ranks} ranks than "
+            "in one "
             "process: it depends on the rank, or on which samples are read together",
             evidence=["one process reads them alike each time"],
             advice="let a dataset or transform depend on the sample's number and the epoch only",
@@ -34,7 +35,8 @@ def data_findings(observed: Observations) -> Iterator[Finding]:
             text="an epoch's samples depend on what was read before it: read first they are others than after an epoch "
             "that was left early",
             evidence=["epoch 1 of a new loader, and after two batches of epoch 0"],
-            advice="make the order of epoch and seed alone (set_epoch must reach the workers), and end an epoch that is "
+            advice="make the order of epoch and seed alone (set_epoch must reach the workers), and end an epoch "
+            "that is "
             "left",
         )  # fmt: skip
     if samples.same_every_epoch:
@@ -54,14 +56,16 @@ def data_findings(observed: Observations) -> Iterator[Finding]:
             text=f"in step {samples.other_steps} the ranks together get other samples than one process"
             + (counts if samples.num_rank_rows != samples.num_rows else ""),
             evidence=seen(f"{ranks} ranks against 1 rank", observed.ranks),
-            advice="split each global batch over the ranks: batch size = global batch / number of ranks, and the same order "
+            advice="split each global batch over the ranks: batch size = global batch / number of ranks, and the "
+            "same order "
             "on all ranks",
         )  # fmt: skip
 
 
 def _content_changes(observed: Observations) -> Iterator[Finding]:
     samples = observed.samples
-    text = f"one process reads other contents for the same samples, such as {list(samples.content_changes)[:3]}, when it runs again"
+    shown = list(samples.content_changes)[:3]
+    text = f"one process reads other contents for the same samples, such as {shown}, when it runs again"
     if observed.own_generators or observed.fresh_generators:
         names = ", ".join([*observed.fresh_generators, *observed.own_generators][:3])
         yield Finding(

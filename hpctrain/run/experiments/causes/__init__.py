@@ -1,0 +1,1 @@
+"""From what was observed to causes and words. Pure."""

@@ -1,0 +1,1 @@
+"""What is measured of a trial, and comparisons of such measurements."""
