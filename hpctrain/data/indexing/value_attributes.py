@@ -27,6 +27,7 @@ _DEFAULT_FILLS: dict[str, int | float] = {
     "float32": 9.9692099683868690e36, "float64": 9.9692099683868690e36,
 }  # fmt: skip
 _SEEN_ROWS = 3
+_READ_ATTRIBUTES = (*_FILLS, *_RANGES, "scale_factor", "add_offset", "_Unsigned")
 
 
 @dataclass(kw_only=True)
@@ -78,13 +79,16 @@ def value_meaning(file: h5py.File, *, path: str, member: str | None, dtype: str)
 
     dtype: numpy name of the stored elements. Attributes are the dataset's, so that they are not read for a member.
     """
+    import h5py
+
     dataset = file[path]
     found = ValueMeaning()
     packing: dict[str, Any] = {}
     try:
-        if member is None:
+        has_attributes = h5py.h5a.get_num_attrs(dataset.id) or h5py.h5a.exists(file.id, b"_NCProperties")
+        if member is None and has_attributes:
             packing = _packing(dataset, np.dtype(dtype), found)
-            if dataset.attrs.get("MATLAB_empty") is not None and np.any(dataset.attrs["MATLAB_empty"]):
+            if np.any(dataset.attrs.get("MATLAB_empty", 0)):
                 found.said.append("MATLAB_empty: it holds the dimensions of an empty array")
                 raise _Unclear("it holds the dimensions of an empty MATLAB array, not values")
         _add_neighbours(file, dataset, member, found, packing)
@@ -95,9 +99,8 @@ def value_meaning(file: h5py.File, *, path: str, member: str | None, dtype: str)
 
 
 def _packing(dataset: h5py.Dataset, stored: np.dtype[Any], found: ValueMeaning) -> dict[str, Any]:
-    attributes = dataset.attrs
-    names = [*_FILLS, *_RANGES, "scale_factor", "add_offset", "_Unsigned"]
-    present = [name for name in names if name in attributes]
+    attributes, names = dataset.attrs, set(dataset.attrs)
+    present = [name for name in _READ_ATTRIBUTES if name in names]
     found.said += [f"{name} = {_shown(attributes, name)}" for name in present]
     _add_units(attributes, found)
     packing: dict[str, Any] = {}
@@ -187,18 +190,17 @@ def _add_range(
 def _add_neighbours(
     file: h5py.File, dataset: h5py.Dataset, member: str | None, found: ValueMeaning, packing: dict[str, Any]
 ) -> None:
-    import h5py
-
     if member is not None:
         if f"{member}.mask" in (dataset.dtype.names or ()):
             found.mask = [dataset.name, f"{member}.mask"]
     else:
         group, _, name = dataset.name.rpartition("/")
-        parent = file[group or "/"]
-        kind = _text(parent.attrs.get("encoding-type"))
-        if kind.startswith("nullable-") and name == "values" and isinstance(parent.get("mask"), h5py.Dataset):
+        kind = ""
+        if name in ("values", "codes"):  # of anndata's groups
+            kind = _text(file[group or "/"].attrs.get("encoding-type"))
+        if kind.startswith("nullable-") and name == "values" and _is_dataset(file, f"{group}/mask"):
             found.mask = [f"{group}/mask", None]
-        elif isinstance(parent.get(f"{name}.mask"), h5py.Dataset):
+        elif _is_dataset(file, f"{dataset.name}.mask"):
             found.mask = [f"{dataset.name}.mask", None]
         elif kind == "categorical" and name == "codes" and dataset.dtype.kind == "i":
             found.said.append(f"-1 is missing, other numbers are places in {group}/categories")
@@ -210,6 +212,15 @@ def _add_neighbours(
             raise _Unclear(
                 f"its mask {found.mask[0]} has shape {file[found.mask[0]].shape}, not {dataset.shape}"
             )
+
+
+def _is_dataset(file: h5py.File, path: str) -> bool:
+    """Whether a dataset is at `path`, whose group exists, in this file and not in another one."""
+    import h5py
+
+    if not file.id.links.exists(path.encode()):
+        return False
+    return isinstance(file.get(path, getlink=True), h5py.HardLink) and isinstance(file[path], h5py.Dataset)
 
 
 def _add_units(attributes: Any, found: ValueMeaning) -> None:

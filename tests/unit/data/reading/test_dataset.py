@@ -244,8 +244,8 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         "is not an hpctrain manifest: it has no version",
     ),
     "newer version": (
-        lambda d: edit(d, lambda m: m.update(version=3)),
-        "is of version 3, this hpctrain reads up to 2: update hpctrain",
+        lambda d: edit(d, lambda m: m.update(version=4)),
+        "is of version 4, this hpctrain reads up to 3: update hpctrain",
     ),
     "manifest edited": (
         lambda d: edit(d, lambda m: m["attributes"].update(x=1), checksum=False),
