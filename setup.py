@@ -37,9 +37,9 @@ setup(
             extra_compile_args=["-O3", "-ffp-contract=off", "-fno-fast-math"],
             optional=True,
         ),
-        # No modules of Python: a thread that ends a rank whose Python is blocked (comm/watchdog/gil_free_timer.py), what
-        # a rank does at its exit (comm/backends/mpi_process/exit_status.py), and a library that ranks preload where they
-        # outnumber the cores (launch/yielding.py).
+        # No modules of Python: a thread that ends a rank whose Python is blocked (comm/watchdog/gil_free_timer.py),
+        # what a rank does at its exit (comm/backends/mpi_process/exit_status.py), and a library that ranks preload
+        # where they outnumber the cores (launch/yielding.py).
         Extension(
             "hpctrain.comm.watchdog._gil_free_timer",
             ["hpctrain/comm/watchdog/_gil_free_timer.c"],
