@@ -113,8 +113,8 @@ def _bit_fields(dtype: np.dtype[Any]) -> list[h5py.h5t.TypeID]:
 
     if dtype.kind != "u":
         return []
-    orders = ("LE", "BE") if dtype.itemsize == 1 else ("LE",) if _is_little_endian(dtype) else ("BE",)
-    return [getattr(h5t, f"STD_B{8 * dtype.itemsize}{order}") for order in orders]
+    order = "LE" if _is_little_endian(dtype) else "BE"
+    return [getattr(h5t, f"STD_B{8 * dtype.itemsize}{order}")]
 
 
 def _format(kind: h5py.h5t.TypeFloatID) -> tuple[Any, ...]:

@@ -59,7 +59,12 @@ def _row_of_lost_chunk(dataset: h5py.Dataset, layout: DatasetLayout) -> int | No
             if mask & 1:
                 continue
             stored = undo(data, filters=layout.filters[1:], mask=mask >> 1, num_bytes=None)
-        except (DataError, OSError, RuntimeError):  # never written, or damaged, which reading it reports
+        except (
+            DataError,
+            OSError,
+            RuntimeError,
+            MemoryError,
+        ):  # never written, or damaged, which reading it reports
             continue
         smallest = np.frombuffer(bytes(stored[_BEFORE_SMALLEST:end]), layout.dtype.newbyteorder("<"))
         if np.isnan(smallest).any():

@@ -105,7 +105,8 @@ class StoredChunks:
                 return None
             try:
                 return self._reader.stored_chunk(self._dataset, first=first)
-            except (OSError, RuntimeError):  # never written, or damaged, which HDF5 then says
+            except (OSError, RuntimeError, MemoryError):
+                # Never written (HDF5 2.0 then returns any number of bytes to h5py), or damaged, which HDF5 then says.
                 return None
         place = self._place(first)
         if place is None:

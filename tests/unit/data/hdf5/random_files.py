@@ -74,7 +74,7 @@ def make_file(path: Path, *, number: int) -> DrawnFile:
             with h5py.File(path, "a", libver=options["libver"]) as file:
                 del file["after"]
                 _write(file["x"], drawn, random)
-    except (OSError, ValueError, RuntimeError, TypeError) as error:
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
         raise CannotMakeError(f"{drawn.name}: {error}") from error
     return DrawnFile(f"{number}: {drawn.name}; {options}; {said}", drawn)
 
