@@ -59,8 +59,7 @@ from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
 from hpctrain.run.compute.rank_axes import RankAxes
 from hpctrain.run.compute.ranks import check_num_ranks, set_threads
 from hpctrain.run.compute.uncaught_errors import UncaughtErrors
-from hpctrain.run.optimizers import check_for_layouts, layouts_of
-from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
+from hpctrain.run.reduction import Reduction, ReductionPlan, check_for_layouts, gradient_bytes, layouts_of
 from hpctrain.run.reductions import Reductions
 from hpctrain.telemetry import tell
 from hpctrain.topology import Mesh, Topology
