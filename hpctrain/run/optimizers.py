@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from hpctrain.distributed import is_sharded, pipeline_of, shard_of, split_of
 from hpctrain.errors import RecipeError, UsageError
-from hpctrain.reduce import Layout, check_optimizer
+from hpctrain.reduce import Layout
 from hpctrain.run.recipe.parallel_schema import ParallelSection
 from hpctrain.run.recipe.schema import OptimizerSection
+from hpctrain.run.reduction import check_for_layouts
 from hpctrain.train import LR_SCALE, Decay, check_call, import_named
 
 
@@ -44,28 +44,6 @@ def build_optimizer(model: torch.nn.Module, section: OptimizerSection) -> torch.
             return _large_batch("Lamb")(
                 parameters, betas=(first, second), weight_decouple=False, adam_debias=True, **common
             )
-
-
-def check_for_layouts(
-    optimizer: torch.optim.Optimizer, layouts: Sequence[Layout], *, model: torch.nn.Module
-) -> None:
-    """Raises UsageError for an optimizer that cannot be stepped where the model is laid out so. Not collective."""
-    for layout in layouts or ("none",):
-        check_optimizer(optimizer, layout=layout, model=model)
-
-
-def layouts_of(model: torch.nn.Module, *, num_ranks: int) -> list[Layout]:
-    """Returns how `model` is laid out over the ranks; empty for a whole copy on each."""
-    shard, found = shard_of(model), list[Layout]()
-    if split_of(model) is not None:
-        found.append("tensor")
-    if pipeline_of(model) is not None:
-        found.append("stages")
-    if shard in ("optimizer", "gradients") and num_ranks > 1:
-        found.append(shard)
-    if shard == "parameters" and is_sharded(model):
-        found.append(shard)
-    return found
 
 
 def check_recipe_optimizer(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hpctrain.comm import Collective, World
-from hpctrain.distributed import Shard, shard_of
+from hpctrain.distributed import Shard, is_sharded, pipeline_of, shard_of, split_of
 from hpctrain.reduce import (
     AUTO,
     DEFAULT_BUCKET_BYTES,
@@ -22,11 +22,13 @@ from hpctrain.reduce import (
     CalibrationFiles,
     Candidate,
     InBackground,
+    Layout,
     LossScale,
     ReducerMaker,
     ScatterReducer,
     ScatterUpdater,
     SparseUpdater,
+    check_optimizer,
     check_wire,
     find_choice,
     parse_algorithm,
@@ -191,3 +193,25 @@ def _candidates(plan: ReductionPlan, maker: ReducerMaker) -> list[Candidate]:
 def gradient_bytes(model: torch.nn.Module) -> int:
     """Returns the bytes of one rank's buckets; half-precision gradients are summed in float32."""
     return sum(p.numel() * max(4, p.dtype.itemsize) for p in model.parameters() if p.requires_grad)
+
+
+def check_for_layouts(
+    optimizer: torch.optim.Optimizer, layouts: Sequence[Layout], *, model: torch.nn.Module
+) -> None:
+    """Raises UsageError for an optimizer that cannot be stepped where the model is laid out so. Not collective."""
+    for layout in layouts or ("none",):
+        check_optimizer(optimizer, layout=layout, model=model)
+
+
+def layouts_of(model: torch.nn.Module, *, num_ranks: int) -> list[Layout]:
+    """Returns how `model` is laid out over the ranks; empty for a whole copy on each."""
+    shard, found = shard_of(model), list[Layout]()
+    if split_of(model) is not None:
+        found.append("tensor")
+    if pipeline_of(model) is not None:
+        found.append("stages")
+    if shard in ("optimizer", "gradients") and num_ranks > 1:
+        found.append(shard)
+    if shard == "parameters" and is_sharded(model):
+        found.append(shard)
+    return found

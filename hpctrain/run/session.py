@@ -61,8 +61,7 @@ from hpctrain.run.compute.ranks import check_num_ranks, set_threads
 from hpctrain.run.compute.uncaught_errors import UncaughtErrors, uncaught_as_message
 from hpctrain.run.experiments.causes.report import CheckReport
 from hpctrain.run.experiments.own_loop import Build, check_loop
-from hpctrain.run.optimizers import check_for_layouts, layouts_of
-from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
+from hpctrain.run.reduction import Reduction, ReductionPlan, check_for_layouts, gradient_bytes, layouts_of
 from hpctrain.run.reductions import Reductions
 from hpctrain.storage import release_all
 from hpctrain.telemetry import tell
