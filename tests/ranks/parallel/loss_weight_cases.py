@@ -43,7 +43,6 @@ LAYOUTS: dict[int, dict[str, tuple[dict[str, Any], str, dict[str, Any]]]] = {
     4: {
         "none": ({}, "pair", {"micro_batches": 3}),
         "parameters, tensor": ({"shard": "parameters", "tensor": 2}, "pair", {}),
-        "pipeline, tensor": (PIPELINE | {"tensor": 2}, "pair", {"micro_batches": 1}),
     },
 }
 
