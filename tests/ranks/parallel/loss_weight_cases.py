@@ -43,7 +43,6 @@ LAYOUTS: dict[int, dict[str, tuple[dict[str, Any], str, dict[str, Any]]]] = {
     4: {
         "none": ({}, "pair", {"micro_batches": 3}),
         "parameters, tensor": ({"shard": "parameters", "tensor": 2}, "pair", {}),
-        "pipeline, tensor": (PIPELINE | {"tensor": 2}, "pair", {"micro_batches": 1}),
     },
 }
 
@@ -52,12 +51,15 @@ class Masked:
     """Predicts the next token; positions after a sequence's length are not counted. Many sequences have none."""
 
     def build_model(self) -> torch.nn.Module:
-        return torch.nn.Sequential(
-            torch.nn.Embedding(17, 8), torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 17)
-        )
+        # A stage of a pipeline does not end between layers that tensor groups split as a pair.
+        blocks = [
+            torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
+            for _ in range(2)
+        ]
+        return torch.nn.Sequential(torch.nn.Embedding(17, 8), *blocks, torch.nn.Linear(8, 17))
 
     def tensor_plan(self) -> dict[str, str]:
-        return {"1": "column", "3": "row"}
+        return {"1.0": "column", "1.2": "row", "2.0": "column", "2.2": "row"}
 
     def pipeline_layers(self, model: torch.nn.Module) -> list[torch.nn.Module]:
         return list(model.children())
