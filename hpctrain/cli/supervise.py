@@ -79,9 +79,10 @@ def supervise_command(
     In Slurm: in the batch script of a job that was submitted with --no-kill.
     Exit codes: 0 done; 75 queue the job again; 76 do not; 2 usage; 5 the ranks cannot be launched.
     """
-    from hpctrain.launch import resolve_command, survey_machine
+    from hpctrain.launch import refuse_program_on_stdin, resolve_command, survey_machine
     from hpctrain.supervise import Limits, SupervisedRun, Supervisor, find_allocation
 
+    refuse_program_on_stdin(command)  # a second start would find it read
     allocation = find_allocation(os.environ)
     recipe = read_train_command(command)
     directory = run_directory or (recipe.run_directory if recipe is not None else None)
