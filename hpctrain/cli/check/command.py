@@ -83,8 +83,9 @@ def _launched(
 ) -> dict[str, Any]:
     """Starts the ranks and returns what they found. Their output goes to stderr."""
     result = folder / "result.json"
+    options = [*options, "--scratch", str(folder), "--result", str(result)]
     plan = plan_launch(
-        [resolve_command("hpctrain"), "check", str(recipe), *options, "--scratch", str(folder), "--result", str(result)],
+        [resolve_command("hpctrain"), "check", str(recipe), *options],
         num_ranks=num_ranks, environ=os.environ, machine=survey_machine(), launcher=launcher,
     )  # fmt: skip
     sys.stderr.flush()
