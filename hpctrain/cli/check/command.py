@@ -67,7 +67,7 @@ def check_command(
             "this is a rank already: leave -n out, or start hpctrain check -n without a launcher"
         )
     options = [option for override in overrides or [] for option in ("--set", override)]
-    options += ["--steps", str(steps), "--scratch", str(scratch)]
+    options += ["--steps", str(steps)]
     with tempfile.TemporaryDirectory(prefix=".hpctrain-check-", dir=scratch) as folder:
         found = _launched(recipe, options, num_ranks=num_ranks, launcher=launcher, folder=Path(folder))
     if as_json:
@@ -83,14 +83,16 @@ def _launched(
 ) -> dict[str, Any]:
     """Starts the ranks and returns what they found. Their output goes to stderr."""
     result = folder / "result.json"
+    options = [*options, "--scratch", str(folder), "--result", str(result)]
     plan = plan_launch(
-        [resolve_command("hpctrain"), "check", str(recipe), *options, "--result", str(result)],
+        [resolve_command("hpctrain"), "check", str(recipe), *options],
         num_ranks=num_ranks, environ=os.environ, machine=survey_machine(), launcher=launcher,
     )  # fmt: skip
     sys.stderr.flush()
     with os.fdopen(os.dup(2), "wb") as output:
         outcome = run_launch(plan, environ=os.environ, messages=io.StringIO(), output=output)
     if outcome.stop_asked:
+        typer.echo("hpctrain: the check was stopped", err=True)
         raise typer.Exit(INTERRUPTED)
     if outcome.exit_code != 0:
         raise typer.Exit(outcome.exit_code)
