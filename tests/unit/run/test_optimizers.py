@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from hpctrain.comm import SerialWorld
 from hpctrain.errors import RecipeError
-from hpctrain.run.optimizers import build_decay, build_optimizer
+from hpctrain.run.optimizers import build_decay, build_optimizer, check_recipe_optimizer
+from hpctrain.run.recipe.parallel_schema import ParallelSection
 from hpctrain.run.recipe.schema import OptimizerSection
 from hpctrain.train import Position, Schedule
 from hpctrain.train.task.schedule import LR_SCALE
@@ -165,3 +166,20 @@ def test_resumed_equals_never_stopped(tmp_path: Path, name: str) -> None:
     assert counts == counts_resumed
     for one, other in zip(whole, resumed, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [
+        (torch.optim.LBFGS, {}),
+        (torch.optim.Adafactor, {"shard": "parameters"}),
+        (torch.optim.Muon, {"shard": "optimizer"}),
+        (torch.optim.Rprop, {"tensor": 2}),
+    ],
+)
+def test_an_optimizer_that_the_layout_excludes_is_refused_when_the_recipe_is_built(
+    kind: type[torch.optim.Optimizer], parallel: dict[str, Any]
+) -> None:
+    model = torch.nn.Linear(4, 2, bias=False)
+    with pytest.raises(RecipeError, match=rf"section \[optimizer\]: {kind.__name__} "):
+        check_recipe_optimizer(kind(model.parameters()), ParallelSection(**parallel), model=model)
