@@ -63,9 +63,9 @@ class SparseUpdater(Watched):
         self._syncing = True
         self._closed = False
         self._synchronized = False
-        self._factor = (
-            self._scale.value / comm.num_ranks
-        )  # of a plain `loss.backward()`; see `AllReduceUpdater`
+        self._weighted = False
+        # Of a plain `loss.backward()`: see `AllReduceUpdater`.
+        self._factor = self._scale.value / comm.num_ranks
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook(index))
             for index, p in enumerate(self._parameters)
@@ -90,7 +90,7 @@ class SparseUpdater(Watched):
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
         """See `Updater.backward`. Raises UsageError for another number of elements than one."""
         scaled = self._scale.scaled(loss, weight=weight)
-        self._factor = 1.0
+        self._factor, self._weighted = 1.0, True
         if last:
             scaled.backward()
         else:
@@ -110,7 +110,7 @@ class SparseUpdater(Watched):
         """See `Updater.zero_grad`. Not collective."""
         self._optimizer.zero_grad(set_to_none=True)
         self._held.clear()
-        self._synchronized = False
+        self._synchronized = self._weighted = False
         self._factor = self._scale.value / self._comm.num_ranks
 
     def synchronize(self) -> None:
