@@ -43,6 +43,7 @@ __all__ = [
     "PARTIAL_SUFFIX",
     "SHARD_PREFIX",
     "TOKENS_FIELD",
+    "TYPES_CHECKED",
     "Decoding",
     "FieldSpec",
     "FieldStatistics",
@@ -62,6 +63,8 @@ MANIFEST_VERSION = 3
 SHARD_PREFIX = "shard-"
 PARTIAL_SUFFIX = ".partial"
 TOKENS_FIELD = "tokens"
+# Among the attributes of an index: offsets are noted only of datasets whose HDF5 type has numpy's properties.
+TYPES_CHECKED = "types_checked"
 
 
 class Kind(str, Enum):
@@ -212,7 +215,14 @@ class Manifest(Model):
         exclude: dict[str, Any] = {"statistics": True}
         # The fingerprint of an older version, which checkpoints contain, is without the keys that it did not have.
         exclude |= {1: NOT_IN_VERSION_1, 2: NOT_IN_VERSION_2, 3: {}}[self.version]
-        return _checksum(self.model_dump(mode="json", exclude=exclude))
+        document = self.model_dump(mode="json", exclude=exclude)
+        document["attributes"].pop(TYPES_CHECKED, None)  # an older index of the same files is the same dataset
+        return _checksum(document)
+
+    @property
+    def has_checked_types(self) -> bool:
+        """False for an index of a version of hpctrain that noted offsets of datasets whose bytes are not the values."""
+        return not self.indexed or bool(self.attributes.get(TYPES_CHECKED))
 
     @property
     def file_bytes(self) -> int:

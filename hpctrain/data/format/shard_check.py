@@ -152,6 +152,8 @@ def _bytes_of(layout: DatasetLayout) -> int:
 
 def _trusted_layouts(manifest: Manifest, entry: ShardEntry) -> dict[str, DatasetLayout] | None:
     """Returns the layouts from the manifest if all fields are contiguous, else None."""
+    if not manifest.has_checked_types:
+        return None
     layouts = {}
     for name, stored in entry.fields.items():
         spec = manifest.fields[name]

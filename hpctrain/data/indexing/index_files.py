@@ -18,6 +18,7 @@ from hpctrain.data.format.field_statistics import Moments
 from hpctrain.data.format.manifest import (
     MANIFEST_NAME,
     TOKENS_FIELD,
+    TYPES_CHECKED,
     Decoding,
     FieldSpec,
     FieldStatistics,
@@ -170,7 +171,7 @@ def index_files(
         windows=None if windows is None else WindowList.model_validate(windows),
         indexed=True,
         statistics=builder.statistics(),
-        attributes={"source": "index"},
+        attributes={"source": "index", TYPES_CHECKED: True},
         shards=tuple(entries),
     )
     on_rank_0(comm, lambda: write_manifest(manifest, directory=out), os_error=DataError)
