@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -17,6 +18,8 @@ _SHARD = "_hpctrain_shard"
 _MESH = "_hpctrain_shard_mesh"
 # The axis of a mesh along which ranks hold different tensors: the stages of a pipeline.
 PIPELINE_AXIS = "pipeline"
+# The meshes that models are split over, the newest last. Of several trainings in one process the last one's counts.
+_MESHES: list[DeviceMesh] = []
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, shape)
 
 
@@ -52,6 +55,14 @@ def shard_mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
     return mesh
 
 
+def note_mesh(mesh: DeviceMesh) -> None:
+    """Notes the mesh of all ranks that a model is about to be split over, for `is_first_replica`."""
+    if mesh in _MESHES:
+        _MESHES.remove(mesh)
+    _MESHES.append(mesh)
+    _is_first_along_others.cache_clear()
+
+
 def local_part(tensor: Any) -> torch.Tensor:
     """Returns the part that this rank holds, sharing its memory; a tensor that is not sharded as it is."""
     part: torch.Tensor = tensor.to_local() if is_sharded_tensor(tensor) else tensor
@@ -78,19 +89,43 @@ def box_of(tensor: Any) -> Box:
 def is_first_replica(tensor: Any) -> bool:
     """Returns True on one of the ranks that hold this part of a DTensor: exactly one rank for each element."""
     mesh = tensor.device_mesh
-    coordinate, whole = mesh.get_coordinate(), mesh._get_root_mesh()
+    coordinate = mesh.get_coordinate()
     if coordinate is None or not all(
         index == 0
         or not placement.is_replicate()  # not is_shard: FSDP2 places parts of parts by _StridedShard
         for index, placement in zip(coordinate, tensor.placements, strict=True)
     ):
         return False
-    if whole is mesh:
-        return True
-    # It lives on some axes of a larger mesh: the ranks along the others hold the same.
+    return _is_first_along_others(mesh)
+
+
+@functools.lru_cache(maxsize=64)
+def _is_first_along_others(mesh: DeviceMesh) -> bool:
+    """Returns True on the first of the ranks along the axes that `mesh` lacks: a DTensor on some axes of a larger mesh
+    is held alike along the others."""
+    whole = next((noted for noted in reversed(_MESHES) if _has_part(noted, mesh)), None)
+    if whole is None:  # the program's own
+        whole = mesh._get_root_mesh()
     others = set(whole.mesh_dim_names or ()) - set(mesh.mesh_dim_names or ()) - {PIPELINE_AXIS}
     places = zip(whole.mesh_dim_names or (), whole.get_coordinate() or (), strict=True)
     return not any(index for name, index in places if name in others)
+
+
+def _has_part(whole: DeviceMesh, mesh: DeviceMesh) -> bool:
+    """Returns True if `mesh` has the ranks along some axes of `whole`, through this rank.
+
+    Its own root does not tell: PyTorch keeps the mesh that operations on DTensors had first, and takes it for every
+    equal one, whatever that is a part of. So a DTensor of the second model that a process splits may have a mesh of the
+    first model.
+    """
+    names, own = whole.mesh_dim_names or (), mesh.mesh_dim_names or ()
+    coordinate = whole.get_coordinate()
+    if coordinate is None or not own or not set(own) <= set(names):
+        return False
+    along = tuple(
+        slice(None) if name in own else index for name, index in zip(names, coordinate, strict=True)
+    )
+    return torch.equal(whole.mesh[along], mesh.mesh)
 
 
 def sharded_as(part: torch.Tensor, like: Any) -> torch.Tensor:

@@ -18,7 +18,7 @@ from hpctrain.distributed.fully_sharded.shard import check_dense, check_shardabl
 from hpctrain.distributed.open_groups import open_process_group
 from hpctrain.distributed.plan import Checkpointing, ParallelPlan
 from hpctrain.distributed.selective_checkpointing import keep_products
-from hpctrain.distributed.sharded_tensors import is_sharded_tensor, mark_sharded
+from hpctrain.distributed.sharded_tensors import is_sharded_tensor, mark_sharded, note_mesh
 from hpctrain.distributed.tensor_parallel import TensorSplit, check_tensor_plan, mark_split, split_layers
 from hpctrain.errors import UsageError
 from hpctrain.topology import ParallelMesh, Topology
@@ -107,7 +107,9 @@ class _Placement:
         """Returns the mesh, with its process groups. Collective."""
         from torch.distributed.device_mesh import DeviceMesh
 
-        return DeviceMesh(device.type, torch.tensor(self.ranks), mesh_dim_names=self.axes)
+        mesh = DeviceMesh(device.type, torch.tensor(self.ranks), mesh_dim_names=self.axes)
+        note_mesh(mesh)
+        return mesh
 
 
 def _place(plan: ParallelPlan, topology: Topology) -> _Placement | None:

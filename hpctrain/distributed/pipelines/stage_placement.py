@@ -17,7 +17,7 @@ from hpctrain.distributed.open_groups import open_process_group
 from hpctrain.distributed.pipelines.pipeline import Pipeline
 from hpctrain.distributed.pipelines.stages import Stages, check_held_by_layers, divide, release_others
 from hpctrain.distributed.plan import ParallelPlan
-from hpctrain.distributed.sharded_tensors import PIPELINE_AXIS, mark_sharded
+from hpctrain.distributed.sharded_tensors import PIPELINE_AXIS, mark_sharded, note_mesh
 from hpctrain.distributed.split_model import broadcast_model, check_plan, checkpoint_activations
 from hpctrain.distributed.tensor_parallel import TensorSplit, mark_split, split_layers
 from hpctrain.errors import TopologyError, UsageError
@@ -127,7 +127,9 @@ class _StageRanks:
         from torch.distributed.device_mesh import DeviceMesh
 
         axes = (PIPELINE_AXIS, *self.data_axes, "tensor")
-        return DeviceMesh(device.type, torch.from_numpy(self.grid), mesh_dim_names=axes)
+        mesh = DeviceMesh(device.type, torch.from_numpy(self.grid), mesh_dim_names=axes)
+        note_mesh(mesh)
+        return mesh
 
 
 def _shard_stage(stage: nn.Module, *, mesh: DeviceMesh) -> None:

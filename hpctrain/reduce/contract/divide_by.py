@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from hpctrain.errors import UsageError
@@ -26,13 +27,13 @@ def check_divide_by(divide_by: str | None, *, sums: Mapping[str, float] | None, 
 def divisor(totals: Mapping[str, float], *, divide_by: str | None) -> float:
     """Returns the sum over the ranks of the number `divide_by`, or 1. With 0 the step cannot be applied.
 
-    Raises UsageError, on all ranks as `totals` are the same, if it is negative.
+    Raises UsageError, on all ranks as `totals` are the same, if it is negative or not finite.
     """
     total = 1.0 if divide_by is None else totals[divide_by]
-    if total < 0:
+    if not 0 <= total < math.inf:
         raise UsageError(
             f"the sum over the ranks of {divide_by!r}, by which step divides the gradients, is {total:g}: weights are "
-            "0 or more",
+            "finite numbers, 0 or more",
             agreed=True,
         )
     return total

@@ -182,7 +182,8 @@ class AllReduceUpdater(Watched):
         """Completes the sums after backward: until `step` or `zero_grad` each `.grad` is the mean over the ranks, which
         the script may read and change, equally on every rank. Collective; a second call does nothing.
 
-        For GradScaler, which calls it itself, and for `clip_grad_norm_` where `clip_norm` does not do.
+        For GradScaler, which calls it itself, and for `clip_grad_norm_` where `clip_norm` does not do. If the sums are
+        not finite, buffers that forward has changed are put back.
         """
         if self._synchronized:
             return
@@ -190,9 +191,13 @@ class AllReduceUpdater(Watched):
         self._finish_sums()
         self._planned.memory.scale(1.0 / self._summed_scale)
         self._summed_scale = 1.0
-        self._planned.memory.copy_out()
+        fits = self._planned.memory.copy_out()
         self._planned.memory.give_out()
         self._synchronized = True
+        if self.step_watch is not None and not (fits and 0 <= self._planned.squares.of_all() < math.inf):
+            # A GradScaler will skip this step, without a word. Later the next forward may have begun, whose backward
+            # needs the buffers as they are then.
+            self.step_watch.drop()
 
     @watched
     def step(
@@ -355,15 +360,10 @@ class AllReduceUpdater(Watched):
             self._abandon()
 
     def _abandon(self) -> None:
-        """Ends a step that is not made, whose gradients the script has dropped. Collective.
-
-        If their sums were not finite, buffers that forward changed are put back.
-        """
+        """Ends a step that is not made, whose gradients the script has dropped. Collective."""
         if not self._synchronized:
             self._planned.filling.put_zeros()
             self._finish_sums()
-        elif self.step_watch is not None and not 0 <= self._planned.squares.of_all() < math.inf:
-            self.step_watch.drop()  # as after an overflow that a GradScaler has found
         if self._distributed:
             result_of(self._reducer.finish(np.zeros(1), comm=self._comm))
         self._planned.memory.forget(applied=False)

@@ -88,7 +88,8 @@ class ParameterChecks:
             )
         self.check_kinds()
         for path, of_module, name, parameter in self._places:
-            if of_module.get(name) is not parameter and not self._is_elsewhere(parameter):
+            is_there = name in of_module and of_module[name] is parameter  # scripted modules' have no `get`
+            if not is_there and not self._is_elsewhere(parameter):
                 raise UsageError(
                     f"the model's parameter {path} was replaced by another one since the updater was made, as "
                     "load_state_dict(assign=True) and moves between kinds of devices do: the optimizer still updates "

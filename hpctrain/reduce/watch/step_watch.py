@@ -65,7 +65,7 @@ class StepWatch:
         return outcome
 
     def drop(self) -> None:
-        """Ends a step for which the updater's `step` is not called, as one that GradScaler skips: puts buffers back."""
+        """Puts buffers back in a step that may be left out without a call of `step`, as GradScaler does."""
         self._end_step(applied=False)
 
     def _compared(self, step: Callable[..., StepOutcome], options: dict[str, Any]) -> StepOutcome:

@@ -43,6 +43,8 @@ LAYOUTS: dict[int, dict[str, tuple[dict[str, Any], str, dict[str, Any]]]] = {
     4: {
         "none": ({}, "pair", {"micro_batches": 3}),
         "parameters, tensor": ({"shard": "parameters", "tensor": 2}, "pair", {}),
+        # After another layout: PyTorch gives the DTensors of the second model meshes of the first.
+        "pipeline, tensor": (PIPELINE | {"tensor": 2}, "pair", {"micro_batches": 1}),
     },
 }
 

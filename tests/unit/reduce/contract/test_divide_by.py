@@ -58,7 +58,12 @@ def test_of_nothing_there_is_no_step_and_no_other_loss_scale(shard: str) -> None
 
 @pytest.mark.parametrize(
     ("sums", "words"),
-    [({"tokens": -1.0}, "weights are 0 or more"), ({"token": 1.0}, "needs a number of that name in sums")],
+    [
+        ({"tokens": -1.0}, "-2: weights are finite numbers, 0 or more"),
+        ({"tokens": math.inf}, "inf: weights are finite"),
+        ({"tokens": math.nan}, "nan: weights are finite"),
+        ({"token": 1.0}, "needs a number of that name in sums"),
+    ],
 )
 def test_wrong_sums_are_refused(sums: dict[str, float], words: str) -> None:
     def case(world: World) -> None:

@@ -18,6 +18,7 @@ from hpctrain.errors import UsageError
 from hpctrain.reduce import AllReduceUpdater
 from hpctrain.reduce.algorithms import Algorithm
 from hpctrain.reduce.factory import ReducerMaker
+from hpctrain.reduce.watch.step_watch import watch_steps
 from hpctrain.topology import Topology
 from tests.unit.reduce.data_parallel.updater_cases import batch, make, on_threads, reducer_for, share
 
@@ -171,6 +172,51 @@ def test_grad_scaler_trains_as_one_process_and_skips_on_all_ranks(unscales: str,
     plain = on_threads(3, partial(scaled_training, unscales=unscales, scale=1.0))
     for one, other in zip(plain[0]["parameters"], on_threads(1, _unscaled)[0], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def normalised_training(
+    world: World, *, steps: list[tuple[int, bool]], drops: str = "first"
+) -> dict[str, list[torch.Tensor]]:
+    """Trains with batch normalisation and a GradScaler.
+
+    steps: number of the batch; whether one rank's is infinite. drops: when the last gradients are dropped: "first",
+    after "forward", or by the "model" after forward.
+    """
+    net = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 8)).double()
+    generator = torch.Generator().manual_seed(0)  # each thread's own
+    for parameter in net.parameters():
+        torch.nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    updater = AllReduceUpdater(optimizer, comm=world, reducer=engine(world), model=net)
+    watch_steps(updater, net, comm=world, compare_ranks="error", say=pytest.fail)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    for number, infinite in steps:
+        if drops == "first":
+            updater.zero_grad()
+        x, y = (t[share(world)] for t in batch(number, torch.float64))
+        if infinite and world.rank == world.num_ranks - 1:
+            x = x * torch.inf
+        loss = functional.cross_entropy(net(x), y)
+        if drops != "first":
+            (updater if drops == "forward" else net).zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(updater)  # type: ignore[arg-type]
+        scaler.update(1.0)
+    updater.close()
+    return {
+        "parameters": [p.detach().clone() for p in net.parameters()],
+        "buffers": [buffer.clone() for buffer in net.buffers()],
+    }
+
+
+@pytest.mark.parametrize("drops", ["first", "forward", "model"])
+def test_a_step_that_grad_scaler_skips_leaves_no_trace_in_buffers_of_any_rank(drops: str) -> None:
+    without = on_threads(2, partial(normalised_training, steps=[(0, False), (1, False)]))
+    steps = [(0, False), (5, True), (1, False)]
+    for rank, found in enumerate(on_threads(2, partial(normalised_training, steps=steps, drops=drops))):
+        for kind in ("parameters", "buffers"):
+            assert all(map(torch.equal, found[kind], without[rank][kind])), kind
+        assert all(map(torch.equal, found["parameters"], without[0]["parameters"]))
 
 
 def _unscaled(world: World) -> list[torch.Tensor]:

@@ -116,5 +116,7 @@ def test_a_gradient_that_is_not_finite_is_seen_in_the_squares(model: Stage, inpu
 def test_what_cannot_be_divided_is_refused(model: Stage) -> None:
     with pytest.raises(UsageError, match="float16"):
         check_stage(adamw(model.half()), list(model.parameters()))
-    with pytest.raises(UsageError, match="LBFGS needs whole layers"):
+    with pytest.raises(UsageError, match="LBFGS calls a closure"):
         check_stage(torch.optim.LBFGS(model.parameters()), list(model.parameters()))
+    with pytest.raises(UsageError, match="Adafactor needs whole layers"):
+        check_stage(torch.optim.Adafactor(model.parameters()), list(model.parameters()))
