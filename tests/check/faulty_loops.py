@@ -213,6 +213,23 @@ def wrong_accumulation(session):
     return loader, step
 
 
+def backward_twice(session):
+    """Accumulates without `no_sync`."""
+    model, updater, _, loader = parts(session)
+
+    def step(batch):
+        updater.zero_grad()
+        losses = []
+        for x, y in zip(batch[0].split(4), batch[1].split(4), strict=True):
+            loss = functional.cross_entropy(model(x), y) / (len(batch[0]) // 4)
+            loss.backward()
+            losses.append(loss.detach())
+        updater.step()
+        return torch.stack(losses).sum()
+
+    return loader, step
+
+
 def own_generator(session):
     model, updater, _, loader = parts(session)
     generator = random.Random(0)

@@ -130,7 +130,7 @@ class RecipeTrial:
             loss_scale=loss_scale_for(
                 recipe.run.precision, wire="fp32", max_skipped_in_row=recipe.optimizer.max_skipped_in_row
             ),
-            clip_norm=recipe.optimizer.clip_norm,
+            clip_norm=recipe.optimizer.clip_norm, compare_ranks="off",  # as in `sum_exactly`
         )  # fmt: skip
         self.updater: Updater = updater
         self.drawing: Axis | None = session.axes.drawing
@@ -215,11 +215,11 @@ class RecipeTrial:
         floating = {name: torch.nan_to_num(t) for name, t in batch.fields.items() if t.is_floating_point()}
         return replace(batch, fields={**batch.fields, **floating})
 
-    def loss(self, batch: Batch) -> float:
+    def loss(self, batch: Batch) -> tuple[float, float | None]:
         assert isinstance(self._runner, TaskRunner)
         with torch.enable_grad():  # as in training, which tasks may ask for
-            found: Any = self._runner.loss(batch)
-        return float((found[0] if isinstance(found, tuple) else found).detach())
+            loss, weight = self._runner.weighed_loss(batch)
+        return float(loss.detach()), weight
 
     def evaluate(self) -> Mapping[str, float]:
         # As `Training` does: what is evaluated is what is saved.

@@ -43,7 +43,6 @@ TOLERANCE = 1e-12
 # float32 keeps 7 digits, which sums in another order and a few steps of training blur.
 TOLERANCE_FLOAT32 = 2e-5
 STEPS = 4
-_REFUSALS = ("UsageError", "CommunicationError", "BufferMismatch")
 _TAMPERED = {True: 1e-9, False: 1e-3}
 
 
@@ -71,7 +70,7 @@ class Experiments:
             return Observations(
                 num_ranks=self._session.num_ranks, steps=self._steps, tolerance=self._tolerance,
                 double=self._trials.double, asks_double=self._subject.asks_double,
-                refused=f"step {one.step}: {one.kind}: {one.text}",
+                refused=f"{one.kind}: {one.text}", refused_step=one.step,
             )  # fmt: skip
         say, double = self._say, self._trials.double
         say("1 rank, repeated")
@@ -348,9 +347,7 @@ def _first_batch(trial: Trial) -> Any:
 
 def _names_cause(failure: Failure | None) -> bool:
     """True for an error of hpctrain's own, in a step, that names a cause."""
-    if failure is None or failure.step == 0 or failure.kind not in _REFUSALS:
-        return False
-    return cause_of_error(failure.text) is not Cause.UNKNOWN
+    return failure is not None and cause_of_error(f"{failure.kind}:") is not Cause.REFUSED
 
 
 def _is_of_dtypes(text: str) -> bool:

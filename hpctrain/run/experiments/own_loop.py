@@ -217,8 +217,8 @@ class LoopTrial:
     def cleaned(self, batch: Any) -> Any:
         return _mapped(batch, lambda t: torch.nan_to_num(t) if t.is_floating_point() else t)
 
-    def loss(self, batch: Any) -> float:
-        return self.step(batch)  # the caller puts everything back
+    def loss(self, batch: Any) -> tuple[float, float | None]:
+        return self.step(batch), None  # the caller puts everything back
 
     def evaluate(self) -> Mapping[str, float] | None:
         if self._loop.evaluate is None:

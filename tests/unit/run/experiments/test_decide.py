@@ -78,23 +78,23 @@ CASES = {
     "an error of several ranks about gradients": (
         replace(
             SOUND,
-            ranks=Comparison(first={}, worst=0.0, failure="UsageError: gradients were changed", failed_step=1),
+            ranks=Comparison(first={}, worst=0.0, failure="GradientsInUse: gradients were changed", failed_step=1),
         ),
         Cause.GRADIENTS,
     ),
-    "an error of several ranks about a tensor": (
+    "a backward of several ranks that runs twice": (
         replace(
             SOUND,
-            ranks=Comparison(first={}, worst=0.0, failure="CommunicationError: 0.weight differs", failed_step=2),
+            ranks=Comparison(first={}, worst=0.0, failure="BackwardRanTwice: call no_sync", failed_step=2),
         ),
-        Cause.DRIFT,
+        Cause.ACCUMULATION,
     ),
-    "an error of several ranks about the learning rate": (
+    "another error of several ranks": (
         replace(
             SOUND,
-            ranks=Comparison(first={}, worst=0.0, failure="UsageError: the learning rate differs", failed_step=2),
+            ranks=Comparison(first={}, worst=0.0, failure="ValueError: gradients changed", failed_step=2),
         ),
-        Cause.LEARNING_RATE,
+        Cause.REFUSED,
     ),
     "a transform by rank": (
         replace(SOUND, ranks=apart(), samples=SampleFacts(content_by_rank=[3])), Cause.DATA_BY_RANK,
