@@ -63,6 +63,9 @@ class TokensWeighedByMethod(MaskedTokens):
     def weight(self, fields):
         return fields["length"].sum()
 
+    def metrics(self, model, fields):
+        return {"loss": float(self.loss(model, fields))}
+
 
 class WronglyWeighedTokens(MaskedTokens):
     """Counts the samples."""

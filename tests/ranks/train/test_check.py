@@ -18,10 +18,10 @@ EXAMPLES = REPOSITORY / "examples"
 HPCTRAIN = str(Path(sys.executable).with_name("hpctrain"))
 FIRST = ["sound", "learning_rate", "gradients_by_hand", "continued_epoch"]
 LOOPS = {
-    "sound": None, "slow_rank": None, "grad_scaler": None, "gradients_by_hand": "GRADIENTS",
-    "learning_rate": "LEARNING_RATE", "no_set_epoch": "DATA_ORDER", "continued_epoch": "DATA_ORDER", "repeating_sampler": "REPEATED",
-    "data_by_rank": "DATA_BY_RANK", "wrong_accumulation": "ACCUMULATION", "backward_twice": "ACCUMULATION",
-    "own_generator": "OWN_RANDOM",
+    "sound": None, "slow_rank": None, "grad_scaler": None,
+    "gradients_by_hand": "GRADIENTS", "learning_rate": "LEARNING_RATE", "no_set_epoch": "DATA_ORDER",
+    "continued_epoch": "DATA_ORDER", "repeating_sampler": "REPEATED", "data_by_rank": "DATA_BY_RANK",
+    "wrong_accumulation": "ACCUMULATION", "backward_twice": "ACCUMULATION", "own_generator": "OWN_RANDOM",
 }  # fmt: skip
 # name -> task, keys of [data], keys of [optimizer], cause
 RECIPES = {

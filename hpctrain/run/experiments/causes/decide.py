@@ -307,7 +307,8 @@ def _evaluation(seen_: Observations) -> Iterator[Finding]:
             cause=Cause.METRICS, is_difference=True,
             text=f"metric {name} of the same parameters and samples differs between 1 rank and {seen_.num_ranks}, by "
             f"{in_percent_or_power(relative)}",
-            advice="a metric is a mean over the samples of a batch; other means need their weight",
+            advice="metrics are taken as means over samples, or over what the task's weight(fields) counts: for other "
+            "means return (metrics, weight)",
         )  # fmt: skip
 
 
