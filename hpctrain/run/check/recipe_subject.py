@@ -91,7 +91,8 @@ class RecipeSubject:
         """Returns the recipe with nothing left that only costs time, and on one rank without a split model."""
         recipe = self.recipe
         run = recipe.run.model_copy(update={"precision": "fp64"} if setting.double else {})
-        algorithm = "flat" if recipe.reduction.algorithm == "auto" else recipe.reduction.algorithm
+        is_free = one_rank or recipe.reduction.algorithm == "auto"
+        algorithm = "flat" if is_free else recipe.reduction.algorithm
         reduction = recipe.reduction.model_copy(update={"wire": "fp32", "algorithm": algorithm})
         parallel = type(recipe.parallel)() if one_rank else recipe.parallel
         return recipe.model_copy(update={"run": run, "reduction": reduction, "parallel": parallel})

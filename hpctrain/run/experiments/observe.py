@@ -184,7 +184,9 @@ class Experiments:
         )
 
     def _draws(self, trace: RunTrace) -> list[str]:
-        return sorted({name for step in trace.steps for name in step.draws})
+        """Returns the generators that a rank used. Collective: threads that read ahead draw at other times on each."""
+        mine = sorted({name for step in trace.steps for name in step.draws})
+        return sorted({name for names in all_gather_json(self._session.world, mine) for name in names})
 
     def _resumptions(self, one: Ran) -> Resumptions:
         stop = self._steps // 2
@@ -292,7 +294,8 @@ class Experiments:
             loss = probe_loss(trial, batch, num_rows=num_rows, tolerance=tolerance)
             low = find_low_precision(trial, batch) if self._trials.double else []
         apart: dict[str, float] = {}
-        if evaluation is not None and not evaluation.differs:
+        differs = any(all_gather_json(self._session.world, bool(evaluation and evaluation.differs)))
+        if evaluation is not None and not differs:
             with self._trials.open(on_ranks=True) as trial, unchanged_if_whole(trial):
                 metrics = trial.evaluate() or {}
             for name, value in evaluation.metrics.items():

@@ -188,7 +188,7 @@ class LoopTrial:
     def rows(self, batch: Any) -> Rows:
         fields = as_fields(batch)
         num_rows = next((len(t) for t in fields.values() if t.dim()), 0)
-        indices = getattr(batch, "indices", None)
+        indices = batch.indices if isinstance(batch, Batch) else None
         return Rows(
             indices=None if indices is None else [int(i) for i in indices[:num_rows]],
             hashes=row_hashes(fields, num_rows), not_finite=rows_not_finite(fields, num_rows),

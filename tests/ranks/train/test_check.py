@@ -16,12 +16,13 @@ pytestmark = pytest.mark.launches
 
 EXAMPLES = REPOSITORY / "examples"
 HPCTRAIN = str(Path(sys.executable).with_name("hpctrain"))
-FIRST = ["sound", "learning_rate", "gradients_by_hand", "continued_epoch"]
+FIRST = ["sound", "tensor_batches", "learning_rate", "gradients_by_hand", "continued_epoch"]
 LOOPS = {
-    "sound": None, "slow_rank": None, "grad_scaler": None,
+    "sound": None, "tensor_batches": None, "equal_samples": None, "slow_rank": None, "grad_scaler": None,
     "gradients_by_hand": "GRADIENTS", "learning_rate": "LEARNING_RATE", "no_set_epoch": "DATA_ORDER",
     "continued_epoch": "DATA_ORDER", "repeating_sampler": "REPEATED", "data_by_rank": "DATA_BY_RANK",
     "wrong_accumulation": "ACCUMULATION", "backward_twice": "ACCUMULATION", "own_generator": "OWN_RANDOM",
+    "replaced_samples": "REPEATED",
 }  # fmt: skip
 # name -> task, keys of [data], keys of [optimizer], cause
 RECIPES = {

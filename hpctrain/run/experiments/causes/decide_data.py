@@ -85,7 +85,7 @@ def _repeats(observed: Observations) -> Iterator[Finding]:
         return
     extra = sum(times - 1 for times in samples.repeated.values())
     is_padding = 0 < extra < ranks and not samples.missing
-    if samples.repeated_one:
+    if samples.repeated_one and not samples.has_equal:
         shown = ", ".join(f"{name} ({times} times)" for name, times in list(samples.repeated_one.items())[:3])
         yield Finding(
             cause=Cause.REPEATED, is_difference=True,
@@ -107,4 +107,10 @@ def _repeats(observed: Observations) -> Iterator[Finding]:
             cause=Cause.REPEATED, is_difference=False,
             text=f"the sampler repeats {extra} sample{'s' if extra > 1 else ''} so that each rank has as many",
             advice="metrics over such an epoch count them twice",
+        )  # fmt: skip
+    elif samples.repeated_one:
+        yield Finding(
+            cause=Cause.REPEATED, is_difference=False,
+            text=f"{len(samples.repeated_one)} samples have the content of others: the data hold equal samples, or the "
+            "sampler repeats the same ones in each epoch",
         )  # fmt: skip

@@ -188,6 +188,13 @@ def test_samples_that_fill_the_last_batch_are_a_note() -> None:
     assert [(f.cause, f.is_difference) for f in found] == [(Cause.REPEATED, False)]
 
 
+def test_equal_samples_of_the_data_are_a_note() -> None:
+    samples = SampleFacts(num_seen=10, repeated_one={"7": 3}, has_equal=True)
+    assert causes(replace(SOUND, samples=samples)) == []
+    assert [f.cause for f in decide(replace(SOUND, samples=samples))] == [Cause.REPEATED]
+    assert causes(replace(SOUND, samples=replace(samples, repeated={"3": 2, "4": 2}))) == [Cause.REPEATED]
+
+
 def test_samples_drawn_with_replacement_are_meant() -> None:
     assert decide(replace(SOUND, repeats_intended=True, samples=SampleFacts(repeated={"5": 9}))) == []
 
