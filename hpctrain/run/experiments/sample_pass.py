@@ -68,7 +68,7 @@ def pass_over_samples(
     elif complete:
         known = set(names_one)
         by_share = [name for rank in everyone for name in rank["names"] if name not in known]
-    changes = _changes(one, again)
+    changes = sorted({name for found in all_gather_json(world, _changes(one, again)) for name in found})
     bad: dict[str, list[int]] = {}
     for rows in whole:
         for row, field in rows.not_finite:

@@ -10,15 +10,15 @@ from hpctrain.run.experiments.causes.observations import Observations
 
 def data_findings(observed: Observations) -> Iterator[Finding]:
     samples, ranks = observed.samples, observed.num_ranks
-    if samples.content_by_rank:
+    if samples.content_changes:
+        yield from _content_changes(observed)
+    elif samples.content_by_rank:
         yield Finding(
             cause=Cause.DATA_BY_RANK, is_difference=True,
             text=f"the ranks read other contents for the same samples, such as {list(samples.content_by_rank)[:3]}",
             evidence=["each rank read the same batches alone, as the only rank"],
             advice="let a dataset or transform depend on the sample's number and the epoch, not on the rank",
         )  # fmt: skip
-    elif samples.content_changes:
-        yield from _content_changes(observed)
     elif samples.content_by_share:
         yield Finding(
             cause=Cause.DATA_BY_RANK, is_difference=True,

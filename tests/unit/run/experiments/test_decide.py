@@ -96,6 +96,10 @@ CASES = {
         ),
         Cause.REFUSED,
     ),
+    "a transform that draws other numbers each time": (
+        replace(SOUND, again=apart(), samples=SampleFacts(content_by_rank=[3], content_changes=[3])),
+        Cause.NOT_DETERMINISTIC,
+    ),
     "a transform by rank": (
         replace(SOUND, ranks=apart(), samples=SampleFacts(content_by_rank=[3])), Cause.DATA_BY_RANK,
     ),
