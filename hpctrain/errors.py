@@ -43,6 +43,14 @@ class UsageError(HpctrainError):
     exit_code = ExitCode.USAGE
 
 
+class GradientsInUse(UsageError):
+    """A gradient was read or changed between backward and the step, while the ranks sum it."""
+
+
+class BackwardRanTwice(UsageError):
+    """A parameter got a second gradient in a step, although the ranks sum the first one already."""
+
+
 class RecipeError(UsageError):
     """The recipe has an unknown key, a wrong type, a value out of range, or values that do not fit together."""
 

@@ -213,6 +213,23 @@ def wrong_accumulation(session):
     return loader, step
 
 
+def backward_twice(session):
+    """Accumulates without `no_sync`."""
+    model, updater, _, loader = parts(session)
+
+    def step(batch):
+        updater.zero_grad()
+        losses = []
+        for x, y in zip(batch[0].split(4), batch[1].split(4), strict=True):
+            loss = functional.cross_entropy(model(x), y) / (len(batch[0]) // 4)
+            loss.backward()
+            losses.append(loss.detach())
+        updater.step()
+        return torch.stack(losses).sum()
+
+    return loader, step
+
+
 def own_generator(session):
     model, updater, _, loader = parts(session)
     generator = random.Random(0)
@@ -222,6 +239,59 @@ def own_generator(session):
         x, y = batch
         loss = functional.cross_entropy(model(x), y)
         (loss * generator.uniform(0.5, 1.5)).backward()
+        updater.step()
+        return loss
+
+    return loader, step
+
+
+def tensor_batches(session):
+    """A sound loop over tensors: an autoencoder."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    share = GLOBAL_BATCH // session.num_ranks
+    batches = [part[session.rank * share :][:share] for part in data().tensors[0].split(GLOBAL_BATCH)]
+
+    def step(batch):
+        updater.zero_grad()
+        loss = (model(batch) - batch).square().mean()
+        loss.backward()
+        updater.step()
+        return loss
+
+    return batches, step
+
+
+def equal_samples(session):
+    """A sound loop over few different tokens."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 2))
+    updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    share = GLOBAL_BATCH // session.num_ranks
+    batches = [p[session.rank * share :][:share] for p in torch.arange(160).remainder(20).split(GLOBAL_BATCH)]
+
+    def step(batch):
+        updater.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        updater.step()
+        return loss
+
+    return batches, step
+
+
+def replaced_samples(session):
+    """Draws with replacement."""
+    numbers = torch.Generator().manual_seed(1)
+    sampler = RandomSampler(data(), replacement=True, generator=numbers)
+    model, updater, _, loader = parts(session, sampler=sampler)
+
+    def step(batch):
+        updater.zero_grad()
+        x, y = batch
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
         updater.step()
         return loss
 

@@ -52,6 +52,28 @@ class MaskedTokens(Sound):
         return outputs.square()[valid].mean()
 
 
+class WeighedTokens(MaskedTokens):
+    """A mean over valid tokens, which says how many they are."""
+
+    def loss(self, model, fields):
+        return super().loss(model, fields), fields["length"].sum()
+
+
+class TokensWeighedByMethod(MaskedTokens):
+    def weight(self, fields):
+        return fields["length"].sum()
+
+    def metrics(self, model, fields):
+        return {"loss": float(self.loss(model, fields))}
+
+
+class WronglyWeighedTokens(MaskedTokens):
+    """Counts the samples."""
+
+    def loss(self, model, fields):
+        return super().loss(model, fields), len(fields["length"])
+
+
 class MaxNorm(Sound):
     def build_model(self):
         return nn.Sequential(nn.Embedding(13, 8, max_norm=0.5), nn.Flatten(), nn.Linear(8, 3))

@@ -10,7 +10,7 @@ from typing import final
 import torch
 
 from hpctrain.distributed import memory_order
-from hpctrain.errors import UsageError
+from hpctrain.errors import GradientsInUse, UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, Slot, sum_dtype
 from hpctrain.reduce.data_parallel.pending_gradient import NOT_READABLE, PendingGradient
 
@@ -118,10 +118,10 @@ class GradientMemory:
             flags.copy_(torch.tensor(had))
 
     def check_untouched(self) -> None:
-        """Raises UsageError if a `.grad` was exchanged after `put`: the change would be missing from the sum."""
+        """Raises GradientsInUse if a `.grad` was exchanged after `put`: the change would be missing from the sum."""
         for parameter, pending, had in zip(self._parameters, self._pending, self._had, strict=True):
             if parameter.grad is not (pending if had else None):
-                raise UsageError(NOT_READABLE)
+                raise GradientsInUse(NOT_READABLE)
 
     def take_changes(self) -> None:
         """Takes back what `give_out` gave, as the script has changed it: a `.grad` that is another tensor is copied, a

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, final
 
 import torch
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import BackwardRanTwice, GradientsInUse, UsageError
 
 _BEING_SUMMED = (
     "gradients were read or changed between backward and step(): their sum over the ranks has begun by then, and a "
@@ -46,7 +46,7 @@ _NO_NUMPY = ("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "tolist"
 
 @final
 class PendingGradient(torch.Tensor):
-    """Has the shape, strides, dtype and device of `parameter`, and no elements. words: of the UsageError of its use."""
+    """Has the shape, strides, dtype and device of `parameter`, and no elements. words: of the error of its use."""
 
     words: str
 
@@ -75,21 +75,21 @@ class PendingGradient(torch.Tensor):
             raise ran_twice()
         tensors = [*args, *(value for value in args if isinstance(value, list | tuple) for value in value)]
         words = next((value.words for value in tensors if isinstance(value, cls)), NOT_READABLE)
-        raise UsageError(words)
+        raise GradientsInUse(words)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<gradient of shape {tuple(self.shape)} that is being summed over the ranks>"
 
 
-def ran_twice() -> UsageError:
+def ran_twice() -> BackwardRanTwice:
     """Returns the error for a second gradient of a parameter in a step, in the words that fit what runs."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         code = frame.f_code
         if code.co_name == "backward" and Path(code.co_filename).match("torch/utils/checkpoint.py"):
-            return UsageError(RAN_TWICE_IN_CHECKPOINT)
+            return BackwardRanTwice(RAN_TWICE_IN_CHECKPOINT)
         frame = frame.f_back
-    return UsageError(RAN_TWICE)
+    return BackwardRanTwice(RAN_TWICE)
 
 
 def asks_for_gradients(caller: FrameType) -> bool:
@@ -112,7 +112,7 @@ def refuse_grad_scaler(caller: FrameType) -> None:
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
     def refuse(self: PendingGradient, *_: Any, **__: Any) -> NoReturn:
-        raise UsageError(self.words)
+        raise GradientsInUse(self.words)
 
     refuse.__name__ = name
     return refuse

@@ -14,7 +14,7 @@ import torch
 
 from hpctrain.comm import Collective
 from hpctrain.distributed import all_reduce_sparse
-from hpctrain.errors import UsageError
+from hpctrain.errors import GradientsInUse, UsageError
 from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
 from hpctrain.reduce.contract.clipping import clip_factor
 from hpctrain.reduce.contract.divide_by import check_divide_by, divisor
@@ -237,7 +237,7 @@ class SparseUpdater(Watched):
         for index, parameter in enumerate(self._parameters):
             if index in self._held and parameter.grad is not self._pending[index]:
                 if parameter.grad is not None:
-                    raise UsageError(self._pending[index].words)
+                    raise GradientsInUse(self._pending[index].words)
                 gradients.append(None)
                 continue
             gradients.append(self._held.get(index, parameter.grad))

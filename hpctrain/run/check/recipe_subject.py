@@ -91,7 +91,8 @@ class RecipeSubject:
         """Returns the recipe with nothing left that only costs time, and on one rank without a split model."""
         recipe = self.recipe
         run = recipe.run.model_copy(update={"precision": "fp64"} if setting.double else {})
-        algorithm = "flat" if recipe.reduction.algorithm == "auto" else recipe.reduction.algorithm
+        is_free = one_rank or recipe.reduction.algorithm == "auto"
+        algorithm = "flat" if is_free else recipe.reduction.algorithm
         reduction = recipe.reduction.model_copy(update={"wire": "fp32", "algorithm": algorithm})
         parallel = type(recipe.parallel)() if one_rank else recipe.parallel
         return recipe.model_copy(update={"run": run, "reduction": reduction, "parallel": parallel})
@@ -130,7 +131,7 @@ class RecipeTrial:
             loss_scale=loss_scale_for(
                 recipe.run.precision, wire="fp32", max_skipped_in_row=recipe.optimizer.max_skipped_in_row
             ),
-            clip_norm=recipe.optimizer.clip_norm,
+            clip_norm=recipe.optimizer.clip_norm, compare_ranks="off",  # as in `sum_exactly`
         )  # fmt: skip
         self.updater: Updater = updater
         self.drawing: Axis | None = session.axes.drawing
@@ -215,11 +216,11 @@ class RecipeTrial:
         floating = {name: torch.nan_to_num(t) for name, t in batch.fields.items() if t.is_floating_point()}
         return replace(batch, fields={**batch.fields, **floating})
 
-    def loss(self, batch: Batch) -> float:
+    def loss(self, batch: Batch) -> tuple[float, float | None]:
         assert isinstance(self._runner, TaskRunner)
         with torch.enable_grad():  # as in training, which tasks may ask for
-            found: Any = self._runner.loss(batch)
-        return float((found[0] if isinstance(found, tuple) else found).detach())
+            loss, weight = self._runner.weighed_loss(batch)
+        return float(loss.detach()), weight
 
     def evaluate(self) -> Mapping[str, float]:
         # As `Training` does: what is evaluated is what is saved.

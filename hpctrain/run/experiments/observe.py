@@ -43,7 +43,6 @@ TOLERANCE = 1e-12
 # float32 keeps 7 digits, which sums in another order and a few steps of training blur.
 TOLERANCE_FLOAT32 = 2e-5
 STEPS = 4
-_REFUSALS = ("UsageError", "CommunicationError", "BufferMismatch")
 _TAMPERED = {True: 1e-9, False: 1e-3}
 
 
@@ -71,7 +70,7 @@ class Experiments:
             return Observations(
                 num_ranks=self._session.num_ranks, steps=self._steps, tolerance=self._tolerance,
                 double=self._trials.double, asks_double=self._subject.asks_double,
-                refused=f"step {one.step}: {one.kind}: {one.text}",
+                refused=f"{one.kind}: {one.text}", refused_step=one.step,
             )  # fmt: skip
         say, double = self._say, self._trials.double
         say("1 rank, repeated")
@@ -185,7 +184,9 @@ class Experiments:
         )
 
     def _draws(self, trace: RunTrace) -> list[str]:
-        return sorted({name for step in trace.steps for name in step.draws})
+        """Returns the generators that a rank used. Collective: threads that read ahead draw at other times on each."""
+        mine = sorted({name for step in trace.steps for name in step.draws})
+        return sorted({name for names in all_gather_json(self._session.world, mine) for name in names})
 
     def _resumptions(self, one: Ran) -> Resumptions:
         stop = self._steps // 2
@@ -293,7 +294,8 @@ class Experiments:
             loss = probe_loss(trial, batch, num_rows=num_rows, tolerance=tolerance)
             low = find_low_precision(trial, batch) if self._trials.double else []
         apart: dict[str, float] = {}
-        if evaluation is not None and not evaluation.differs:
+        differs = any(all_gather_json(self._session.world, bool(evaluation and evaluation.differs)))
+        if evaluation is not None and not differs:
             with self._trials.open(on_ranks=True) as trial, unchanged_if_whole(trial):
                 metrics = trial.evaluate() or {}
             for name, value in evaluation.metrics.items():
@@ -348,9 +350,7 @@ def _first_batch(trial: Trial) -> Any:
 
 def _names_cause(failure: Failure | None) -> bool:
     """True for an error of hpctrain's own, in a step, that names a cause."""
-    if failure is None or failure.step == 0 or failure.kind not in _REFUSALS:
-        return False
-    return cause_of_error(failure.text) is not Cause.UNKNOWN
+    return failure is not None and cause_of_error(f"{failure.kind}:") is not Cause.REFUSED
 
 
 def _is_of_dtypes(text: str) -> bool:

@@ -188,7 +188,7 @@ class LoopTrial:
     def rows(self, batch: Any) -> Rows:
         fields = as_fields(batch)
         num_rows = next((len(t) for t in fields.values() if t.dim()), 0)
-        indices = getattr(batch, "indices", None)
+        indices = batch.indices if isinstance(batch, Batch) else None
         return Rows(
             indices=None if indices is None else [int(i) for i in indices[:num_rows]],
             hashes=row_hashes(fields, num_rows), not_finite=rows_not_finite(fields, num_rows),
@@ -217,8 +217,8 @@ class LoopTrial:
     def cleaned(self, batch: Any) -> Any:
         return _mapped(batch, lambda t: torch.nan_to_num(t) if t.is_floating_point() else t)
 
-    def loss(self, batch: Any) -> float:
-        return self.step(batch)  # the caller puts everything back
+    def loss(self, batch: Any) -> tuple[float, float | None]:
+        return self.step(batch), None  # the caller puts everything back
 
     def evaluate(self) -> Mapping[str, float] | None:
         if self._loop.evaluate is None:

@@ -24,7 +24,12 @@ def pass_over_samples(
     world = trials.session.world
     with trials.open(on_ranks=False) as trial:
         whole, complete = _read(trial, 0, MAX_BATCHES)
-        second, _ = _read(trial, 1, _LEFT_AFTER)
+        # Without numbers a repeated sample looks like two equal ones; but these each epoch has as often.
+        repeated_one = repeats(_names(whole))
+        is_ambiguous = bool(repeated_one) and whole[0].indices is None
+        second, _ = _read(trial, 1, MAX_BATCHES if is_ambiguous else _LEFT_AFTER)
+        has_equal = is_ambiguous and (not complete or sorted(_names(whole)) == sorted(_names(second)))
+        second = second[:_LEFT_AFTER]
         has_epochs = trial.has_epochs
     history = False
     if has_epochs:
@@ -63,7 +68,7 @@ def pass_over_samples(
     elif complete:
         known = set(names_one)
         by_share = [name for rank in everyone for name in rank["names"] if name not in known]
-    changes = _changes(one, again)
+    changes = sorted({name for found in all_gather_json(world, _changes(one, again)) for name in found})
     bad: dict[str, list[int]] = {}
     for rows in whole:
         for row, field in rows.not_finite:
@@ -71,7 +76,8 @@ def pass_over_samples(
     first_epoch = _names(whole[:_LEFT_AFTER])
     other_steps, counts = _other_steps(one, [rank["steps"] for rank in everyone])
     return SampleFacts(
-        num_seen=len(names_one), repeated_one=repeats(names_one), repeated=repeated, missing=missing if complete else 0,
+        num_seen=len(names_one), repeated_one=repeated_one, has_equal=has_equal, repeated=repeated,
+        missing=missing if complete else 0,
         not_finite=bad, content_by_rank=apart[:_SHOWN], content_by_share=sorted(set(by_share))[:_SHOWN],
         content_changes=changes[:_SHOWN], other_steps=other_steps, num_rows=counts[0], num_rank_rows=counts[1],
         same_every_epoch=is_shuffled is True and len(first_epoch) > 1 and first_epoch == _names(second),

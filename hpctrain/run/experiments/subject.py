@@ -69,8 +69,9 @@ class Trial(Protocol):
     def cleaned(self, batch: Any) -> Any:
         """Returns the batch with 0 for each NaN or infinity."""
 
-    def loss(self, batch: Any) -> float:
-        """Returns the mean loss over the rows of a batch, without training. Not collective on one rank."""
+    def loss(self, batch: Any) -> tuple[float, float | None]:
+        """Returns the mean loss of a batch, without training, and the weight that the task gives it, in any unit; None
+        if losses count by samples. Not collective on one rank."""
 
     def evaluate(self) -> Mapping[str, float] | None:
         """Returns the metrics of an evaluation as in a run; None if there is none."""

@@ -153,6 +153,15 @@ class TaskRunner:
         with self._autocast():
             return loss_and_weight(self._loss(part.to(self.device, dtype=self._dtype)))[0]
 
+    def weighed_loss(self, part: Batch) -> tuple[torch.Tensor, float | None]:
+        """Returns the mean loss of a micro-batch, shape (), with its graph, and the weight that the task gives it."""
+        with self._autocast():
+            moved = part.to(self.device, dtype=self._dtype)
+            loss, weight = loss_and_weight(self._loss(moved))
+            if weight is None and self.weights.has_method:
+                weight = self.weights.of_fields(moved)
+            return loss, weight
+
     def _loss(self, part: Batch) -> Any:
         """Returns what the task returns for the valid samples; one that takes `valid` leaves out the padding itself."""
         if self._takes_valid:

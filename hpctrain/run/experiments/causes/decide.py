@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpctrain.errors import BackwardRanTwice, GradientsInUse
 from hpctrain.run.experiments.causes.decide_data import data_findings
 from hpctrain.run.experiments.causes.decide_resumed import resumption_findings
 from hpctrain.run.experiments.causes.findings import Cause, Finding, describe, in_percent_or_power, seen
@@ -11,6 +12,10 @@ from hpctrain.run.experiments.causes.observations import Observations
 from hpctrain.run.experiments.measuring.probes import SUM, WEIGHTED, WHOLE
 
 _ORDER = list(Cause)
+_CAUSES_OF_ERRORS = {
+    GradientsInUse.__name__: Cause.GRADIENTS,
+    BackwardRanTwice.__name__: Cause.ACCUMULATION,
+}
 
 
 def decide(seen_: Observations) -> list[Finding]:
@@ -22,7 +27,7 @@ def decide(seen_: Observations) -> list[Finding]:
                 cause=cause_of_error(seen_.refused),
                 is_difference=True,
                 text=text,
-                evidence=[seen_.refused],
+                evidence=[f"step {seen_.refused_step}: {seen_.refused}"],
                 advice="do what the message says",
             )
         ]
@@ -137,16 +142,9 @@ def _drift(seen_: Observations) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def cause_of_error(text: str) -> Cause:
-    """Returns the cause that an error of hpctrain's own names; UNKNOWN if it names none."""
-    text = text.lower()
-    if "learning rate" in text or "'lr'" in text:
-        return Cause.LEARNING_RATE
-    if "gradscaler" in text or ("gradient" in text and "changed" in text):
-        return Cause.GRADIENTS
-    if "buffer" in text and "differ" in text:
-        return Cause.BUFFER
-    return Cause.DRIFT if "drift" in text or "differ" in text else Cause.UNKNOWN
+def cause_of_error(failure: str) -> Cause:
+    """Returns the cause of a run's error; REFUSED for one that names none. failure: the name of its class, then `:`."""
+    return _CAUSES_OF_ERRORS.get(failure.partition(":")[0], Cause.REFUSED)
 
 
 def _refused(seen_: Observations, failure: str) -> Finding:
@@ -199,12 +197,13 @@ def _division(seen_: Observations) -> Iterator[Finding]:
             yield _accumulation(text, evidence)
         elif loss.kind == WEIGHTED and loss.weights is not None:
             a, b = loss.weights
+            counted = "what the task's weights count" if loss.is_weighed else "samples"
             yield Finding(
                 cause=Cause.LOSS_WEIGHTS, is_difference=matters,
-                text="the loss is a mean over something other than samples (such as tokens that are not padding)",
+                text=f"the loss is a mean over something other than {counted} (such as tokens that are not padding)",
                 evidence=[
                     f"a batch and its thirds: the loss is {in_percent_or_power(loss.off)} off the mean over "
-                    "samples, but "
+                    f"{counted}, but "
                     f"is a mean with other weights: two parts of as many samples weigh {a:.3g} and {b:.3g}",
                     *evidence,
                 ],
@@ -308,7 +307,8 @@ def _evaluation(seen_: Observations) -> Iterator[Finding]:
             cause=Cause.METRICS, is_difference=True,
             text=f"metric {name} of the same parameters and samples differs between 1 rank and {seen_.num_ranks}, by "
             f"{in_percent_or_power(relative)}",
-            advice="a metric is a mean over the samples of a batch; other means need their weight",
+            advice="metrics are taken as means over samples, or over what the task's weight(fields) counts: for other "
+            "means return (metrics, weight)",
         )  # fmt: skip
 
 

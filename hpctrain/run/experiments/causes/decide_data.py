@@ -10,15 +10,15 @@ from hpctrain.run.experiments.causes.observations import Observations
 
 def data_findings(observed: Observations) -> Iterator[Finding]:
     samples, ranks = observed.samples, observed.num_ranks
-    if samples.content_by_rank:
+    if samples.content_changes:
+        yield from _content_changes(observed)
+    elif samples.content_by_rank:
         yield Finding(
             cause=Cause.DATA_BY_RANK, is_difference=True,
             text=f"the ranks read other contents for the same samples, such as {list(samples.content_by_rank)[:3]}",
             evidence=["each rank read the same batches alone, as the only rank"],
             advice="let a dataset or transform depend on the sample's number and the epoch, not on the rank",
         )  # fmt: skip
-    elif samples.content_changes:
-        yield from _content_changes(observed)
     elif samples.content_by_share:
         yield Finding(
             cause=Cause.DATA_BY_RANK, is_difference=True,
@@ -85,7 +85,7 @@ def _repeats(observed: Observations) -> Iterator[Finding]:
         return
     extra = sum(times - 1 for times in samples.repeated.values())
     is_padding = 0 < extra < ranks and not samples.missing
-    if samples.repeated_one:
+    if samples.repeated_one and not samples.has_equal:
         shown = ", ".join(f"{name} ({times} times)" for name, times in list(samples.repeated_one.items())[:3])
         yield Finding(
             cause=Cause.REPEATED, is_difference=True,
@@ -107,4 +107,10 @@ def _repeats(observed: Observations) -> Iterator[Finding]:
             cause=Cause.REPEATED, is_difference=False,
             text=f"the sampler repeats {extra} sample{'s' if extra > 1 else ''} so that each rank has as many",
             advice="metrics over such an epoch count them twice",
+        )  # fmt: skip
+    elif samples.repeated_one:
+        yield Finding(
+            cause=Cause.REPEATED, is_difference=False,
+            text=f"{len(samples.repeated_one)} samples have the content of others: the data hold equal samples, or the "
+            "sampler repeats the same ones in each epoch",
         )  # fmt: skip

@@ -35,6 +35,7 @@ class Cause(str, Enum):
     METRICS = "metrics are no means over samples"
     NOT_FINITE = "samples that are not finite"
     RANDOM = "dropout or other randomness"
+    REFUSED = "an error on several ranks only"
     UNKNOWN = "not explained"
 
 

@@ -54,8 +54,8 @@ class Observations:
     buffers_apart: buffers that differ between the ranks after the first step. evaluation_apart: metrics that differ
     between one rank and N. tampered: of gradients that are no multiple of the sum of what backward computed, with the
     step. poisoned: what is not finite after a batch with NaN was skipped. splits: the run itself uses micro-batches.
-    refused: the error with which the run ends on 1 rank already. is_split: the ranks hold parts of the model.
-    repeats_intended: samples are drawn with replacement.
+    refused: class and text of the error with which the run ends on 1 rank already, in step `refused_step`.
+    is_split: the ranks hold parts of the model. repeats_intended: samples are drawn with replacement.
     """
 
     num_ranks: int
@@ -88,6 +88,7 @@ class Observations:
     tampered: tuple[int, Residual] | None = None
     poisoned: Sequence[str] = ()
     refused: str | None = None
+    refused_step: int = 0
     splits: bool = False
     is_split: bool = False
     repeats_intended: bool = False

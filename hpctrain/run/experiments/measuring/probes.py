@@ -27,6 +27,7 @@ class LossFacts:
     kind: `mean` over the samples; `sum` over them; `weighted`, a mean with other weights than the numbers of samples;
     `whole`: it does not follow from those of the parts. off: how far it is from the mean over samples, relative.
     weights: of `weighted`, of two parts of the same number of samples, relative to each other.
+    is_weighed: the task gives weights, by which the mean is taken instead of by samples.
     mixes: the first module whose outputs for some samples depend on the other samples of the batch, with its class and
     the relative difference; None: no module does.
     """
@@ -35,6 +36,7 @@ class LossFacts:
     off: float = 0.0
     weights: tuple[float, float] | None = None
     mixes: tuple[str, str, float] | None = None
+    is_weighed: bool = False
 
 
 @contextmanager
@@ -97,25 +99,28 @@ def probe_loss(trial: Trial, batch: Any, *, num_rows: int, tolerance: float) -> 
     if num_rows < 3:
         return None
 
-    def of(start: int, stop: int) -> tuple[float, _Outputs]:
+    def of(start: int, stop: int) -> tuple[float, float, bool, _Outputs]:
         with unchanged(trial), NoDropout(), _Outputs(trial.model) as outputs:
-            return trial.loss(trial.part(batch, start, stop)), outputs
+            loss, weight = trial.loss(trial.part(batch, start, stop))
+            loss = 0.0 if weight == 0 else loss  # a mean over nothing
+            return loss, 1.0 if weight is None else weight, weight is not None, outputs
 
     third = num_rows // 3
     a, b, c = (0, third), (third, 2 * third), (2 * third, 3 * third)
-    full, full_outputs = of(0, 3 * third)
+    full, _, is_weighed, full_outputs = of(0, 3 * third)
     parts = [of(*span) for span in (a, b, c)]
     mixes = _first_mixing(
-        trial.model, full_outputs, [outputs for _, outputs in parts], tolerance=max(1e-9, 100 * tolerance)
+        trial.model, full_outputs, [outputs for *_, outputs in parts], tolerance=max(1e-9, 100 * tolerance)
     )
-    of_a, of_b, of_c = (loss for loss, _ in parts)
-    mean, scale = (of_a + of_b + of_c) / 3, max(abs(full), *(abs(x) for x in (of_a, of_b, of_c)), 1e-30)
+    of_a, of_b, of_c = (loss for loss, *_ in parts)
+    mean = sum(loss * weight for loss, weight, *_ in parts) / (sum(weight for _, weight, *_ in parts) or 1.0)
+    scale = max(abs(full), *(abs(x) for x in (of_a, of_b, of_c)), 1e-30)
     off = abs(full - mean) / scale
     accuracy = max(1e-9, 100 * tolerance)
     if off <= accuracy:
-        return LossFacts(kind=MEAN, off=off, mixes=mixes)
+        return LossFacts(kind=MEAN, off=off, mixes=mixes, is_weighed=is_weighed)
     if abs(full - (of_a + of_b + of_c)) / scale <= accuracy:
-        return LossFacts(kind=SUM, off=off, mixes=mixes)
+        return LossFacts(kind=SUM, off=off, mixes=mixes, is_weighed=is_weighed)
     of_ab, of_bc = of(0, 2 * third)[0], of(third, 3 * third)[0]
     first, second = _ratio(of_ab, of_a, of_b), _ratio(of_bc, of_b, of_c)
     if first is not None and second is not None:
@@ -123,8 +128,8 @@ def probe_loss(trial: Trial, batch: Any, *, num_rows: int, tolerance: float) -> 
         total = weight_a + weight_b + weight_c
         predicted = (weight_a * of_a + weight_b * of_b + weight_c * of_c) / total
         if abs(predicted - full) / scale <= 1e3 * accuracy:
-            return LossFacts(kind=WEIGHTED, off=off, weights=(1.0, first), mixes=mixes)
-    return LossFacts(kind=WHOLE, off=off, mixes=mixes)
+            return LossFacts(kind=WEIGHTED, off=off, weights=(1.0, first), mixes=mixes, is_weighed=is_weighed)
+    return LossFacts(kind=WHOLE, off=off, mixes=mixes, is_weighed=is_weighed)
 
 
 def _ratio(both: float, left: float, right: float) -> float | None:

@@ -16,6 +16,7 @@ class SampleFacts:
     """What is known of the samples.
 
     num_seen: samples in the pass over an epoch, of one process. repeated_one: in one process, sample -> times.
+    has_equal: these may be different samples of equal content.
     repeated: over all ranks, beyond what one process has. missing: that one process gets and no rank does. padded:
     samples that complete the last batch of some ranks, at most one a rank. not_finite: field -> some samples.
     content_by_rank: samples whose content differs between ranks although each read the same batch alone.
@@ -27,6 +28,7 @@ class SampleFacts:
 
     num_seen: int = 0
     repeated_one: Mapping[str, int] = field(default_factory=dict)
+    has_equal: bool = False
     repeated: Mapping[str, int] = field(default_factory=dict)
     missing: int = 0
     padded: int = 0

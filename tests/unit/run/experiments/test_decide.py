@@ -78,23 +78,27 @@ CASES = {
     "an error of several ranks about gradients": (
         replace(
             SOUND,
-            ranks=Comparison(first={}, worst=0.0, failure="UsageError: gradients were changed", failed_step=1),
+            ranks=Comparison(first={}, worst=0.0, failure="GradientsInUse: gradients were changed", failed_step=1),
         ),
         Cause.GRADIENTS,
     ),
-    "an error of several ranks about a tensor": (
+    "a backward of several ranks that runs twice": (
         replace(
             SOUND,
-            ranks=Comparison(first={}, worst=0.0, failure="CommunicationError: 0.weight differs", failed_step=2),
+            ranks=Comparison(first={}, worst=0.0, failure="BackwardRanTwice: call no_sync", failed_step=2),
         ),
-        Cause.DRIFT,
+        Cause.ACCUMULATION,
     ),
-    "an error of several ranks about the learning rate": (
+    "another error of several ranks": (
         replace(
             SOUND,
-            ranks=Comparison(first={}, worst=0.0, failure="UsageError: the learning rate differs", failed_step=2),
+            ranks=Comparison(first={}, worst=0.0, failure="ValueError: gradients changed", failed_step=2),
         ),
-        Cause.LEARNING_RATE,
+        Cause.REFUSED,
+    ),
+    "a transform that draws other numbers each time": (
+        replace(SOUND, again=apart(), samples=SampleFacts(content_by_rank=[3], content_changes=[3])),
+        Cause.NOT_DETERMINISTIC,
     ),
     "a transform by rank": (
         replace(SOUND, ranks=apart(), samples=SampleFacts(content_by_rank=[3])), Cause.DATA_BY_RANK,
@@ -186,6 +190,13 @@ def test_float32_in_a_float32_recipe_is_a_note_unless_something_differs() -> Non
 def test_samples_that_fill_the_last_batch_are_a_note() -> None:
     found = decide(replace(SOUND, samples=SampleFacts(repeated={"5": 2})))
     assert [(f.cause, f.is_difference) for f in found] == [(Cause.REPEATED, False)]
+
+
+def test_equal_samples_of_the_data_are_a_note() -> None:
+    samples = SampleFacts(num_seen=10, repeated_one={"7": 3}, has_equal=True)
+    assert causes(replace(SOUND, samples=samples)) == []
+    assert [f.cause for f in decide(replace(SOUND, samples=samples))] == [Cause.REPEATED]
+    assert causes(replace(SOUND, samples=replace(samples, repeated={"3": 2, "4": 2}))) == [Cause.REPEATED]
 
 
 def test_samples_drawn_with_replacement_are_meant() -> None:
