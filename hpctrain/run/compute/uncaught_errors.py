@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import socket
@@ -35,6 +36,9 @@ class UncaughtErrors:
             print_uncaught()
             return
         sys.excepthook = self._uncaught
+        # Extension modules report an error that they ignore (of a destructor, in Cython) to the hook, too. Many do so
+        # while Python ends, after `atexit`: a parallel HDF5 file that is still open, for example.
+        atexit.register(self._restore_hook)
         end_all_on_error(
             f"hpctrain: rank {self._world.rank} on {socket.gethostname()}: the program has exited with code %d while "
             "its session was open; all ranks end with that code, so that no other rank waits for this one\n"
@@ -43,7 +47,8 @@ class UncaughtErrors:
     def release(self) -> None:
         """Undoes `watch`."""
         if self._hook_before is not None:
-            sys.excepthook = self._hook_before
+            self._restore_hook()
+            atexit.unregister(self._restore_hook)
             end_all_on_error(None)
 
     def end_all(self, error: BaseException) -> None:
@@ -67,6 +72,10 @@ class UncaughtErrors:
             flush=True,
         )
         self._world.abort(code)
+
+    def _restore_hook(self) -> None:
+        if self._hook_before is not None:
+            sys.excepthook = self._hook_before
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         try:

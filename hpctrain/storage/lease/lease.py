@@ -29,6 +29,9 @@ from hpctrain.storage.lease.holder import Holder
 RENEW_S = 60.0
 # Of this process's clock. Longer than two renewals and what a network filesystem may hide of them.
 LOST_AFTER_S = 200.0
+# A lease without content: its process ended between creating and writing it, on a filesystem without hard links. One
+# that was only slow notices in `check` that it has lost the lease.
+EMPTY_AFTER_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +111,19 @@ class Lease:
                     assert other is not None
                     raise InUseError(_refusal(place, number, other))
                 if ended is None:
+                    limit_s = lost_after_s if content else min(lost_after_s, EMPTY_AFTER_S)
                     if watched is None:
                         who = other.describe() if other is not None else "a process that cannot be read"
                         say(
-                            f"{place.subject} is in use by {who}: waiting for up to {lost_after_s:.0f} s to see "
+                            f"{place.subject} is in use by {who}: waiting for up to {limit_s:.0f} s to see "
                             "whether it still runs"
                         )
                     if (number, content) != watched:
                         if watched is not None and other is not None:
                             raise InUseError(_refusal(place, number, other))
                         watched, since = (number, content), time.monotonic()
-                    if time.monotonic() - since < lost_after_s:
-                        time.sleep(min(poll_s, lost_after_s))
+                    if time.monotonic() - since < limit_s:
+                        time.sleep(min(poll_s, limit_s))
                         continue
             if _create(place.path(number + 1), holder):
                 for old in range(max(1, number - 8), number + 1):

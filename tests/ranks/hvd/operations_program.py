@@ -316,6 +316,7 @@ def refusals() -> None:
     raises(UsageError, lambda: hvd.allreduce(torch.ones(1).to(torch.float8_e4m3fn)))
     raises(UsageError, lambda: hvd.allreduce(torch.ones(2, 2).to_sparse()))
     raises(UsageError, lambda: hvd.start_timeline("timeline.json"))
+    assert "launch -n 3 -- python" in str(raises(UsageError, lambda: hvd.run(refusals, np=3)))
     check(hvd.allreduce(torch.ones(1), op=hvd.Sum), torch.full((1,), float(size)), "after refusals")
 
 

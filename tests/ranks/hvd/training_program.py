@@ -274,6 +274,9 @@ def guards() -> None:
     optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=named)
     assert type(optimizer).__name__ == "SGD"
     assert isinstance(optimizer, torch.optim.SGD)
+    assert optimizer._parameter_names == {parameter: name for name, parameter in named}  # type: ignore[attr-defined]
+    nameless = hvd.DistributedOptimizer(sgd(make_model()))._parameter_names  # type: ignore[attr-defined]
+    assert list(nameless.values()) == [f"allreduce.noname.0.{place}" for place in range(len(named))]
     words, numbers, targets = batch(0, part=hvd.rank(), parts=hvd.size())
 
     def closure() -> torch.Tensor:

@@ -164,6 +164,15 @@ def test_a_lease_that_cannot_be_read_is_watched_too(tmp_path: Path) -> None:
     assert "a process that cannot be read" in lines[0]
 
 
+def test_an_empty_lease_is_watched_for_a_shorter_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpctrain.storage.lease.lease.EMPTY_AFTER_S", 0.1)
+    (tmp_path / ".lease-00000005").write_text("")
+    Lease.take(Place.within(tmp_path), lost_after_s=3000.0, poll_s=0.05).release()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_beside_a_directory_whose_content_is_listed(tmp_path: Path) -> None:
     place = tmp_path / "checkpoints"
     place.mkdir()
