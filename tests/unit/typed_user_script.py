@@ -9,6 +9,7 @@ import hpctrain
 from hpctrain import (
     Batch,
     Dataset,
+    Ema,
     FromRank0,
     HpctrainError,
     Loader,
@@ -31,6 +32,8 @@ def train(task: Task, directory: Path) -> list[str]:
     session: Session = hpctrain.start(backend=recipe.run.backend)
     model = session.parallelize(task.build_model(), ParallelPlan(shard="parameters"))
     updater: Updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    average: Ema = Ema(model, decay=0.9)
+    average.update()
     dataset: Dataset = session.open_dataset(directory / "data")
     loader: Loader = session.loader(dataset, global_batch=4)
     with loader.epoch(Position().epoch) as batches:

@@ -216,7 +216,9 @@ class Manifest(Model):
         # The fingerprint of an older version, which checkpoints contain, is without the keys that it did not have.
         exclude |= {1: NOT_IN_VERSION_1, 2: NOT_IN_VERSION_2, 3: {}}[self.version]
         document = self.model_dump(mode="json", exclude=exclude)
-        document["attributes"].pop(TYPES_CHECKED, None)  # an older index of the same files is the same dataset
+        document["attributes"].pop(
+            TYPES_CHECKED, None
+        )  # an older index of the same files is the same dataset
         return _checksum(document)
 
     @property

@@ -187,11 +187,17 @@ def _add_range(
         packing[key] = _as_stored(value, stored=stored, data=data) if unsigned else _plain(value)
 
 
+def _members(dataset: h5py.Dataset) -> list[str]:
+    """Returns the names of a table's members, also of those for whose types numpy has no dtype."""
+    kind = dataset.id.get_type()
+    return [kind.get_member_name(number).decode("utf-8", "replace") for number in range(kind.get_nmembers())]
+
+
 def _add_neighbours(
     file: h5py.File, dataset: h5py.Dataset, member: str | None, found: ValueMeaning, packing: dict[str, Any]
 ) -> None:
     if member is not None:
-        if f"{member}.mask" in (dataset.dtype.names or ()):
+        if f"{member}.mask" in _members(dataset):
             found.mask = [dataset.name, f"{member}.mask"]
     else:
         group, _, name = dataset.name.rpartition("/")

@@ -45,6 +45,8 @@ def test_a_rank_with_another_model_is_named_on_every_rank(backend: str) -> None:
             what = "how many numbers a step sums"  # they travel with Horovod's buckets
         elif kind in cases.MODELS:
             what = "the model"
+        elif kind == "another dtype is trained":  # an optimizer of another model's parameters
+            what, first = "parameters outside the model", "no tensors"
         elif kind in cases.TRAINED:
             what, first = "the plan of gradient buckets", algorithm
         assert text.startswith(f"BufferMismatch True in time {what}"), f"{name}: {text}"

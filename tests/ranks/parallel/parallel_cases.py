@@ -137,9 +137,9 @@ def train(
             if r["kind"] == "step" and r["step"] > steps - (steps if steps == STEPS else LATER - STEPS)
         ],
         "evaluation": evaluations[-1],
-        "evaluation of the average": [r["quality"]["ema_nats"] for r in records if r["kind"] == "evaluation"][
-            -1
-        ],
+        "evaluation of the average": [
+            r["quality"].get("ema_nats") for r in records if r["kind"] == "evaluation"
+        ][-1],
         "evaluations": evaluations,
         "status": summary["status"],
     }
