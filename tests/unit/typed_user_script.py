@@ -39,7 +39,9 @@ def train(task: Task, directory: Path) -> list[str]:
     with loader.epoch(Position().epoch) as batches:
         for batch in batches:
             one: Batch = batch
-            updater.backward(task.loss(model, one.fields), weight=one.weight)
+            loss = task.loss(model, one.fields)
+            assert isinstance(loss, torch.Tensor)  # this task's losses have no weights
+            updater.backward(loss, weight=one.weight)
             updater.step()
     weight = torch.zeros(2)
     state: State = State(
