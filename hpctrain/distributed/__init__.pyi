@@ -36,6 +36,7 @@ from .plan import (
 )
 from .process_group import CommunicatorGroup as CommunicatorGroup
 from .sharded_tensors import (
+    Box as Box,
     box_of as box_of,
     device_of as device_of,
     is_first_replica as is_first_replica,

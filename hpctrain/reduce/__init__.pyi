@@ -66,4 +66,9 @@ from .sharded.scatter_reducer import ScatterReducer as ScatterReducer
 from .sharded.scatter_updater import ScatterUpdater as ScatterUpdater
 from .split_models.sharded_updater import ShardedUpdater as ShardedUpdater
 from .watch.rank_comparison import CompareRanks as CompareRanks
-from .watch.step_watch import listed as listed, not_finite as not_finite, watch_steps as watch_steps
+from .watch.step_watch import (
+    StepWatch as StepWatch,
+    listed as listed,
+    not_finite as not_finite,
+    watch_steps as watch_steps,
+)

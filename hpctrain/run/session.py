@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -50,6 +51,7 @@ from hpctrain.reduce import (
     CompareRanks,
     LossScale,
     ShardedUpdater,
+    StepWatch,
     reduce_gradients_by,
     watch_steps,
 )
@@ -116,6 +118,7 @@ class Session:
         self._finite = FiniteCheck(comm=world, say=self.note)
         self._closers: list[Callable[[], object]] = []
         self.trainings = Trainings(world, drawing=lambda: self.axes.drawing, note=self.note)
+        self._watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 
     def gather_cores(self) -> Sequence[RankCores]:
         """Returns the cores of all ranks, by rank. Collective at the first call, unless `start` has gathered them."""
@@ -199,7 +202,7 @@ class Session:
                 end_sums=end_sums,
             )
             self.trainings.add(sharded, training)
-            return watch_steps(sharded, model, comm=self.world, compare_ranks=compare_ranks, say=self.note)
+            return self._watched(sharded, model, compare_ranks)
         broadcast_model(self.world, model)
         broadcast_tensors(self.world, list(training.outside.values()), name="parameters outside the model")
         if reduction is None:
@@ -209,7 +212,19 @@ class Session:
             optimizer, comm=self.world, model=model, loss_scale=loss_scale, clip_norm=clip_norm
         )
         self.trainings.add(updater, training)
-        return watch_steps(updater, model, comm=self.world, compare_ranks=compare_ranks, say=self.note)
+        return self._watched(updater, model, compare_ranks)
+
+    def _watched(
+        self, updater: SessionUpdater, model: torch.nn.Module, compare_ranks: CompareRanks
+    ) -> SessionUpdater:
+        return watch_steps(
+            updater,
+            model,
+            comm=self.world,
+            compare_ranks=compare_ranks,
+            say=self.note,
+            together=self._watches,
+        )
 
     def parallelize(self, model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
         """Splits `model` as `plan` says, in place, and returns it. Collective; see `hpctrain.distributed`."""

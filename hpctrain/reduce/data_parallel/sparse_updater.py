@@ -115,6 +115,12 @@ class SparseUpdater(Watched):
 
     def synchronize(self) -> None:
         """See `AllReduceUpdater.synchronize`. Collective."""
+        if not self._synchronized:
+            self._synchronize()
+            if self.step_watch is not None and not math.isfinite(self._square()):
+                self.step_watch.drop()
+
+    def _synchronize(self) -> None:
         if self._synchronized:
             return
         check_open(closed=self._closed)
@@ -137,15 +143,14 @@ class SparseUpdater(Watched):
         plain = not self._weighted and any(p.grad is not None for p in self._parameters)
         check_divide_by(divide_by, sums=sums, plain=plain)
         started = time.perf_counter()
-        self.synchronize()
+        self._synchronize()
         names = sorted(sums or {})
         found = torch.tensor([float((sums or {})[name]) for name in names], dtype=torch.float64)
         if self._comm.num_ranks > 1 and names:
             self._comm.all_reduce(found)
         totals = dict(zip(names, found.tolist(), strict=True))
         waited_s = time.perf_counter() - started
-        gradients = [p.grad.coalesce() for p in self._parameters if p.grad is not None]
-        square = square_of_all(gradient.values() for gradient in gradients)
+        square = self._square()
         total = divisor(totals, divide_by=divide_by)
         norm = math.sqrt(square) / total if square >= 0 and total else math.nan
         finite = math.isfinite(norm)
@@ -230,6 +235,11 @@ class SparseUpdater(Watched):
                 parameter.grad = self._pending[index]
 
         return gradient_is_ready
+
+    def _square(self) -> float:
+        """Returns the sum of squares of the gradients; negative or not finite if they are not finite."""
+        gradients = [p.grad.coalesce() for p in self._parameters if p.grad is not None]
+        return square_of_all(gradient.values() for gradient in gradients)
 
     def _sums(self) -> list[torch.Tensor | None]:
         """Returns the sum of each parameter's gradient over the ranks; None of one that no rank has. Collective."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -30,9 +31,9 @@ class ForwardBuffers:
     """Keeps copies of the buffers of `model` that change, and puts them back. Nothing is collective.
 
     The copies are taken at the first forward pass of a step: when the model, or a module in it that has buffers, is
-    called with gradients enabled. So what changes buffers between two steps, as an evaluation or a load may, is not
-    undone. In a step of compiled code alone nothing is seen to be called: then the copies are those of the end of the
-    step before.
+    called with gradients enabled. So what changes buffers between two steps, as an evaluation may, is not undone, nor
+    is what `load_state_dict` puts there at any time. In a step of compiled code alone nothing is seen to be called:
+    then the copies are those of the end of the step before.
 
     A buffer that forward replaces (`self.mean = ...`) is replaced by the old tensor.
     """
@@ -74,6 +75,19 @@ class ForwardBuffers:
             self._find_slots()
         return lost
 
+    def mend(self) -> None:
+        """Puts back the buffers that are not finite and were when they were copied; the step continues. For a model
+        that another one's training has called, in a step that was dropped."""
+        for slot in self._slots:
+            if slot.is_spoiled():
+                slot.put_back()
+
+    def loaded(self, module: torch.nn.Module) -> None:
+        """Copies the buffers of `module`, after a load. If it is the model, the next forward pass begins a step."""
+        self._note([slot for slot in self._slots if slot.module is module])
+        if module is self._model:
+            self._noted = False
+
     def constants(self) -> dict[str, torch.Tensor]:
         """Returns the buffers that no forward pass has changed so far, by name. Call it between forward and `end_step`.
 
@@ -98,11 +112,12 @@ class ForwardBuffers:
             if module not in self._hooked and not isinstance(module, torch.jit.ScriptModule):
                 self._hooked.add(module)
                 self._hooks.append(module.register_forward_pre_hook(_FirstForward(self)))
+                self._hooks.append(module.register_load_state_dict_post_hook(_Loaded(self)))
 
-    def _note(self) -> None:
+    def _note(self, slots: Sequence[_Slot] | None = None) -> None:
         copies: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         values: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for slot in self._slots:
+        for slot in self._slots if slots is None else slots:
             now = slot.buffers.get(slot.key)
             if now is not slot.held or not slot.is_small:
                 if now is slot.held and (now is None or _version(now) == slot.version):
@@ -167,6 +182,13 @@ class _Slot:
             local_part(self.held.detach()), self.copy
         )
 
+    def is_spoiled(self) -> bool:
+        """True if the buffer is not finite and its copy is."""
+        now = self.buffers.get(self.key)
+        if now is None or self.copy is None or not self.may_have_changed():
+            return False
+        return not is_finite(local_part(now.detach())) and is_finite(self.copy)
+
     def hold(self, now: torch.Tensor | None, *, largest: int) -> None:
         """Makes `now`, which is there, the tensor to put back; the caller copies its values into `copy`, if any."""
         first, self.was_seen = not self.was_seen, True
@@ -214,6 +236,15 @@ class _ScriptBuffers:
         setattr(self._module, key, tensor)
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """True if no element is NaN or infinite. Needs no memory; reads `tensor` once."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or not tensor.numel():
+        return True
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return bool(torch.isfinite(torch.linalg.vector_norm(tensor, ord=float("inf"))))
+
+
 def _version(tensor: torch.Tensor) -> float:
     """Returns the tensor's version; tensors of inference mode have none: NaN, so that they count as changed."""
     return math.nan if tensor.is_inference() else tensor._version
@@ -228,15 +259,23 @@ def _remove(hooks: list[RemovableHandle]) -> None:
         hook.remove()
 
 
-@final
-class _FirstForward:
-    """Forward pre-hook of the model and its modules that have buffers, until the `ForwardBuffers` is freed.
+class _Hook:
+    """Hook of the model and its modules that have buffers, until the `ForwardBuffers` is freed.
 
     A copy of the model (`deepcopy`, pickle) gets a hook that does nothing.
     """
 
     def __init__(self, buffers: ForwardBuffers) -> None:
         self._buffers = weakref.ref(buffers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A function of Python's own that returns None, so that reading a pickled model does not need hpctrain.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+@final
+class _FirstForward(_Hook):
+    """Forward pre-hook."""
 
     def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -245,6 +284,12 @@ class _FirstForward:
         if buffers is not None:
             buffers.begin_step()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A function of Python's own that returns None, so that reading a pickled model does not need hpctrain.
-        return getattr, (contextlib.nullcontext(), "__exit__")
+
+@final
+class _Loaded(_Hook):
+    """Hook after `load_state_dict`."""
+
+    def __call__(self, module: torch.nn.Module, incompatible: Any) -> None:
+        buffers = self._buffers()
+        if buffers is not None:
+            buffers.loaded(module)

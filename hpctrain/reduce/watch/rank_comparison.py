@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from hpctrain.comm import Collective, all_gather_json, broadcast_tensors, describe_ranks
-from hpctrain.distributed import is_sharded_tensor, pipeline_of, shard_of
+from hpctrain.distributed import Box, box_of, is_sharded, is_sharded_tensor, local_part, pipeline_of, shard_of
 from hpctrain.errors import RanksDiffer
 from hpctrain.reduce.watch.digests import describe_settings, digests
 from hpctrain.reduce.watch.forward_buffers import ForwardBuffers
@@ -27,7 +27,8 @@ CompareRanks: TypeAlias = Literal["error", "note", "off"]
 EVERY_STEPS = 100
 SETTINGS_EVERY_STEPS = 10
 _FIRST_STEPS = 4
-_SUM, _SQUARES = "ranks: sum", "ranks: squares"
+_SUM, _SQUARES = "ranks: sum ", "ranks: squares "  # with the number of a circle
+_APART = 3
 _NAMED = 3
 _RUNBOOK = "See docs/runbooks/f11-replicas-differ.md"
 
@@ -41,9 +42,10 @@ def compares_parameters(step: int) -> bool:
 class RankComparison:
     """Compares the ranks of `comm`, at least two, in the steps of one updater.
 
-    model: its parameters are compared, unless each rank holds a part of them; in addition those of `groups()`, the
-    optimizer's parameter groups, whose other entries are compared as settings. buffers: those that no forward pass
-    changes are compared too; a difference is only said, since each rank may have its own.
+    model: its parameters are compared; where a rank holds a part of them, or a stage, with those that hold the same
+    part. In addition those of `groups()`, the optimizer's parameter groups, whose other entries are compared as
+    settings. buffers: those that no forward pass changes are compared too; a difference is only said, since each rank
+    may have its own. The constructor is collective.
     how: "error" returns an error for what differs, "note" says it once and leaves it out from then on.
     say: prints a line for the user, on rank 0.
     """
@@ -64,12 +66,18 @@ class RankComparison:
         self._comm = comm
         self._how = how
         self._say = say
-        self._has_whole = shard_of(model) != "parameters" and pipeline_of(model) is None
+        self._is_stage = pipeline_of(model) is not None
+        is_split = self._is_stage or is_sharded(model)
+        layout = _layout(model) if is_split else {}
+        self._parts = [name for name, box in layout.items() if box is not None or self._is_stage]
+        # First all ranks, then those that hold the same parts as another.
+        self._circles = [list(range(comm.num_ranks)), *(_circles(layout, comm) if is_split else [])]
         self._step = 0
         self._settings_equal = self._parameters_equal = 0  # step in which they were last
         self._left_out: set[str] = set()
         # N h^2 is below 2**53, so that all sums are exact.
         self._bits = (53 - comm.num_ranks.bit_length()) // 2
+        # Settings, whole parameters and buffers, compared by all ranks, then parts and a stage's buffers.
         self._found: list[dict[str, str]] = []
 
     def numbers(self) -> dict[str, float]:
@@ -78,41 +86,59 @@ class RankComparison:
         with_parameters = compares_parameters(self._step)
         if not with_parameters and self._step % SETTINGS_EVERY_STEPS:
             return {}
-        tensors = self._tensors() if with_parameters and self._has_whole else {}
-        buffers = self._buffers.constants() if with_parameters else {}
-        found = digests([*tensors.values(), *buffers.values()])
-        marks = [f"{digest & (1 << 64) - 1:016x}" for digest in found]
-        self._found = [
-            self._counted(describe_settings(self._groups())),
-            self._counted(dict(zip(tensors, marks[: len(tensors)], strict=True))),
-            self._counted(dict(zip(buffers, marks[len(tensors) :], strict=True))),
-        ]
-        value = xxhash.xxh3_64_intdigest(repr(self._found)) >> (64 - self._bits)
-        return {_SUM: float(value), _SQUARES: float(value * value)}
+        whole: dict[str, torch.Tensor] = {}
+        parts: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
+        if with_parameters:
+            whole, buffers = self._whole(), self._buffers.constants()
+            if any(self._comm.rank in members for members in self._circles[1:]):
+                now = dict(self._model.named_parameters())
+                parts = {name: now[name] for name in self._parts if name in now}
+        marks = iter(digests([*whole.values(), *parts.values(), *buffers.values()]))
+        of_whole, of_parts, of_buffers = (
+            self._counted({name: f"{next(marks) & (1 << 64) - 1:016x}" for name in tensors})
+            for tensors in (whole, parts, buffers)
+        )
+        settings = self._counted(describe_settings(self._groups()))
+        apart = (of_parts, of_buffers) if self._is_stage else (of_parts, {})
+        self._found = [settings, of_whole, {} if self._is_stage else of_buffers, *apart]
+        numbers = {}
+        for circle, members in enumerate(self._circles):
+            mine = self._found[_APART:] if circle else self._found[:_APART]
+            value = 0
+            if self._comm.rank in members:
+                value = xxhash.xxh3_64_intdigest(repr(mine)) >> (64 - self._bits)
+            numbers |= {f"{_SUM}{circle}": float(value), f"{_SQUARES}{circle}": float(value * value)}
+        return numbers
 
     def without_numbers(self, sums: Mapping[str, float]) -> dict[str, float]:
-        return {name: value for name, value in sums.items() if name not in (_SUM, _SQUARES)}
+        return {name: value for name, value in sums.items() if not name.startswith((_SUM, _SQUARES))}
 
     def error(self, sums: Mapping[str, float]) -> RanksDiffer | None:
         """Returns the error that every rank is to raise, if ranks differ. Collective if they do.
 
         sums: with those of `numbers`, the same on every rank.
         """
-        if self._comm.num_ranks * int(sums[_SQUARES]) == int(sums[_SUM]) ** 2:
+        if all(
+            len(members) * int(sums[f"{_SQUARES}{circle}"]) == int(sums[f"{_SUM}{circle}"]) ** 2
+            for circle, members in enumerate(self._circles)
+        ):
             self._settings_equal = self._step
             if compares_parameters(self._step):
                 self._parameters_equal = self._step
             return None
         everyones = all_gather_json(self._comm, self._found)
-        settings, tensors, buffers = (_Differences([found[kind] for found in everyones]) for kind in range(3))
-        self._left_out.update(buffers.names)
-        common = buffers.held_by_all()
+        settings = self._differences(everyones, kind=0)
+        whole, *parts = (self._differences(everyones, kind=1), *self._differences_apart(everyones, kind=3))
+        buffers = [self._differences(everyones, kind=2), *self._differences_apart(everyones, kind=4)]
+        self._left_out.update(name for found in buffers for name in found.names)
+        common = [name for found in buffers for name in found.held_by_all()]
         if common:
             self._say(
                 f"buffers differ between the ranks: {_listed(map(repr, common))}. Rank 0's are saved, and evaluated in "
                 "a recipe's run. Where training reads them, set them alike on all ranks"
             )
-        text = self._of_settings(settings) if settings.names else self._of_tensors(tensors)
+        text = self._of_settings(settings) if settings.names else self._of_tensors(whole, parts)
         if text is None:
             return None
         last = self._settings_equal if settings.names else self._parameters_equal
@@ -120,16 +146,32 @@ class RankComparison:
         text = f"{text}. Found at step {self._step} of this updater{since}. {_RUNBOOK}"
         if self._how == "error":
             return RanksDiffer(text, agreed=True)
-        self._left_out.update(settings.names, tensors.names)
+        self._left_out.update(settings.names, *(found.names for found in (whole, *parts)))
         self._say(f"WARNING: {text}")
         return None
 
     def _counted(self, found: dict[str, str]) -> dict[str, str]:
         return {name: value for name, value in found.items() if name not in self._left_out}
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def _differences(
+        self, everyones: Sequence[Sequence[Mapping[str, str]]], *, kind: int, circle: int = 0
+    ) -> _Differences:
+        members = self._circles[circle]
+        ranks = [self._comm.members[place] for place in members]
+        return _Differences([everyones[place][kind] for place in members], ranks=ranks)
+
+    def _differences_apart(
+        self, everyones: Sequence[Sequence[Mapping[str, str]]], *, kind: int
+    ) -> list[_Differences]:
+        return [
+            self._differences(everyones, kind=kind, circle=circle) for circle in range(1, len(self._circles))
+        ]
+
+    def _whole(self) -> dict[str, torch.Tensor]:
+        """Returns the parameters that all ranks hold, by name."""
+        apart = set(self._parts)
         named: dict[str, torch.Tensor] = {
-            name: p for name, p in self._model.named_parameters() if not is_sharded_tensor(p)
+            name: local_part(p) for name, p in self._model.named_parameters() if name not in apart
         }
         if shard_of(self._model) == "none":  # else the optimizer has parts of its own
             known = set(map(id, self._model.parameters()))
@@ -140,7 +182,7 @@ class RankComparison:
         return named
 
     def _of_settings(self, found: _Differences) -> str:
-        shown = [f"{name} is {found.values_by_rank(name, self._comm)}" for name in found.names[:_NAMED]]
+        shown = [f"{name} is {found.values_by_rank(name)}" for name in found.names[:_NAMED]]
         rates = all(name.startswith("lr ") for name in found.names)
         what = "with different learning rates" if rates else "with different settings of the optimizer"
         return (
@@ -149,22 +191,26 @@ class RankComparison:
             "scheduler.step(session.mean(loss))"
         )
 
-    def _of_tensors(self, found: _Differences) -> str | None:
-        if not found.names:
-            return None
+    def _of_tensors(self, whole: _Differences, parts: Sequence[_Differences]) -> str | None:
         shown = []
-        for name in found.names[:_NAMED]:
-            amount = self._largest_difference(name) if name in found.held_by_all() else None
+        for name in whole.names[:_NAMED]:
+            amount = self._largest_difference(name) if name in whole.held_by_all() else None
             by = f" by up to {amount:.3g}" if amount else ""
-            shown.append(f"{name!r} {found.where(name, self._comm)}{by}")
+            shown.append(f"{name!r} {whole.where(name)}{by}")
+        for found in parts:
+            among = f", of {describe_ranks(found.ranks)} with the same part"
+            shown += [f"{name!r} {found.where(name)}{among}" for name in found.names]
+        if not shown:
+            return None
+        names = [name for found in (whole, *parts) for name in found.names]
+        num = len(shown) + max(0, len(whole.names) - _NAMED)
         return (
-            f"the ranks no longer hold the same parameters: {_listed(shown, num=len(found.names))}. "
-            f"{self._advice(found.names)}"
+            f"the ranks no longer hold the same parameters: {_listed(shown, num=num)}. {self._advice(names)}"
         )
 
     def _largest_difference(self, name: str) -> float:
         """Returns the largest difference between rank 0's values and any rank's. Collective."""
-        mine = self._tensors()[name].detach()
+        mine = self._whole()[name].detach()
         reference = mine.clone()
         broadcast_tensors(self._comm, [reference])
         wide = torch.complex128 if mine.is_complex() else torch.float64
@@ -192,9 +238,10 @@ class RankComparison:
 
 @final
 class _Differences:
-    """The names under which ranks have different values. by_rank: each rank's values by name."""
+    """The names under which ranks have different values. by_rank: the values by name of each of `ranks`."""
 
-    def __init__(self, by_rank: Sequence[Mapping[str, str]]) -> None:
+    def __init__(self, by_rank: Sequence[Mapping[str, str]], *, ranks: Sequence[int]) -> None:
+        self.ranks = ranks
         self._by_rank = by_rank
         self.names = [
             name
@@ -208,28 +255,45 @@ class _Differences:
     def held_by_all(self) -> list[str]:
         return [name for name in self.names if None not in self._of(name)]
 
-    def values_by_rank(self, name: str, comm: Collective) -> str:
+    def values_by_rank(self, name: str) -> str:
         ranks: dict[str | None, list[int]] = {}
         for place, value in enumerate(self._of(name)):
-            ranks.setdefault(value, []).append(comm.members[place])
+            ranks.setdefault(value, []).append(self.ranks[place])
         return ", ".join(
             f"{'missing' if value is None else value} on {describe_ranks(on)}"
             for value, on in list(ranks.items())[:4]
         ) + (", ..." if len(ranks) > 4 else "")
 
-    def where(self, name: str, comm: Collective) -> str:
+    def where(self, name: str) -> str:
         """Returns on which ranks it differs from most of them, in words."""
         values = self._of(name)
         usual, count = Counter(values).most_common(1)[0]
-        others = [comm.members[place] for place, value in enumerate(values) if value != usual]
+        others = [self.ranks[place] for place, value in enumerate(values) if value != usual]
         if count == 1:
-            return f"between {describe_ranks(comm.members)}"
+            return f"between {describe_ranks(self.ranks)}"
         no_majority = 2 * count <= len(values)
         return (
             f"between {describe_ranks(others)} and the others"
             if no_majority
             else f"on {describe_ranks(others)}"
         )
+
+
+def _layout(model: torch.nn.Module) -> dict[str, Box | None]:
+    """Returns where this rank's part of each parameter lies in the whole; None for what it holds whole."""
+    layout: dict[str, Box | None] = {}
+    for name, parameter in model.named_parameters():
+        placements = parameter.placements if is_sharded_tensor(parameter) else ()  # type: ignore[attr-defined]
+        layout[name] = None if all(at.is_replicate() for at in placements) else box_of(parameter)
+    return layout
+
+
+def _circles(layout: Mapping[str, Box | None], comm: Collective) -> list[list[int]]:
+    """Returns the ranks that have the same layout as another. Collective."""
+    circles: dict[str, list[int]] = {}
+    for place, found in enumerate(all_gather_json(comm, xxhash.xxh3_64_hexdigest(repr(layout)))):
+        circles.setdefault(found, []).append(place)
+    return [members for members in circles.values() if len(members) > 1]
 
 
 def _listed(texts: Iterable[str], *, num: int | None = None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSet, Sequence
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
@@ -13,7 +13,7 @@ from hpctrain.comm import Collective
 from hpctrain.distributed import is_sharded_tensor, local_part
 from hpctrain.errors import DivergedError, RanksDiffer
 from hpctrain.reduce.contract.updater import Accepts, StepOutcome
-from hpctrain.reduce.watch.forward_buffers import ForwardBuffers
+from hpctrain.reduce.watch.forward_buffers import ForwardBuffers, is_finite
 from hpctrain.reduce.watch.rank_comparison import CompareRanks, RankComparison
 
 _NAMED = 3
@@ -26,7 +26,9 @@ class StepWatch:
     """Puts the buffers of `model` back whenever a step is not applied, and compares the ranks of `comm`.
 
     groups: returns the parameter groups of the updater's optimizer. compare_ranks: see `RankComparison`; "off" compares
-    nothing. say: prints a line for the user, on rank 0.
+    nothing. say: prints a line for the user, on rank 0. together: the watches of the trainings in this process; a
+    dropped step also puts back what it has spoiled in the buffers of their models, as a generator's in the
+    discriminator's. The constructor is collective.
     """
 
     def __init__(
@@ -37,8 +39,11 @@ class StepWatch:
         comm: Collective,
         compare_ranks: CompareRanks,
         say: Callable[[str], None],
+        together: MutableSet[StepWatch],
     ) -> None:
         self._model = model
+        self._together = together
+        together.add(self)
         self._say = say
         self._buffers = ForwardBuffers(model)
         self._said = False
@@ -90,6 +95,10 @@ class StepWatch:
 
     def _end_step(self, *, applied: bool) -> None:
         lost = self._buffers.end_step(applied=applied)
+        if not applied:
+            for watch in self._together:
+                if watch is not self:
+                    watch._buffers.mend()
         if lost and not self._said:
             self._said = True
             self._say(
@@ -119,10 +128,13 @@ def watch_steps(
     comm: Collective,
     compare_ranks: CompareRanks,
     say: Callable[[str], None],
+    together: MutableSet[StepWatch],
 ) -> W:
-    """Returns `updater`, of the parameters of `model`, with a `StepWatch`. Not collective."""
+    """Returns `updater`, of the parameters of `model`, with a `StepWatch`. Collective."""
     groups = functools.partial(getattr, updater.optimizer, "param_groups")
-    updater.step_watch = StepWatch(model, groups, comm=comm, compare_ranks=compare_ranks, say=say)
+    updater.step_watch = StepWatch(
+        model, groups, comm=comm, compare_ranks=compare_ranks, say=say, together=together
+    )
     return updater
 
 
@@ -151,15 +163,6 @@ def not_finite(model: torch.nn.Module, *, share: int = 0, num_shares: int = 1) -
     for name, buffer in model.named_buffers() if share == 0 else ():
         if not is_finite(local_part(buffer.detach())):
             yield f"buffer {name!r}"
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """True if no element is NaN or infinite. Needs no memory; reads `tensor` once."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or not tensor.numel():
-        return True
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return bool(torch.isfinite(torch.linalg.vector_norm(tensor, ord=float("inf"))))
 
 
 def _with_what_is_not_finite(error: DivergedError, model: torch.nn.Module) -> DivergedError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hpctrain.errors import DivergedError
 from hpctrain.reduce import LossScale
 from hpctrain.reduce.watch.forward_buffers import ALWAYS_BYTES, SMALL_BYTES
 from hpctrain.run import Session
+from hpctrain.train import Position
 from tests.sessions import session_over
 
 
@@ -228,3 +230,98 @@ def test_on_three_ranks_of_which_one_has_an_infinite_sample(shard: Shard) -> Non
     for before, after, applied in run_threads(3, of_rank, timeout_s=300):
         assert applied == [True, True, False, True]
         assert same(after, before)
+
+
+def test_what_is_loaded_after_a_forward_pass_without_a_step_is_what_is_put_back(
+    session: Session, tmp_path: Path
+) -> None:
+    model = Model()
+    updater = session.updater(model, torch.optim.SGD(model.parameters(), 0.1))
+    model(rows(0)).square().mean().backward()
+    updater.step()
+    session.save_state(tmp_path, updater, Position(step=1))
+    saved = values(model)
+
+    def dropped() -> dict[str, torch.Tensor]:
+        model(rows(1, bad=True)).square().mean().backward()
+        assert not updater.step().applied
+        return values(model)
+
+    for seed in (5, 6, 7):
+        model(rows(seed)).square().mean().backward()
+        updater.step()
+    model(rows(8))  # to look at what it gives
+    session.load_state(tmp_path, updater)
+    assert same(dropped(), saved)
+    # A part of the model.
+    model(rows(8))
+    model.norm.load_state_dict(Model().norm.state_dict())
+    found = dropped()
+    assert same(
+        {k: found[k] for k in found if k.startswith("norm")},
+        values(torch.nn.ModuleDict({"norm": Model().norm})),
+    )
+    # Between the forward pass and the step.
+    model(rows(1, bad=True)).square().mean().backward()
+    model.load_state_dict(Model().state_dict(), strict=False)
+    assert not updater.step().applied
+    found = values(model)
+    found.pop("first")  # not in the state that was loaded
+    assert same(found, values(Model()))
+    updater.close()
+
+
+def nets() -> tuple[torch.nn.Module, torch.nn.Module]:
+    made = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)) for _ in range(2)]
+    for number, parameter in enumerate(p for net in made for p in net.parameters()):
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("where", ["judge", "generator", "without gradients"])
+def test_what_a_dropped_step_of_one_training_puts_into_the_model_of_another_is_put_back(
+    session: Session, where: str
+) -> None:
+    generator, judge = nets()
+    of_generator = session.updater(generator, torch.optim.SGD(generator.parameters(), 0.1))
+    of_judge = session.updater(judge, torch.optim.SGD(judge.parameters(), 0.1))
+    applied = []
+    for step in range(4):
+        of_judge.zero_grad()
+        with torch.set_grad_enabled(where != "without gradients"):
+            made = generator(rows(step, bad=step == 2 and where != "judge"))
+        (judge(rows(step + 50)).mean() - judge(made.detach()).square().mean()).backward()
+        applied.append(of_judge.step().applied)
+        of_generator.zero_grad()
+        judge(generator(rows(step + 100, bad=step == 2 and where == "judge"))).square().mean().backward()
+        applied.append(of_generator.step().applied)
+        assert all(tensor.isfinite().all() for tensor in (*generator.buffers(), *judge.buffers()))
+    assert applied.count(False) == 1
+    of_judge.close()
+    of_generator.close()
+
+
+def test_a_grad_scaler_that_leaves_out_a_step_of_sparse_gradients(session: Session) -> None:
+    class Rows(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(5, 4, sparse=True)
+            self.norm = torch.nn.BatchNorm1d(4, affine=False)
+
+        def forward(self, index: torch.Tensor, factor: float) -> torch.Tensor:
+            found: torch.Tensor = self.norm(factor * self.table(index))
+            return found
+
+    model = Rows()
+    updater = session.updater(model, torch.optim.SparseAdam(model.table.parameters(), 0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        before, weights = values(model), model.table.weight.detach().clone()
+        updater.zero_grad()
+        found = model(torch.tensor([1, 3, step]), torch.inf if step == 1 else 1.0)
+        scaler.scale(found[0].sum()).backward()  # type: ignore[no-untyped-call]
+        scaler.step(updater)  # type: ignore[arg-type]
+        scaler.update()
+        assert same(values(model), before) == (step == 1)
+        assert torch.equal(model.table.weight, weights) == (step == 1)
+    updater.close()
