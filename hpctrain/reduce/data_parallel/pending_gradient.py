@@ -31,8 +31,9 @@ NOT_READABLE_SHARDED = _BEING_SUMMED + (
     "parameters call updater.step(), not the optimizer's; to drop the gradients call updater.zero_grad()"
 )
 RAN_TWICE = (
-    "backward ran twice before step(): the first gradients are being summed already. Wrap all but the last backward of "
-    "a step in `with updater.no_sync():`. If this updater makes no step after the first backward, which only passes "
+    "backward ran twice before step(): the first gradients are being summed already. Add up the losses and call "
+    "backward once: (loss_of_real + loss_of_made).backward(); or wrap all but the last backward of a step in "
+    "`with updater.no_sync():`. If this updater makes no step after the first backward, which only passes "
     "through its model (as a generator's through the discriminator), wrap that one, or drop its gradients by "
     "updater.zero_grad() before the next backward"
 )

@@ -198,7 +198,7 @@ class RankComparison:
             by = f" by up to {amount:.3g}" if amount else ""
             shown.append(f"{name!r} {whole.where(name)}{by}")
         for found in parts:
-            among = f", of {describe_ranks(found.ranks)} with the same part"
+            among = f" ({describe_ranks(found.ranks)} hold the same part)"
             shown += [f"{name!r} {found.where(name)}{among}" for name in found.names]
         if not shown:
             return None

@@ -170,6 +170,49 @@ class Positions(torch.nn.Module):
         return values + self.table[: values.shape[1]]
 
 
+class Meddled(Deep):
+    """Its first layer has a running mean of its own. On one rank that is not finite in the third step, and in the fifth
+    a bias changes."""
+
+    def __init__(self, *, is_meddled_with: bool, micro_batches: int) -> None:
+        super().__init__()
+        self.meddler = Meddler(is_meddled_with, micro_batches)
+
+    def build_model(self) -> torch.nn.Module:
+        first, *others = super().build_model().children()
+        return torch.nn.Sequential(torch.nn.Sequential(self.meddler, first), *others)
+
+
+class Meddler(torch.nn.Module):
+    mean: torch.Tensor
+
+    def __init__(self, acts: bool, micro_batches: int) -> None:
+        super().__init__()
+        self.acts, self.micro_batches, self.calls = acts, micro_batches, 0
+        self.bias = torch.nn.Parameter(torch.zeros(3))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.is_grad_enabled() and not values.is_meta:
+            step, self.calls = self.calls // self.micro_batches + 1, self.calls + 1
+            if self.acts and step == 3:
+                values = values * torch.inf
+            if self.acts and step == 5:
+                self.bias.data[1] += 0.5
+            with torch.no_grad():
+                self.mean.lerp_(values.mean(0), 0.1)
+        return values + self.bias
+
+
+def meddled(world: World, directory: Path | str) -> tuple[str, list[float]]:
+    """Returns the error, and the running mean at its end if this rank has it, of two stages on two ranks each."""
+    layout = PIPELINES[4]["of 2, data 2"]
+    task = Meddled(is_meddled_with=world.rank == 0, micro_batches=layout["micro_batches"])
+    text = refusal(world, Path(directory), task, layout)
+    mean: torch.Tensor | None = task.meddler._buffers["mean"]
+    return text, [] if mean is None else mean.tolist()
+
+
 def cropped(fields: dict[str, NDArray[Any]], context: TransformContext) -> dict[str, NDArray[Any]]:
     """Leaves of each sequence 4 to 6 rows, in all of a global batch equally many."""
     length = LENGTH - context.start // 12 % 3
@@ -267,6 +310,8 @@ def everything(world: World, directory: str) -> dict[str, Any]:
             # Of samples in evaluation that the model does not take.
             "lengths": refusal(world, where, Positioned(), layout),
         }
+    if size == 4:
+        found["meddled"] = meddled(world, where)
     if size == 3:
         found["refused"] = {"ranks": refusal(world, where, Deep(), PIPELINES[2]["1f1b"])}
     return found

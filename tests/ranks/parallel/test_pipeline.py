@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,18 @@ def test_a_step_that_overflows_is_skipped_on_all_stages(
     assert [step[2] for step in found] == applied
     losses = [[step[0] for step in steps if step[2]] for steps in (expected, found)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-2)
+
+
+def test_ranks_of_a_stage_that_drift_are_found_and_a_dropped_step_leaves_nothing(
+    launches: dict[int, list[dict[str, Any]]],
+) -> None:
+    for found in launches[4]:
+        text, mean = found["meddled"]
+        assert re.search(
+            r"parameters: '0\.0\.bias' between ranks (0.*\d) \(ranks \1 hold the same part\).* Found at step 8", text
+        ), text
+        assert np.isfinite(mean).all()
+    assert any(any(found["meddled"][1]) for found in launches[4])
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(n, name) for n in (2, 4) for name in FROM_WEIGHTS[n]])
