@@ -188,7 +188,7 @@ def normalised_training(
         torch.nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     updater = AllReduceUpdater(optimizer, comm=world, reducer=engine(world), model=net)
-    watch_steps(updater, net, comm=world, compare_ranks="error", say=pytest.fail)
+    watch_steps(updater, net, comm=world, compare_ranks="error", say=pytest.fail, together=set())
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     for number, infinite in steps:
         if drops == "first":
@@ -308,6 +308,43 @@ def test_a_gan_with_an_updater_for_each_model_trains_as_one_process(how: str) ->
     alone = on_threads(1, partial(adversaries, how=how, overlap=True))[0]
     for num_ranks, overlap in ((2, False), (3, True)):
         for found in on_threads(num_ranks, partial(adversaries, how=how, overlap=overlap, weighted=overlap)):
+            for one, other in zip(found, alone, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_two_backwards_before_a_step_are_refused_and_train_as_the_words_say() -> None:
+    def judge(world: World, how: str) -> list[torch.Tensor]:
+        net = Pair(2)
+        updater = AllReduceUpdater(
+            torch.optim.Adam(net.parameters(), 0.05), comm=world.duplicate(), reducer=engine(world)
+        )
+        for step in range(3):
+            draw = torch.Generator().manual_seed(step)
+            x = torch.randn(2, 12, 4, generator=draw, dtype=torch.float64)
+            real, made = x.chunk(world.num_ranks, dim=1)[world.rank]
+            of_real, of_made = -net(real, is_real=True).mean(), net(made).mean()
+            if how == "refused":
+                of_real.backward()
+                with pytest.raises(
+                    UsageError, match=r"\(loss_of_real \+ loss_of_made\)\.backward\(\); or wrap all"
+                ):
+                    of_made.backward()
+                updater.zero_grad()
+                continue
+            if how == "no_sync":
+                with updater.no_sync():
+                    of_real.backward()
+                of_made.backward()
+            else:
+                (of_real + of_made).backward()
+            assert updater.step().applied
+        updater.close()
+        return [p.detach().clone() for p in net.parameters()]
+
+    on_threads(2, partial(judge, how="refused"))
+    alone = on_threads(1, partial(judge, how="sum"))[0]
+    for how in ("sum", "no_sync"):
+        for found in on_threads(2, partial(judge, how=how)):
             for one, other in zip(found, alone, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
