@@ -94,7 +94,8 @@ def test_ranks_of_a_stage_that_drift_are_found_and_a_dropped_step_leaves_nothing
     for found in launches[4]:
         text, mean = found["meddled"]
         assert re.search(
-            r"parameters: '0\.0\.bias' between ranks (0.*\d) \(ranks \1 hold the same part\).* Found at step 8", text
+            r"parameters: '0\.0\.bias' between ranks (0.*\d) \(ranks \1 hold the same part\).* Found at step 8",
+            text,
         ), text
         assert np.isfinite(mean).all()
     assert any(any(found["meddled"][1]) for found in launches[4])
