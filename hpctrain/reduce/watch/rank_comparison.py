@@ -102,7 +102,7 @@ class RankComparison:
         settings = self._counted(describe_settings(self._groups()))
         apart = (of_parts, of_buffers) if self._is_stage else (of_parts, {})
         self._found = [settings, of_whole, {} if self._is_stage else of_buffers, *apart]
-        numbers = {}
+        numbers: dict[str, float] = {}
         for circle, members in enumerate(self._circles):
             mine = self._found[_APART:] if circle else self._found[:_APART]
             value = 0

@@ -266,7 +266,7 @@ def refusal(world: World, directory: Path, task: Layers, layout: dict[str, Any],
 def everything(world: World, directory: str) -> dict[str, Any]:
     """All cases of one launch."""
     where, size = Path(directory), world.num_ranks
-    found = {
+    found: dict[str, Any] = {
         name: train_in(world, where, f"{size}-{name}", layout) for name, layout in PIPELINES[size].items()
     }
     if size == 1:
