@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from hpctrain.comm import Traffic, TwoLevel, World, broadcast_json, make_two_level
+from hpctrain.distributed.host_address import address_of_rank_0
 from hpctrain.distributed.process_group import CommunicatorGroup
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.topology import Topology
@@ -47,7 +48,7 @@ def open_process_group(
     _forget_meshes()
     _set_variables(world, topology, host_memory=device.type != "cuda")
     if device.type == "cuda":
-        _over_nccl(world, device=device, timeout_s=timeout_s)
+        _over_nccl(world, topology, device=device, timeout_s=timeout_s)
         return
     if world.backend not in ("mpi", "serial"):
         raise LaunchError(
@@ -57,7 +58,7 @@ def open_process_group(
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
     _open.ranks, _open.close, _open.traffic = (world, topology), close, Traffic(topology)
-    _open.store = _SharedStore(_store_on_rank_0(world, timeout=timedelta(seconds=timeout_s)))
+    _open.store = _SharedStore(_store_on_rank_0(world, topology, timeout=timedelta(seconds=timeout_s)))
     _initialize(BACKEND, store=_open.store, world=world)
 
 
@@ -175,7 +176,7 @@ def _set_variables(world: World, topology: Topology, *, host_memory: bool) -> No
     }
     if world.num_ranks > 1:
         # Nothing listens there: a library may open a store of its own. A single process must not look as torchrun's.
-        address = [socket.gethostname(), _free_port()] if world.rank == 0 else None
+        address = [address_of_rank_0(topology), _free_port()] if world.rank == 0 else None
         variables["MASTER_ADDR"], variables["MASTER_PORT"] = broadcast_json(world, address)
     if host_memory:
         variables["ACCELERATE_USE_CPU"] = "true"
@@ -189,14 +190,14 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _over_nccl(world: World, *, device: torch.device, timeout_s: float) -> None:
+def _over_nccl(world: World, topology: Topology, *, device: torch.device, timeout_s: float) -> None:
     """NCCL's own group: its ranks find each other through a store on rank 0."""
     timeout = timedelta(seconds=timeout_s)
-    store = _store_on_rank_0(world, timeout=timeout)()
+    store = _store_on_rank_0(world, topology, timeout=timeout)()
     _initialize("cpu:gloo,cuda:nccl", store=store, world=world, timeout=timeout, device_id=device)
 
 
-def _store_on_rank_0(world: World, *, timeout: timedelta) -> Callable[[], Store]:
+def _store_on_rank_0(world: World, topology: Topology, *, timeout: timedelta) -> Callable[[], Store]:
     """Returns a function that connects to a store which rank 0 serves. Its address is broadcast over MPI. Collective.
 
     timeout: of the store's operations. The function is not collective. One rank has a store in its own memory.
@@ -205,7 +206,7 @@ def _store_on_rank_0(world: World, *, timeout: timedelta) -> Callable[[], Store]
         return HashStore
     # `wait_for_workers` would have rank 0 wait until all have connected.
     connect = functools.partial(TCPStore, world_size=world.num_ranks, wait_for_workers=False, timeout=timeout)
-    here = socket.gethostname()
+    here = address_of_rank_0(topology)
     server = connect(here, 0, is_master=True) if world.rank == 0 else None
     host, port = broadcast_json(world, [here, server.port] if server else None)
     return lambda: server or connect(host, port, is_master=False)

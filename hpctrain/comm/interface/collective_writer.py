@@ -37,7 +37,7 @@ class CollectiveWriter(Protocol):
     def write(self, data: NDArray[np.uint8], *, offset: int) -> int:
         """Writes `data`, shape (n,), at byte `offset`; returns the bytes written, as MPI reports them. Not collective.
 
-        Fewer than n mean an error that MPI did not report, or a full disk.
+        Fewer than n mean an error or a full disk, which MPI reports in different ways; 0 where it reports an error.
         """
 
     def exchange(self, outgoing: Sequence[Sequence[tuple[int, memoryview]]]) -> list[tuple[int, memoryview]]:
@@ -113,8 +113,12 @@ class MpiCollectiveWriter:
 
     def write(self, data: NDArray[np.uint8], *, offset: int) -> int:
         status = self._mpi.Status()
-        with self._reported("writing"):
+        try:
             self._file.Write_at(offset, [data, self._mpi.BYTE], status)
+        except (
+            self._mpi.Exception
+        ):  # Open MPI 5 and ROMIO, on a full disk: an error of MPI's, without the system's words
+            return 0
         return int(status.Get_count(self._mpi.BYTE))
 
     def exchange(self, outgoing: Sequence[Sequence[tuple[int, memoryview]]]) -> list[tuple[int, memoryview]]:

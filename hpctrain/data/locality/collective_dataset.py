@@ -213,7 +213,7 @@ class CollectiveDataset:
             raise DataError(
                 f"MPI reported that it read bytes {offset} to {offset + length - 1} of {self._path(entry)} on rank "
                 f"{self._world.rank}, but returned others. A known error of Open MPI's modules vulcan and dynamic: set "
-                'OMPI_MCA_fcoll=two_phase,individual before the start, or io = "read"'
+                'OMPI_MCA_fcoll=^vulcan,dynamic,dynamic_gen2 before the start, or io = "read"'
             )
 
     def _plan(self, indices: NDArray[np.int64]) -> dict[int, tuple[NDArray[np.int64], ByteRanges]]:

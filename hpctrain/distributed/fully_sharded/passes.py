@@ -112,7 +112,9 @@ class ShardedPasses:
         for state in self._states():
             for group in state._fsdp_param_groups:
                 for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
+                    # From PyTorch 2.15 on a property, without a setter, that reads the gradient of the next line.
+                    if "unsharded_accumulated_grad" in vars(parameter):
+                        parameter.unsharded_accumulated_grad = None
                     if hasattr(parameter, "_unsharded_param"):
                         parameter._unsharded_param.grad = None
         self._may_hold_gradients = False

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,14 @@ def test_a_script_is_short_and_says_what_the_section_says() -> None:
     ("kind", "there", "not_there"),
     [
         ("gpus", ["#SBATCH --gpus-per-node=2"], []),
-        ("successor", ["#SBATCH --no-requeue", "sbatch --parsable --dependency=\"afterany:$job\" \"$0\""],
+        ("successor", ["#SBATCH --no-requeue", "sbatch --parsable --dependency=\"afterany:$job\" ${SLURM_ARRAY"],
          ["scontrol"]),
         ("end", ["#SBATCH --no-requeue"], ["scontrol", "sbatch --parsable"]),
         ("seeds", ["#SBATCH --array=0-3%2", "--set run.seed=\"$SLURM_ARRAY_TASK_ID\"",
-                   "job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", "scontrol requeue \"$job\"",
+                   "scontrol requeue \"$job\"",
                    "#SBATCH --output=slurm-%x-%A_%a.out"], []),
         ("sweep", ["#SBATCH --array=0-3\n", "--set optimizer.lr=0.1", "--set run.name=wide"], ["run.seed"]),
-        ("chained sweep", ["--array=\"$SLURM_ARRAY_TASK_ID\" \"$0\""], []),
+        ("chained sweep", ["--array=\"$SLURM_ARRAY_TASK_ID\"} \"$0\""], []),
         ("mpirun", ["mpirun -n \"$SLURM_NTASKS\" \\\n", "binding_policy=none"], ["srun"]),
         ("supervise", ["#SBATCH --no-kill", "ranks=$(((SLURM_JOB_NUM_NODES - 1) * SLURM_NTASKS_PER_NODE))",
                        "hpctrain supervise -n \"$ranks\" -- \\\n  hpctrain train"], ["srun", "state saved"]),
@@ -192,3 +193,40 @@ def test_whatever_a_value_holds_the_shell_takes_it_as_one_word(tmp_path: Path) -
         odd, "--mpi=pmix", "--wait=30", "hpctrain", "train", odd, "--set", f"run.name={odd}",
     ]  # fmt: skip
     assert not (tmp_path / "hacked").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "asked_for"),
+    [
+        ({"SLURM_JOB_ID": "7"}, "7"),
+        # The last task of an array has the array's own number, by which Slurm would queue all tasks again.
+        ({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "7_3"),
+        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}, "7_0"),
+    ],
+)
+@pytest.mark.parametrize("script", ["train", "preemptible", "gpu", "chain"])
+def test_a_script_that_is_submitted_as_an_array_asks_for_its_own_task_only(
+    tmp_path: Path, script: str, variables: Mapping[str, str], asked_for: str
+) -> None:
+    for name, does in {
+        "srun": "exit 75", "hpctrain": "exit 75", "sleep": "exit 0",
+        "scontrol": 'echo "$@" >> asked', "sbatch": 'echo "$@" >> asked; echo 12',
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {
+        "HPCTRAIN_ENVIRONMENT": str(tmp_path / "none"), "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_CPUS_PER_TASK": "1", "SLURM_NTASKS": "1", "SLURM_JOB_NODELIST": "a", "SLURM_JOB_NUM_NODES": "1",
+        **variables,
+    }  # fmt: skip
+    words = ["bash", str(REPOSITORY / "slurm" / f"{script}.sbatch"), "recipe.toml"]
+    done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 75, done.stderr
+    asked = (tmp_path / "asked").read_text().splitlines()
+    if script == "chain":
+        task = variables.get("SLURM_ARRAY_TASK_ID")
+        assert len(asked) == 1
+        assert f"--dependency=afterany:{asked_for}" in asked[0]
+        assert ("--array" in asked[0], f"--array={task}" in asked[0]) == (task is not None, task is not None)
+    else:
+        assert asked == [f"requeue {asked_for}"]
