@@ -22,7 +22,13 @@ LOOPS = {
     "gradients_by_hand": "GRADIENTS", "learning_rate": "LEARNING_RATE", "no_set_epoch": "DATA_ORDER",
     "continued_epoch": "DATA_ORDER", "repeating_sampler": "REPEATED", "data_by_rank": "DATA_BY_RANK",
     "wrong_accumulation": "ACCUMULATION", "backward_twice": "ACCUMULATION", "own_generator": "OWN_RANDOM",
-    "replaced_samples": "REPEATED",
+    "replaced_samples": "REPEATED", "max_norm": "DRIFT", "no_step": "NOT_APPLIED", "sound_in_parts": None,
+    "decays_each_part": "ACCUMULATION", "schedules_each_part": "ACCUMULATION", "clips_each_part": "ACCUMULATION",
+    "steps_each_part": "ACCUMULATION", "unseeded_order": "OWN_RANDOM",
+    **dict.fromkeys(
+        ["numpys_global", "pythons_global", "torchs_global", "without_seed", "system_random", "by_time", "own_seeded"],
+        "OWN_RANDOM",
+    ),
 }  # fmt: skip
 # name -> task, keys of [data], keys of [optimizer], cause
 RECIPES = {
@@ -48,8 +54,36 @@ RECIPES = {
     "NotDeterministic": ("NotDeterministic", "", "", "NOT_DETERMINISTIC"),
     "by_rank": ("Sound", 'transform = "tests.check.faulty_tasks:by_rank"', "", "DATA_BY_RANK"),
     "noisy": ("Sound", "", 'target = "tests.check.faulty_tasks:NoisySgd"', "OPTIMIZER"),
+    "by_sample": ("Sound", 'transform = "tests.check.faulty_tasks:by_sample"', "", None),
+    **{
+        name: ("Sound", f'transform = "tests.check.faulty_tasks:{name}"', "", "OWN_RANDOM")
+        for name in (
+            "numpys_global",
+            "pythons_global",
+            "torchs_global",
+            "without_seed",
+            "system_random",
+            "by_time",
+            "own_seeded",
+        )
+    },
+    "LogOfNegative": ("LogOfNegative", "", "", "NOT_APPLIED"),
+    "RootOfZero": ("RootOfZero", "", "", "NOT_APPLIED"),
+    "NotFiniteParameter": ("NotFiniteParameter", "", "", "NOT_APPLIED"),
+    "WeighsNothing": ("WeighsNothing", "", "", "NOT_APPLIED"),
+    "NotFiniteInParts": ("NotFiniteInParts", "", "", "NOT_FINITE"),
+    "WithoutGradients": ("WithoutGradients", "", "", None),
+    "Float32Constant": ("Float32Constant", "", "", None),
 }
-FIRST_RECIPES = ["Sound", "MaskedTokens", "WeighedTokens", "MaxNorm", "by_rank"]
+FIRST_RECIPES = [
+    "Sound",
+    "MaskedTokens",
+    "WeighedTokens",
+    "MaxNorm",
+    "by_rank",
+    "LogOfNegative",
+    "pythons_global",
+]
 
 
 def found_by(module: str, *words: str, where: Path) -> dict[str, dict[str, Any]]:
@@ -130,7 +164,7 @@ def test_all_seeded_faults_of_recipes_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_nan_that_stays_in_a_running_mean_is_named(tmp_path: Path) -> None:
-    make_data(tmp_path, with_nan=True)
+    make_data(tmp_path, nan_every=60)
     paths = [str(write_recipe(tmp_path, task)) for task in ("PoisonedMean", "Sound", "BatchNorm")]
     found = found_by("tests.check.faulty_recipes", *paths, where=tmp_path)
     expected = {"PoisonedMean": "BUFFER_NOT_FINITE", "Sound": None, "BatchNorm": "BATCH_STATISTICS"}
