@@ -442,6 +442,75 @@ def max_norm(session):
     return [part[session.rank * share :][:share] for part in rows.split(GLOBAL_BATCH)], step
 
 
+def rate_by_ranks(session):
+    """A learning rate that grows with the number of ranks."""
+    model, updater, _, loader = parts(session)
+    for group in updater.optimizer.param_groups:
+        group["lr"] = 0.05 * session.num_ranks
+
+    def step(batch):
+        updater.zero_grad()
+        loss = functional.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        updater.step()
+        return loss
+
+    return loader, step
+
+
+def kept_gradients(session):
+    """Adds each step's gradients to those of the steps before, half of them, in a list that no checkpoint has."""
+    model, updater, _, loader = parts(session)
+    kept = []
+
+    def step(batch):
+        updater.zero_grad()
+        loss = functional.cross_entropy(model(batch[0]), batch[1])
+        kept.append(float(loss.detach()))
+        (loss * (1 + sum(kept) / len(kept))).backward()
+        updater.step()
+        return loss
+
+    return loader, step
+
+
+def evaluates_in_training_mode(session):
+    """Evaluates without model.eval()."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+    updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    sampler = DistributedSampler(data(), num_replicas=session.num_ranks, rank=session.rank, seed=0)
+    loader = DataLoader(data(), batch_size=GLOBAL_BATCH // session.num_ranks, sampler=sampler)
+
+    def step(batch):
+        updater.zero_grad()
+        loss = functional.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        updater.step()
+        return loss
+
+    def evaluate():
+        with torch.no_grad():
+            x, y = data()[:GLOBAL_BATCH]
+            return {"loss": float(functional.cross_entropy(model(x.to(next(model.parameters()).dtype)), y))}
+
+    return loader, step, evaluate
+
+
+def not_finite_on_one_rank(session):
+    """Rank 1 of several gets NaN."""
+    model, updater, _, loader = parts(session)
+
+    def step(batch):
+        updater.zero_grad()
+        loss = functional.cross_entropy(model(batch[0] + (float("nan") if session.rank else 0.0)), batch[1])
+        loss.backward()
+        updater.step()
+        return loss
+
+    return loader, step
+
+
 def tensor_batches(session):
     """A sound loop over tensors: an autoencoder."""
     torch.manual_seed(0)

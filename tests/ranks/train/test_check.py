@@ -23,8 +23,9 @@ LOOPS = {
     "continued_epoch": "DATA_ORDER", "repeating_sampler": "REPEATED", "data_by_rank": "DATA_BY_RANK",
     "wrong_accumulation": "ACCUMULATION", "backward_twice": "ACCUMULATION", "own_generator": "OWN_RANDOM",
     "replaced_samples": "REPEATED", "max_norm": "DRIFT", "no_step": "NOT_APPLIED", "sound_in_parts": None,
-    "decays_each_part": "ACCUMULATION", "schedules_each_part": "ACCUMULATION", "clips_each_part": "ACCUMULATION",
-    "steps_each_part": "ACCUMULATION", "unseeded_order": "OWN_RANDOM",
+    "decays_each_part": "ACCUMULATION", "schedules_each_part": "ACCUMULATION", "clips_each_part": "GRADIENTS",
+    "steps_each_part": "ACCUMULATION", "unseeded_order": "OWN_RANDOM", "rate_by_ranks": "LEARNING_RATE",
+    "kept_gradients": "OWN_STATE", "evaluates_in_training_mode": "EVALUATION", "not_finite_on_one_rank": "NOT_FINITE",
     **dict.fromkeys(
         ["numpys_global", "pythons_global", "torchs_global", "without_seed", "system_random", "by_time", "own_seeded"],
         "OWN_RANDOM",
