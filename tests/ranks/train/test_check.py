@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.check.faulty_data import make_data, write_recipe
-from tests.ranks_launcher import REPOSITORY, run_command
+from tests.ranks_launcher import REPOSITORY, rank_environment, run_command
 
 pytestmark = pytest.mark.launches
 
@@ -150,6 +152,43 @@ def test_a_recipe_that_cannot_run_ends_as_its_run_would(tmp_path: Path) -> None:
     argv = [HPCTRAIN, "check", str(recipe), "-n", "2"]
     result = run_command(None, argv, cwd=tmp_path, timeout_s=600, expect=2)
     assert "task.target" in result.stderr
+    assert result.stderr.count("hpctrain: ") == 1
+    assert "mpirun" not in result.stderr
+    assert not list(tmp_path.glob(".hpctrain-check-*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["absent.toml"], 2, "recipe absent.toml cannot be read"),
+        (["run.toml", "--set", "run.epoch=3"], 2, "did you mean epochs?"),
+        (["run.toml", "--scratch", "absent"], 5, "give --scratch a folder"),
+    ],
+)
+def test_what_is_wrong_before_ranks_start_is_one_message(
+    words: list[str], code: int, said: str, tmp_path: Path
+) -> None:
+    write_recipe(tmp_path, "Sound", name="run")
+    result = run_command(
+        None, [HPCTRAIN, "check", *words, "-n", "2"], cwd=tmp_path, timeout_s=300, expect=code
+    )
+    assert said in result.stderr
+    assert "checking" not in result.stderr
+    assert "mpirun" not in result.stderr
+
+
+def test_ctrl_c_ends_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:
+    make_data(tmp_path)
+    argv = [HPCTRAIN, "check", str(write_recipe(tmp_path, "Sound")), "-n", "2"]
+    with subprocess.Popen(
+        argv, cwd=tmp_path, env=rank_environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("checking")
+        process.send_signal(signal.SIGINT)
+        _, printed = process.communicate(timeout=300)
+    assert process.returncode == 130, printed
+    assert not list(tmp_path.glob(".hpctrain-check-*"))
 
 
 @pytest.mark.thorough
