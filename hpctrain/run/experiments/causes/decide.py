@@ -299,7 +299,7 @@ def _options(seen_: Observations) -> Iterator[Finding]:
         cause = Cause.ACCUMULATION if by_parts else Cause.LEARNING_RATE if is_rate else Cause.OPTIMIZER
         name = option.tensor.replace("lr ", "the learning rate ", 1) if is_rate else f"option {option.tensor}"
         yield Finding(
-            cause=cause, is_difference=True, text=f"in step {option.step} {name} is another {what}",
+            cause=cause, is_difference=True, text=f"in step {option.step} {name} is another one {what}",
             evidence=seen(f"{what} against 1 rank", comparison), advice=advice,
         )  # fmt: skip
         return

@@ -38,12 +38,12 @@ def _of_step(step: StepTrace) -> list[str]:
         found.append(f"field {name} in {_listed(numbered, sorted(rows))}")
     if not math.isfinite(step.loss):
         found.append(f"the loss ({step.loss})")
-    name = _first(step.own_gradients)
-    if name is not None:
-        found.append(f"the gradient of {name}, the first that backward computes so,")
-    name = _first(step.buffers.values)
-    if name is not None:
-        found.append(f"buffer {name}")
+    gradient = _first(step.own_gradients)
+    if gradient is not None:
+        found.append(f"the gradient of {gradient}, the first that backward computes so,")
+    buffer = _first(step.buffers.values)
+    if buffer is not None:
+        found.append(f"buffer {buffer}")
     return found
 
 
