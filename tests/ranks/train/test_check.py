@@ -98,7 +98,7 @@ def found_by(module: str, *words: str, where: Path) -> dict[str, dict[str, Any]]
 
 
 def is_right(found: dict[str, Any], cause: str | None) -> bool:
-    return found["equal"] if cause is None else found["causes"][:1] == [cause]
+    return bool(found["equal"] if cause is None else found["causes"][:1] == [cause])
 
 
 def wrong(found: dict[str, dict[str, Any]], expected: dict[str, str | None]) -> list[str]:
