@@ -15,7 +15,7 @@ if sys.argv[1:2] == ["train"]:
     # Before the slow imports. `train_command` releases the signals, and enables the garbage collector again.
     hold_signals()
     gc.disable()
-elif sys.argv[1:2] in (["launch"], ["supervise"]):
+elif sys.argv[1:2] in (["launch"], ["supervise"], ["check"]):
     let_interrupts_end()  # until they handle signals
 
 import typer

@@ -23,13 +23,13 @@ lr = 0.02
 """
 
 
-def make_data(where: Path, *, with_nan: bool = False) -> None:
-    """with_nan: every 20th sample has a NaN."""
+def make_data(where: Path, *, nan_every: int | None = None) -> None:
+    """nan_every: one of so many samples has a NaN."""
     numbers = np.random.default_rng(0)
     x = numbers.normal(size=(240, 8)).astype(np.float32)
     y = (x[:, 0] > 0).astype(np.int64) + (x[:, 1] > 0)
-    if with_nan:
-        x[::20, 2] = np.nan
+    if nan_every is not None:
+        x[::nan_every, 2] = np.nan
     pack_arrays(where / "data", {"x": x, "y": y, "length": numbers.integers(1, 9, 240).astype(np.int64)})
 
 

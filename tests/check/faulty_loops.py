@@ -1,15 +1,18 @@
 """Loops of one's own, sound and each with one fault, for `session.check`. Run on ranks:
 `python -m tests.check.faulty_loops NAME ...` prints a line of JSON for each."""
 
+import contextlib
 import json
+import os
 import random
 import sys
 import time
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import hpctrain
@@ -239,6 +242,269 @@ def own_generator(session):
         x, y = batch
         loss = functional.cross_entropy(model(x), y)
         (loss * generator.uniform(0.5, 1.5)).backward()
+        updater.step()
+        return loss
+
+    return loader, step
+
+
+class Random(Dataset):
+    """Adds to each sample what `draw` returns."""
+
+    def __init__(self, draw):
+        self.draw, self.samples = draw, data()
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, number):
+        x, y = self.samples[number]
+        return x + self.draw(), y
+
+
+def plain(session, *, sampler=None, dataset=None):
+    model, updater, sampler, loader = parts(session, sampler=sampler, dataset=dataset)
+
+    def step(batch):
+        updater.zero_grad()
+        x, y = batch
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        updater.step()
+        return loss
+
+    return loader, step
+
+
+def numpys_global(session):
+    return plain(session, dataset=Random(lambda: float(np.random.rand())))
+
+
+def pythons_global(session):
+    return plain(session, dataset=Random(random.random))
+
+
+def torchs_global(session):
+    return plain(session, dataset=Random(lambda: torch.rand(8, dtype=torch.float32)))
+
+
+def without_seed(session):
+    return plain(session, dataset=Random(lambda: float(np.random.default_rng().random())))
+
+
+def system_random(session):
+    return plain(session, dataset=Random(lambda: os.urandom(1)[0] / 256))
+
+
+def by_time(session):
+    return plain(session, dataset=Random(lambda: time.perf_counter() % 1))
+
+
+def own_seeded(session):
+    return plain(session, dataset=Random(np.random.default_rng(0).random))
+
+
+class UnseededOrder(Sampler):
+    """All samples in an order of no seed, of which each rank takes its part."""
+
+    def __init__(self, session):
+        self.session = session
+
+    def __len__(self):
+        return 96 // self.session.num_ranks
+
+    def __iter__(self):
+        order = np.random.default_rng().permutation(96).tolist()
+        return iter(order[self.session.rank :: self.session.num_ranks])
+
+
+def unseeded_order(session):
+    return plain(session, sampler=UnseededOrder(session))
+
+
+def no_step(session):
+    """Computes gradients, and never calls the updater."""
+    model, _, _, loader = parts(session)
+
+    def step(batch):
+        loss = functional.cross_entropy(model(batch[0]), batch[1])
+        model.zero_grad()
+        return loss
+
+    return loader, step
+
+
+def in_parts(batch, count):
+    return zip(batch[0].chunk(count), batch[1].chunk(count), strict=True)
+
+
+def accumulated(session, *, after_part=lambda model, updater, count: None):
+    """Accumulates over `micro_batches` equal parts. after_part: called after each part's backward."""
+    model, updater, _, loader = parts(session)
+
+    def step(batch, *, micro_batches=1):
+        updater.zero_grad()
+        total = 0.0
+        for number, (x, y) in enumerate(in_parts(batch, micro_batches), start=1):
+            loss = functional.cross_entropy(model(x), y) / micro_batches
+            with contextlib.nullcontext() if number == micro_batches else updater.no_sync():
+                loss.backward()
+            after_part(model, updater, number)
+            total += float(loss.detach())
+        updater.step()
+        return total
+
+    return loader, step
+
+
+def sound_in_parts(session):
+    return accumulated(session)
+
+
+def decays_each_part(session):
+    """Weight decay by hand after each micro-batch."""
+
+    def decay(model, updater, number):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.99)
+
+    return accumulated(session, after_part=decay)
+
+
+def schedules_each_part(session):
+    """Steps its scheduler after each micro-batch."""
+    made = []
+
+    def schedule(model, updater, number):
+        if not made:
+            made.append(torch.optim.lr_scheduler.ExponentialLR(updater.optimizer, 0.5))
+        made[0].step()
+
+    return accumulated(session, after_part=schedule)
+
+
+def clips_each_part(session):
+    """Clips the gradients of each micro-batch by themselves."""
+    torch.manual_seed(0)
+    model, updater, _, loader = parts(session)
+
+    def step(batch, *, micro_batches=1):
+        updater.zero_grad()
+        total = 0.0
+        sums = [torch.zeros_like(p) for p in model.parameters()]
+        for x, y in in_parts(batch, micro_batches):
+            loss = functional.cross_entropy(model(x), y) / micro_batches
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            norm = torch.stack([g.norm() for g in gradients]).norm()
+            for into, gradient in zip(sums, gradients, strict=True):
+                into += gradient * (0.1 / norm).clamp(max=1.0)
+            total += float(loss.detach())
+        sum((p * g).sum() for p, g in zip(model.parameters(), sums, strict=True)).backward()
+        updater.step()
+        return total
+
+    return loader, step
+
+
+def steps_each_part(session):
+    """Steps the optimizer after each micro-batch."""
+    model, updater, _, loader = parts(session)
+
+    def step(batch, *, micro_batches=1):
+        total = 0.0
+        for x, y in in_parts(batch, micro_batches):
+            updater.zero_grad()
+            loss = functional.cross_entropy(model(x), y) / micro_batches
+            loss.backward()
+            updater.step()
+            total += float(loss.detach())
+        return total
+
+    return loader, step
+
+
+def max_norm(session):
+    """Shrinks rows of an embedding in forward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 4, max_norm=0.5), nn.Linear(4, 2))
+    updater = session.updater(model, torch.optim.SGD(model.parameters(), 0.1))
+    share = GLOBAL_BATCH // session.num_ranks
+    rows = torch.randint(0, 20, (96,), generator=torch.Generator().manual_seed(1))
+
+    def step(batch):
+        updater.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        updater.step()
+        return loss
+
+    return [part[session.rank * share :][:share] for part in rows.split(GLOBAL_BATCH)], step
+
+
+def rate_by_ranks(session):
+    """A learning rate that grows with the number of ranks."""
+    model, updater, _, loader = parts(session)
+    for group in updater.optimizer.param_groups:
+        group["lr"] = 0.05 * session.num_ranks
+
+    def step(batch):
+        updater.zero_grad()
+        loss = functional.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        updater.step()
+        return loss
+
+    return loader, step
+
+
+def kept_gradients(session):
+    """Adds each step's gradients to those of the steps before, half of them, in a list that no checkpoint has."""
+    model, updater, _, loader = parts(session)
+    kept = []
+
+    def step(batch):
+        updater.zero_grad()
+        loss = functional.cross_entropy(model(batch[0]), batch[1])
+        kept.append(float(loss.detach()))
+        (loss * (1 + sum(kept) / len(kept))).backward()
+        updater.step()
+        return loss
+
+    return loader, step
+
+
+def evaluates_in_training_mode(session):
+    """Evaluates without model.eval()."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+    updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    sampler = DistributedSampler(data(), num_replicas=session.num_ranks, rank=session.rank, seed=0)
+    loader = DataLoader(data(), batch_size=GLOBAL_BATCH // session.num_ranks, sampler=sampler)
+
+    def step(batch):
+        updater.zero_grad()
+        loss = functional.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        updater.step()
+        return loss
+
+    def evaluate():
+        with torch.no_grad():
+            x, y = data()[:GLOBAL_BATCH]
+            return {"loss": float(functional.cross_entropy(model(x.to(next(model.parameters()).dtype)), y))}
+
+    return loader, step, evaluate
+
+
+def not_finite_on_one_rank(session):
+    """Rank 1 of several gets NaN."""
+    model, updater, _, loader = parts(session)
+
+    def step(batch):
+        updater.zero_grad()
+        loss = functional.cross_entropy(model(batch[0] + (float("nan") if session.rank else 0.0)), batch[1])
+        loss.backward()
         updater.step()
         return loss
 

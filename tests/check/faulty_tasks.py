@@ -1,6 +1,8 @@
 """Tasks of recipes, sound and each with one fault. Fields: `x` float32 (8,), `y` int64, `length` int64."""
 
+import os
 import random
+import time
 
 import numpy as np
 import torch
@@ -223,9 +225,104 @@ class NotDeterministic(Sound):
         return super().loss(model, fields) * (1 + (id(object()) + id(fields)) % 997 / 1e4)
 
 
-def by_rank(arrays, context):
-    import os
+class LogOfNegative(Sound):
+    """The model's own NaN, in every batch."""
 
+    class Log(nn.Module):
+        def forward(self, x):
+            return torch.log(x)
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), self.Log(), nn.Linear(16, 3))
+
+
+class RootOfZero(Sound):
+    """A finite loss whose gradient is not finite."""
+
+    def loss(self, model, fields):
+        return super().loss(model, fields) + (0.0 * model(fields["x"])).abs().sqrt().mean()
+
+
+class NotFiniteParameter(Sound):
+    def build_model(self):
+        model = super().build_model()
+        with torch.no_grad():
+            model[2].weight[0, 0] = float("inf")
+        return model
+
+
+class WeighsNothing(Sound):
+    def loss(self, model, fields):
+        return super().loss(model, fields), 0.0
+
+
+class NotFiniteInParts(Sound):
+    """The loss of fewer samples than a batch of one process is not finite."""
+
+    def loss(self, model, fields):
+        return super().loss(model, fields) / (len(fields["y"]) >= 24)
+
+
+class WithoutGradients(Sound):
+    def loss(self, model, fields):
+        return 0.0 * super().loss(model, fields) + fields["x"].mean()
+
+
+class Float32Constant(Sound):
+    """Multiplies by a constant that is float32 whatever the model computes in."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+            self.scale = torch.full((16,), 1 / 3, dtype=torch.float32)
+
+        def forward(self, x):
+            hidden = (torch.tanh(self.first(x)).to(self.scale) * self.scale).to(x.dtype)
+            return self.last(hidden)
+
+    def build_model(self):
+        return self.Model()
+
+
+def numpys_global(arrays):
+    return {**arrays, "x": arrays["x"] + np.random.rand(*arrays["x"].shape).astype(np.float32)}
+
+
+def pythons_global(arrays):
+    return {**arrays, "x": arrays["x"] + np.float32(random.random())}
+
+
+def torchs_global(arrays):
+    return {**arrays, "x": arrays["x"] + torch.rand(8).numpy()}
+
+
+def without_seed(arrays):
+    return {**arrays, "x": arrays["x"] + np.random.default_rng().random(8, dtype=np.float32)}
+
+
+def system_random(arrays):
+    return {**arrays, "x": arrays["x"] + np.float32(os.urandom(1)[0] / 256)}
+
+
+def by_time(arrays):
+    return {**arrays, "x": arrays["x"] + np.float32(time.perf_counter() % 1)}
+
+
+GENERATOR = np.random.default_rng(0)
+
+
+def own_seeded(arrays):
+    return {**arrays, "x": arrays["x"] + GENERATOR.random(8, dtype=np.float32)}
+
+
+def by_sample(arrays, context):
+    """Sound: random numbers that belong to the samples."""
+    noise = [context.generator(row).random(8, dtype=np.float32) for row in range(len(arrays["x"]))]
+    return {**arrays, "x": arrays["x"] + np.reshape(noise, arrays["x"].shape).astype(np.float32)}
+
+
+def by_rank(arrays, context):
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
     return {**arrays, "x": arrays["x"] + np.float32(0.1 * rank)}
 

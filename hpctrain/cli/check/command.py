@@ -13,7 +13,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from hpctrain.errors import DifferenceFound, ExitCode, LaunchError
+from hpctrain.errors import DifferenceFound, ExitCode, HpctrainError, LaunchError, from_exit_code
 from hpctrain.launch import Launcher, identify, plan_launch, resolve_command, run_launch, survey_machine
 
 INTERRUPTED = 130  # exit code that a shell reports for a command ended by Ctrl-C
@@ -66,10 +66,22 @@ def check_command(
         raise LaunchError(
             "this is a rank already: leave -n out, or start hpctrain check -n without a launcher"
         )
+    from hpctrain.run import load_recipe
+
+    load_recipe(recipe, overrides=overrides or [])  # its faults are said once, before ranks start
     options = [option for override in overrides or [] for option in ("--set", override)]
     options += ["--steps", str(steps)]
-    with tempfile.TemporaryDirectory(prefix=".hpctrain-check-", dir=scratch) as folder:
-        found = _launched(recipe, options, num_ranks=num_ranks, launcher=launcher, folder=Path(folder))
+    try:
+        folder = tempfile.TemporaryDirectory(
+            prefix=".hpctrain-check-", dir=scratch, ignore_cleanup_errors=True
+        )
+    except OSError as error:
+        raise LaunchError(
+            f"no folder for the check can be made in {scratch.absolute()} ({error.strerror}): give --scratch a folder "
+            "that all nodes share and that can be written"
+        ) from error
+    with folder:
+        found = _launched(recipe, options, num_ranks=num_ranks, launcher=launcher, folder=Path(folder.name))
     if as_json:
         typer.echo(json.dumps(found["json"], indent=2))
     else:
@@ -102,22 +114,39 @@ def _launched(
         raise LaunchError(
             f"{result} cannot be read here ({error.strerror}): give --scratch a folder that all nodes share"
         ) from error
+    if "error" in found:
+        raise from_exit_code(found["exit_code"])(found["error"])
     return found
 
 
 def _check_here(
     recipe: Path, *, overrides: list[str], steps: int, as_json: bool, scratch: Path, result: Path | None
 ) -> None:
-    """Checks on the ranks that a launcher started. result: a file for the parent process, which prints it."""
+    """Checks on the ranks that a launcher started.
+
+    result: a file for the parent process, which prints it, or ends with the error that all ranks have.
+    """
     from hpctrain.run import check_recipe, load_recipe
 
+    is_rank_0 = identify(os.environ, socket.gethostname()).rank == 0
     found = load_recipe(recipe, overrides=overrides)
-    report = check_recipe(found, recipe_path=recipe, steps=steps, scratch=scratch)
-    if identify(os.environ, socket.gethostname()).rank == 0:
+    try:
+        report = check_recipe(found, recipe_path=recipe, steps=steps, scratch=scratch)
+    except HpctrainError as error:
+        if result is None or not error.agreed:
+            raise
+        # A launcher adds lines of its own to the message of ranks that fail.
+        if is_rank_0:
+            _write(result, {"error": str(error), "exit_code": int(error.exit_code)})
+        return
+    if is_rank_0:
         if result is not None:
-            document = {"lines": report.lines(), "json": report.as_json()}
-            result.write_text(json.dumps(document), encoding="utf-8")
+            _write(result, {"lines": report.lines(), "json": report.as_json()})
         else:
             typer.echo(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.lines()))
     if result is None and not report.equal:
         raise DifferenceFound("the training differs from itself", agreed=True)
+
+
+def _write(result: Path, document: dict[str, Any]) -> None:
+    result.write_text(json.dumps(document), encoding="utf-8")

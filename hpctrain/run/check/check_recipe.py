@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hpctrain.errors import RecipeError
+from hpctrain.errors import HpctrainError, RecipeError
 from hpctrain.run.check.recipe_subject import RecipeSubject
 from hpctrain.run.compute.postponed_dynamo import set_deterministic
 from hpctrain.run.experiments.causes.decide import decide
@@ -30,7 +30,13 @@ def check_recipe(recipe: Recipe, *, recipe_path: Path, steps: int, scratch: Path
         backend=recipe.run.backend, device=recipe.run.device, threads_per_rank=recipe.run.threads_per_rank,
         timeout_s=min(recipe.run.timeout_s, _TIMEOUT_S),
     ) as session:  # fmt: skip
-        return check_with(session, recipe, recipe_path=recipe_path, steps=steps, scratch=scratch)
+        try:
+            return check_with(session, recipe, recipe_path=recipe_path, steps=steps, scratch=scratch)
+        except HpctrainError as error:
+            if not error.agreed:
+                raise
+            failed = error  # which all ranks have: the session ends as usual
+    raise failed
 
 
 def check_with(

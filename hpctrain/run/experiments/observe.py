@@ -23,7 +23,8 @@ from hpctrain.run.experiments.measuring.compare import (
     merge,
     with_losses,
 )
-from hpctrain.run.experiments.measuring.evaluation import probe_evaluation
+from hpctrain.run.experiments.measuring.evaluation import metrics_apart, probe_evaluation
+from hpctrain.run.experiments.measuring.not_finite import first_not_finite, probe_not_finite
 from hpctrain.run.experiments.measuring.own_state import OwnState
 from hpctrain.run.experiments.measuring.probes import (
     EvaluationFacts,
@@ -43,6 +44,7 @@ TOLERANCE = 1e-12
 # float32 keeps 7 digits, which sums in another order and a few steps of training blur.
 TOLERANCE_FLOAT32 = 2e-5
 STEPS = 4
+_SHOWN = 4
 _TAMPERED = {True: 1e-9, False: 1e-3}
 
 
@@ -96,18 +98,21 @@ class Experiments:
         resumed = self._resumptions(one)
         ranks = self._on_ranks(one, plain, drop=drop)
         say("samples, evaluation, loss and buffers")
-        samples = self._samples(one, again, ranks)
+        samples = self._samples(one, again, ranks, resumes_equal=resumed.plain.equal)
         evaluation, apart, loss, low, poisoned = self._probes()
         kept = one.ended.changed_since(one.began)
+        again_compared = self._compared(one, again)
+        not_finite = self._not_finite(one, ranks.natural)
         return Observations(
             num_ranks=self._session.num_ranks, steps=self._steps, tolerance=self._tolerance, double=double,
-            asks_double=self._subject.asks_double, again=self._compared(one, again), micro=micro, resumed=resumed,
+            asks_double=self._subject.asks_double, again=again_compared, micro=micro, resumed=resumed,
             reseeded=reseeded, no_dropout=no_dropout, draws=draws, draws_left=left,
             own_generators=[path for path, kind in kept.items() if kind == "generator"],
             fresh_generators=[p for p, kind in again.began.changed_since(one.began).items() if kind == "generator"],
             own_state={path: kind for path, kind in kept.items() if kind != "generator"},
             samples=samples, loss=loss, low_precision=low, evaluation=evaluation, evaluation_apart=apart,
-            poisoned=poisoned, splits=self._subject.splits, repeats_intended=self._subject.repeats_samples,
+            poisoned=poisoned, not_finite=not_finite, no_gradients=_all_zero(one.trace),
+            splits=self._subject.splits, repeats_intended=self._subject.repeats_samples,
             **ranks.observed,
         )  # fmt: skip
 
@@ -274,13 +279,27 @@ class Experiments:
 
     # ------------------------------------------------------------------ samples and probes
 
-    def _samples(self, one: Ran, again: Ran, ranks: _OnRanks) -> SampleFacts:
+    def _not_finite(self, one: Ran, natural: Ran) -> list[str]:
+        """Returns what is first not finite: on one rank with the module that makes it so, else on all ranks."""
+        found = first_not_finite(one.trace)
+        if any(all_gather_json(self._session.world, bool(found))):
+            with self._trials.open(on_ranks=False) as trial:
+                by_model = probe_not_finite(trial, trial.cleaned(_first_batch(trial)))
+            if by_model is not None:
+                found.append(f"in the first batch, with 0 for what is not finite in it: {by_model}")
+            alone = all_gather_json(self._session.world, found)
+            return next((list(lines) for lines in alone if lines), [])
+        everyone = all_gather_json(self._session.world, first_not_finite(natural.trace))
+        return [f"rank {rank}, {line}" for rank, lines in enumerate(everyone) for line in lines][:_SHOWN]
+
+    def _samples(self, one: Ran, again: Ran, ranks: _OnRanks, *, resumes_equal: bool) -> SampleFacts:
         return pass_over_samples(
             self._trials,
             one=one.trace,
             again=again.trace,
             ranks=ranks.natural.trace,
             is_shuffled=self._subject.is_shuffled,
+            resumes_equal=resumes_equal,
         )
 
     def _probes(
@@ -293,16 +312,13 @@ class Experiments:
             num_rows = len(trial.rows(batch).hashes)
             loss = probe_loss(trial, batch, num_rows=num_rows, tolerance=tolerance)
             low = find_low_precision(trial, batch) if self._trials.double else []
+            low = [entry for entry in low if self._subject.asks_double or not entry.is_mixed]
         apart: dict[str, float] = {}
         differs = any(all_gather_json(self._session.world, bool(evaluation and evaluation.differs)))
         if evaluation is not None and not differs:
             with self._trials.open(on_ranks=True) as trial, unchanged_if_whole(trial):
                 metrics = trial.evaluate() or {}
-            for name, value in evaluation.metrics.items():
-                other = metrics.get(name, math.nan)
-                largest = max(abs(value), abs(other))
-                if not abs(value - other) <= 100 * tolerance * largest:
-                    apart[name] = abs(value - other) / largest if largest > 0 else math.inf
+            apart = metrics_apart(evaluation.metrics, metrics, tolerance=100 * tolerance)
         return evaluation, apart, loss, low, self._poisoned()
 
     def _poisoned(self) -> list[str]:
@@ -313,15 +329,13 @@ class Experiments:
             if bad is None:
                 return []
             try:
-                losses = [trial.step(batch), trial.step(bad), trial.step(batch)]
+                losses = [trial.step(batch)]
+                before = _names_not_finite(trial)
+                losses += [trial.step(bad), trial.step(batch)]
             except Exception:  # the run refuses the batch, or ends as diverged: nothing goes on with it
                 return []
-            trial.updater.wait_for_parameters()
-            named = [*trial.model.named_parameters(), *trial.model.named_buffers()]
-            found = [name for name, t in named if t.is_floating_point() and not bool(t.isfinite().all())]
-            state = OwnState.of(trial.roots())
-            found += [path for path, value in state.values.items() if _is_not_finite(value)]
-            if not found and not math.isfinite(losses[2]):
+            found = [name for name in _names_not_finite(trial) if name not in before]
+            if not found and math.isfinite(losses[0]) and not math.isfinite(losses[2]):
                 found = ["the loss of later steps"]
             return found
 
@@ -353,9 +367,25 @@ def _names_cause(failure: Failure | None) -> bool:
     return failure is not None and cause_of_error(f"{failure.kind}:") is not Cause.REFUSED
 
 
+def _all_zero(trace: RunTrace) -> bool:
+    """True if there are gradients and all are 0 in every step."""
+    kept = [step.gradients for step in trace.steps if step.gradients is not None and step.gradients.values]
+    return bool(kept) and not any(bool(t.any()) for gradients in kept for t in gradients.values.values())
+
+
 def _is_of_dtypes(text: str) -> bool:
     lowered = text.lower()
     return any(word in lowered for word in ("dtype", "double", "float64", "scalar type"))
+
+
+def _names_not_finite(trial: Trial) -> list[str]:
+    """Returns the parameters, buffers and values of the user's own with NaN or infinities."""
+    trial.updater.wait_for_parameters()
+    named = [*trial.model.named_parameters(), *trial.model.named_buffers()]
+    found = [name for name, t in named if t.is_floating_point() and not bool(t.isfinite().all())]
+    return found + [
+        path for path, value in OwnState.of(trial.roots()).values.items() if _is_not_finite(value)
+    ]
 
 
 def _is_not_finite(value: object) -> bool:

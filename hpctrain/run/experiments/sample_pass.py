@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
 from hpctrain.comm import all_gather_json
+from hpctrain.run.experiments.measuring.randomness import GeneratorWatch
 from hpctrain.run.experiments.measuring.samples import SampleFacts, repeats, repeats_beyond
 from hpctrain.run.experiments.measuring.trace import RunTrace
 from hpctrain.run.experiments.subject import Rows, Trial
@@ -19,8 +22,15 @@ _SHOWN = 5
 
 
 def pass_over_samples(
-    trials: Trials, *, one: RunTrace, again: RunTrace, ranks: RunTrace, is_shuffled: bool | None
+    trials: Trials,
+    *,
+    one: RunTrace,
+    again: RunTrace,
+    ranks: RunTrace,
+    is_shuffled: bool | None,
+    resumes_equal: bool = True,
 ) -> SampleFacts:
+    """resumes_equal: a resumed run on one rank equals the one that was not stopped."""
     world = trials.session.world
     with trials.open(on_ranks=False) as trial:
         whole, complete = _read(trial, 0, MAX_BATCHES)
@@ -68,18 +78,29 @@ def pass_over_samples(
     elif complete:
         known = set(names_one)
         by_share = [name for rank in everyone for name in rank["names"] if name not in known]
-    changes = sorted({name for found in all_gather_json(world, _changes(one, again)) for name in found})
+    other_steps, counts = _other_steps(one, [rank["steps"] for rank in everyone])
+    changes, unlike = _changes(one, again)
+    own = OwnRandom()
+    if not resumes_equal or any(
+        all_gather_json(world, bool(apart or by_share or changes or unlike or other_steps))
+    ):
+        may_compare = complete or ((has_epochs or not is_shuffled) and not history)
+        own = _own_random(trials, whole, may_compare=may_compare and not repeated_one)
+    changes = sorted({name for found in all_gather_json(world, [*changes, *own.changes]) for name in found})
+    unstable = sorted({name for found in all_gather_json(world, own.unstable) for name in found})
     bad: dict[str, list[int]] = {}
     for rows in whole:
         for row, field in rows.not_finite:
             bad.setdefault(field, []).append(row)
     first_epoch = _names(whole[:_LEFT_AFTER])
-    other_steps, counts = _other_steps(one, [rank["steps"] for rank in everyone])
     return SampleFacts(
         num_seen=len(names_one), repeated_one=repeated_one, has_equal=has_equal, repeated=repeated,
         missing=missing if complete else 0,
         not_finite=bad, content_by_rank=apart[:_SHOWN], content_by_share=sorted(set(by_share))[:_SHOWN],
-        content_changes=changes[:_SHOWN], other_steps=other_steps, num_rows=counts[0], num_rank_rows=counts[1],
+        content_changes=changes[:_SHOWN], content_unstable=unstable[:_SHOWN],
+        order_changes=any(all_gather_json(world, own.order_changes)), draws=own.draws,
+        is_numbered=not whole or whole[0].indices is not None,
+        other_steps=other_steps, num_rows=counts[0], num_rank_rows=counts[1],
         same_every_epoch=is_shuffled is True and len(first_epoch) > 1 and first_epoch == _names(second),
         history=history,
     )  # fmt: skip
@@ -107,15 +128,62 @@ def _content(rows: Sequence[Rows]) -> dict[int, int]:
     return dict(zip(_names(rows), _hashes(rows), strict=True))
 
 
-def _changes(one: RunTrace, again: RunTrace) -> list[int]:
-    """Returns samples whose content differs between two runs, though they are the same in the same steps."""
-    found = []
+def _changes(one: RunTrace, again: RunTrace) -> tuple[list[int], bool]:
+    """Returns samples whose content differs between two runs, though they are the same in the same steps, and whether
+    two runs get other samples in the same step."""
+    found, unlike = [], False
     for first, second in zip(one.steps, again.steps, strict=False):
-        if first.rows.indices is None or first.rows.names() != second.rows.names():
-            continue
-        pairs = zip(first.rows.names(), first.rows.hashes, second.rows.hashes, strict=True)
-        found += [name for name, a, b in pairs if a != b]
-    return sorted(set(found))
+        if first.rows.names() != second.rows.names():
+            unlike = True
+        elif first.rows.indices is not None:
+            pairs = zip(first.rows.names(), first.rows.hashes, second.rows.hashes, strict=True)
+            found += [name for name, a, b in pairs if a != b]
+    return sorted(set(found)), unlike
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnRandom:
+    """Random state of a dataset's own; see `SampleFacts`."""
+
+    changes: Sequence[int] = ()
+    unstable: Sequence[int] = ()
+    order_changes: bool = False
+    draws: Sequence[str] = ()
+
+
+def _own_random(trials: Trials, whole: Sequence[Rows], *, may_compare: bool) -> OwnRandom:
+    """Reads epoch 0 in a new trial, twice, and compares with `whole`, which another trial has read. Collective.
+
+    may_compare: samples without numbers are the same in each reading of the epoch, but for the order.
+    """
+    with trials.open(on_ranks=False) as trial:
+        with GeneratorWatch(trial.session.device) as watch:
+            first, _ = _read(trial, 0, MAX_BATCHES)
+        second, _ = _read(trial, 0, MAX_BATCHES)
+        with closing(closable(trial.batches(0))) as batches:
+            next(batches, None)  # a DataLoader draws a seed of its workers before it
+            with GeneratorWatch(trial.session.device) as later:
+                deque(itertools.islice(batches, _LEFT_AFTER), maxlen=0)
+    changes = _contents_apart(whole, first, may_compare=may_compare)
+    return OwnRandom(
+        changes=changes, unstable=_contents_apart(first, second, may_compare=may_compare),
+        order_changes=not changes and _names(whole) != _names(first), draws=sorted(later.used or watch.used),
+    )  # fmt: skip
+
+
+def _contents_apart(first: Sequence[Rows], second: Sequence[Rows], *, may_compare: bool) -> list[int]:
+    """Returns samples whose content differs between two readings."""
+    if not first or not second:
+        return []
+    if first[0].indices is not None:
+        known = _content(second)
+        return [name for name, hashed in _content(first).items() if known.get(name, hashed) != hashed]
+    if not may_compare:
+        return []
+    # A sampler may leave out other samples in each reading, less than a batch, so that all batches are full.
+    left_out = max(len(rows.hashes) for rows in first) if len(first) > 1 else 0
+    apart = Counter(_names(first)) - Counter(_names(second))
+    return list(apart) if apart.total() > left_out else []
 
 
 def _other_steps(one: RunTrace, by_rank: Sequence[Sequence[Sequence[int]]]) -> tuple[int, tuple[int, int]]:

@@ -21,7 +21,7 @@ from hpctrain.run.experiments.measuring.randomness import NoDropout
 from hpctrain.run.experiments.measuring.trace import Failure, RunTrace, StepRecorder
 from hpctrain.run.experiments.sessions import alone, sum_during_backward, together
 from hpctrain.run.experiments.subject import Setting, Subject, Trial
-from hpctrain.train import Position, TrainingState, resume
+from hpctrain.train import Position, TrainingState, capture_generators, restore_generators, resume
 
 _DELAY_S = 0.05
 _MAX_TEXT = 1000
@@ -156,7 +156,13 @@ class Trials:
                     stopped.ended.put_into(trial.roots(), carried)
             recorder = stack.enter_context(StepRecorder(trial))
             recorder.trace.failure = failed or self._steps(
-                trial, source, recorder, conditions=conditions, start=start, stop=stop
+                trial,
+                source,
+                recorder,
+                conditions=conditions,
+                start=start,
+                stop=stop,
+                is_resumed=load_from is not None,
             )
             if recorder.trace.failure is not None and not trial.is_split:
                 recorder.trace.unfinished = recorder.unfinished()
@@ -179,14 +185,20 @@ class Trials:
         conditions: Conditions,
         start: int,
         stop: int,
+        is_resumed: bool,
     ) -> Failure | None:
         number, per_epoch = start, source.batches_per_epoch
+        device = trial.session.device
+        loaded = capture_generators(device) if is_resumed else None
         try:
             while number < stop:
                 epoch, skip = divmod(number, per_epoch)
                 first = number
                 with contextlib.closing(closable(source.batches(epoch, skip=skip))) as batches:
                     for batch in batches:
+                        if loaded is not None and skip and number == start:
+                            # A DataLoader draws a number when its epoch begins, which was before the stop.
+                            restore_generators(loaded, device=device, otherwise=0)
                         if conditions.whole:
                             batch = trial.repeated(batch, self.session.num_ranks)
                         if conditions.delayed:

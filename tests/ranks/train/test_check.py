@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.check.faulty_data import make_data, write_recipe
-from tests.ranks_launcher import REPOSITORY, run_command
+from tests.ranks_launcher import REPOSITORY, rank_environment, run_command
 
 pytestmark = pytest.mark.launches
 
@@ -22,7 +24,14 @@ LOOPS = {
     "gradients_by_hand": "GRADIENTS", "learning_rate": "LEARNING_RATE", "no_set_epoch": "DATA_ORDER",
     "continued_epoch": "DATA_ORDER", "repeating_sampler": "REPEATED", "data_by_rank": "DATA_BY_RANK",
     "wrong_accumulation": "ACCUMULATION", "backward_twice": "ACCUMULATION", "own_generator": "OWN_RANDOM",
-    "replaced_samples": "REPEATED",
+    "replaced_samples": "REPEATED", "max_norm": "DRIFT", "no_step": "NOT_APPLIED", "sound_in_parts": None,
+    "decays_each_part": "ACCUMULATION", "schedules_each_part": "ACCUMULATION", "clips_each_part": "GRADIENTS",
+    "steps_each_part": "ACCUMULATION", "unseeded_order": "OWN_RANDOM", "rate_by_ranks": "LEARNING_RATE",
+    "kept_gradients": "OWN_STATE", "evaluates_in_training_mode": "EVALUATION", "not_finite_on_one_rank": "NOT_FINITE",
+    **dict.fromkeys(
+        ["numpys_global", "pythons_global", "torchs_global", "without_seed", "system_random", "by_time", "own_seeded"],
+        "OWN_RANDOM",
+    ),
 }  # fmt: skip
 # name -> task, keys of [data], keys of [optimizer], cause
 RECIPES = {
@@ -48,8 +57,36 @@ RECIPES = {
     "NotDeterministic": ("NotDeterministic", "", "", "NOT_DETERMINISTIC"),
     "by_rank": ("Sound", 'transform = "tests.check.faulty_tasks:by_rank"', "", "DATA_BY_RANK"),
     "noisy": ("Sound", "", 'target = "tests.check.faulty_tasks:NoisySgd"', "OPTIMIZER"),
+    "by_sample": ("Sound", 'transform = "tests.check.faulty_tasks:by_sample"', "", None),
+    **{
+        name: ("Sound", f'transform = "tests.check.faulty_tasks:{name}"', "", "OWN_RANDOM")
+        for name in (
+            "numpys_global",
+            "pythons_global",
+            "torchs_global",
+            "without_seed",
+            "system_random",
+            "by_time",
+            "own_seeded",
+        )
+    },
+    "LogOfNegative": ("LogOfNegative", "", "", "NOT_APPLIED"),
+    "RootOfZero": ("RootOfZero", "", "", "NOT_APPLIED"),
+    "NotFiniteParameter": ("NotFiniteParameter", "", "", "NOT_APPLIED"),
+    "WeighsNothing": ("WeighsNothing", "", "", "NOT_APPLIED"),
+    "NotFiniteInParts": ("NotFiniteInParts", "", "", "NOT_FINITE"),
+    "WithoutGradients": ("WithoutGradients", "", "", None),
+    "Float32Constant": ("Float32Constant", "", "", None),
 }
-FIRST_RECIPES = ["Sound", "MaskedTokens", "WeighedTokens", "MaxNorm", "by_rank"]
+FIRST_RECIPES = [
+    "Sound",
+    "MaskedTokens",
+    "WeighedTokens",
+    "MaxNorm",
+    "by_rank",
+    "LogOfNegative",
+    "pythons_global",
+]
 
 
 def found_by(module: str, *words: str, where: Path) -> dict[str, dict[str, Any]]:
@@ -61,7 +98,7 @@ def found_by(module: str, *words: str, where: Path) -> dict[str, dict[str, Any]]
 
 
 def is_right(found: dict[str, Any], cause: str | None) -> bool:
-    return found["equal"] if cause is None else found["causes"][:1] == [cause]
+    return bool(found["equal"] if cause is None else found["causes"][:1] == [cause])
 
 
 def wrong(found: dict[str, dict[str, Any]], expected: dict[str, str | None]) -> list[str]:
@@ -115,6 +152,43 @@ def test_a_recipe_that_cannot_run_ends_as_its_run_would(tmp_path: Path) -> None:
     argv = [HPCTRAIN, "check", str(recipe), "-n", "2"]
     result = run_command(None, argv, cwd=tmp_path, timeout_s=600, expect=2)
     assert "task.target" in result.stderr
+    assert result.stderr.count("hpctrain: ") == 1
+    assert "mpirun" not in result.stderr
+    assert not list(tmp_path.glob(".hpctrain-check-*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["absent.toml"], 2, "recipe absent.toml cannot be read"),
+        (["run.toml", "--set", "run.epoch=3"], 2, "did you mean epochs?"),
+        (["run.toml", "--scratch", "absent"], 5, "give --scratch a folder"),
+    ],
+)
+def test_what_is_wrong_before_ranks_start_is_one_message(
+    words: list[str], code: int, said: str, tmp_path: Path
+) -> None:
+    write_recipe(tmp_path, "Sound", name="run")
+    result = run_command(
+        None, [HPCTRAIN, "check", *words, "-n", "2"], cwd=tmp_path, timeout_s=300, expect=code
+    )
+    assert said in result.stderr
+    assert "checking" not in result.stderr
+    assert "mpirun" not in result.stderr
+
+
+def test_ctrl_c_ends_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:
+    make_data(tmp_path)
+    argv = [HPCTRAIN, "check", str(write_recipe(tmp_path, "Sound")), "-n", "2"]
+    with subprocess.Popen(
+        argv, cwd=tmp_path, env=rank_environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("checking")
+        process.send_signal(signal.SIGINT)
+        _, printed = process.communicate(timeout=300)
+    assert process.returncode == 130, printed
+    assert not list(tmp_path.glob(".hpctrain-check-*"))
 
 
 @pytest.mark.thorough
@@ -130,7 +204,7 @@ def test_all_seeded_faults_of_recipes_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_nan_that_stays_in_a_running_mean_is_named(tmp_path: Path) -> None:
-    make_data(tmp_path, with_nan=True)
+    make_data(tmp_path, nan_every=60)
     paths = [str(write_recipe(tmp_path, task)) for task in ("PoisonedMean", "Sound", "BatchNorm")]
     found = found_by("tests.check.faulty_recipes", *paths, where=tmp_path)
     expected = {"PoisonedMean": "BUFFER_NOT_FINITE", "Sound": None, "BatchNorm": "BATCH_STATISTICS"}

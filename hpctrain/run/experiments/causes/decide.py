@@ -31,9 +31,13 @@ def decide(seen_: Observations) -> list[Finding]:
                 advice="do what the message says",
             )
         ]
-    found = [*data_findings(seen_), *_one_process(seen_), *_ranks(seen_), *_division(seen_)]
+    found = [*_idle(seen_), *data_findings(seen_), *_one_process(seen_), *_ranks(seen_), *_division(seen_)]
+    if seen_.drift is None:
+        found += _options(seen_)
     found += resumption_findings(seen_, {f.cause for f in found})
-    found += [*_evaluation(seen_), *_precision(seen_, found), *_poisoned(seen_)]
+    found += _evaluation(seen_)
+    found += _steps_left_out(seen_, found)
+    found += [*_precision(seen_, found), *_poisoned(seen_)]
     found += _unexplained(seen_, found)
     unique: dict[Cause, Finding] = {}
     for finding in found:
@@ -42,12 +46,66 @@ def decide(seen_: Observations) -> list[Finding]:
     return sorted(unique.values(), key=lambda f: (not f.is_difference, f.is_potential, _ORDER.index(f.cause)))
 
 
+def _idle(seen_: Observations) -> Iterator[Finding]:
+    """No step that was applied: runs are equal because none of them trains."""
+    if not seen_.is_idle:
+        return
+    steps = seen_.again.steps
+    if seen_.not_finite:
+        text = f"none of the {steps} steps was applied, on no number of ranks, so nothing was compared: "
+        yield Finding(
+            cause=Cause.NOT_APPLIED, is_difference=True, text=text + seen_.not_finite[0], evidence=seen_.not_finite[1:],
+            advice="mend what is not finite, or train on other samples: steps whose gradients are not finite are "
+            "skipped",
+        )  # fmt: skip
+        return
+    yield Finding(
+        cause=Cause.NOT_APPLIED, is_difference=True,
+        text=f"none of the {steps} steps was applied, on no number of ranks, so nothing was compared: the optimizer "
+        "was not called, though losses and gradients are finite",
+        advice="call updater.step() in each step; a step whose weights sum to 0 is not applied either",
+    )  # fmt: skip
+
+
+def _steps_left_out(seen_: Observations, found: list[Finding]) -> Iterator[Finding]:
+    """Steps that are applied in some runs only, or in none."""
+    if seen_.is_idle:
+        return
+    for what, comparison in seen_.compared().items():
+        if comparison.failure is not None or comparison.applied == comparison.expected:
+            continue
+        if not any(f.is_difference for f in found):
+            yield Finding(
+                cause=Cause.NOT_FINITE, is_difference=True,
+                text=f"{what}: {comparison.applied} of {comparison.steps} steps were applied, and "
+                f"{comparison.expected} in the run that it is compared with",
+                evidence=seen_.not_finite,
+                advice="steps whose gradients are not finite are skipped: look for what is not finite in one of the "
+                "two only",
+            )  # fmt: skip
+        return
+    if seen_.again.applied < seen_.again.steps:
+        reasons = f": {seen_.not_finite[0]}" if seen_.not_finite else ""
+        text = f"{seen_.again.steps - seen_.again.applied} of {seen_.again.steps} steps were skipped, alike in all runs"
+        yield Finding(cause=Cause.NOT_FINITE, is_difference=False, text=text + reasons)
+    elif seen_.not_finite:
+        text = f"all steps were applied, though {'; '.join(seen_.not_finite)}"
+        yield Finding(cause=Cause.NOT_FINITE, is_difference=False, text=text)
+    elif seen_.no_gradients:
+        yield Finding(
+            cause=Cause.NOT_APPLIED, is_difference=False,
+            text="all gradients are 0 in every step: the loss does not depend on the parameters, or its gradient "
+            "vanishes",
+        )  # fmt: skip
+
+
 def _n(seen_: Observations) -> str:
     return f"{seen_.num_ranks} ranks against 1 rank"
 
 
 def _one_process(seen_: Observations) -> Iterator[Finding]:
-    if seen_.again.equal:
+    samples = seen_.samples
+    if seen_.again.equal or samples.content_changes or samples.order_changes:
         return
     evidence = seen("1 rank, the same run again", seen_.again)
     if seen_.fresh_generators:
@@ -223,6 +281,30 @@ def _division(seen_: Observations) -> Iterator[Finding]:
     yield from _randomness(seen_)
 
 
+def _options(seen_: Observations) -> Iterator[Finding]:
+    """Options of the optimizer that are the same on all ranks of a run, and others in another run."""
+    runs = {
+        f"on {seen_.num_ranks} ranks": (seen_.ranks, "give the optimizer the same options on every number of ranks"),
+        "with 2 micro-batches": (seen_.micro, "step schedulers once after each step, not after each micro-batch"),
+        f"on {seen_.num_ranks} ranks with 2 micro-batches": (
+            seen_.ranks_micro, "step schedulers once after each step, not after each micro-batch",
+        ),
+    }  # fmt: skip
+    for what, (comparison, advice) in runs.items():
+        option = comparison.first.get("option") if comparison is not None else None
+        if option is None or (comparison is not None and comparison.earliest is not option):
+            continue
+        is_rate = option.tensor.startswith("lr ")
+        by_parts = comparison is not seen_.ranks
+        cause = Cause.ACCUMULATION if by_parts else Cause.LEARNING_RATE if is_rate else Cause.OPTIMIZER
+        name = option.tensor.replace("lr ", "the learning rate ", 1) if is_rate else f"option {option.tensor}"
+        yield Finding(
+            cause=cause, is_difference=True, text=f"in step {option.step} {name} is another one {what}",
+            evidence=seen(f"{what} against 1 rank", comparison), advice=advice,
+        )  # fmt: skip
+        return
+
+
 def _factor(seen_: Observations) -> tuple[str, float] | None:
     """Returns by what number all gradients of the first step are off, and where; None if by no one number."""
     compared = {_n(seen_): seen_.ranks, "1 rank, in 2 micro-batches": seen_.micro}
@@ -253,6 +335,8 @@ def _randomness(seen_: Observations) -> Iterator[Finding]:
         )  # fmt: skip
     if not seen_.draws_left or seen_.reseeded is None or seen_.reseeded.equal:
         return
+    if seen_.samples.content_changes or seen_.samples.content_unstable:
+        return  # the data draw
     differ = (seen_.drift is None and not seen_.ranks.equal) or (
         seen_.micro is not None and not seen_.micro.equal
     )
@@ -372,6 +456,13 @@ def _unexplained(seen_: Observations, found: list[Finding]) -> Iterator[Finding]
                 "part", evidence=evidence,
                 advice="sum what it is computed from over the ranks",
             )  # fmt: skip
+        elif "micro" in what and seen_.ranks.equal:
+            yield _accumulation(
+                f"{what}: {describe(first) if first else comparison.failure}, though the loss of a batch is the mean "
+                "of those of its parts: the step does something for each micro-batch that belongs once to each step, "
+                "such as clipping, weight decay or the optimizer's step",
+                evidence,
+            )
         else:
             yield Finding(
                 cause=Cause.UNKNOWN, is_difference=True, text=f"{what} differs, and no experiment explains it",

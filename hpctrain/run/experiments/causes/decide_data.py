@@ -10,8 +10,19 @@ from hpctrain.run.experiments.causes.observations import Observations
 
 def data_findings(observed: Observations) -> Iterator[Finding]:
     samples, ranks = observed.samples, observed.num_ranks
-    if samples.content_changes:
-        yield from _content_changes(observed)
+    if samples.content_changes or samples.order_changes:
+        yield _own_random(observed)
+        return  # the rest can be told apart once this is mended
+    differs = (
+        samples.content_by_rank
+        or samples.content_by_share
+        or samples.other_steps
+        or not _resumes_equal(observed)
+    )
+    if samples.content_unstable and differs:
+        yield _own_random(observed)
+        if not samples.is_numbered:
+            return  # samples are known by their content
     elif samples.content_by_rank:
         yield Finding(
             cause=Cause.DATA_BY_RANK, is_difference=True,
@@ -46,9 +57,7 @@ def data_findings(observed: Observations) -> Iterator[Finding]:
             evidence=["the samples of both epochs, in order"],
             advice="call sampler.set_epoch(epoch), or derive the order from seed and epoch",
         )  # fmt: skip
-    is_known = (
-        samples.content_by_rank or samples.content_by_share or samples.repeated or samples.content_changes
-    )
+    is_known = samples.content_by_rank or samples.content_by_share or samples.repeated
     if samples.other_steps and not is_known:
         counts = f": {samples.num_rank_rows} samples on all ranks, {samples.num_rows} in one process"
         yield Finding(
@@ -62,21 +71,34 @@ def data_findings(observed: Observations) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _content_changes(observed: Observations) -> Iterator[Finding]:
+def _resumes_equal(observed: Observations) -> bool:
+    return observed.resumed is None or observed.resumed.plain.equal
+
+
+def _own_random(observed: Observations) -> Finding:
+    """Samples whose content or order is drawn from something that the run does not seed for each sample."""
     samples = observed.samples
-    shown = list(samples.content_changes)[:3]
-    text = f"one process reads other contents for the same samples, such as {shown}, when it runs again"
-    if observed.own_generators or observed.fresh_generators:
-        names = ", ".join([*observed.fresh_generators, *observed.own_generators][:3])
-        yield Finding(
-            cause=Cause.OWN_RANDOM, is_difference=True, text=f"{text}; {names} draws random numbers",
-            advice="make a generator of seed, epoch and sample number",
-        )  # fmt: skip
+    found = list(samples.content_changes or samples.content_unstable)[:3]
+    shown = f", such as {found}," if found and samples.is_numbered else ""
+    own = [*observed.fresh_generators, *observed.own_generators]
+    if samples.content_changes:
+        text = f"one process reads other contents for the same samples{shown} when it runs again with the same seed"
+    elif samples.order_changes:
+        text = "one process gets its samples in another order when it runs again with the same seed"
     else:
-        yield Finding(
-            cause=Cause.NOT_DETERMINISTIC, is_difference=True, text=text,
-            advice="make random numbers of seed, epoch and sample number",
-        )  # fmt: skip
+        text = f"one process reads other contents for the same samples{shown} when it reads an epoch twice"
+        own += [f"the process's generator of {name}" for name in samples.draws]
+    of = "the sampler's order" if samples.order_changes else "what the dataset or transform does"
+    why = (
+        f"{of} depends on {', '.join(own[:3])}"
+        if own
+        else f"{of} depends on random numbers without a seed, the time or other state of its own"
+    )
+    return Finding(
+        cause=Cause.OWN_RANDOM, is_difference=True, text=f"{text}: {why}",
+        advice="draw random numbers from a generator that is made of seed, epoch and sample number: in a transform "
+        "context.generator(row), in a sampler one of seed and epoch",
+    )  # fmt: skip
 
 
 def _repeats(observed: Observations) -> Iterator[Finding]:

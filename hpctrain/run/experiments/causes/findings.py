@@ -15,10 +15,11 @@ GUIDE = "docs/guides/check.md"
 class Cause(str, Enum):
     """Causes, in the words of the guide. In the order in which findings are reported: earlier ones may cause later."""
 
+    NOT_APPLIED = "nothing was trained"
     DATA_BY_RANK = "the data depend on the rank"
     REPEATED = "repeated samples"
     DATA_ORDER = "data order"
-    OWN_RANDOM = "a random generator of its own"
+    OWN_RANDOM = "own random state"
     NOT_DETERMINISTIC = "one process is not equal to itself"
     GRADIENTS = "gradients changed after backward"
     LEARNING_RATE = "drift: learning rate"
@@ -33,9 +34,9 @@ class Cause(str, Enum):
     EVALUATION = "dropout or training mode in evaluation"
     FLOAT32 = "float32 in a float64 model"
     METRICS = "metrics are no means over samples"
-    NOT_FINITE = "samples that are not finite"
+    NOT_FINITE = "values that are not finite"
     RANDOM = "dropout or other randomness"
-    REFUSED = "an error on several ranks only"
+    REFUSED = "an error that not all runs have"
     UNKNOWN = "not explained"
 
 
@@ -74,6 +75,8 @@ def describe(difference: Difference) -> str:
     what = "the loss" if difference.kind == "loss" else f"{difference.kind} {difference.tensor}"
     if difference.kind == "initial":
         what = f"parameter {difference.tensor}"
+    elif difference.kind == "option":
+        what = f"the optimizer's option {difference.tensor}"
     return f"{what} differs {when}, by {in_percent_or_power(difference.relative)}{worst}"
 
 

@@ -53,7 +53,9 @@ class Observations:
     state differs between two runs. own_state: path -> kind of other values outside of the checkpoint that changed.
     buffers_apart: buffers that differ between the ranks after the first step. evaluation_apart: metrics that differ
     between one rank and N. tampered: of gradients that are no multiple of the sum of what backward computed, with the
-    step. poisoned: what is not finite after a batch with NaN was skipped. splits: the run itself uses micro-batches.
+    step. poisoned: what is not finite after a batch with NaN was skipped. not_finite: what was first not finite in a
+    run, in words; [] if all was finite. no_gradients: on one rank all gradients were 0 in every step. splits: the run
+    itself uses micro-batches.
     refused: class and text of the error with which the run ends on 1 rank already, in step `refused_step`.
     is_split: the ranks hold parts of the model. repeats_intended: samples are drawn with replacement.
     """
@@ -87,11 +89,19 @@ class Observations:
     drift: Drift | None = None
     tampered: tuple[int, Residual] | None = None
     poisoned: Sequence[str] = ()
+    not_finite: Sequence[str] = ()
+    no_gradients: bool = False
     refused: str | None = None
     refused_step: int = 0
     splits: bool = False
     is_split: bool = False
     repeats_intended: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no run applied a step."""
+        found = [comparison for comparison in self.compared().values() if comparison.steps]
+        return bool(found) and not any(comparison.applied or comparison.expected for comparison in found)
 
     def compared(self) -> dict[str, Comparison]:
         """Returns the comparisons that were made, by what they compare, in words."""

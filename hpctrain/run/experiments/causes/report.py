@@ -36,7 +36,14 @@ class CheckReport:
         yield f"{self.name}: {seen.steps} steps in {dtype}, on 1 rank and on {seen.num_ranks}"
         for what, comparison in seen.compared().items():
             result = f"equal within {seen.tolerance:.0e}" if comparison.equal else "differs"
-            if comparison.failure is not None:
+            if (
+                comparison.failure is None
+                and comparison.steps
+                and not comparison.applied
+                and not comparison.expected
+            ):
+                result = "no step was applied"
+            elif comparison.failure is not None:
                 result = f"ends in step {comparison.failed_step} with {comparison.failure.split(':')[0]}"
             elif comparison.equal and comparison.worst == 0:
                 result = "equal to the bit"
@@ -62,6 +69,8 @@ class CheckReport:
         yield ""
         if self.equal:
             yield f"equal within {seen.tolerance:.0e}"
+        elif seen.is_idle:
+            yield f"nothing was compared, since no step was applied; each cause has an example in {GUIDE}"
         else:
             yield f"something differs; each cause has an example in {GUIDE}"
 

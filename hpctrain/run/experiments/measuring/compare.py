@@ -12,7 +12,7 @@ import torch
 from hpctrain.run.experiments.measuring.trace import Kept, RunTrace, StepTrace
 
 # In the order in which a step computes them.
-KINDS = ("initial", "samples", "loss", "gradient", "parameter", "buffer")
+KINDS = ("initial", "samples", "loss", "gradient", "option", "parameter", "buffer")
 # A gradient below this share of the largest one is mostly rounding; optimizers like Adam enlarge what it holds.
 _NOISE = 1e-5
 _NOISE_ALLOWED = 1e-7
@@ -36,7 +36,8 @@ class Comparison:
     """Of a trial with the one that it should equal. worst: the largest relative difference, also below the tolerance.
 
     factor: what all gradients of the first step are multiplied by, against the reference; None if by no one number.
-    failure: text of the error that ended the trial.
+    failure: text of the error that ended the trial. steps: that the trial made. applied: those in which it called the
+    optimizer; expected: those of the same steps in which the reference did.
     """
 
     first: Mapping[str, Difference]
@@ -44,6 +45,9 @@ class Comparison:
     factor: float | None = None
     failure: str | None = None
     failed_step: int = 0
+    steps: int = 0
+    applied: int = 0
+    expected: int = 0
 
     @property
     def equal(self) -> bool:
@@ -63,7 +67,8 @@ class Comparison:
         first = {kind: Difference(**found) for kind, found in value["first"].items()}
         return cls(
             first=first, worst=value["worst"], factor=value["factor"], failure=value["failure"],
-            failed_step=value["failed_step"],
+            failed_step=value["failed_step"], steps=value["steps"], applied=value["applied"],
+            expected=value["expected"],
         )  # fmt: skip
 
 
@@ -121,10 +126,14 @@ def compare(
             found.add(
                 "gradient", number, "all (the step is skipped in one of the two)", absolute=1.0, scale=1.0
             )
+        _compare_options(found, number, theirs.options, mine.options)
         _compare_kept(found, "parameter", number, theirs.parameters, mine.parameters, noisy)
         _compare_kept(found, "buffer", number, theirs.buffers, mine.buffers)
     failure = other.failure if reference.failure is None else None
+    same_steps = reference.steps[from_step - 1 : from_step - 1 + len(other.steps)]
     return Comparison(
+        steps=len(other.steps), applied=sum(step.applied for step in other.steps),
+        expected=sum(step.applied for step in same_steps),
         first=found.first, worst=found.worst, factor=factor,
         failure=f"{failure.kind}: {failure.text}" if failure else None, failed_step=failure.step if failure else 0,
     )  # fmt: skip
@@ -184,6 +193,20 @@ def _compare_gradients(
             )
 
 
+def _compare_options(
+    found: _Found, step: int, reference: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]
+) -> None:
+    """Compares the options of the optimizer's groups, where both runs called it."""
+    for theirs, mine in zip(reference, other, strict=False):
+        for name, value in theirs.items():
+            now = mine.get(name)
+            if now == value:
+                continue
+            is_number = isinstance(value, int | float) and isinstance(now, int | float)
+            absolute, scale = (abs(value - now), abs(value) or 1.0) if is_number else (1.0, 1.0)
+            found.add("option", step, f"{name} ({now} instead of {value})", absolute=absolute, scale=scale)
+
+
 def factor_between(
     reference: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], *, accuracy: float = 1e-9
 ) -> float | None:
@@ -233,7 +256,8 @@ def merge(by_rank: Sequence[Comparison]) -> Comparison:
     failed = next((found for found in by_rank if found.failure is not None), None)
     factors = {found.factor for found in by_rank}
     return Comparison(
-        first=first, worst=max(found.worst for found in by_rank),
+        first=first, worst=max(found.worst for found in by_rank), steps=max(found.steps for found in by_rank),
+        applied=max(found.applied for found in by_rank), expected=max(found.expected for found in by_rank),
         factor=by_rank[0].factor if None not in factors else None,
         failure=failed.failure if failed else None, failed_step=failed.failed_step if failed else 0,
     )  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -39,16 +41,30 @@ def probe_evaluation(trial: Trial, *, tolerance: float) -> EvaluationFacts | Non
         finally:
             for handle in handles:
                 handle.remove()
-    differs = {}
-    for name, value in first.items():
-        other = second.get(name, float("nan"))
-        if value != other and not abs(value - other) <= tolerance * max(abs(value), abs(other)):
-            differs[name] = abs(value - other) / (max(abs(value), abs(other)) or 1.0)
+    differs = metrics_apart(first, second, tolerance=tolerance)
     moved = [names[module] for module, a, b in zip(model.modules(), modes, now, strict=True) if a != b]
     return EvaluationFacts(
         metrics=dict(first), differs=differs, training=tuple(training.items()), draws=sorted(draws),
         changed=[name for name, value in after.items() if before[name] != value], modes=moved,
     )  # fmt: skip
+
+
+def metrics_apart(
+    reference: Mapping[str, float], other: Mapping[str, float], *, tolerance: float
+) -> dict[str, float]:
+    """Returns the metrics of `reference` that `other` lacks or has otherwise, with the relative difference; infinite
+    where one of the two is not finite."""
+    apart = {}
+    for name, value in reference.items():
+        found = other.get(name)
+        if found is not None and (value == found or (math.isnan(value) and math.isnan(found))):
+            continue
+        relative = math.inf
+        if found is not None and math.isfinite(value) and math.isfinite(found):
+            relative = abs(value - found) / max(abs(value), abs(found))
+        if relative > tolerance:
+            apart[name] = relative
+    return apart
 
 
 def _state(model: torch.nn.Module) -> dict[str, int]:

@@ -62,14 +62,14 @@ def unchanged(trial: Trial) -> Iterator[None]:
         own.put_into(trial.roots(), changed)
 
 
-class _Outputs:
-    """Records inputs and outputs of a model's modules, in the order in which they return."""
+class ModuleOutputs:
+    """Records inputs and outputs of a model's modules, in the order in which they return: name, inputs, outputs."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self.seen: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = []
 
-    def __enter__(self) -> _Outputs:
+    def __enter__(self) -> ModuleOutputs:
         self._handles = [
             module.register_forward_hook(self._returned(name)) for name, module in self._model.named_modules()
         ]
@@ -95,12 +95,13 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def probe_loss(trial: Trial, batch: Any, *, num_rows: int, tolerance: float) -> LossFacts | None:
-    """Computes the loss of a batch and of parts of it, always from the same state. None for fewer than 3 samples."""
+    """Computes the loss of a batch and of parts of it, always from the same state. None for fewer than 3 samples,
+    and where a loss is not finite."""
     if num_rows < 3:
         return None
 
-    def of(start: int, stop: int) -> tuple[float, float, bool, _Outputs]:
-        with unchanged(trial), NoDropout(), _Outputs(trial.model) as outputs:
+    def of(start: int, stop: int) -> tuple[float, float, bool, ModuleOutputs]:
+        with unchanged(trial), NoDropout(), ModuleOutputs(trial.model) as outputs:
             loss, weight = trial.loss(trial.part(batch, start, stop))
             loss = 0.0 if weight == 0 else loss  # a mean over nothing
             return loss, 1.0 if weight is None else weight, weight is not None, outputs
@@ -109,6 +110,8 @@ def probe_loss(trial: Trial, batch: Any, *, num_rows: int, tolerance: float) -> 
     a, b, c = (0, third), (third, 2 * third), (2 * third, 3 * third)
     full, _, is_weighed, full_outputs = of(0, 3 * third)
     parts = [of(*span) for span in (a, b, c)]
+    if not all(math.isfinite(loss) for loss in (full, *(part[0] for part in parts))):
+        return None
     mixes = _first_mixing(
         trial.model, full_outputs, [outputs for *_, outputs in parts], tolerance=max(1e-9, 100 * tolerance)
     )
@@ -141,7 +144,7 @@ def _ratio(both: float, left: float, right: float) -> float | None:
 
 
 def _first_mixing(
-    model: torch.nn.Module, full: _Outputs, parts: Sequence[_Outputs], *, tolerance: float
+    model: torch.nn.Module, full: ModuleOutputs, parts: Sequence[ModuleOutputs], *, tolerance: float
 ) -> tuple[str, str, float] | None:
     if len({len(outputs.seen) for outputs in (full, *parts)}) != 1:
         return None
@@ -177,11 +180,13 @@ def _apart(full: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowPrecision:
-    """An operation that computes in less than float64 with float64 values. module: in whose forward; `` if in none."""
+    """An operation that computes in less than float64 with float64 values. module: in whose forward; `` if in none.
+    is_mixed: only an operand has fewer digits, the result is float64."""
 
     module: str
     operation: str
     dtype: str
+    is_mixed: bool = False
 
 
 class _DtypeWalk(TorchDispatchMode):
@@ -195,14 +200,17 @@ class _DtypeWalk(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if self.is_forward and isinstance(output, torch.Tensor) and output.dtype in _LOW and output.dim() > 0:
+        if self.is_forward and isinstance(output, torch.Tensor):
             given = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, torch.Tensor)]
-            if any(t.dtype == torch.float64 for t in given):
-                module = self.modules[-1] if self.modules else ""
+            is_low = output.dtype in _LOW and output.dim() > 0
+            low = [output] if is_low else [t for t in given if t.dtype in _LOW and "copy" not in str(func)]
+            if low and any(t.dtype == torch.float64 for t in given):
+                module, dtype = (
+                    self.modules[-1] if self.modules else "",
+                    str(low[0].dtype).removeprefix("torch."),
+                )
                 self.found.append(
-                    LowPrecision(
-                        module=module, operation=str(func), dtype=str(output.dtype).removeprefix("torch.")
-                    )
+                    LowPrecision(module=module, operation=str(func), dtype=dtype, is_mixed=not is_low)
                 )
         return output
 
@@ -236,8 +244,9 @@ def find_low_precision(trial: Trial, batch: Any) -> list[LowPrecision]:
     finally:
         for handle in handles:
             handle.remove()
-    by_module = {entry.module: entry for entry in reversed(walk.found)}
-    return [*found, *reversed(by_module.values())]
+    entries = sorted(walk.found, key=lambda entry: entry.is_mixed)
+    first = {entry.module: entry for entry in reversed(entries)}
+    return [*found, *reversed(first.values())]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

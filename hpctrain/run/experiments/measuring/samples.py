@@ -21,7 +21,10 @@ class SampleFacts:
     samples that complete the last batch of some ranks, at most one a rank. not_finite: field -> some samples.
     content_by_rank: samples whose content differs between ranks although each read the same batch alone.
     content_by_share: whose content differs between one process and the ranks. content_changes: between two runs of one
-    process. other_steps: the first step in which the ranks together get other samples than one process, 0 if none.
+    process. content_unstable: between two readings of one epoch by one process. order_changes: two runs of one process
+    get the same samples in other orders. draws: the process's generators that reading uses; looked for only where
+    contents differ. is_numbered: the samples' numbers are known, else hashes of their content. other_steps: the
+    first step in which the ranks together get other samples than one process, 0 if none.
     same_every_epoch: the shuffled order of two epochs is the same. history: an epoch's samples depend on what was read
     before it. num_rows, num_rank_rows: samples of one step in one process, and over all ranks.
     """
@@ -36,6 +39,10 @@ class SampleFacts:
     content_by_rank: Sequence[int] = ()
     content_by_share: Sequence[int] = ()
     content_changes: Sequence[int] = ()
+    content_unstable: Sequence[int] = ()
+    order_changes: bool = False
+    draws: Sequence[str] = ()
+    is_numbered: bool = True
     other_steps: int = 0
     same_every_epoch: bool = False
     history: bool = False

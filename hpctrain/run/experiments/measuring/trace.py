@@ -44,6 +44,10 @@ class StepTrace:
     options: list[dict[str, Any]] = field(default_factory=list)
     draws: frozenset[str] = frozenset()
 
+    @property
+    def applied(self) -> bool:
+        return self.parameters_before is not None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:

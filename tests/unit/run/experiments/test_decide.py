@@ -9,6 +9,7 @@ import pytest
 from hpctrain.run.experiments.causes.decide import decide
 from hpctrain.run.experiments.causes.findings import Cause
 from hpctrain.run.experiments.causes.observations import EQUAL, Drift, Observations, Resumptions
+from hpctrain.run.experiments.causes.report import CheckReport
 from hpctrain.run.experiments.measuring.compare import Comparison, Difference, Residual
 from hpctrain.run.experiments.measuring.probes import EvaluationFacts, LossFacts, LowPrecision
 from hpctrain.run.experiments.measuring.samples import SampleFacts
@@ -98,7 +99,42 @@ CASES = {
     ),
     "a transform that draws other numbers each time": (
         replace(SOUND, again=apart(), samples=SampleFacts(content_by_rank=[3], content_changes=[3])),
-        Cause.NOT_DETERMINISTIC,
+        Cause.OWN_RANDOM,
+    ),
+    "a transform that draws from the process's generator": (
+        replace(
+            SOUND, ranks=apart(), samples=SampleFacts(content_by_share=[3], content_unstable=[3], draws=["numpy"])
+        ),
+        Cause.OWN_RANDOM,
+    ),
+    "a dataset that draws, in a loop without numbers of samples": (
+        replace(
+            SOUND, ranks=apart(),
+            samples=SampleFacts(
+                content_by_share=[3], content_unstable=[3], is_numbered=False, history=True, other_steps=1
+            ),
+        ),
+        Cause.OWN_RANDOM,
+    ),
+    "a sampler without a seed": (
+        replace(SOUND, again=apart("samples"), samples=SampleFacts(order_changes=True, repeated={"3": 2, "4": 2})),
+        Cause.OWN_RANDOM,
+    ),
+    "a learning rate of the number of ranks": (
+        replace(SOUND, ranks=apart("option", 1, "lr (0.2 instead of 0.1)")), Cause.LEARNING_RATE,
+    ),
+    "a scheduler for each micro-batch": (
+        replace(SOUND, micro=apart("option", 1, "lr (0.05 instead of 0.1)")), Cause.ACCUMULATION,
+    ),
+    "clipping for each micro-batch": (replace(SOUND, splits=True, micro=apart("gradient")), Cause.ACCUMULATION),
+    "steps that are left out on several ranks": (
+        replace(
+            SOUND,
+            again=Comparison(first={}, worst=0.0, steps=4, applied=4, expected=4),
+            ranks=Comparison(first=apart("gradient").first, worst=1.0, steps=4, applied=0, expected=4),
+            not_finite=["rank 1, step 1: the loss (nan) is not finite"],
+        ),
+        Cause.NOT_FINITE,
     ),
     "a transform by rank": (
         replace(SOUND, ranks=apart(), samples=SampleFacts(content_by_rank=[3])), Cause.DATA_BY_RANK,
@@ -174,6 +210,38 @@ CASES = {
 def test_the_cause_is_named_first(name: str) -> None:
     observations, cause = CASES[name]
     assert causes(observations)[:1] == [cause]
+
+
+def left_out(applied: int) -> Comparison:
+    return Comparison(first={}, worst=0.0, steps=4, applied=applied, expected=applied)
+
+
+@pytest.mark.parametrize(
+    "not_finite", [["step 1: field x in samples 3 is not finite", "step 1: the loss"], []]
+)
+def test_runs_without_a_step_that_was_applied_are_not_equal(not_finite: list[str]) -> None:
+    none = left_out(0)
+    idle = replace(
+        SOUND, again=none, micro=none, resumed=Resumptions(plain=none), ranks=none, ranks_again=none, ranks_micro=none,
+        ranks_resumed=none, not_finite=not_finite,
+    )  # fmt: skip
+    found = decide(idle)
+    assert [f.cause for f in found if f.is_difference] == [Cause.NOT_APPLIED]
+    assert all(line in f"{found[0].text} {found[0].evidence}" for line in not_finite)
+    assert (
+        CheckReport(name="task", observations=idle, findings=found)
+        .lines()[-1]
+        .startswith("nothing was compared")
+    )
+
+
+def test_steps_that_all_runs_leave_out_are_a_note() -> None:
+    found = decide(
+        replace(SOUND, again=left_out(2), ranks=left_out(2), not_finite=["step 1: the loss (nan)"])
+    )
+    assert [(f.cause, f.is_difference) for f in found] == [(Cause.NOT_FINITE, False)]
+    assert "2 of 4 steps" in found[0].text
+    assert "step 1: the loss (nan)" in found[0].text
 
 
 def test_dropout_alone_is_no_difference() -> None:
