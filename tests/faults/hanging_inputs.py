@@ -28,6 +28,10 @@ def hang(fields: Arrays, context: TransformContext) -> Arrays:
     return fields
 
 
+def unchanged(fields: Arrays, context: TransformContext) -> Arrays:
+    return fields
+
+
 def hold(fields: Arrays, context: TransformContext) -> Arrays:
     """As `hang`, in C code that holds Python's lock."""
     if context.start == HANGS_AT:
@@ -76,7 +80,7 @@ def main(kind: str, timeout_s: float) -> None:
         stop.leave = session.world.abort
         options: dict[str, Any] = {
             "samples": {},
-            "held samples": {"transform": lambda fields: fields, "num_threads": 2},
+            "held samples": {"transform": unchanged, "num_threads": 2},
             "thread": {"transform": hang},
             "worker": {"transform": "tests.faults.hanging_inputs:hang", "workers": 2},
             "importing": {"transform": "tests.faults.hanging_import:never", "workers": 1},
