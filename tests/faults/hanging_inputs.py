@@ -78,7 +78,7 @@ def main(kind: str, timeout_s: float) -> None:
     stop = StopRequest().install()
     with hpctrain.start(backend="serial", timeout_s=timeout_s) as session:
         stop.leave = session.world.abort
-        options: dict[str, Any] = {
+        kinds: dict[str, dict[str, Any]] = {
             "samples": {},
             "held samples": {"transform": unchanged, "num_threads": 2},
             "thread": {"transform": hang},
@@ -87,7 +87,8 @@ def main(kind: str, timeout_s: float) -> None:
             "ahead": {"transform": hang},
             "again": {"transform": hang},
             "held": {"transform": hold},
-        }[kind]
+        }
+        options = kinds[kind]
         samples = OwnSamples(hangs=kind in ("samples", "held samples"), holds=kind == "held samples")
         loader = session.loader(samples, global_batch=4, shuffle=False, **options)
         if kind == "importing":
