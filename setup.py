@@ -38,8 +38,9 @@ setup(
             optional=True,
         ),
         # No modules of Python: a thread that ends a rank whose Python is blocked (comm/watchdog/gil_free_timer.py),
-        # what a rank does at its exit (comm/backends/mpi_process/exit_status.py), and a library that ranks preload
-        # where they outnumber the cores (launch/yielding.py).
+        # one that ends it at a second signal (resilience/second_signal.py), what a rank does at its exit
+        # (comm/backends/mpi_process/exit_status.py), and a library that ranks preload where they outnumber the cores
+        # (launch/yielding.py).
         Extension(
             "hpctrain.comm.watchdog._gil_free_timer",
             ["hpctrain/comm/watchdog/_gil_free_timer.c"],
@@ -49,6 +50,12 @@ setup(
         Extension(
             "hpctrain.comm.backends.mpi_process._exit_status",
             ["hpctrain/comm/backends/mpi_process/_exit_status.c"],
+            libraries=["pthread"],
+            optional=True,
+        ),
+        Extension(
+            "hpctrain.resilience._second_signal",
+            ["hpctrain/resilience/_second_signal.c"],
             libraries=["pthread"],
             optional=True,
         ),

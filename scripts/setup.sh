@@ -119,7 +119,7 @@ make_environment() {
 
 # What decides the result: the same again means that there is nothing to do.
 inputs() {
-  cat "$SCRIPTS"/setup*.sh requirements/*.txt setup.py hpctrain/*/_*.c hpctrain/*/*/_*.c | sha256sum | cut -c1-16
+  cat "$SCRIPTS"/setup*.sh requirements/*.txt setup.py hpctrain/*/_*.c hpctrain/*/*/_*.c hpctrain/*/*/*/_*.c | sha256sum | cut -c1-16
   printf '%s\n' "${MPICC:-}" "${HDF5_DIR:-}" "$bundle_id" "$WITHOUT" "${HOROVOD_CUDA_HOME:-}" "${HOROVOD_NCCL_HOME:-}" "$PWD" \
     "$(command -v "${CC:-cc}" || true)"
 }

@@ -31,6 +31,7 @@ _STARTS_WITHIN_S = 1.0
 _KILL_AFTER_S = 3.0  # from the second Ctrl-C to SIGKILL; mpirun and srun need 2 s to end their ranks
 # Each asks the run to stop: SIGUSR1 is what a batch script hands on, the others become it.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_SAME_REQUEST_S = 2.5  # a signal so much later is a second request: not less than `hpctrain.resilience` has
 _STRAY_GRACE_S = 3.0  # for ranks that outlive a launcher that died
 _MAX_LINE_BYTES = 4096
 _PR_SET_PDEATHSIG = 1
@@ -193,6 +194,7 @@ class _Watch:
         self._out = out
         self._started_s = time.monotonic()
         self._stop_at_s: float | None = None
+        self._asked_s: float | None = None  # when the ranks were asked to stop
         self._kill_at_s: float | None = None
         self._line = b""
         self._before = b""  # the last whole line
@@ -211,7 +213,7 @@ class _Watch:
                     elif not self._copy_stderr():
                         ready.unregister(self._child.stderr)
                 if self._stop_at_s is not None and time.monotonic() >= self._stop_at_s:
-                    self._stop_at_s = None
+                    self._stop_at_s, self._asked_s = None, time.monotonic()
                     self._child.send_signal(self._stop_signal)
                 if self._observer is not None and not self._ending:
                     self._end_if_asked(self._observer.must_end())
@@ -267,6 +269,13 @@ class _Watch:
                     "Ctrl-C ends them without saving",
                 )
                 self._stop_at_s = self._started_s + _STARTS_WITHIN_S
+            elif (
+                number in (signal.SIGTERM, signal.SIGHUP)
+                and self._asked_s is not None
+                and time.monotonic() - self._asked_s >= _SAME_REQUEST_S
+            ):  # for the ranks a second request, which ends one that hangs; batch systems send the first twice
+                _say(self._out, f"{signal.Signals(number).name} again: the ranks end now, without saving")
+                self._child.send_signal(self._stop_signal)
 
     def _end_if_asked(self, request: EndRequest | None) -> None:
         if request is not None:

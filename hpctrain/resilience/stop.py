@@ -14,6 +14,7 @@ from typing import Any, final
 
 from hpctrain.errors import LaunchError
 from hpctrain.launch import identify
+from hpctrain.resilience.second_signal import SecondSignal
 from hpctrain.resilience.stop_signals import DEFAULT_STOP_SIGNALS, SignalName
 
 # One request may arrive more than once: from Slurm and from srun, to which the batch script passes it on; and at a
@@ -28,7 +29,8 @@ class StopRequest:
     """Records that this rank was asked to stop. The training loop acts on it after a vote of all ranks.
 
     A second request ends this rank at once, without a save: a signal SAME_REQUEST_S after the first one, or a second
-    Ctrl-C (SIGINT). A thread sees to that, so that it works while the main thread waits inside a library.
+    Ctrl-C (SIGINT). A thread sees to that, so that it works while the main thread waits inside a library, and a thread
+    of the C library where Python is blocked (`SecondSignal`).
 
     names: the signals to handle.
     leave: ends the rank at a second request, called with the exit code; may be replaced, to end all ranks.
@@ -38,7 +40,8 @@ class StopRequest:
     def __init__(self, names: Sequence[SignalName] = DEFAULT_STOP_SIGNALS) -> None:
         self.signal_name: str | None = None
         self.leave: Callable[[int], None] = os._exit
-        self.leave_code: int | None = None
+        self._leave_code: int | None = None
+        self._second: SecondSignal | None = None
         self._signals = [signal.Signals[name] for name in names]
         self._previous: dict[signal.Signals, Any] = {}
         self._previous_fd = -1
@@ -49,6 +52,16 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         return self.signal_name is not None
+
+    @property
+    def leave_code(self) -> int | None:
+        return self._leave_code
+
+    @leave_code.setter
+    def leave_code(self, code: int | None) -> None:
+        self._leave_code = code
+        if self._second is not None:
+            self._second.leave_with(code)
 
     def install(self) -> StopRequest:
         """Installs handlers for the signals and returns self. Does nothing outside the main thread."""
@@ -62,6 +75,13 @@ class StopRequest:
         os.set_blocking(self._writer, False)
         # The interpreter writes the number of each signal here at once, whatever the main thread does.
         self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        with contextlib.suppress(OSError):
+            self._second = SecondSignal(
+                reader, handled=self._previous, same_request_s=SAME_REQUEST_S, leaves_within_s=_LEAVE_MAY_TAKE_S,
+                who=_describe_rank(),
+            )  # fmt: skip
+            self._second.leave_with(self._leave_code)
+            reader = self._second.reader
         os.register_at_fork(after_in_child=self._forget_in_child)
         threading.Thread(target=self._read, args=(reader,), name="hpctrain-signals", daemon=True).start()
         return self
@@ -90,35 +110,47 @@ class StopRequest:
         handled = set(self._previous)
         with os.fdopen(reader, "rb", buffering=0) as pipe:
             while numbers := pipe.read(64):
-                for number in numbers:
+                for byte in numbers:
+                    number, is_second = (byte, None) if self._second is None else self._second.number_of(byte)
                     if number in handled:
-                        self._received(signal.Signals(number))
+                        self._received(signal.Signals(number), is_second=is_second)
 
-    def _received(self, number: signal.Signals) -> None:
+    def _received(self, number: signal.Signals, *, is_second: bool | None) -> None:
+        """is_second: whether it is a second request; None: not known yet."""
         self.request(number.name)
         now_s = time.monotonic()
         self._interrupts += number == signal.SIGINT
         if self._first_s is None:
             self._first_s = now_s
-        elif now_s - self._first_s >= SAME_REQUEST_S or (number == signal.SIGINT and self._interrupts > 1):
-            self._leave(number, after_s=now_s - self._first_s)
+            return
+        waited_s = now_s - self._first_s
+        if is_second is None:
+            is_second = waited_s >= SAME_REQUEST_S or (number == signal.SIGINT and self._interrupts > 1)
+        if is_second:
+            self._leave(number, after_s=waited_s)
 
     def _leave(self, number: signal.Signals, *, after_s: float) -> None:
         code = 128 + number if self.leave_code is None else self.leave_code
-        last_resort = threading.Timer(_LEAVE_MAY_TAKE_S, os._exit, args=(code,))
-        last_resort.daemon = True
-        last_resort.start()
-        who = "this rank"
-        with contextlib.suppress(LaunchError):
-            who = identify(os.environ, socket.gethostname()).describe()
+        if self._second is not None:
+            self._second.answer()
+        else:
+            last_resort = threading.Timer(_LEAVE_MAY_TAKE_S, os._exit, args=(code,))
+            last_resort.daemon = True
+            last_resort.start()
         text = (
             f"{number.name}, {after_s:.1f} s after {self.signal_name}: ending at once, nothing more is saved"
         )
         with contextlib.suppress(OSError):
-            os.write(2, f"hpctrain: {who}: {text} (exit code {code})\n".encode())
+            os.write(2, f"hpctrain: {_describe_rank()}: {text} (exit code {code})\n".encode())
         self.leave(code)
 
     def _forget_in_child(self) -> None:
         """A forked child, such as a worker of torch's DataLoader, must not report its own signals to its parent."""
         if self._writer >= 0:
             self.restore()
+
+
+def _describe_rank() -> str:
+    with contextlib.suppress(LaunchError):
+        return identify(os.environ, socket.gethostname()).describe()
+    return "this rank"

@@ -312,7 +312,7 @@ class Session:
             num_ranks=data.size,
             seed=seed,
             pin_memory=self.device.type == "cuda",
-            watch=self.world.awaiting_input,
+            watch=self.world.inputs,
             **options,
         )
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -27,9 +28,27 @@ def hang(fields: Arrays, context: TransformContext) -> Arrays:
     return fields
 
 
+def unchanged(fields: Arrays, context: TransformContext) -> Arrays:
+    return fields
+
+
+def hold(fields: Arrays, context: TransformContext) -> Arrays:
+    """As `hang`, in C code that holds Python's lock."""
+    if context.start == HANGS_AT:
+        ctypes.PyDLL(None).sleep(3600)
+    return fields
+
+
 def hang_on_rank_1(fields: Arrays, context: TransformContext) -> Arrays:
     """Of two ranks' batches of 16, hangs on the second half of the third, which rank 1 has."""
     if context.start == 32 and 40 in context.indices:
+        time.sleep(3600)
+    return fields
+
+
+def hang_after_32(fields: Arrays, context: TransformContext) -> Arrays:
+    """Hangs on each batch after the first 32 samples."""
+    if context.start >= 32:
         time.sleep(3600)
     return fields
 
@@ -45,12 +64,13 @@ class OwnSamples:
     num_samples = 40
     fields: ClassVar = {"x": FieldSpec(dtype="float32", shape=())}
 
-    def __init__(self, *, hangs: bool) -> None:
+    def __init__(self, *, hangs: bool, holds: bool = False) -> None:
         self._hangs = hangs
+        self._holds = holds
 
     def gather(self, indices: NDArray[np.int64], *, out: Any = None) -> Arrays:
         if self._hangs and HANGS_AT in indices:
-            time.sleep(3600)
+            ctypes.PyDLL(None).sleep(3600) if self._holds else time.sleep(3600)
         return {"x": indices.astype(np.float32)}
 
 
@@ -58,23 +78,30 @@ def main(kind: str, timeout_s: float) -> None:
     stop = StopRequest().install()
     with hpctrain.start(backend="serial", timeout_s=timeout_s) as session:
         stop.leave = session.world.abort
-        options: dict[str, Any] = {
+        kinds: dict[str, dict[str, Any]] = {
             "samples": {},
+            "held samples": {"transform": unchanged, "num_threads": 2},
             "thread": {"transform": hang},
             "worker": {"transform": "tests.faults.hanging_inputs:hang", "workers": 2},
             "importing": {"transform": "tests.faults.hanging_import:never", "workers": 1},
             "ahead": {"transform": hang},
-        }[kind]
-        samples = OwnSamples(hangs=kind == "samples")
+            "again": {"transform": hang},
+            "held": {"transform": hold},
+        }
+        options = kinds[kind]
+        samples = OwnSamples(hangs=kind in ("samples", "held samples"), holds=kind == "held samples")
         loader = session.loader(samples, global_batch=4, shuffle=False, **options)
         if kind == "importing":
             os.environ["HANGING_IMPORT"] = "1"  # for the workers: this process has imported it
         with loader.epoch(0) as batches:
             for batch in batches:
                 print(f"{kind} {batch.start}", flush=True)
-                if kind == "ahead":
+                if kind in ("ahead", "again"):
                     time.sleep(1.0)
                     break  # while a thread hangs on a batch that nobody needs
+        if kind == "again":
+            loader.epoch(1).close()
+        print(f"{kind} has ended", flush=True)
 
 
 if __name__ == "__main__":

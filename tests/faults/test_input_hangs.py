@@ -50,7 +50,7 @@ def test_one_rank_with_a_loop_of_its_own_ends_and_names_samples_transform_and_wo
         "worker": r"samples 12 to 15 of epoch 0: the transform tests.faults.hanging_inputs:hang has run for \d+ s in "
         r"worker process \d+ ",
         "importing": r"samples 0 to 3 of epoch 0: .* in worker process \d+, which is still importing its module",
-        "ahead": r"the end of the loader's threads; samples from 12 of epoch 0 on: the transform hang has run",
+        "again": r"the end of an earlier epoch's threads; samples from 12 of epoch 0 on: the transform hang has run",
     }
     loops = {kind: start_loop(kind, timeout_s=6.0) for kind in wanted}
     for kind, loop in loops.items():
@@ -62,8 +62,49 @@ def test_one_rank_with_a_loop_of_its_own_ends_and_names_samples_transform_and_wo
         ), err
         assert "if it is only slow, raise run.timeout_s or limits.input_s" in err
         assert out.splitlines() == {
-            "importing": [], "ahead": ["ahead 0"],
+            "importing": [], "again": ["again 0"],
         }.get(kind, [f"{kind} {start}" for start in (0, 4, 8)])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("held", "the transform hold has run in thread hpctrain-data-0"),
+        pytest.param(
+            "held samples", r"OwnSamples has been read in thread hpctrain-data-\d", marks=pytest.mark.thorough
+        ),
+    ],
+)  # fmt: skip
+def test_c_code_that_holds_the_lock_is_ended_and_named(kind: str, text: str) -> None:
+    loop = start_loop(kind, timeout_s=6.0)
+    _, err = loop.communicate(timeout=300)
+    assert loop.returncode == ExitCode.COMMUNICATION, (kind, err)
+    assert re.search(
+        r"rank 0 on \S+ ends\nits Python interpreter has been blocked for [\d.]+ s by C code that holds Python's "
+        rf"lock: no stacks\. Being made when it began: .*samples from 12 of epoch 0 on, {text} \(this rank's 4 samples "
+        r"have the indices 12, 13, 14, 15\)",
+        err,
+    ), err
+
+
+def test_a_batch_that_nobody_needs_keeps_no_run_from_its_end(data: Path, tmp_path: Path) -> None:
+    loop = start_loop("ahead", timeout_s=3000.0)
+    (tmp_path / "train").symlink_to(data / "train")
+    held_back = 'transform = "tests.faults.hanging_inputs:hang_after_32"\nworkers = 1\n'
+    (tmp_path / "recipe.toml").write_text(
+        RECIPE.replace("steps = 8", "steps = 2").replace("timeout_s = 12", "timeout_s = 3000") + held_back
+    )
+    result = run_command(None, [HPCTRAIN, "train", "recipe.toml"], cwd=tmp_path, timeout_s=300, expect=0)
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002.h5").exists()
+    assert re.search(
+        r"rank 0 does not wait for batches that are still being made, and that nobody needs: samples from 32 of epoch "
+        r"0 on: the transform tests.faults.hanging_inputs:hang_after_32 has run for \d+ s in worker process \d+ ",
+        result.stderr,
+    ), result.stderr
+    assert "transformed again" not in result.stderr
+    out, err = loop.communicate(timeout=300)
+    assert (loop.returncode, out) == (0, "ahead 0\nahead has ended\n"), err
+    assert "nobody needs: samples from 12 of epoch 0 on: the transform hang has run" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any, final
 from hpctrain.comm.backends.mpi_group import MpiGroup, make_collective_files
 from hpctrain.comm.backends.mpi_messages.peers import MpiMessages
 from hpctrain.comm.backends.mpi_messages.pieces import MOST_BYTES
-from hpctrain.comm.backends.mpi_process.exit_status import finalize_at_exit, leave_finalizing
+from hpctrain.comm.backends.mpi_process.exit_status import (
+    finalize_at_exit,
+    leave_finalizing,
+    take_over_finalizing,
+)
 from hpctrain.comm.backends.mpi_transport import MpiTransport
 from hpctrain.comm.interface.buffer_checks import MAX_CHUNK_ELEMS, check_groups
 from hpctrain.comm.interface.collective_files import CollectiveFiles
@@ -48,6 +52,8 @@ def _import_mpi(*, initialize: bool = True) -> Any:
 
         if finalizes:
             finalize_at_exit(MPI)
+        elif initialize:
+            take_over_finalizing(MPI)
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"mpi4py cannot be loaded ({error}): install it (make setup), or choose another backend"

@@ -1,11 +1,13 @@
 /* A timer that ends this process although Python is blocked: a thread of the C library, which needs no lock of Python's.
-   See gil_free_timer.py. When it is due, it runs a program, waits for its end, and leaves the process with an exit code. */
+   See gil_free_timer.py. When it is due, it runs a program, waits for its end, and leaves the process with an exit code.
+   The program gets two more words: for how many seconds the timer was not set, and its note. */
 
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
 #include <spawn.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
@@ -18,9 +20,16 @@ typedef struct {
     pthread_mutex_t mutex;
     pthread_cond_t changed;
     struct timespec due; /* of CLOCK_MONOTONIC; 0: never */
+    struct timespec wakes; /* when the thread looks by itself; 0: when it gets a signal */
+    struct timespec set; /* when `due` was set last */
     int exit_code;
-    char **program; /* ends with a null pointer */
+    char **program; /* ends with room for two words and a null pointer */
+    size_t num_words;
+    char note[1024];
 } gil_free_timer;
+
+/* A thread that wakes up so much later than planned was suspended together with Python, which gets as long again. */
+static const double SUSPENDED_AFTER_S = 1.0, CONTINUES_WITHIN_S = 5.0;
 
 static void run_program(char **program)
 {
@@ -39,25 +48,53 @@ static void run_program(char **program)
             ;
 }
 
-static int is_over(const struct timespec *due)
+/* Seconds from a time until now. */
+static double seconds_since(const struct timespec *then)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec > due->tv_sec || (now.tv_sec == due->tv_sec && now.tv_nsec >= due->tv_nsec);
+    return (double)(now.tv_sec - then->tv_sec) + 1e-9 * (double)(now.tv_nsec - then->tv_nsec);
+}
+
+static void set_after(struct timespec *due, double seconds)
+{
+    clock_gettime(CLOCK_MONOTONIC, due);
+    due->tv_sec += (time_t)seconds;
+    due->tv_nsec += (long)((seconds - (double)(time_t)seconds) * 1e9);
+    if (due->tv_nsec >= 1000000000L) {
+        due->tv_sec++;
+        due->tv_nsec -= 1000000000L;
+    }
+}
+
+static int is_before(const struct timespec *first, const struct timespec *second)
+{
+    return first->tv_sec < second->tv_sec || (first->tv_sec == second->tv_sec && first->tv_nsec < second->tv_nsec);
 }
 
 static void *wait_until_due(void *argument)
 {
     gil_free_timer *timer = argument;
+    double late;
+    char seconds[32];
     pthread_mutex_lock(&timer->mutex);
     for (;;) {
-        if (!timer->due.tv_sec)
+        timer->wakes = timer->due;
+        if (!timer->due.tv_sec) {
             pthread_cond_wait(&timer->changed, &timer->mutex);
-        else if (!is_over(&timer->due))
+            continue;
+        }
+        late = seconds_since(&timer->due);
+        if (late < 0)
             pthread_cond_timedwait(&timer->changed, &timer->mutex, &timer->due);
+        else if (late > SUSPENDED_AFTER_S)
+            set_after(&timer->due, CONTINUES_WITHIN_S);
         else
             break;
     }
+    snprintf(seconds, sizeof seconds, "%.1f", seconds_since(&timer->set));
+    timer->program[timer->num_words] = seconds;
+    timer->program[timer->num_words + 1] = timer->note;
     pthread_mutex_unlock(&timer->mutex);
     run_program(timer->program);
     _exit(timer->exit_code);
@@ -74,11 +111,12 @@ gil_free_timer *gil_free_timer_new(const char *const *program, int exit_code)
     int failed;
     while (program[count])
         count++;
-    if (!timer || !(timer->program = calloc(count + 1, sizeof *timer->program)))
+    if (!timer || !(timer->program = calloc(count + 3, sizeof *timer->program)))
         return NULL;
     for (each = 0; each < count; each++)
         if (!(timer->program[each] = strdup(program[each])))
             return NULL;
+    timer->num_words = count;
     timer->exit_code = exit_code;
     pthread_mutex_init(&timer->mutex, NULL);
     pthread_condattr_init(&monotonic);
@@ -94,21 +132,19 @@ gil_free_timer *gil_free_timer_new(const char *const *program, int exit_code)
     return timer;
 }
 
-/* The program runs in `seconds` from now, unless it is set again before; with 0 it does not run. */
-void gil_free_timer_set(gil_free_timer *timer, double seconds)
+/* The program runs in `seconds` from now, unless this is called again before; with 0 it does not run. note: for the
+   program; cut off where it is too long. */
+void gil_free_timer_set(gil_free_timer *timer, double seconds, const char *note)
 {
     struct timespec due = {0, 0};
-    if (seconds > 0) {
-        clock_gettime(CLOCK_MONOTONIC, &due);
-        due.tv_sec += (time_t)seconds;
-        due.tv_nsec += (long)((seconds - (double)(time_t)seconds) * 1e9);
-        if (due.tv_nsec >= 1000000000L) {
-            due.tv_sec++;
-            due.tv_nsec -= 1000000000L;
-        }
-    }
+    if (seconds > 0)
+        set_after(&due, seconds);
     pthread_mutex_lock(&timer->mutex);
     timer->due = due;
-    pthread_cond_signal(&timer->changed);
+    clock_gettime(CLOCK_MONOTONIC, &timer->set);
+    strncpy(timer->note, note, sizeof timer->note - 1);
+    /* A thread that wakes up earlier anyway looks then: a rank sets its timer many times a second. */
+    if (due.tv_sec && (!timer->wakes.tv_sec || is_before(&due, &timer->wakes)))
+        pthread_cond_signal(&timer->changed);
     pthread_mutex_unlock(&timer->mutex);
 }

@@ -1,9 +1,9 @@
 """Ends a rank whose Python is blocked, by a thread of the C library that needs no lock of Python's.
 
-Horovod's enqueue waits, with Python's lock held, while its own thread waits for a rank that is cut off: then no thread
-of Python runs, and no deadline of ours holds. The watcher sets this timer again and again. When it does not any more,
-the timer runs this file as a program, which reports what it finds in the ranks' files and on the network; when the
-program returns, the rank's process ends with the exit code.
+Horovod's enqueue waits, with Python's lock held, while its own thread waits for a rank that is cut off; and a transform
+may call C code that never returns the lock. Then no thread of Python runs, and no deadline of ours holds. The watcher
+sets this timer again and again. When it does not any more, the timer runs this file as a program, which reports what it
+finds in the ranks' files and on the network; when the program returns, the rank's process ends with the exit code.
 
 The thread is `_gil_free_timer.c`. Where that is not compiled, `make_timer` returns None.
 """
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from hpctrain.comm.watchdog.board.node_files import WatchFolders
 
 _LIBRARY = Path(__file__).with_name("_gil_free_timer")
+_LONGEST_S = 1e9  # what is longer, or infinite, does not fit into C's time
+# A rank whose own input hangs waits so long for another rank to announce the end: perhaps none waits for this one.
+_INPUT_WAITS_S = 5.0
 
 
 def find_library() -> str | None:
@@ -37,32 +40,38 @@ def find_library() -> str | None:
 class GilFreeTimer:
     """Runs `command` and then ends this process with `exit_code`, unless it is set again or stopped in time.
 
-    Once the command has begun, nothing stops it. Raises OSError if there is no thread to be had.
+    Two words are appended to the command: the seconds since the timer was set, and the note. Once the command has
+    begun, nothing stops it. Raises OSError if there is no thread to be had.
     """
 
     def __init__(self, library: str, command: Sequence[str], *, exit_code: int) -> None:
-        c: Any = ctypes.CDLL(library)
+        # PyDLL: nothing in there waits, and giving Python's lock back would cost more than the call.
+        c: Any = ctypes.PyDLL(library)
         c.gil_free_timer_new.restype = ctypes.c_void_p
-        c.gil_free_timer_set.argtypes = (ctypes.c_void_p, ctypes.c_double)
+        c.gil_free_timer_set.argtypes = (ctypes.c_void_p, ctypes.c_double, ctypes.c_char_p)
         c.gil_free_timer_set.restype = None
         words = (ctypes.c_char_p * (len(command) + 1))(*map(os.fsencode, command), None)
         self._set = c.gil_free_timer_set
+        self._pid = os.getpid()  # a forked child has no such thread
         self._timer = c.gil_free_timer_new(words, ctypes.c_int(exit_code))
         if self._timer is None:
             raise OSError("no memory or no thread for the timer that ends a blocked rank")
 
-    def set(self, seconds: float) -> None:
-        """The command begins in `seconds`, unless this is called again before."""
-        self._set(self._timer, max(seconds, 1e-3))
+    def set(self, seconds: float, *, note: str = "") -> None:
+        """The command begins in `seconds`, unless this is called again before. note: at most 1023 bytes of it count."""
+        if os.getpid() == self._pid:
+            self._set(self._timer, min(max(seconds, 1e-3), _LONGEST_S), note.encode(errors="replace"))
 
     def stop(self) -> None:
         """The command does not begin until `set` is called."""
-        self._set(self._timer, 0.0)
+        if os.getpid() == self._pid:
+            self._set(self._timer, 0.0, b"")
 
 
 def make_timer(
-    folders: WatchFolders,
+    folders: WatchFolders | None,
     *,
+    rank: int,
     wait_s: float,
     probe_s: float,
     since: float,
@@ -70,26 +79,56 @@ def make_timer(
 ) -> GilFreeTimer | None:
     """Returns the timer of this rank, None where it was not compiled.
 
-    wait_s: how long the program waits for another rank to announce the end. probe_s: time limit of its probes of other
-    hosts. since (epoch): older files are from an earlier attempt of the run.
+    folders: of the ranks' files; None before they are known, then the program reports what it is given. wait_s: how
+    long the program waits for another rank to announce the end. probe_s: time limit of its probes of other hosts. since
+    (epoch): older files are from an earlier attempt of the run.
     """
     library = find_library()
     if library is None:
         return None
-    numbers = (folders.rank, folders.node, folders.placement.num_nodes, os.getpid(), wait_s, probe_s, since)
+    # -I: neither this file's folder nor the user's come before the standard library.
+    command = [sys.executable, "-I", __file__]
+    if folders is None:
+        command += ["", "", str(rank)]
+    else:
+        placement = folders.placement
+        numbers = (rank, folders.node, placement.num_nodes, os.getpid(), wait_s, probe_s, since)
+        command += [str(folders.shared.resolve()), str(folders.local), *map(str, numbers)]
     try:
-        # -I: neither this file's folder nor the user's come before the standard library.
-        command = [sys.executable, "-I", __file__, str(folders.shared.resolve()), str(folders.local)]
-        return GilFreeTimer(library, [*command, *map(str, numbers)], exit_code=exit_code)
+        return GilFreeTimer(library, command, exit_code=exit_code)
     except OSError:
         return None
 
 
+def _describe_blocked(seconds: str, note: str) -> list[str]:
+    """Returns lines on what blocks Python. note: the input that this process was making; "" if none."""
+    if not note:
+        return ["its Python interpreter is blocked inside the communication library: no stacks"]
+    return [
+        f"its Python interpreter has been blocked for {seconds} s by C code that holds Python's lock: no stacks. Being "
+        f"made when it began: {note}",
+        "no other rank is needed for that: the transform, the dataset or the filesystem hangs; if it is only slow, "
+        "raise run.timeout_s or limits.input_s, or run the transform in worker processes (data.workers)",
+    ]
+
+
+def _say(*lines: str) -> None:
+    sys.stderr.write("hpctrain: " + "\n".join(lines) + "\n")
+    sys.stderr.flush()
+
+
 def _report(words: Sequence[str]) -> None:
     """The program. Returns when the rank must end; does not return if its Python has continued after all."""
+    number, (seconds, note) = words[2], words[-2:]
+    if note:  # at once: another rank may be about to end this one
+        _say(f"rank {number} on {os.uname().nodename} ends", *_describe_blocked(seconds, note))
+    if not words[0]:
+        return
     shared, local = map(Path, words[:2])
     rank, node, num_nodes, pid = map(int, words[2:6])
     wait_s, probe_s, since = map(float, words[6:9])
+    if note:
+        wait_s = min(wait_s, _INPUT_WAITS_S)
     sys.path.append(str(Path(__file__).resolve().parents[3]))
     from hpctrain.comm.watchdog.board.node_files import (
         position_path,
@@ -132,13 +171,8 @@ def _report(words: Sequence[str]) -> None:
     cut = find_cut({**findings, here: found}, here=here)
     ending = read_ending(shared, since=since)
     reason = "" if ending is None else f" with rank {ending.rank} on {ending.host}: {ending.reason}"
-    lines = [
-        f"hpctrain: rank {rank} on {here} ends{reason}",
-        *cut,
-        "its Python interpreter is blocked inside the communication library: no stacks",
-    ]
-    sys.stderr.write("\n".join(lines) + "\n")
-    sys.stderr.flush()
+    if not note:
+        _say(f"rank {rank} on {here} ends{reason}", *cut, *_describe_blocked(seconds, note))
     own = read_local(local).get(rank, RankPosition(rank=rank, host=here, pid=pid, written=time.time()))
     write_position(dataclasses.replace(own, reached=found, leaving=True), local=local)
     # The ranks of this node may all be blocked, so that none of them writes the node's file.

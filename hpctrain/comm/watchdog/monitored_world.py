@@ -35,7 +35,7 @@ from hpctrain.comm.watchdog.board.rank_status import place_ranks
 from hpctrain.comm.watchdog.monitored_files import MonitoredFiles
 from hpctrain.comm.watchdog.monitored_messages import MonitoredMessages
 from hpctrain.comm.watchdog.monitored_transport import MonitoredTransport
-from hpctrain.comm.watchdog.operation_state import Track
+from hpctrain.comm.watchdog.operation_state import InputWaits, Track
 from hpctrain.comm.watchdog.section_limits import SectionLimits
 from hpctrain.comm.watchdog.tcp_probe import ProbeTarget
 from hpctrain.comm.watchdog.timeout_report import exit_now
@@ -235,6 +235,7 @@ class Monitored(Forwarding):
             timeout_s=timeout_s,
             abort=lambda code: world.abort(code),
             leave=exit_now if processes else None,
+            is_process=world.backend != "threads",
         )
         self._track = self._watcher.track(group=name, members=world.members)
         if self._holds_lock:
@@ -300,9 +301,10 @@ class Monitored(Forwarding):
         """See `hpctrain.comm.collectives.activity`."""
         return self._all.without_limit()
 
-    def awaiting_input(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
-        """The `with` block waits for this rank's own input, within the section's limit. describe: names the input."""
-        return self._watcher.inputs.during(describe)
+    @property
+    def inputs(self) -> InputWaits:
+        """Where this rank's waits for its own input are noted, which have the section's limit."""
+        return self._watcher.inputs
 
     @property
     def limits(self) -> SectionLimits:

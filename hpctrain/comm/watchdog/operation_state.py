@@ -94,11 +94,14 @@ Wait: TypeAlias = Track | InputWait
 
 @final
 class InputWaits:
-    """The waits of one rank for its input that have not ended. Thread-safe."""
+    """The waits of one rank for its input that have not ended, and the input that its threads make. Thread-safe."""
 
     def __init__(self) -> None:
         self._waits: tuple[InputWait, ...] = ()
+        self._making: dict[int, str] = {}  # by thread, each of which changes its own entry
         self._changing = threading.Lock()
+        self.making_changed: Callable[[], object] = lambda: None
+        """Called when a thread begins to make input, and when it ends."""
 
     @contextlib.contextmanager
     def during(self, describe: Callable[[], str]) -> Iterator[None]:
@@ -111,6 +114,23 @@ class InputWaits:
         finally:
             with self._changing:
                 self._waits = tuple(one for one in self._waits if one is not wait)
+
+    @contextlib.contextmanager
+    def making(self, what: str) -> Iterator[None]:
+        """In the `with` block this thread makes input, in code that may hold Python's lock. what: names the input."""
+        thread = threading.get_ident()
+        self._making[thread] = what
+        self.making_changed()
+        try:
+            yield
+        finally:
+            del self._making[thread]
+            self.making_changed()
+
+    @property
+    def made(self) -> str:
+        """What the threads make now; "" if nothing."""
+        return "; ".join(self._making.copy().values())
 
     @property
     def longest(self) -> InputWait | None:

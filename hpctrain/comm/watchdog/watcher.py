@@ -61,7 +61,8 @@ class Watcher:
     timeout_s: when an operation has taken that long, every rank has exited. Each therefore stops waiting a quarter of
     that time earlier, at most 5 s. `sections` has other limits for sections of the run, once they are configured.
     abort: ends all ranks; called at most once, from the watcher's thread. leave: ends this rank's process at once; None
-    if ranks are threads. With it, all ranks that have reported exit at the same time.
+    if ranks are threads, or there is one. With it, all ranks that have reported exit at the same time. is_process: this
+    process is this rank alone, so that it may be ended while Python is blocked.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Watcher:
         timeout_s: float,
         abort: Callable[[int], None],
         leave: Callable[[int], None] | None = None,
+        is_process: bool = False,
     ) -> None:
         self.rank = rank
         self.step: int | None = None
@@ -83,6 +85,7 @@ class Watcher:
         self._hung: tuple[Track, str] | None = None  # what ends the run before its limit, and why
         self._abort = abort
         self._leave = leave
+        self._is_process = is_process or leave is not None
         self._num_lock_holders = 0
         self._since = time.time() - _CLOCKS_DIFFER_S
         self._host = socket.gethostname()
@@ -93,7 +96,10 @@ class Watcher:
         self._board: Board | None = None
         self._hold: LocalFolder | None = None
         self._exit_timer: GilFreeTimer | None = None
+        self._has_tried_timer = False
+        self._is_ending = False
         self._setting = threading.Lock()
+        self.inputs.making_changed = self._set_exit_timer
         self._look_s = min(2.0, timeout_s / 12)
         self._late: set[tuple[str, int]] = set()
         threading.Thread(target=self._watch, name="hpctrain-watcher", daemon=True).start()
@@ -130,7 +136,11 @@ class Watcher:
         self._hold = None
         if before is not None:
             before.end()
-        self._prepare_exit_timer()
+        with self._setting:  # made again, with the ranks' files
+            if self._exit_timer is not None:
+                self._exit_timer.stop()
+            self._exit_timer, self._has_tried_timer = None, False
+        self._set_exit_timer()
 
     def own_target(self) -> ProbeTarget | None:
         """Returns where other hosts can probe this one; None if no port could be reserved. Raises OSError."""
@@ -148,26 +158,23 @@ class Watcher:
         Prepares the timer of `hpctrain.comm.watchdog.gil_free_timer`. Call `lock_is_free` once for each call.
         """
         self._num_lock_holders += 1
-        self._prepare_exit_timer()
 
     def lock_is_free(self) -> None:
         """Marks the end of one such use."""
         self._num_lock_holders -= 1
-        if self._num_lock_holders == 0 and self._exit_timer is not None:
-            with self._setting:
-                self._exit_timer.stop()
+        self._set_exit_timer()
 
-    def _prepare_exit_timer(self) -> None:
-        """Makes the timer if it can be needed and the folder of the ranks' files is known."""
-        needed = self._leave is not None and self._num_lock_holders > 0 and self._exit_timer is None
-        if needed and self._board is not None and self.tracks:
-            self._exit_timer = make_timer(
-                self._board.folders,
-                wait_s=5 * self._board.interval_s,
-                probe_s=self._look_s,
-                since=self._since,
-                exit_code=int(ExitCode.COMMUNICATION),
-            )
+    def _make_exit_timer(self) -> None:
+        self._has_tried_timer = True
+        board = self._board
+        self._exit_timer = make_timer(
+            None if board is None else board.folders,
+            rank=self.rank,
+            wait_s=0.0 if board is None else 5 * board.interval_s,
+            probe_s=self._look_s,
+            since=self._since,
+            exit_code=int(ExitCode.COMMUNICATION),
+        )
 
     def track(self, *, group: str, members: tuple[int, ...]) -> Track:
         """Starts watching a communicator. group: its name, the same on all members."""
@@ -188,10 +195,12 @@ class Watcher:
         """`track.during`, for an operation that may wait with Python's lock held."""
         try:
             with track.during(operation, detail, signature=signature, counted=counted):
-                self._set_exit_timer()
+                if self._num_lock_holders:
+                    self._set_exit_timer()
                 yield
         finally:
-            self._set_exit_timer()
+            if self._num_lock_holders:
+                self._set_exit_timer()
 
     @contextlib.contextmanager
     def doing_this(self, what: str) -> Iterator[None]:
@@ -257,18 +266,26 @@ class Watcher:
         self.inputs.forgive(seconds)
 
     def _set_exit_timer(self) -> None:
-        """Postpones the timer that acts if this thread can no longer run because the library holds Python's lock.
+        """Postpones the timer that acts if this thread can no longer run, because other code holds Python's lock.
 
-        Armed only during an operation: elsewhere the lock may be held for long legitimately, by a file write.
+        Armed only during an operation of a library that may hold it, and while this process makes input: elsewhere the
+        lock may be held for long legitimately, by a file write.
         """
-        if self._exit_timer is None or self._num_lock_holders == 0:
+        if not self._is_process:
             return
-        with self._setting:  # the communicating threads do this too
-            if self._ended.is_set() or self._longest() is None:
+        limit_s = self.sections.wait_limit_s
+        with self._setting:  # the communicating threads, and those that make input, do this too
+            making = self.inputs.made
+            left_s = [limit_s - self.inputs.longest_s] if making else []
+            if self._num_lock_holders and self._board is not None and self._longest() is not None:
+                left_s.append(limit_s - max(track.waited_s() for track in self.tracks))
+            if left_s and not self._is_ending and not self._ended.is_set():
+                if not self._has_tried_timer:
+                    self._make_exit_timer()
+                if self._exit_timer is not None:
+                    self._exit_timer.set(max(0.0, min(left_s)) + _EXIT_TIMER_AFTER_S, note=making)
+            elif self._exit_timer is not None:
                 self._exit_timer.stop()
-            else:
-                waited_s = max(track.waited_s() for track in self.tracks)
-                self._exit_timer.set(max(0.0, self.sections.wait_limit_s - waited_s) + _EXIT_TIMER_AFTER_S)
 
     def _longest(self) -> Track | None:
         waiting = [track for track in self.tracks if track.since is not None]
@@ -305,9 +322,8 @@ class Watcher:
 
     def _end_run(self, track: Wait | None, *, ending: Ending | None, hung: str = "") -> None:
         board, code = self._board, int(ExitCode.COMMUNICATION)
-        if self._exit_timer is not None:
-            with self._setting:
-                self._exit_timer.stop()
+        self._is_ending = True
+        self._set_exit_timer()
         if board is not None and ending is None and track is not None:
             reason = f"it has waited {track.waited_s():.1f} s for {track.describe()}"
             reason += (f" ({self.doing})" if self.doing else "") + (f"; {hung}" if hung else "")
@@ -356,7 +372,7 @@ class Watcher:
         within(1.0, board.leave)
         until = time.monotonic() + max(0.0, min(ending.leave_at - time.time(), self.sections.ending_s + 1.0))
         all_leave = ending.rank != self.rank  # only the announcing rank ends those that do not exit
-        if not all_leave and self._exit_timer is not None:
+        if not all_leave and self._num_lock_holders and self._exit_timer is not None:
             until = max(until, began + _EXIT_TIMERS_MAY_TAKE_S)
         elif not all_leave and board.one_reports:
             until = min(until, began + _TOGETHER_SHARE * self.sections.ending_s)

@@ -42,18 +42,21 @@ class Batches:
         num_batches: int,
         waited: Callable[[float], None],
         handed_out: Callable[[Batch], None],
-        watched: Callable[[int | None], AbstractContextManager[None]],
+        watched: Callable[[int], AbstractContextManager[None]],
+        closed: Callable[[], None],
     ) -> None:
         """Use `Loader.epoch`.
 
         source: makes the batches. waited: called after each call of `next`, even if it fails, with the seconds that
         it waited. handed_out: called with each batch before `next` returns it. watched: returns the context of a wait
-        for the batch of a number, or for the end of the threads (None).
+        for the batch of a number. closed: called at the first `close`, once the threads were stopped.
         """
         self._source = source
         self._waited = waited
         self._handed_out = handed_out
         self._watched = watched
+        self._closed = closed
+        self._is_closed = False
         self._next = 0
         self._counted_wait_s = 0.0
         self.num_batches = num_batches
@@ -76,9 +79,11 @@ class Batches:
         return batch
 
     def close(self) -> None:
-        """Stops the threads that prepare batches. May be called more than once."""
-        with self._watched(None):
-            self._source.close()
+        """Stops the threads that prepare batches, and waits a moment for them. May be called more than once."""
+        self._source.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._closed()
 
     def __enter__(self) -> Batches:
         return self

@@ -8,13 +8,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Protocol, final
 
 from hpctrain.data.order.batch_plan import BatchPlan
 from hpctrain.data.order.epoch_order import Span
 
-InputWatch: TypeAlias = Callable[[Callable[[], str]], AbstractContextManager[None]]
-"""Called with a function that says what is waited for; its `with` block is the wait. `Session.loader` gives one."""
+
+class InputWatch(Protocol):
+    """Is shown what a loader waits for and makes, and ends the rank after its limit. `Session.loader` gives one."""
+
+    def during(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
+        """The `with` block waits for what `describe` returns."""
+
+    def making(self, what: str) -> AbstractContextManager[None]:
+        """The `with` block makes `what` in this thread, in code that may hold Python's lock."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +29,7 @@ class _Stage:
     plan: BatchPlan
     text: str
     thread: int
+    reads: bool
     since: float
 
 
@@ -29,20 +37,32 @@ class _Stage:
 class InProgress:
     """The stages of the batches that threads are making. Thread-safe.
 
-    where: returns in which process the batch of a thread is transformed; "" in the thread itself.
+    where: returns in which process the batch of a thread is transformed; "" in the thread itself. watch: is shown each
+    stage in a thread.
     """
 
-    def __init__(self, where: Callable[[int], str]) -> None:
+    def __init__(self, where: Callable[[int], str], *, watch: InputWatch | None = None) -> None:
         self._where = where
+        self._watch = watch
         self._stages: dict[int, _Stage] = {}  # by thread, each of which changes its own entry
 
     @contextlib.contextmanager
-    def stage(self, plan: BatchPlan, text: str) -> Iterator[None]:
-        """The `with` block does for a batch what `text` says."""
+    def stage(self, plan: BatchPlan, text: str, *, reads: bool) -> Iterator[None]:
+        """The `with` block does for a batch what `text` says. reads: it reads samples, which threads always do."""
         thread = threading.get_ident()
-        self._stages[thread] = _Stage(plan=plan, text=text, thread=thread, since=time.monotonic())
+        self._stages[thread] = _Stage(
+            plan=plan, text=text, thread=thread, reads=reads, since=time.monotonic()
+        )
         try:
-            yield
+            if self._watch is None or not (reads or self._where(thread) == ""):
+                yield
+                return
+            what = (
+                f"samples from {plan.start} of epoch {plan.epoch} on, {text} in thread "
+                f"{threading.current_thread().name} ({_describe_indices(plan)})"
+            )
+            with self._watch.making(what):
+                yield
         finally:
             del self._stages[thread]
 
@@ -65,13 +85,15 @@ class InProgress:
         return "; ".join(texts) or "no batch is being made"
 
     def _text(self, stage: _Stage) -> str:
-        where = self._where(stage.thread)
+        where = "" if stage.reads else self._where(stage.thread)
         if not where:
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             where = f"thread {names.get(stage.thread, stage.thread)}"
-        indices = stage.plan.indices
-        numbers = ", ".join(str(index) for index in indices[:4]) + (", ..." if len(indices) > 4 else "")
-        return (
-            f"{stage.text} for {time.monotonic() - stage.since:.0f} s in {where} (this rank's {len(indices)} samples "
-            f"have the indices {numbers})"
-        )
+        waited_s = time.monotonic() - stage.since
+        return f"{stage.text} for {waited_s:.0f} s in {where} ({_describe_indices(stage.plan)})"
+
+
+def _describe_indices(plan: BatchPlan) -> str:
+    indices = plan.indices
+    numbers = ", ".join(map(str, indices[:4].tolist())) + (", ..." if len(indices) > 4 else "")
+    return f"this rank's {len(indices)} samples have the indices {numbers}"

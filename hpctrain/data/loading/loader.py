@@ -12,7 +12,8 @@ ranks, or another batch size. Never communicates, unless the dataset is collecti
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ from hpctrain.data.loading.buffer_pool import BatchMemory
 from hpctrain.data.loading.epoch_iterator import Batches, EpochPlan
 from hpctrain.data.loading.in_progress import InProgress, InputWatch
 from hpctrain.data.loading.loader_state import LoaderState
-from hpctrain.data.loading.prefetch import ByteBound, InStep, Prefetch
+from hpctrain.data.loading.prefetch import ByteBound, InStep, MakingThreads, Prefetch
 from hpctrain.data.order.batch_plan import BatchPlan, plan_batch
 from hpctrain.data.order.cached_order import ahead_for
 from hpctrain.data.order.epoch_order import LastBatch, Order, Span, num_batches
@@ -126,8 +127,9 @@ class Loader:
         self._transformer = build_transformer(transform, workers=workers)
         self._watch = watch
         self._in_progress = InProgress(
-            (lambda thread: "") if self._transformer is None else self._transformer.place
+            (lambda thread: "") if self._transformer is None else self._transformer.place, watch=watch
         )
+        self._threads: list[MakingThreads] = []  # of each epoch whose threads have not all ended
 
     def _check(self) -> None:
         if not 0 <= self.rank < self.num_ranks:
@@ -195,6 +197,7 @@ class Loader:
                 f"the run should resume at sample {start} of an epoch, but the epoch has "
                 f"{self.num_positions} samples: was the dataset packed again since the checkpoint was written?"
             )
+        self._await_left()
         self.current_epoch, self.position = epoch, start
         self._continues = False
         plan = EpochPlan(
@@ -203,16 +206,32 @@ class Loader:
         )  # fmt: skip
         return Batches(
             self._source(plan), num_batches=plan.num_batches, waited=self._add_wait, handed_out=self._move_to,
-            watched=lambda number: self._watched(plan, epoch=epoch, number=number),
+            watched=lambda number: self._waiting(
+                lambda: self._in_progress.describe(epoch=epoch, span=plan.span(number))
+            ),
+            closed=self._name_left,
         )  # fmt: skip
 
-    def _watched(self, plan: EpochPlan, *, epoch: int, number: int | None) -> AbstractContextManager[None]:
-        """Returns the context of a wait for a batch, or for the end of the threads that make batches (None)."""
-        if self._watch is None:
-            return contextlib.nullcontext()
-        if number is None:
-            return self._watch(lambda: f"the end of the loader's threads; {self._in_progress.describe_all()}")
-        return self._watch(lambda: self._in_progress.describe(epoch=epoch, span=plan.span(number)))
+    def _waiting(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._watch is None else self._watch.during(describe)
+
+    def _name_left(self) -> None:
+        """Says that threads have not ended although nobody needs what they make."""
+        if any(threads.left() for threads in self._threads):
+            print(
+                f"hpctrain: rank {self.rank} does not wait for batches that are still being made, and that nobody "
+                f"needs: {self._in_progress.describe_all()}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+    def _await_left(self) -> None:
+        """Waits for such threads: a dataset may not be read by more threads than it allows."""
+        for thread in [thread for threads in self._threads for thread in threads.left()]:
+            with self._waiting(
+                lambda: f"the end of an earlier epoch's threads; {self._in_progress.describe_all()}"
+            ):
+                thread.join()
+        self._threads = [threads for threads in self._threads if not threads.have_ended]
 
     def _source(self, plan: EpochPlan) -> Prefetch[Batch] | InStep[Batch]:
         """Returns an iterator that makes the batches of `plan`. Threads of a `Prefetch` start at once."""
@@ -228,10 +247,12 @@ class Loader:
         if getattr(self.dataset, "collective", False):
             # Each read is a collective: all ranks must read the same batches in the same order.
             return InStep(make, num_items=plan.num_batches)
-        return Prefetch(
+        source = Prefetch(
             make, num_items=plan.num_batches, depth=MAX_BATCHES_AHEAD, bound=self.prefetch_bound(),
             num_threads=self.num_threads, help_make=self.may_help,
         )  # fmt: skip
+        self._threads.append(source.threads)
+        return source
 
     def _add_wait(self, seconds: float) -> None:
         self.wait_s += seconds
@@ -298,7 +319,7 @@ class Loader:
     def read(self, plan: BatchPlan) -> Batch:
         """Reads the samples of `plan`, applies the transform, and returns them as a batch."""
         checker = self.checker
-        with self._in_progress.stage(plan, f"{type(self.dataset).__qualname__} has been read"):
+        with self._in_progress.stage(plan, f"{type(self.dataset).__qualname__} has been read", reads=True):
             if checker is not None and self.on_damage is OnDamage.SKIP:
                 plan, fields = read_around_damage(
                     plan,
@@ -312,7 +333,8 @@ class Loader:
             context = TransformContext(
                 seed=self.seed, epoch=plan.epoch, start=plan.start, indices=plan.indices
             )
-            with self._in_progress.stage(plan, f"the transform {self._transformer.name} has run"):
+            text = f"the transform {self._transformer.name} has run"
+            with self._in_progress.stage(plan, text, reads=False):
                 fields = transformed(fields, by=self._transformer, context=context, pin_memory=self._pin)
         return Batch(
             fields=fields,

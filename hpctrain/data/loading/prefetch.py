@@ -12,9 +12,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+# A thread that makes an item which nobody needs is waited for so long: it may hang.
+_ENDING_MAY_TAKE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,13 +148,30 @@ def _work(shared: _Shared[T]) -> None:
         del item
 
 
+class MakingThreads:
+    """The threads of a `Prefetch`, to which this has no reference."""
+
+    def __init__(self, shared: _Shared[Any], threads: list[threading.Thread]) -> None:
+        self._shared = shared
+        self._threads = threads
+
+    @property
+    def have_ended(self) -> bool:
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def left(self) -> list[threading.Thread]:
+        """Returns the threads that are still making an item although the iteration has ended."""
+        return [thread for thread in self._threads if self._shared.stopped and thread.is_alive()]
+
+
 def _end(shared: _Shared[T], threads: list[threading.Thread]) -> None:
-    """Stops the threads and waits for them."""
+    """Stops the threads and waits for them, for up to `_ENDING_MAY_TAKE_S`."""
     shared.stop()
     # The garbage collector may run in one of the threads, which cannot join itself.
     if threading.current_thread() not in threads:
+        until_s = time.monotonic() + _ENDING_MAY_TAKE_S
         for thread in threads:
-            thread.join()
+            thread.join(max(0.0, until_s - time.monotonic()))
 
 
 class Prefetch(Generic[T]):
@@ -159,8 +179,8 @@ class Prefetch(Generic[T]):
 
     At most `depth` items are ready or being made at any time, within `bound`. An exception of `make` is raised in
     place of its item and ends the iteration. `close()` (also called at the end of a `with` block, and when the
-    iterator is collected) stops the threads and waits for them. help_make: a waiting consumer makes items itself,
-    which uses one more core and saves passing items between threads.
+    iterator is collected) stops the threads and waits a moment for them. help_make: a waiting consumer makes items
+    itself, which uses one more core and saves passing items between threads.
     """
 
     def __init__(
@@ -181,6 +201,7 @@ class Prefetch(Generic[T]):
             threading.Thread(target=_work, args=(self._shared,), name=f"hpctrain-data-{number}", daemon=True)
             for number in range(min(max(1, num_threads), num_items))
         ]
+        self.threads = MakingThreads(self._shared, self._threads)
         # Runs once: on close(), when this iterator is collected, or before the interpreter shuts down (later
         # a daemon thread could be frozen while it holds the lock).
         self._finalizer = weakref.finalize(self, _end, self._shared, self._threads)
@@ -204,7 +225,7 @@ class Prefetch(Generic[T]):
         return item
 
     def close(self) -> None:
-        """Stops and joins the threads. May be called more than once."""
+        """Stops the threads and waits a moment for them (`threads.left`). May be called more than once."""
         self._finalizer()
 
     def __enter__(self) -> Prefetch[T]:

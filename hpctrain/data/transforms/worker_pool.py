@@ -97,7 +97,7 @@ class WorkerPool:
                     made = worker.transform(request, descriptor)
                 except WorkerDied as death:
                     last = death
-                    if attempt < MAX_REMAKES:
+                    if attempt < MAX_REMAKES and not self._places.closed:
                         # Printed now, since the run continues and only becomes slower.
                         print(f"hpctrain: a batch is transformed again: {death}", file=sys.stderr, flush=True)
                     self._put(worker, alive=False)

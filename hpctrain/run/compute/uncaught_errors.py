@@ -39,9 +39,13 @@ class UncaughtErrors:
         # Extension modules report an error that they ignore (of a destructor, in Cython) to the hook, too. Many do so
         # while Python ends, after `atexit`: a parallel HDF5 file that is still open, for example.
         atexit.register(self._restore_hook)
+        who = f"hpctrain: rank {self._world.rank} on {socket.gethostname()}: the program has exited with code"
         end_all_on_error(
-            f"hpctrain: rank {self._world.rank} on {socket.gethostname()}: the program has exited with code %d while "
-            "its session was open; all ranks end with that code, so that no other rank waits for this one\n"
+            f"{who} %d while its session was open; all ranks end with that code, so that no other rank waits for this "
+            "one\n",
+            waiting=f"{who} 0 while its session was open, and waits for the other ranks to end, too. One that needs "
+            "this rank ends the run with code 6 at its time limit: leave together, or close the session on all "
+            "ranks\n",
         )
 
     def release(self) -> None:

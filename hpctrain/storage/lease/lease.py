@@ -59,11 +59,22 @@ class Place:
 
     def newest(self) -> int:
         """Returns the number of the lease; 0 if nobody has one."""
-        numbers = [0]
-        pattern = re.compile(re.escape(self.prefix) + r"(\d{8})")
+        return max((number for number, partial in self._files().values() if not partial), default=0)
+
+    def remove_older(self, number: int) -> None:
+        """Removes what is left of leases before `number`, also of processes that were killed while they wrote one."""
+        for path, (other, _) in self._files().items():
+            if other < number:
+                with suppress(OSError):
+                    path.unlink()
+
+    def _files(self) -> dict[Path, tuple[int, bool]]:
+        """Returns the number of each lease file, and whether it is one that was being written."""
+        pattern = re.compile(re.escape(self.prefix) + r"(\d{8})(\.[0-9a-f]{16})?")
         with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
-            numbers += [int(match[1]) for entry in entries if (match := pattern.fullmatch(entry.name))]
-        return max(numbers)
+            matches = [match for entry in entries if (match := pattern.fullmatch(entry.name))]
+            return {self.folder / match[0]: (int(match[1]), match[2] is not None) for match in matches}
+        return {}
 
 
 class InUseError(Exception):
@@ -126,9 +137,7 @@ class Lease:
                         time.sleep(min(poll_s, limit_s))
                         continue
             if _create(place.path(number + 1), holder):
-                for old in range(max(1, number - 8), number + 1):
-                    with suppress(OSError):
-                        place.path(old).unlink()
+                place.remove_older(number + 1)
                 return cls(place, number + 1, holder)
 
     def check(self) -> None:
@@ -197,9 +206,14 @@ def _create(path: Path, holder: Holder) -> bool:
     try:
         try:
             os.link(partial, path)
+        except FileNotFoundError:  # a process that has a later lease has removed it
+            return False
         except FileExistsError:
             # The answer to an NFS request that was sent twice; then the link is there.
-            return partial.stat().st_nlink == 2
+            try:
+                return partial.stat().st_nlink == 2
+            except FileNotFoundError:
+                return False
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint import load_newest_good
+from hpctrain.checkpoint import identify_run, load_newest_good
 from hpctrain.checkpoint.saving.host_snapshot import HostBuffers
 from hpctrain.checkpoint.tiers.recover import recover
 from hpctrain.checkpoint.tiers.tiers import Tiers
@@ -21,11 +22,15 @@ from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 
 
 def open_tiers(world: Any, directory: str, *, ranks_per_node: int) -> Tiers:
-    """Nodes are emulated; each has a folder of its own in `directory/local`."""
+    """Nodes are emulated; each has a folder of its own in `directory/local`. The run is the one of `directory/run`."""
     names = [f"host/{rank // ranks_per_node}" for rank in range(world.num_ranks)]
+    run, shared = Path(directory) / "run", Path(directory) / "run" / "checkpoints"
+    shared.mkdir(parents=True, exist_ok=True)
+    world.barrier()
     return Tiers.open(
         local=Path(directory) / "local",
-        shared=Path(directory) / "shared",
+        shared=shared,
+        run=identify_run(run, checkpoints=shared, comm=world).id,
         topology=Topology.from_node_names(names, emulated=True),
         comm=world,
     )
@@ -56,7 +61,24 @@ def save_twice_and_die(world: Any, directory: str) -> None:
 
 
 def recover_and_load(world: Any, directory: str) -> dict[str, Any]:
-    """step: of the checkpoint that the ordinary load finds. recovered: what was brought back before."""
+    """step: of the checkpoint that the ordinary load finds. recovered: what was brought back before.
+
+    First with the run directory removed, and another one in its place: none of it is that run's.
+    """
+    run, kept = Path(directory) / "run", Path(directory) / "kept"
+    if world.rank == 0:
+        run.rename(kept)
+    world.barrier()
+    tiers = open_tiers(world, directory, ranks_per_node=1)
+    found = recover(tiers, comm=world)
+    assert (found.path, found.step, found.notes) == (None, None, ())
+    assert load_newest_good(tiers.shared, comm=world) is None
+    tiers.close()
+    world.barrier()
+    if world.rank == 0:
+        shutil.rmtree(run)
+        kept.rename(run)
+    world.barrier()
     tiers = open_tiers(world, directory, ranks_per_node=1)
     found = recover(tiers, comm=world)
     restored = load_newest_good(tiers.shared, comm=world)

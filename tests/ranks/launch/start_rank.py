@@ -55,6 +55,33 @@ def started(how: str) -> None:
         time.sleep(0.05)
 
 
+def mpi4py_first(how: str) -> None:
+    """mpi4py was imported first, and finalizes MPI unless it is kept from it; then rank 1 exits alone."""
+    import mpi4py.MPI  # noqa: F401
+
+    import hpctrain
+
+    session = hpctrain.start(timeout_s=300 if how == "3" else 30)
+    session.world.barrier()
+    if session.rank == 1:
+        raise SystemExit(int(how))
+    while True:
+        session.all_reduce(torch.ones(3))
+        time.sleep(0.05)
+
+
+def file_at_exit(path: str) -> None:
+    """An MPI-IO file of h5py's is open when the program ends."""
+    import h5py
+    from mpi4py import MPI
+
+    import hpctrain
+
+    session = hpctrain.start(timeout_s=300)
+    globals()["kept"] = file = h5py.File(path, "w", driver="mpio", comm=MPI.COMM_WORLD)
+    file.create_dataset("x", (4,), "i8")[session.rank] = session.rank + 1
+
+
 def child_of_mpi() -> None:
     """Rank 0 has started MPI without hpctrain."""
     if os.environ["OMPI_COMM_WORLD_RANK"] == "0":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import h5py
 import pytest
 
 from tests.ranks_launcher import rank_environment, run_command
@@ -40,6 +41,30 @@ def test_a_rank_that_exits_alone_ends_all_with_its_code(how: str) -> None:
 
 
 @pytest.mark.thorough
+def test_a_rank_that_exits_alone_after_mpi4py_was_imported_first_ends_all_with_its_code() -> None:
+    done = run_command(2, [*RANK, "mpi4py_first", "3"], expect=3, timeout_s=300)
+    assert re.search(r"rank 1 on \S+: the program has exited with code 3 while its session", done.stderr)
+
+
+@pytest.mark.thorough
+def test_a_rank_that_exits_alone_with_code_0_says_that_it_waits() -> None:
+    done = run_command(2, [*RANK, "mpi4py_first", "0"], expect=6, timeout_s=300)
+    assert re.search(
+        r"rank 1 on \S+: the program has exited with code 0 .* and waits for the other", done.stderr
+    )
+
+
+@pytest.mark.thorough
+def test_a_parallel_file_that_is_open_when_the_program_ends_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    done = run_command(2, [*RANK, "file_at_exit", str(path)], expect=0, timeout_s=300)
+    assert "hpctrain: rank" not in done.stderr
+    assert "Error" not in done.stderr
+    with h5py.File(path) as file:
+        assert file["x"][:].tolist() == [1, 2, 0, 0]
+
+
+@pytest.mark.thorough
 def test_ranks_that_end_without_closing_their_session_end_as_python_does() -> None:
     done = run_command(3, [*RANK, "one_ends", "0"], expect=0, timeout_s=300)
     assert done.stdout.count("ends") == 3
@@ -60,7 +85,7 @@ def test_a_second_program_of_a_rank_is_told_why_mpi_does_not_start(tmp_path: Pat
     script.write_text(f'{sys.executable} -c "{program}"\n{sys.executable} -c "{program}"\n')
     done = run_command(2, ["bash", str(script)], expect=5, timeout_s=300)
     assert done.stdout.count("started") == 2
-    assert re.search(r"rank \d has run another program before .*and MPI starts only once", done.stderr)
+    assert re.search(r"rank \d has run another program before, .*and MPI starts only once", done.stderr)
     assert "orte_init" not in done.stderr
 
 

@@ -108,6 +108,44 @@ def test_a_second_signal_ends_a_rank_that_hangs_and_one_that_follows_at_once_is_
     assert "s after SIGUSR1: ending at once, nothing more is saved (exit code 143)" in printed
 
 
+# As above, with Python's lock, so that no thread of Python runs.
+_HOLDS = _HANGS.replace("ctypes.CDLL(None)", "ctypes.PyDLL(None)")
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_rank_whose_python_is_blocked(number: signal.Signals) -> None:
+    assert "PyDLL" in _HOLDS
+    with running(_HOLDS) as process:
+        process.send_signal(number)
+        time.sleep(SAME_REQUEST_S + 0.2)
+        assert process.poll() is None
+        process.send_signal(number)
+        _, printed = process.communicate(timeout=300)
+    assert process.returncode == 128 + number
+    assert f": a second stop signal ({number:d}), and C code holds Python's lock: ending at once" in printed
+
+
+@pytest.mark.timing
+@pytest.mark.thorough
+@pytest.mark.parametrize("guard", ["compiled", "not compiled"])
+def test_a_rank_whose_ending_hangs_too_ends_15_s_later(guard: str) -> None:
+    hangs = "import time, hpctrain.resilience.second_signal as second\n" + _HANGS.replace(
+        "print(", "stop.leave = lambda code: time.sleep(600)\nprint("
+    )
+    if guard == "not compiled":
+        hangs = hangs.replace("stop = StopRequest", "second._library = lambda: None\nstop = StopRequest")
+    with running(hangs) as process:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(SAME_REQUEST_S + 0.2)
+        process.send_signal(signal.SIGTERM)
+        begin_s = time.monotonic()
+        _, printed = process.communicate(timeout=300)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert time.monotonic() - begin_s > 14
+    assert printed.count("ending at once") == 1
+
+
 @pytest.mark.timing
 def test_a_second_ctrl_c_ends_at_once_whatever_came_before() -> None:
     with running(_HANGS) as process:

@@ -63,7 +63,10 @@ def test_the_wheel_holds_every_module_stub_and_library(built: dict[str, Path]) -
     for path in (REPOSITORY / "hpctrain").rglob("*.py*"):
         if path.suffix in (".py", ".pyi"):
             assert path.relative_to(REPOSITORY).as_posix() in names
-    for library in ("reduce/shared_memory/_add", "launch/_yield_by_sleep", "comm/watchdog/_gil_free_timer"):
+    for library in (
+        "reduce/shared_memory/_add", "launch/_yield_by_sleep", "comm/watchdog/_gil_free_timer",
+        "comm/backends/mpi_process/_exit_status", "resilience/_second_signal",
+    ):  # fmt: skip
         assert any(name.startswith(f"hpctrain/{library}.") and name.endswith(".so") for name in names), (
             library
         )

@@ -164,6 +164,19 @@ def test_a_lease_that_cannot_be_read_is_watched_too(tmp_path: Path) -> None:
     assert "a process that cannot be read" in lines[0]
 
 
+def test_what_killed_processes_were_writing_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    ended = replace(Holder.of_this_process("0" * 16), pid=2**22 - 1, ticks=1)
+    pretend(tmp_path, ended, number=20)
+    for number in (1, 20, 21, 22):  # 22: of one that is just beginning
+        (tmp_path / f".lease-{number:08d}.{number:016x}").touch()
+    (tmp_path / ".lease-of-a-house").touch()
+    lease = Lease.take(Place.within(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lease-00000021", f".lease-00000021.{21:016x}", f".lease-00000022.{22:016x}", ".lease-of-a-house",
+    ]  # fmt: skip
+    lease.release()
+
+
 def test_an_empty_lease_is_watched_for_a_shorter_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
