@@ -1,17 +1,20 @@
-"""Draws valid HDF5 files: layouts, types, filters, fill values, unlimited dimensions, library bounds, user blocks.
+"""Draws valid HDF5 files: layouts, types, filters, fill values, unlimited dimensions, library bounds, user blocks,
+sizes of addresses, links, attributes, and places of the data outside the file.
 
 Each file has one dataset, /x. All choices follow from a number, so that a file can be made again.
 """
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
-from h5py import h5d, h5p, h5s, h5t, h5z
+from h5py import h5d, h5f, h5p, h5s, h5t, h5z
 
+from tests.unit.data.hdf5.random_attributes import Said, add_attributes
 from tests.unit.data.hdf5.random_types import Drawn, Random, draw
 
 LZF = 32000
@@ -20,10 +23,11 @@ _SZIP_ELEMENTS = 64
 
 
 class DrawnFile(NamedTuple):
-    """description: of all choices. member: to be indexed, if the dataset is a table. written: number of writes."""
+    """description: of all choices. said: what attributes and a mask say of the values."""
 
     description: str
     drawn: Drawn
+    said: Said
 
     @property
     def fields(self) -> str:
@@ -60,30 +64,59 @@ def make_file(path: Path, *, number: int) -> DrawnFile:
         options["fs_strategy"] = str(random.choice(["fsm", "page", "aggregate", "none"]))
     if random.random() < 0.2 and "userblock_size" not in options:
         options |= {"alignment_threshold": 1, "alignment_interval": int(random.choice([8, 64, 4096]))}
+    if random.random() < 0.1:
+        options["track_order"] = True
     drawn = draw(random)
     try:
-        with h5py.File(path, "w", **options) as file:
+        mode = _with_other_sizes(path, random, options) if random.random() < 0.1 else "w"
+        with h5py.File(path, mode, **options) as file:
             if random.random() < 0.3:
                 file["before"] = np.arange(int(random.integers(1, 2000)))
-            said = _make_dataset(file, drawn, random)
+            if random.random() < 0.05:
+                for number in range(int(random.integers(5, 300))):
+                    file[f"group/link {number}"] = h5py.SoftLink("/after")
+            description = _make_dataset(file, drawn, random)
+            said = add_attributes(file["x"], drawn, random)
             if random.random() < 0.3:
-                for note in range(int(random.integers(1, 12))):
+                for note in range(int(random.integers(1, 40))):
                     file["x"].attrs[f"note {note}"] = np.arange(20)
             file["after"] = np.arange(3000)
-        if random.random() < 0.2 and drawn.values is None:
+        if random.random() < 0.2 and drawn.values is None and not said.mask:
             with h5py.File(path, "a", libver=options["libver"]) as file:
                 del file["after"]
+                if random.random() < 0.5 and options["libver"] in (
+                    "latest",
+                    ("v110", "v110"),
+                    ("v110", "latest"),
+                ):
+                    file.swmr_mode = True
                 _write(file["x"], drawn, random)
     except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
         raise CannotMakeError(f"{drawn.name}: {error}") from error
-    return DrawnFile(f"{number}: {drawn.name}; {options}; {said}", drawn)
+    return DrawnFile(f"{number}: {drawn.name}; {options}; {description}; {said.texts}", drawn, said)
+
+
+def _with_other_sizes(path: Path, random: Random, options: dict[str, Any]) -> str:
+    """Makes an empty file whose addresses and lengths have 4 bytes. Returns the mode in which it is opened again."""
+    plist = h5p.create(h5p.FILE_CREATE)
+    plist.set_sizes(*((4, 4), (4, 8), (8, 4))[int(random.integers(3))])
+    plist.set_userblock(options.pop("userblock_size", 0))
+    options.pop("fs_strategy", None)
+    h5f.create(bytes(path), h5f.ACC_TRUNC, plist).close()
+    return "a"
 
 
 def _make_dataset(file: h5py.File, drawn: Drawn, random: Random) -> str:
-    rank = int(random.choice([0, 1, 1, 2, 2, 2, 3, 3, 4]))
+    rank = int(random.choice([0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6]))
     if drawn.values is not None:
         rank = 1
-    shape = tuple(int(size) for size in random.integers(1, [40, 12, 8, 4][: max(1, rank)][-1] + 1, rank))
+    shape = tuple(
+        int(size) for size in random.integers(1, [40, 12, 8, 4, 3, 2][: max(1, rank)][-1] + 1, rank)
+    )
+    if rank and random.random() < 0.015:  # no elements
+        shape = (*shape[:-1], 0) if random.random() < 0.5 else (0, *shape[1:])
+    if random.random() < 0.02:
+        return _elsewhere(file, drawn, random, shape)
     if rank and random.random() < 0.01:  # an index of several levels
         shape = (int(random.integers(300, 9000)), *shape[1:2])
     layout = str(random.choice(["chunked"] * 6 + ["contiguous"] * 3 + ["compact"])) if rank else "contiguous"
@@ -95,7 +128,7 @@ def _make_dataset(file: h5py.File, drawn: Drawn, random: Random) -> str:
             [size, size, size + 5, h5s.UNLIMITED, h5s.UNLIMITED][int(random.integers(5))] for size in shape
         )
         chunks = tuple(
-            int(random.integers(1, size + (3 if limit == h5s.UNLIMITED else 1)))
+            int(random.integers(1, max(1, size) + (3 if limit == h5s.UNLIMITED else 1)))
             for size, limit in zip(shape, limits, strict=True)
         )
         if random.random() < 0.15:
@@ -106,29 +139,76 @@ def _make_dataset(file: h5py.File, drawn: Drawn, random: Random) -> str:
     elif layout == "compact":
         plist.set_layout(h5d.COMPACT)
     said += _fill(plist, drawn, random, layout)
+    if random.random() < 0.1:
+        plist.set_attr_phase_change(0, 0)  # attributes in a heap
+    if random.random() < 0.2:
+        plist.set_obj_track_times(bool(random.integers(2)))
+    kind = drawn.kind.copy()
+    if random.random() < 0.08:
+        kind.commit(file.id, b"named type")
     space = h5s.create_simple(shape, limits) if rank else h5s.create(h5s.SCALAR)
     name = "x" if random.random() < 0.8 else "group/y"
     link = None
     if name != "x":
         link = h5p.create(h5p.LINK_CREATE)
         link.set_create_intermediate_group(True)
-    h5d.create(file.id, name.encode(), drawn.kind, space, plist, link)
+    h5d.create(file.id, name.encode(), kind, space, plist, link)
     if name != "x":
-        file["x"] = h5py.SoftLink("/group/y") if random.random() < 0.5 else file[name]
+        soft = h5py.SoftLink(str(random.choice(["/group/y", "group/y", "./group/./y"])))
+        file["x"] = soft if random.random() < 0.5 else file[name]
     dataset = file["x"]
-    return said + _write(dataset, drawn, random) + _resize(dataset, drawn, random, limits)
+    said += _write(dataset, drawn, random)
+    if layout == "chunked" and plist.get_nfilters() and random.random() < 0.15:
+        said += _write_chunk_without_filters(dataset, drawn, random)
+    return said + _resize(dataset, drawn, random, limits)
 
 
-def _add_filters(plist: h5p.PropDCID, drawn: Drawn, random: Random, chunks: tuple[int, ...]) -> list[int]:
+def _elsewhere(file: h5py.File, drawn: Drawn, random: Random, shape: tuple[int, ...]) -> str:
+    """Makes /x without elements of its own: no dataspace, data in another file or dataset, a link to another file."""
+    how = str(random.choice(["null", "external", "virtual", "external link", "dangling"]))
+    plist = h5p.create(h5p.DATASET_CREATE)
+    space = h5s.create_simple(shape) if shape else h5s.create(h5s.SCALAR)
+    if how == "null":
+        space = h5s.create(h5s.NULL)
+    elif how == "external":
+        plist.set_external(f"{file.filename}.bin".encode(), 0, h5f.UNLIMITED)
+    elif how == "virtual" and shape:
+        h5d.create(file.id, b"source", drawn.kind, space)
+        plist.set_virtual(space, b".", b"source", space)
+    else:
+        file["x"] = (
+            h5py.ExternalLink("other.h5", "/x") if how == "external link" else h5py.SoftLink("/nowhere")
+        )
+        file["nowhere but here"] = 1
+        return how
+    h5d.create(file.id, b"x", drawn.kind, space, plist)
+    return how
+
+
+def _write_chunk_without_filters(dataset: h5py.Dataset, drawn: Drawn, random: Random) -> str:
+    """Writes a chunk whose filters were all skipped, which its filter mask says."""
+    if drawn.values is not None or 0 in dataset.shape:
+        return ""
+    first = tuple(
+        int(random.integers(-(-size // part))) * part
+        for size, part in zip(dataset.shape, dataset.chunks, strict=True)
+    )
+    mask = (1 << dataset.id.get_create_plist().get_nfilters()) - 1
+    data = drawn.elements(int(np.prod(dataset.chunks)))
+    dataset.id.write_direct_chunk(first, np.ascontiguousarray(data), mask)
+    return f" chunk {first} without filters"
+
+
+def _add_filters(plist: h5p.PropDCID, drawn: Drawn, random: Random, chunks: tuple[int, ...]) -> list[Any]:
     if random.random() < 0.4:
         return []
     kind = drawn.kind.get_class()
-    codes = []
+    codes: list[Any] = []
     if random.random() < 0.4:
         codes.append(h5z.FILTER_SHUFFLE)
     if kind in (h5t.INTEGER, h5t.FLOAT) and random.random() < 0.15:
         codes = [h5z.FILTER_SCALEOFFSET]
-    elif kind in (h5t.INTEGER, h5t.FLOAT) and random.random() < 0.1:
+    elif kind in (h5t.INTEGER, h5t.FLOAT, h5t.COMPOUND, h5t.ARRAY) and random.random() < 0.1:
         codes = [h5z.FILTER_NBIT]
     if random.random() < 0.6:
         codes.append(h5z.FILTER_DEFLATE)
@@ -152,7 +232,10 @@ def _add_filters(plist: h5p.PropDCID, drawn: Drawn, random: Random, chunks: tupl
             plist.set_scaleoffset(h5z.SO_FLOAT_DSCALE if is_float else h5z.SO_INT, 3 if is_float else 0)
         else:
             plist.set_filter(code, h5z.FLAG_OPTIONAL)
-    return [int(code) for code in codes]
+    if codes and random.random() < 0.1:  # chunks at the border without filters; h5py has no function for it
+        ctypes.CDLL(h5p.__file__).H5Pset_chunk_opts(ctypes.c_int64(plist.id), ctypes.c_uint(2))
+        codes = ["inside", *codes]
+    return codes
 
 
 def _fill(plist: h5p.PropDCID, drawn: Drawn, random: Random, layout: str) -> str:
@@ -162,6 +245,10 @@ def _fill(plist: h5p.PropDCID, drawn: Drawn, random: Random, layout: str) -> str
         if drawn.numpy.subdtype is None:
             plist.set_fill_value(value.reshape(1))
             said += f" fill {value[0]}"
+    elif drawn.kind.get_class() in (h5t.INTEGER, h5t.FLOAT) and random.random() < 0.3:
+        value = np.array([random.integers(0, 3)], "<i8" if drawn.kind.get_class() == h5t.INTEGER else "<f8")
+        plist.set_fill_value(value)
+        said += f" fill {value[0]}"
     if random.random() < 0.4:
         time = int(random.choice([h5d.FILL_TIME_ALLOC, h5d.FILL_TIME_NEVER, h5d.FILL_TIME_IFSET]))
         plist.set_fill_time(time)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ def draw(random: Random) -> Drawn:
     """Returns any type; numpy's own are the most frequent."""
     makers: list[tuple[Callable[[Random], Drawn], int]] = [
         (_number, 40), (_integer, 14), (_float, 12), (_enumeration, 8), (_array, 7), (_compound, 12), (_bit_field, 2),
-        (_string, 3), (_time, 1), (_opaque, 1), (_reference, 1), (_variable_length, 3), (_complex, 1),
+        (_string, 3), (_time, 1), (_opaque, 1), (_reference, 1), (_variable_length, 3), (_complex, 1), (_table_array, 1),
     ]  # fmt: skip
     weights = np.array([weight for _, weight in makers], dtype=float)
     return makers[int(random.choice(len(makers), p=weights / weights.sum()))][0](random)
@@ -106,6 +107,10 @@ def _float(random: Random) -> Drawn:
 def _enumeration(random: Random) -> Drawn:
     base = np.dtype(str(random.choice(["i1", "i1", "u1", "<i2", ">i2", "<i4", ">i4", "<u4", "<i8"])))
     kind = h5t.enum_create(h5t.py_create(base))
+    if random.random() < 0.1:  # of integers that do not use all of their bits
+        narrow = h5t.py_create(base).copy()
+        narrow.set_precision(8 * base.itemsize - int(random.integers(1, 5)))
+        kind = h5t.enum_create(narrow)
     names = [b"FALSE", b"TRUE"] if random.random() < 0.5 else [b"red", b"green", b"blue"]
     values = [0, 1, 2] if random.random() < 0.8 else [1, 0, 5]
     for name, value in zip(names, values, strict=False):
@@ -129,7 +134,8 @@ def _array(random: Random) -> Drawn:
 
 
 def _compound(random: Random) -> Drawn:
-    makers = [_number, _number, _number, _integer, _float, _enumeration, _array, _time, _string, _complex]
+    makers = [_number, _number, _number, _number, _integer, _integer, _float, _float, _enumeration, _array, _array,
+              _time, _string, _complex, _bit_field, _opaque, _inner_table]  # fmt: skip
     members = [makers[int(random.integers(len(makers)))](random) for _ in range(int(random.integers(1, 5)))]
     gaps = random.integers(0, 4, len(members) + 1) if random.random() < 0.5 else np.zeros(9, int)
     size = sum(member.kind.get_size() for member in members) + int(gaps[: len(members) + 1].sum())
@@ -153,13 +159,29 @@ def _compound(random: Random) -> Drawn:
     return Drawn(f"member {chosen} of a table of {names}", kind, elements, member=f"m{chosen}")
 
 
+def _inner_table(random: Random) -> Drawn:
+    inner = _compound(random)
+    return inner._replace(name=f"({inner.name})", member=None)
+
+
+def _table_array(random: Random) -> Drawn:
+    inner = _compound(random)
+    count = int(random.integers(1, 4))
+    return Drawn(f"array ({count},) of {inner.name}", h5t.array_create(inner.kind, (count,)),
+                 lambda n: inner.elements(n * count).reshape(n, -1))  # fmt: skip
+
+
 def _complex(random: Random) -> Drawn:
     return Drawn("complex", h5t.py_create(np.dtype("c8")), _bits(random, 8))
 
 
 def _bit_field(random: Random) -> Drawn:
     name = str(random.choice([f"STD_B{bits}{order}" for bits in (8, 16, 32, 64) for order in ("LE", "BE")]))
-    kind = getattr(h5t, name)
+    kind = getattr(h5t, name).copy()
+    if random.random() < 0.3:  # h5py has no function for it
+        bits = int(random.integers(1, 8 * kind.get_size()))
+        ctypes.CDLL(h5t.__file__).H5Tset_precision(ctypes.c_int64(kind.id), ctypes.c_size_t(bits))
+        name = f"{name} of {bits} bits"
     return Drawn(f"bit field {name}", kind, _bits(random, kind.get_size()))
 
 
@@ -175,7 +197,8 @@ def _opaque(random: Random) -> Drawn:
 
 
 def _reference(random: Random) -> Drawn:
-    return Drawn("reference", h5t.STD_REF_OBJ, lambda count: np.zeros((count, 8), dtype=np.uint8))
+    kind = h5t.STD_REF_OBJ if random.random() < 0.7 else h5t.STD_REF_DSETREG
+    return Drawn("reference", kind, lambda count: np.zeros((count, kind.get_size()), dtype=np.uint8))
 
 
 WORDS = ["north", "south", "", "west", "ö", "a longer name"]
