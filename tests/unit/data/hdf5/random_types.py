@@ -36,7 +36,7 @@ def draw(random: Random) -> Drawn:
     """Returns any type; numpy's own are the most frequent."""
     makers: list[tuple[Callable[[Random], Drawn], int]] = [
         (_number, 40), (_integer, 14), (_float, 12), (_enumeration, 8), (_array, 7), (_compound, 12), (_bit_field, 2),
-        (_string, 3), (_time, 1), (_opaque, 1), (_reference, 1), (_variable_length, 3), (_complex, 1), (_table_array, 1),
+        (_string, 3), (_time, 1), (_opaque, 1), (_reference, 1), (_variable_length, 3), (_complex, 1),
     ]  # fmt: skip
     weights = np.array([weight for _, weight in makers], dtype=float)
     return makers[int(random.choice(len(makers), p=weights / weights.sum()))][0](random)
@@ -135,7 +135,7 @@ def _array(random: Random) -> Drawn:
 
 def _compound(random: Random) -> Drawn:
     makers = [_number, _number, _number, _number, _integer, _integer, _float, _float, _enumeration, _array, _array,
-              _time, _string, _complex, _bit_field, _opaque, _inner_table]  # fmt: skip
+              _time, _string, _complex, _bit_field, _opaque]  # fmt: skip
     members = [makers[int(random.integers(len(makers)))](random) for _ in range(int(random.integers(1, 5)))]
     gaps = random.integers(0, 4, len(members) + 1) if random.random() < 0.5 else np.zeros(9, int)
     size = sum(member.kind.get_size() for member in members) + int(gaps[: len(members) + 1].sum())
@@ -157,18 +157,6 @@ def _compound(random: Random) -> Drawn:
         return _compound(random)
     names = ", ".join(member.name for member in members)
     return Drawn(f"member {chosen} of a table of {names}", kind, elements, member=f"m{chosen}")
-
-
-def _inner_table(random: Random) -> Drawn:
-    inner = _compound(random)
-    return inner._replace(name=f"({inner.name})", member=None)
-
-
-def _table_array(random: Random) -> Drawn:
-    inner = _compound(random)
-    count = int(random.integers(1, 4))
-    return Drawn(f"array ({count},) of {inner.name}", h5t.array_create(inner.kind, (count,)),
-                 lambda n: inner.elements(n * count).reshape(n, -1))  # fmt: skip
 
 
 def _complex(random: Random) -> Drawn:

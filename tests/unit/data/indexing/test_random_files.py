@@ -33,8 +33,6 @@ def wanted(path: Path, made: DrawnFile) -> NDArray[Any] | None:
             dataset = file["x"]
         except KeyError:  # HDF5 2 takes types with few used bits for damaged ones
             return None
-        if made.drawn.name.startswith("array") and "table" in made.drawn.name:
-            return None  # HDF5 1.10.8 can damage the memory of the process when h5py reads it
         try:
             return np.asarray(dataset[...] if member is None else dataset.fields(member)[...])
         except (TypeError, ValueError, OSError, RuntimeError, KeyError):
