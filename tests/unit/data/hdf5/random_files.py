@@ -157,8 +157,6 @@ def _make_dataset(file: h5py.File, drawn: Drawn, random: Random) -> str:
         file["x"] = soft if random.random() < 0.5 else file[name]
     dataset = file["x"]
     said += _write(dataset, drawn, random)
-    if layout == "chunked" and plist.get_nfilters() and random.random() < 0.15:
-        said += _write_chunk_without_filters(dataset, drawn, random)
     return said + _resize(dataset, drawn, random, limits)
 
 
@@ -182,20 +180,6 @@ def _elsewhere(file: h5py.File, drawn: Drawn, random: Random, shape: tuple[int, 
         return how
     h5d.create(file.id, b"x", drawn.kind, space, plist)
     return how
-
-
-def _write_chunk_without_filters(dataset: h5py.Dataset, drawn: Drawn, random: Random) -> str:
-    """Writes a chunk whose filters were all skipped, which its filter mask says."""
-    if drawn.values is not None or 0 in dataset.shape:
-        return ""
-    first = tuple(
-        int(random.integers(-(-size // part))) * part
-        for size, part in zip(dataset.shape, dataset.chunks, strict=True)
-    )
-    mask = (1 << dataset.id.get_create_plist().get_nfilters()) - 1
-    data = drawn.elements(int(np.prod(dataset.chunks)))
-    dataset.id.write_direct_chunk(first, np.ascontiguousarray(data), mask)
-    return f" chunk {first} without filters"
 
 
 def _add_filters(plist: h5p.PropDCID, drawn: Drawn, random: Random, chunks: tuple[int, ...]) -> list[int]:
