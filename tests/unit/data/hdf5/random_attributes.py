@@ -92,4 +92,4 @@ def meant(stored: NDArray[Any], said: Said, mask: NDArray[Any] | None) -> NDArra
         missing = missing | (data > most)
     values = data.astype(np.float64)
     values = values * float(attributes.get("scale_factor", 1)) + float(attributes.get("add_offset", 0))
-    return np.where(missing, np.nan, values)
+    return np.where(missing, np.nan, values).reshape(stored.shape)
