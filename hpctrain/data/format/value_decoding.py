@@ -32,6 +32,7 @@ def decoded_fields(fields: dict[str, FieldSpec], decoding: dict[str, Decoding]) 
     return found
 
 
+@np.errstate(over="ignore", invalid="ignore")  # of NaN, and of values that become infinite, missing ones too
 def decode(
     stored: NDArray[Any], *, packing: Packing, decoding: Decoding, mask: NDArray[Any] | None = None
 ) -> tuple[NDArray[Any], NDArray[np.bool_]]:

@@ -15,7 +15,7 @@ from hpctrain.data.format.value_decoding import MASK_SUFFIX
 from hpctrain.data.indexing.inspect_file import open_to_index
 from hpctrain.data.indexing.merge_fields import FieldSource
 from hpctrain.data.indexing.request import Decode, FieldRequest
-from hpctrain.data.indexing.value_attributes import ValueMeaning, value_meaning
+from hpctrain.data.indexing.value_attributes import NOTHING, ValueMeaning, value_meaning
 from hpctrain.errors import DataError, UsageError
 
 
@@ -36,7 +36,8 @@ class DecodingChoice:
 
 def meaning_of(place: FieldSource, name: str) -> ValueMeaning:
     """Returns what a file says of the numbers of a field; nothing of strings."""
-    return ValueMeaning(**place.fields[name].values)
+    values = place.fields[name].values
+    return ValueMeaning(**values) if values else NOTHING
 
 
 def choose_decoding(places: Sequence[FieldSource], *, requests: Sequence[FieldRequest]) -> DecodingChoice:
@@ -85,7 +86,8 @@ def _note(request: FieldRequest, meanings: Sequence[ValueMeaning], places: Seque
                 else ""
             )
             says = f"{'; '.join(meaning.said) or meaning.problem}{differ}"
-            advice = "--decode cf decodes it, --decode raw" if meaning.changes else "--decode raw"
+            can_decode = meaning.changes and not meaning.problem
+            advice = "--decode cf decodes it, --decode raw" if can_decode else "--decode raw"
             return f"{what}{says} ({advice} reads it so without this line)"
     return ""
 

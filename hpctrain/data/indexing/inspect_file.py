@@ -180,20 +180,26 @@ def _place(
         path = paths[request.name]
         if request.decode is Decode.CF:
             path = place_of_values(file, resolve(file, path))
-        found = _inspect(file, path, request, comparison)
+        found, dataset = _inspect(file, path, request, comparison)
         place[request.name] = found
         if found.kind == "strings":
             continue
-        meaning = value_meaning(file, path=found.dataset, member=found.member, dtype=found.dtype)
-        place[request.name] = replace(found, values=meaning.as_json())
+        meaning = value_meaning(
+            file, path=found.dataset, member=found.member, dtype=found.dtype, dataset=dataset
+        )
+        if values := meaning.as_json():
+            place[request.name] = replace(found, values=values)
         if request.decode is Decode.CF and meaning.mask is not None and not meaning.problem:
             mask, member = str(meaning.mask[0]), meaning.mask[1]
             of_mask = replace(request, name=request.name + MASK_SUFFIX, path=mask, member=member)
-            place[of_mask.name] = _inspect(file, mask, of_mask, comparison)
+            place[of_mask.name], _ = _inspect(file, mask, of_mask, comparison)
     return place
 
 
-def _inspect(file: h5py.File, path: str, request: FieldRequest, comparison: SampleComparison) -> FoundDataset:
+def _inspect(
+    file: h5py.File, path: str, request: FieldRequest, comparison: SampleComparison
+) -> tuple[FoundDataset, h5py.Dataset]:
+    """Returns what was found, and the open dataset."""
     import h5py
 
     where = f"field {request.name!r}, {path} of {file.filename},"
@@ -239,9 +245,9 @@ def _inspect(file: h5py.File, path: str, request: FieldRequest, comparison: Samp
         note=scale_offset_note(dataset, layout=layout, where=where),
     )
     if h5py.check_string_dtype(dtype) is not None:
-        return _with_strings(found, dataset, where)
+        return _with_strings(found, dataset, where), dataset
     if h5py.check_vlen_dtype(dtype) is not None:
-        return _with_lengths(found, dataset, np.dtype(h5py.check_vlen_dtype(dtype)), where)
+        return _with_lengths(found, dataset, np.dtype(h5py.check_vlen_dtype(dtype)), where), dataset
     _check_number(dtype, where)
     if layout.only_hdf5:
         element = element_of(dataset.id.get_type(), member=request.member)
@@ -251,7 +257,7 @@ def _inspect(file: h5py.File, path: str, request: FieldRequest, comparison: Samp
                 f"{where} holds {describe(element)} that HDF5 cannot convert to {dtype.name} ({refusal})"
             )
     comparison.compare(dataset, layout=layout, where=where)
-    return found
+    return found, dataset
 
 
 def _what_else(found: h5py.HLObject) -> str:
@@ -299,6 +305,10 @@ def _element(
 
 
 def _refuse_pickled(dataset: h5py.Dataset, where: str) -> None:
+    import h5py
+
+    if not h5py.h5a.get_num_attrs(dataset.id):
+        return
     if dataset.attrs.get("PSEUDOATOM") in (b"object", "object"):
         raise DataError(
             f"{where} holds pickled Python objects (as pandas writes strings in its fixed format), which are "

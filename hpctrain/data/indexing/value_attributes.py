@@ -7,6 +7,7 @@ and categories.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,11 @@ class ValueMeaning:
         return " since " in self.units
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Returns the arguments of `ValueMeaning`; {} if the file says nothing."""
+        return {} if self == NOTHING else asdict(self)
+
+
+NOTHING = ValueMeaning()
 
 
 class _Unclear(Exception):
@@ -74,32 +79,62 @@ def place_of_values(file: h5py.File, path: str) -> str:
     return path if name is None or name not in found else f"{path.rstrip('/')}/{name}"
 
 
-def value_meaning(file: h5py.File, *, path: str, member: str | None, dtype: str) -> ValueMeaning:
+def value_meaning(
+    file: h5py.File, *, path: str, member: str | None, dtype: str, dataset: h5py.Dataset | None = None
+) -> ValueMeaning:
     """Returns what the file says of the numbers of a dataset, or of a member of its compound type.
 
-    dtype: numpy name of the stored elements. Attributes are the dataset's, so that they are not read for a member.
+    path: absolute, without soft links. dtype: numpy name of the stored elements. dataset: the dataset at `path`, if it
+    is open.
     """
     import h5py
 
-    dataset = file[path]
+    dataset = file[path] if dataset is None else dataset
     found = ValueMeaning()
     packing: dict[str, Any] = {}
     try:
+        # Most datasets have no attributes; of 10,000 files each call counts.
         has_attributes = h5py.h5a.get_num_attrs(dataset.id) or h5py.h5a.exists(file.id, b"_NCProperties")
-        if member is None and has_attributes:
-            packing = _packing(dataset, np.dtype(dtype), found)
+        if has_attributes and member is not None:
+            packing = _packing(dataset, _of_member(dataset, member), np.dtype(dtype), found)
+        elif has_attributes:
+            packing = _packing(dataset, dataset.attrs, np.dtype(dtype), found)
             if np.any(dataset.attrs.get("MATLAB_empty", 0)):
                 found.said.append("MATLAB_empty: it holds the dimensions of an empty array")
                 raise _Unclear("it holds the dimensions of an empty MATLAB array, not values")
-        _add_neighbours(file, dataset, member, found, packing)
+        _add_neighbours(file, dataset, path, member, found, packing)
     except _Unclear as error:
         found.problem, found.changes = str(error), True
     found.packing = packing
     return found
 
 
-def _packing(dataset: h5py.Dataset, stored: np.dtype[Any], found: ValueMeaning) -> dict[str, Any]:
-    attributes, names = dataset.attrs, set(dataset.attrs)
+def _of_member(dataset: h5py.Dataset, member: str) -> dict[str, Any]:
+    """Returns the attributes of a member of a table: attributes that are tables too have a value for each member.
+
+    Raises _Unclear for one that does not say for which of the members it is.
+    """
+    found: dict[str, Any] = {}
+    names = set(dataset.attrs)
+    for name in (name for name in _READ_ATTRIBUTES if name in names):
+        try:
+            value = np.asarray(dataset.attrs[name])
+        except (TypeError, ValueError, OSError, RuntimeError):
+            value = np.empty(0)
+        if value.dtype.names is None:
+            raise _Unclear(
+                f"its table has an attribute {name} = {_shown(dataset.attrs, name)}, which does not say for which of "
+                "the members it is"
+            )
+        if member in value.dtype.names:
+            found[name] = value[member]
+    return found
+
+
+def _packing(
+    dataset: h5py.Dataset, attributes: Mapping[str, Any], stored: np.dtype[Any], found: ValueMeaning
+) -> dict[str, Any]:
+    names = set(attributes)
     present = [name for name in _READ_ATTRIBUTES if name in names]
     found.said += [f"{name} = {_shown(attributes, name)}" for name in present]
     _add_units(attributes, found)
@@ -123,13 +158,13 @@ def _packing(dataset: h5py.Dataset, stored: np.dtype[Any], found: ValueMeaning) 
     _add_range(attributes, present, packing, stored=stored, data=data)
     if packing["missing"] or "least" in packing or "most" in packing:
         found.changes = True
-    if not missing and (default := _default_fill(dataset, stored)) is not None:
-        packing["missing"] = [_as_stored(stored.type(default), stored=stored, data=data)]
+    # netCDF fills what was never written with its default unless there is a _FillValue; missing_value does not count.
+    if "_FillValue" not in present and (default := _default_fill(dataset, stored)) is not None:
+        unwritten = _as_stored(stored.type(default), stored=stored, data=data)
+        packing["missing"] = list(dict.fromkeys([*packing["missing"], unwritten]))
         if _may_be_unwritten(dataset, stored.type(default)):
             found.changes = True
-            found.said.append(
-                f"records that were never written ({packing['missing'][0]!r}, netCDF's default)"
-            )
+            found.said.append(f"records that were never written ({unwritten!r}, netCDF's default)")
     if packing.get("stored_as") == "uint64" and "float_dtype" not in packing and not packing["missing"]:
         raise _Unclear("it is uint64 by _Unsigned, which torch cannot compute with")
     return packing
@@ -194,20 +229,21 @@ def _members(dataset: h5py.Dataset) -> list[str]:
 
 
 def _add_neighbours(
-    file: h5py.File, dataset: h5py.Dataset, member: str | None, found: ValueMeaning, packing: dict[str, Any]
-) -> None:
+    file: h5py.File, dataset: h5py.Dataset, path: str, member: str | None, found: ValueMeaning,
+    packing: dict[str, Any],
+) -> None:  # fmt: skip
     if member is not None:
         if f"{member}.mask" in _members(dataset):
-            found.mask = [dataset.name, f"{member}.mask"]
+            found.mask = [path, f"{member}.mask"]
     else:
-        group, _, name = dataset.name.rpartition("/")
+        group, _, name = path.rpartition("/")
         kind = ""
         if name in ("values", "codes"):  # of anndata's groups
             kind = _text(file[group or "/"].attrs.get("encoding-type"))
         if kind.startswith("nullable-") and name == "values" and _is_dataset(file, f"{group}/mask"):
             found.mask = [f"{group}/mask", None]
-        elif _is_dataset(file, f"{dataset.name}.mask"):
-            found.mask = [f"{dataset.name}.mask", None]
+        elif _is_dataset(file, f"{path}.mask"):
+            found.mask = [f"{path}.mask", None]
         elif kind == "categorical" and name == "codes" and dataset.dtype.kind == "i":
             found.said.append(f"-1 is missing, other numbers are places in {group}/categories")
             packing["missing"], found.changes = [-1], True
@@ -238,8 +274,10 @@ def _add_units(attributes: Any, found: ValueMeaning) -> None:
 
 def _default_fill(dataset: h5py.Dataset, stored: np.dtype[Any]) -> int | float | None:
     """Returns the default fill value with which the netCDF library has made the dataset; None if it has not."""
+    import h5py
+
     default = _DEFAULT_FILLS.get(stored.name)
-    if default is None or dataset.dtype.names is not None:
+    if default is None or isinstance(dataset.id.get_type(), h5py.h5t.TypeCompoundID):
         return None
     marks = ("_Netcdf4Dimid", "_Netcdf4Coordinates", "DIMENSION_LIST")
     is_netcdf = "_NCProperties" in dataset.file.attrs or any(mark in dataset.attrs for mark in marks)

@@ -7,9 +7,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 
-from hpctrain.data import Dataset, EpochOrder, Loader
+from hpctrain.checkpoint.engines.mpio_engine import write_together
+from hpctrain.comm import on_rank_0
+from hpctrain.data import Dataset, EpochOrder, Loader, index_files
 from hpctrain.data.locality.collective_dataset import CollectiveDataset
 from hpctrain.data.locality.memory_store import MemoryStore
 from hpctrain.errors import DataError, HpctrainError
@@ -161,3 +164,35 @@ def expected_labels(num_samples: int, *, num_ranks: int, rank: int) -> list[list
         first = start + rank * share + min(rank, extra)
         batches.append(order.at(first, first + share + (rank < extra)).tolist())
     return batches
+
+
+ROWS, ROW_BYTES = 2051, 1 << 20  # more bytes than a 32-bit count of MPI can hold
+
+
+def over_two_gib(world: Any, directory: str) -> None:
+    """On two ranks: rank 0 writes more than 2^31 bytes of a file through MPI-IO, then reads them in one gather."""
+    path = Path(directory) / "large.h5"
+    offset = on_rank_0(world, lambda: _allocate(path))
+    mine, count = (0, ROWS) if world.rank == 0 else (ROWS, 1)
+    rows = np.repeat(np.arange(mine, mine + count, dtype=np.int64).astype(np.uint8), ROW_BYTES)
+    write_together(path, [(offset + mine * ROW_BYTES, rows.data)], comm=world)
+    del rows
+    index_files(Path(directory) / "index", files=[str(path)], fields="x=/x", comm=world)
+    together = CollectiveDataset.open(world, Dataset.open(Path(directory) / "index"))
+    indices = np.arange(ROWS + 1)[::-1] if world.rank == 0 else np.array([ROWS, 3])
+    found = together.gather(indices)["x"]
+    together.close()
+    assert len(found) == len(indices)
+    assert [(int(row.min()), int(row.max())) for row in found] == [
+        (i % 256, i % 256) for i in indices.tolist()
+    ]
+
+
+def _allocate(path: Path) -> int:
+    """Makes a file whose dataset has a place but was never written. Returns the offset of its first byte."""
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    space = h5py.h5s.create_simple((ROWS + 1, ROW_BYTES))
+    with h5py.File(path, "w") as file:
+        return int(h5py.h5d.create(file.id, b"x", h5py.h5t.STD_U8LE, space, plist).get_offset())

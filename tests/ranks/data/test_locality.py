@@ -20,7 +20,8 @@ from hpctrain.data import Dataset, index_files, pack_arrays
 from hpctrain.data.locality.collective_dataset import CollectiveDataset
 from hpctrain.data.locality.memory_store import MemoryStore
 from hpctrain.errors import DataError
-from tests.ranks.data.locality_cases import everything_of_locality, expected_labels, same
+from tests.ranks.comm.test_large_buffers import needs_memory
+from tests.ranks.data.locality_cases import everything_of_locality, expected_labels, over_two_gib, same
 from tests.ranks_launcher import run_ranks
 
 needs_horovod = pytest.mark.skipif(
@@ -89,6 +90,16 @@ def test_ranks_read_from_each_others_memory_and_read_files_together(
     directories = map(str, copies(dataset, tmp_path))
     result = run_ranks(num_ranks, everything_of_locality, *directories, backend=backend)
     check(result.outputs, backend=backend)
+
+
+@pytest.mark.launches
+@pytest.mark.thorough  # 7 GB of memory, 2 GB of disk
+def test_more_than_2_to_the_31_bytes_are_written_and_read_through_mpi_io(tmp_path: Path) -> None:
+    needs_memory(3.5 * 2**31)
+    try:
+        run_ranks(2, over_two_gib, str(tmp_path), backend="mpi", timeout_s=800)
+    finally:
+        (tmp_path / "large.h5").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])

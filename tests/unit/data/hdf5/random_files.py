@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 from h5py import h5d, h5p, h5s, h5t, h5z
 
+from tests.unit.data.hdf5.random_attributes import Said, add_attributes
 from tests.unit.data.hdf5.random_types import Drawn, Random, draw
 
 LZF = 32000
@@ -24,6 +25,7 @@ class DrawnFile(NamedTuple):
 
     description: str
     drawn: Drawn
+    said: Said
 
     @property
     def fields(self) -> str:
@@ -65,18 +67,19 @@ def make_file(path: Path, *, number: int) -> DrawnFile:
         with h5py.File(path, "w", **options) as file:
             if random.random() < 0.3:
                 file["before"] = np.arange(int(random.integers(1, 2000)))
-            said = _make_dataset(file, drawn, random)
+            description = _make_dataset(file, drawn, random)
+            said = add_attributes(file["x"], drawn, random)
             if random.random() < 0.3:
                 for note in range(int(random.integers(1, 12))):
                     file["x"].attrs[f"note {note}"] = np.arange(20)
             file["after"] = np.arange(3000)
-        if random.random() < 0.2 and drawn.values is None:
+        if random.random() < 0.2 and drawn.values is None and not said.mask:
             with h5py.File(path, "a", libver=options["libver"]) as file:
                 del file["after"]
                 _write(file["x"], drawn, random)
     except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
         raise CannotMakeError(f"{drawn.name}: {error}") from error
-    return DrawnFile(f"{number}: {drawn.name}; {options}; {said}", drawn)
+    return DrawnFile(f"{number}: {drawn.name}; {options}; {description}; {said.texts}", drawn, said)
 
 
 def _make_dataset(file: h5py.File, drawn: Drawn, random: Random) -> str:

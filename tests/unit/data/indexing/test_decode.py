@@ -92,6 +92,20 @@ def unwritten_netcdf(file: h5py.File) -> None:
     dataset[0], dataset[2] = 1.0, 3.0
 
 
+def unwritten_with_missing_value(file: h5py.File) -> None:
+    """missing_value without _FillValue: the netCDF library still fills what is not written with its default."""
+    unwritten_netcdf(file)
+    file["x"].attrs["missing_value"] = np.float32(3)
+
+
+def table_with_fills(file: h5py.File) -> None:
+    """As the netCDF library writes compound types: the attributes are compound as well."""
+    kind = np.dtype([("x", "i2"), ("y", "f4")])
+    file["x"] = np.array([(1, 5), (2, 6), (3, 7)], kind)
+    file["x"].attrs["_FillValue"] = np.array((2, 7), kind)
+    file["x"].attrs["scale_factor"] = np.array((0.5, 1), [("x", "f8"), ("y", "f8")])
+
+
 f4, f8, i2 = np.float32, np.float64, np.int16
 DECODED: dict[str, tuple[Make, Any, str]] = {
     "scale and offset": (
@@ -157,13 +171,15 @@ DECODED: dict[str, tuple[Make, Any, str]] = {
     "a nullable boolean": (nullable("nullable-boolean", np.array([True, True, False])), [1, NAN, 0], "float32"),
     "categories": (categorical, [1, NAN, 0], "float32"),
     "records never written": (unwritten_netcdf, [1, NAN, 3], "float32"),
+    "records never written, and a missing value": (unwritten_with_missing_value, [1, NAN, NAN], "float32"),
+    "attributes of a table": (table_with_fills, [0.5, NAN, 1.5], "float64"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", DECODED)
 def test_values_are_decoded_and_without_being_asked_there_is_one_warning(case: str, tmp_path: Path) -> None:
     make, wanted, dtype = DECODED[case]
-    fields = "x=/x:x" if case == "a masked table" else "x=/x"
+    fields = "x=/x:x" if "table" in case else "x=/x"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dataset = indexed(tmp_path, make, fields=fields, decode="cf", reading=IndexReading.CONTENT)
@@ -237,6 +253,21 @@ def test_what_cannot_be_understood_is_refused_by_name(case: str, tmp_path: Path)
     with pytest.raises(DataError, match=message) as error:
         indexed(tmp_path, make, decode="cf")
     assert "a.nc" in str(error.value)
+
+
+def test_a_number_that_a_table_says_of_no_member_is_warned_about_or_refused(tmp_path: Path) -> None:
+    def make(file: h5py.File) -> None:
+        file["x"] = np.array([(1, 5)], [("a", "i2"), ("b", "f4")])
+        file["x"].attrs["scale_factor"] = 0.5
+
+    with pytest.warns(
+        ValuesWarning, match=r"its table has an attribute scale_factor = 0.5.*\(--decode raw reads"
+    ):
+        assert values(indexed(tmp_path, make, fields="x=/x:a")).tolist() == [1]
+    with pytest.raises(
+        DataError, match=r"/x of .*a.nc, cannot be decoded: its table has .* which of the members"
+    ):
+        indexed(tmp_path, make, fields="x=/x:b", decode="cf")
 
 
 def test_missing_values_become_a_number_or_a_mask(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import pytest
 from h5py import h5s, h5t
 from numpy.typing import NDArray
 
-from hpctrain.data import Dataset, IndexReading, SampleIs, index_files, verify
+from hpctrain.data import Dataset, IndexReading, SampleIs, ValuesWarning, index_files, verify
 from hpctrain.errors import DataError
+from tests.unit.data.hdf5.random_attributes import Said, meant
 from tests.unit.data.hdf5.random_files import CannotMakeError, DrawnFile, make_file
 
 # Number of files of the thorough test, and the number of the first: three minutes for 20,000 on a free core.
@@ -83,18 +85,28 @@ def _outcome(path: Path, out: Path, *, number: int) -> tuple[str, str]:
     try:
         whole = right is not None and (right.ndim == 0 or random.random() < 0.2)
         hashed = random.random() < 0.4
-        index_files(
-            out,
-            files=[str(path)],
-            fields=made.fields,
-            samples=SampleIs.FILE if whole else SampleIs.ROWS,
-            reading=IndexReading.CONTENT if hashed else IndexReading.HEADERS,
-        )
+        decode = random.choice([None, "raw", "cf"])
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", ValuesWarning)
+            index_files(
+                out,
+                files=[str(path)],
+                fields=made.fields,
+                samples=SampleIs.FILE if whole else SampleIs.ROWS,
+                reading=IndexReading.CONTENT if hashed else IndexReading.HEADERS,
+                decode=decode,
+            )
         io = str(random.choice(["map", "read"]))
         dataset = Dataset.open(out, io=io, cache_bytes=int(random.choice([0, 1000, 1 << 24])))
         if hashed and verify(out):
             return "WRONG", f"{made.description}: a sound file is called damaged: {verify(out)[0]}"
-        fault = differences(dataset, right, whole=whole, random=random)
+        values = None if right is None else decoded(path, right, made.said)
+        if decode == "cf" and values is not None:
+            fault = differs_decoded(dataset, values, whole=whole)
+        elif decode is None and not warned and means_something_else(right, values, made.said):
+            fault = "its numbers are not its values, and there is no warning"
+        else:
+            fault = differences(dataset, right, whole=whole, random=random)
         return ("WRONG", f"{made.description}: {fault}") if fault else ("equal", made.description)
     except DataError as error:
         is_named = str(path) in str(error) and any(name in str(error) for name in ("/x", "'x'", "/group/y"))
@@ -131,6 +143,33 @@ def differences(
                 f"{found.reshape(-1)[:8]} instead of {samples[order].reshape(-1)[:8]} for samples {order[:8]}"
             )
     return ""
+
+
+def decoded(path: Path, right: NDArray[Any], said: Said) -> NDArray[np.float64] | None:
+    """Returns the values that attributes and a mask say; None if they say nothing of it."""
+    if said.of_table or not (said.attributes or said.mask):
+        return None
+    with h5py.File(path, "r") as file:
+        return meant(right, said, file[said.mask][...] if said.mask else None)
+
+
+def means_something_else(right: NDArray[Any] | None, values: NDArray[np.float64] | None, said: Said) -> bool:
+    if right is None or values is None:
+        return said.of_table
+    return not np.array_equal(right.astype(np.float64), values, equal_nan=True)
+
+
+def differs_decoded(dataset: Dataset, values: NDArray[np.float64], *, whole: bool) -> str:
+    found = dataset.gather(np.arange(len(dataset)))["x"]
+    wanted = values[None] if whole else values
+    with np.errstate(over="ignore", invalid="ignore"):
+        wanted = wanted.astype(found.dtype) if found.dtype.kind == "f" else wanted
+    if found.shape == wanted.shape and np.allclose(
+        found.astype(np.float64), wanted.astype(np.float64), rtol=1e-5 if found.itemsize <= 4 else 1e-12,
+        atol=1e-5 if found.itemsize <= 4 else 1e-12, equal_nan=True,
+    ):  # fmt: skip
+        return ""
+    return f"decoded {found.reshape(-1)[:8]} instead of {wanted.reshape(-1)[:8]}"
 
 
 def text_of(value: Any) -> str:
