@@ -154,8 +154,8 @@ def decoded(path: Path, right: NDArray[Any], said: Said) -> NDArray[np.float64] 
 
 
 def means_something_else(right: NDArray[Any] | None, values: NDArray[np.float64] | None, said: Said) -> bool:
-    if right is None or values is None:
-        return said.of_table
+    if right is None or values is None:  # text has no scale
+        return said.of_table and (right is None or right.dtype.kind in "iuf")
     return not np.array_equal(right.astype(np.float64), values, equal_nan=True)
 
 
