@@ -26,9 +26,10 @@ class PipelineRunner:
 
     The ranks of a pipeline have the same batches. rows: samples of a micro-batch; one with fewer is padded, and the
     loss is of its samples alone, so that all of a step have one shape. scaled: weights a loss, as
-    `ShardedUpdater.scaled` does. dtype, autocast, counts_samples, comm, loss_unit, units_every_step: as for `TaskRunner`;
-    only ranks with the last stage, which has the loss, count samples. The task's `loss` and `metrics` must call their model once, with
-    one tensor.
+    `ShardedUpdater.scaled` does. dtype, autocast, counts_samples, comm, loss_unit, units_every_step: as for
+    `TaskRunner`, but units are agreed on in every step only if the task has a method `weight`, as weights that a loss
+    returns come within the schedule; only ranks with the last stage, which has the loss, count samples. The task's
+    `loss` and `metrics` must call their model once, with one tensor.
     """
 
     device_s = 0.0
@@ -55,8 +56,9 @@ class PipelineRunner:
         self.device = device
         self.counts_samples = counts_samples and pipeline.has_last
         self.weights = LossWeights(
-            task, comm=comm, counts=self.counts_samples, unit=loss_unit, every_step=units_every_step
-        )
+            task, comm=comm, counts=self.counts_samples, unit=loss_unit,
+            every_step=units_every_step and callable(getattr(task, "weight", None)),
+        )  # fmt: skip
         self._pipeline = pipeline
         self._rows = rows
         self._scaled = scaled
