@@ -16,7 +16,7 @@ from hpctrain.data import Dataset, Fixed, Loader, Sequential, Shuffled
 from hpctrain.distributed import ParallelPlan, TensorPlan, end_process_group, name_blocks, pipeline_of
 from hpctrain.errors import HpctrainError, RecipeError, UsageError
 from hpctrain.launch import TERMINAL_VARIABLE
-from hpctrain.reduce import CALIBRATION_FILE, CalibrationFiles, ShardedUpdater, Updater
+from hpctrain.reduce import CALIBRATION_FILE, SPARSE_WIRES, CalibrationFiles, ShardedUpdater, Updater
 from hpctrain.resilience import RecentTimes, StopPlan, give_back_large_pieces, give_back_once
 from hpctrain.run.compute.pipeline import put_in_stages
 from hpctrain.run.compute.precision import MODEL_DTYPE, autocast_for
@@ -120,17 +120,19 @@ def build_runner(
 ) -> Runner:  # fmt: skip
     """Returns what computes the batches of `parts.model`. loss_unit: of the checkpoint that the run resumes from."""
     dtype = MODEL_DTYPE[recipe.run.precision]
+    feeds_back = recipe.reduction.wire in ("int8", *SPARSE_WIRES)
     pipeline = pipeline_of(parts.model)
     if pipeline is None:
         return TaskRunner(
             task, parts.model, device=session.device, dtype=dtype, autocast=parts.autocast,
             counts_samples=session.axes.counts_samples, comm=session.world, loss_unit=loss_unit,
+            units_every_step=feeds_back,
         )  # fmt: skip
     assert isinstance(updater, ShardedUpdater)
     return PipelineRunner(
         task, parts.model, pipeline=pipeline, rows=_pipeline_rows(recipe, session=session), scaled=updater.scaled,
         counts_samples=session.axes.counts_samples, device=session.device, dtype=dtype, autocast=parts.autocast,
-        comm=session.world, loss_unit=loss_unit,
+        comm=session.world, loss_unit=loss_unit, units_every_step=feeds_back,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -25,12 +25,22 @@ class LossWeights:
     whether it does, as a rank may have no samples, and on a unit: gradients then have about the size that they have
     with weights by samples, which matters for float16. The unit is a power of two and rounds nothing.
 
+    With `every_step` they agree on a unit in each step, so that its weights add up to about 1 over the ranks: exactly,
+    if the task has a method `weight` or a step has one micro-batch. Error feedback needs that: what was left unsent is
+    added to the gradients of the next step, whose sum of weights both are then divided by.
+
     comm: all ranks; None: this rank is alone. counts: False on ranks whose samples another rank counts. unit: of an
     earlier start of this run; None: the ranks find it.
     """
 
     def __init__(
-        self, task: Task, *, comm: Collective | None = None, counts: bool = True, unit: float | None = None
+        self,
+        task: Task,
+        *,
+        comm: Collective | None = None,
+        counts: bool = True,
+        unit: float | None = None,
+        every_step: bool = False,
     ) -> None:
         method = getattr(task, "weight", None)
         self._method: Callable[..., Any] | None = method if callable(method) else None
@@ -38,6 +48,7 @@ class LossWeights:
         self._comm = comm
         self._counts = counts
         self._unit = unit
+        self._every_step = every_step
         self._given: bool | None = True if self._method is not None else None  # None: not known yet
         self._agreed = False
         self._asks = False  # in this step the ranks will agree, and have not yet
@@ -64,10 +75,12 @@ class LossWeights:
         return self._sum if self._counts else 0.0
 
     def begin_step(self) -> None:
-        self._sum, self._seen, self._asks = 0.0, (0.0, 0), not self._agreed
+        plain = self._agreed and not self._given
+        self._sum, self._seen = 0.0, (0.0, 0)
+        self._asks = not self._agreed or (self._every_step and not plain)
 
     def end_step(self) -> None:
-        """Takes part in the agreement on a rank that had nothing to weigh. Collective in the first step."""
+        """Takes part in the agreement on a rank that had nothing to weigh. Collective where ranks agree."""
         self._agree(given=self._given)
 
     def of_fields(self, part: Batch) -> float:
@@ -79,13 +92,24 @@ class LossWeights:
             return _checked(self._method(part.fields, valid=part.valid), of="the task's method weight")
         return _checked(self._method(part.real().fields), of="the task's method weight")
 
-    def agree_before(self, weights: list[float], *, samples: int) -> None:
-        """Agrees on the weights of a whole step, before its losses are computed. Collective in the first step."""
-        self._seen = (math.fsum(weights), samples)
-        self._agree(given=True)
+    def agree_before(self, parts: Iterable[Batch]) -> None:
+        """Agrees on the weights of a whole step before its losses are computed, if the task has a method `weight`.
+
+        Collective in a step in which the ranks agree. Raises UsageError for a wrong weight, on all ranks.
+        """
+        if not self._asks or self._method is None:
+            return
+        found, error = [(0.0, 0)], None
+        try:
+            found += [(self.of_fields(part), part.num_samples) for part in parts]
+        except HpctrainError as caught:
+            error = caught
+        weights, samples = zip(*found, strict=True)
+        self._seen = (math.fsum(weights), sum(samples))
+        self._agree(given=True, error=error)
 
     def weigh(self, returned: Any, part: Batch, *, agrees: bool = True) -> tuple[torch.Tensor, float]:
-        """Returns a loss, and its weight for `Updater.backward`. Collective in the first step, if it `agrees`.
+        """Returns a loss, and its weight for `Updater.backward`. Collective where ranks agree, if it `agrees`.
 
         returned: by the task's `loss` for `part`, which has samples. agrees: False where other ranks cannot take part
         now; the unit then stays 1, and `end_step` agrees on the rest. Raises UsageError for what is no weight, on all
@@ -122,7 +146,7 @@ class LossWeights:
         return loss, factor
 
     def _agree(self, *, given: bool | None, error: HpctrainError | None = None) -> None:
-        """Agrees whether losses are weighed, and on the unit. Collective in the first step that has samples."""
+        """Agrees whether losses are weighed, and on the unit. Collective where ranks agree, in a step with samples."""
         if not self._asks:
             return
         self._asks = False
@@ -142,7 +166,9 @@ class LossWeights:
         if not num_samples:
             return
         self._given, self._agreed = bool(num_given), True
-        if self._given and self._unit is None:
+        if self._given and self._every_step and weights > 0:
+            self._unit = weights / num_samples
+        elif self._given and self._unit is None:
             known = num_units > 0 or weights == 0
             self._unit = 1.0 if known else 2.0 ** round(math.log2(weights / num_samples))
 

@@ -26,9 +26,10 @@ class PipelineRunner:
 
     The ranks of a pipeline have the same batches. rows: samples of a micro-batch; one with fewer is padded, and the
     loss is of its samples alone, so that all of a step have one shape. scaled: weights a loss, as
-    `ShardedUpdater.scaled` does. dtype, autocast, counts_samples, comm, loss_unit: as for `TaskRunner`; only ranks with
-    the last stage, which has the loss, count samples. The task's `loss` and `metrics` must call their model once, with
-    one tensor.
+    `ShardedUpdater.scaled` does. dtype, autocast, counts_samples, comm, loss_unit, units_every_step: as for
+    `TaskRunner`, but units are agreed on in every step only if the task has a method `weight`, as weights that a loss
+    returns come within the schedule; only ranks with the last stage, which has the loss, count samples. The task's
+    `loss` and `metrics` must call their model once, with one tensor.
     """
 
     device_s = 0.0
@@ -48,12 +49,16 @@ class PipelineRunner:
         counts_samples: bool = True,
         comm: Collective | None = None,
         loss_unit: float | None = None,
+        units_every_step: bool = False,
     ) -> None:
         self.task = task
         self.model = model
         self.device = device
         self.counts_samples = counts_samples and pipeline.has_last
-        self.weights = LossWeights(task, comm=comm, counts=self.counts_samples, unit=loss_unit)
+        self.weights = LossWeights(
+            task, comm=comm, counts=self.counts_samples, unit=loss_unit,
+            every_step=units_every_step and callable(getattr(task, "weight", None)),
+        )  # fmt: skip
         self._pipeline = pipeline
         self._rows = rows
         self._scaled = scaled
@@ -87,9 +92,7 @@ class PipelineRunner:
             return self._scaled(loss, weight=weight)
 
         self.weights.begin_step()
-        if self.weights.has_method:
-            of_parts = [self.weights.of_fields(part) for part in parts]
-            self.weights.agree_before(of_parts, samples=batch.num_samples)
+        self.weights.agree_before(parts)
         self._pipeline.forward_backward(self._inputs(parts), loss_of)
         self.weights.end_step()
         return float(torch.stack(losses).sum()) if losses and self.counts_samples else 0.0

@@ -29,7 +29,8 @@ class TaskRunner:
 
     dtype: the floating-point fields of a batch are given to the task in it; None: as they are stored. autocast: makes
     the context in which forward runs. counts_samples: False on ranks whose samples another rank counts, because both
-    hold parts of the same layers. comm: all ranks; None: this rank is alone. loss_unit: see `LossWeights`.
+    hold parts of the same layers. comm: all ranks; None: this rank is alone. loss_unit, units_every_step: `unit`
+    and `every_step` of `LossWeights`.
     """
 
     device_s = 0.0
@@ -46,12 +47,15 @@ class TaskRunner:
         counts_samples: bool = True,
         comm: Collective | None = None,
         loss_unit: float | None = None,
+        units_every_step: bool = False,
     ) -> None:
         self.task = task
         self.model = model
         self.device = device
         self.counts_samples = counts_samples
-        self.weights = LossWeights(task, comm=comm, counts=counts_samples, unit=loss_unit)
+        self.weights = LossWeights(
+            task, comm=comm, counts=counts_samples, unit=loss_unit, every_step=units_every_step
+        )
         self._dtype = dtype
         self._autocast = autocast
         self._takes_valid = takes_valid(task)
@@ -81,6 +85,7 @@ class TaskRunner:
     def _forward_backward(self, batch: Batch, updater: Updater, *, micro_batches: int) -> float:
         losses = []
         parts = [p for p in batch.split(micro_batches) if p.num_samples > 0 or self._communicates]
+        self.weights.agree_before(part.to(self.device, dtype=self._dtype) for part in parts)
         if self._communicates and not self._takes_empty:
             self._computed = next((p for p in parts if p.num_samples > 0), self._computed)
         for number, part in enumerate(parts, start=1):

@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from hpctrain.comm import World
 from hpctrain.errors import HpctrainError
+from hpctrain.reduce import SPARSE_WIRES
 from hpctrain.train.task.task import Fields
-from tests.ranks.parallel.parallel_cases import train
+from tests.ranks.parallel.parallel_cases import NODES, STEPS, train
 
 PIPELINE = {"pipeline": 2, "micro_batches": 3}
 ONE_PART = {"data": {"micro_batches": 1}}
@@ -47,6 +48,21 @@ LAYOUTS: dict[int, dict[str, tuple[dict[str, Any], str, dict[str, Any]]]] = {
         "pipeline, tensor": (PIPELINE | {"tensor": 2}, "pair", {"micro_batches": 1}),
     },
 }
+
+
+# Of each number of ranks, on several nodes: wire format -> kinds of the task.
+OF_SAMPLES = ("samples", "samples weighed")
+WIRES: dict[int, dict[str, tuple[str, ...]]] = {
+    2: {
+        "fp16": ("pair", *OF_SAMPLES),
+        "bf16": ("pair",),
+        "int8": ("pair", "uneven pair", *OF_SAMPLES),
+        "top-k": ("pair", "uneven pair", "method", "uneven method", *OF_SAMPLES),
+    },
+    4: {"int8": ("pair", "uneven pair"), "top-k": ("pair", "uneven pair")},
+}
+RESUMED = ("fp16", "top-k")
+BEYOND_DENSE = 28  # steps; in the first 20 the sparse formats send everything
 
 
 class Masked:
@@ -104,6 +120,57 @@ class OfThousands(Masked):
         return mean, 4096.0 * float(number)
 
 
+def uneven(model: torch.nn.Module) -> float:
+    """Returns 2**-10, 1 or 2**10: the same on all ranks in a step, and another one in another step."""
+    value = next(model.parameters()).detach().flatten()[0]
+    return 2.0 ** (10 * (int(value.abs() * 2**30) % 3 - 1))
+
+
+class Uneven(Masked):
+    """The weights of a step are all larger or smaller by a factor, which must change nothing."""
+
+    def loss(self, model: torch.nn.Module, fields: Fields) -> Any:
+        mean, number = self.mean(model, fields)
+        return mean, float(number) * uneven(model)
+
+
+class UnevenByMethod(ByMethod):
+    def build_model(self) -> torch.nn.Module:
+        self.model = super().build_model()
+        return self.model
+
+    def weight(self, fields: Fields) -> float:
+        return super().weight(fields) * uneven(self.model)
+
+
+class OfSamples(Masked):
+    """A mean over samples, without weights."""
+
+    def loss(self, model: torch.nn.Module, fields: Fields) -> Any:
+        inputs, target = fields["tokens"][:, :-1], fields["tokens"][:, 1:]
+        return functional.cross_entropy(model(inputs).flatten(0, 1), target.flatten())
+
+
+class OfSamplesWeighed(OfSamples):
+    def weight(self, fields: Fields) -> float:
+        return 1e4 * len(fields["tokens"])
+
+
+class Normed(Masked):
+    """With batch norm; about every second rank and every fourth step has nothing to count."""
+
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Embedding(17, 8), torch.nn.Flatten(0, 1), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 17)
+        )
+
+    def mean(
+        self, model: torch.nn.Module, fields: Fields, valid: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rare = fields["length"] * (fields["tokens"][:, 0] < 3)
+        return super().mean(lambda x: model(x).unflatten(0, x.shape), {**fields, "length": rare}, valid)  # type: ignore[arg-type]
+
+
 class TakesValid(Masked):
     def loss(self, model: torch.nn.Module, fields: Fields, valid: torch.Tensor) -> Any:  # type: ignore[override]
         return self.mean(model, fields, valid)[0]
@@ -118,6 +185,8 @@ class TakesValid(Masked):
 
 TASKS: dict[str, Callable[[], Any]] = {
     "pair": Masked, "method": ByMethod, "pair of thousands": OfThousands, "valid": TakesValid,
+    "uneven pair": Uneven, "uneven method": UnevenByMethod, "samples": OfSamples,
+    "samples weighed": OfSamplesWeighed, "norm": Normed,
 }  # fmt: skip
 
 
@@ -154,14 +223,44 @@ def in_words(world: World, where: Path, name: str, task: Any, **data: Any) -> st
 
 
 def run(
-    world: World, where: Path, name: str, task: Any, layout: dict[str, Any] | None = None, **data: Any
-) -> dict[str, Any]:
+    world: World, where: Path, name: str, task: Any, layout: dict[str, Any] | None = None, *, steps: int = STEPS,
+    reduction: dict[str, Any] | None = None, **data: Any,
+) -> dict[str, Any]:  # fmt: skip
     settings = {
         "train": str(where / "data"), "held_out": str(where / "data"), "global_batch": 12, "evaluation_batch": 5,
         "micro_batches": 2,
     }  # fmt: skip
-    nodes = ["a"] * world.num_ranks  # tensor groups lie on one node
-    return train(world, where, name, layout or {}, task=task, nodes=nodes, data=settings | data)
+    # Tensor groups lie on one node; wire formats are those between nodes.
+    nodes = ["a"] * world.num_ranks if reduction is None else NODES[world.num_ranks]
+    return train(
+        world, where, name, layout or {}, task=task, nodes=nodes, steps=steps, data=settings | data,
+        reduction=reduction or {},
+    )  # fmt: skip
+
+
+def with_wire(world: World, where: Path, wire: str) -> dict[str, Any]:
+    """Runs with one wire format; also one that is stopped and continued, and one that is not."""
+    reduction = {"wire": wire, "algorithm": "flat" if wire in SPARSE_WIRES else "direct"}
+    steps = BEYOND_DENSE if wire in SPARSE_WIRES else STEPS
+    found = {
+        kind: run(
+            world, where, f"{world.num_ranks}-{wire}-{kind}", TASKS[kind](), reduction=reduction, steps=steps,
+            micro_batches=3 if "method" in kind else 1,
+        )
+        for kind in WIRES[world.num_ranks][wire]
+    }  # fmt: skip
+    if world.num_ranks == 2 and wire in RESUMED:
+        for name in ("pair", "whole"):
+            found[f"{name} later"] = run(
+                world,
+                where,
+                f"2-{wire}-{name}",
+                Masked(),
+                reduction=reduction,
+                micro_batches=1,
+                steps=steps + 3,
+            )
+    return found
 
 
 def everything(world: World, directory: str) -> dict[str, Any]:
@@ -171,6 +270,12 @@ def everything(world: World, directory: str) -> dict[str, Any]:
         name: run(world, where, f"{size}-{name}", TASKS[kind](), layout, **data)
         for name, (layout, kind, data) in LAYOUTS[size].items()
     }
+    found["wires"] = {wire: with_wire(world, where, wire) for wire in WIRES.get(size, ())}
+    if size <= 2:
+        for name, sync in (("plain norm", False), ("norm", size > 1)):
+            found[name] = run(
+                world, where, f"{size}-{name}", Normed(), reduction={"sync_batch_norm": sync}, micro_batches=1
+            )
     if size == 2:
         found["mixture"] = in_words(world, where, "mixture", OnSomeRanks(world.rank))
         wrong = {"nan": float("nan"), "negative": -1, "bool": True, "shape": torch.ones(2), "text": "12"}

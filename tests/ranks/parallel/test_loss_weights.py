@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.data import pack_arrays
 from tests.ranks.parallel import loss_weight_cases
-from tests.ranks.parallel.loss_weight_cases import LAYOUTS
+from tests.ranks.parallel.loss_weight_cases import LAYOUTS, OF_SAMPLES, RESUMED, WIRES
 from tests.ranks_launcher import run_ranks
 
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(2400)]  # a fixture makes all launches
@@ -48,6 +48,59 @@ def test_any_layout_trains_as_one_process(launches: Launches, ranks: int, layout
 
 def test_the_size_of_the_weights_changes_no_bit(launches: Launches) -> None:
     assert launches[1][0]["large"]["steps"] == launches[1][0]["none"]["steps"]
+
+
+@pytest.mark.parametrize("wire", [wire for wire, kinds in WIRES[2].items() if OF_SAMPLES[0] in kinds])
+def test_with_a_wire_format_equal_weights_are_as_none(launches: Launches, wire: str) -> None:
+    weighed, plain = (numbers(launches[2][0]["wires"][wire][kind]) for kind in OF_SAMPLES)
+    # In int8 and the sparse formats nothing depends on the size of a gradient; 16 bits round at other values.
+    np.testing.assert_allclose(weighed, plain, rtol=5e-3 if wire == "fp16" else 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wire"), [(n, wire) for n in WIRES for wire in WIRES[n] if wire in ("fp16", "bf16", "int8")]
+)
+def test_a_wire_format_trains_as_one_process_within_its_rounding(
+    launches: Launches, ranks: int, wire: str
+) -> None:
+    alone = launches[1][0]["none"]
+    losses = [step[0] for step in numbers(alone)]
+    for output in launches[ranks]:
+        found = output["wires"][wire]["pair"]
+        np.testing.assert_allclose([step[0] for step in numbers(found)], losses, rtol=2e-3)
+        assert found["evaluation"] == pytest.approx(alone["evaluation"], rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wire", "kind"),
+    [(n, w, kind) for n in WIRES for w in WIRES[n] for kind in WIRES[n][w] if kind.startswith("uneven")],
+)
+def test_what_is_fed_back_does_not_depend_on_the_size_of_the_weights(
+    launches: Launches, ranks: int, wire: str, kind: str
+) -> None:
+    for output in launches[ranks]:
+        found = output["wires"][wire]
+        assert found[kind]["steps"] == found[kind.removeprefix("uneven ")]["steps"]
+
+
+@pytest.mark.parametrize("wire", RESUMED)
+def test_resumed_runs_continue_to_the_bit(launches: Launches, wire: str) -> None:
+    for output in launches[2]:
+        found = output["wires"][wire]
+        assert len(found["whole later"]["steps"]) == 3
+        assert found["pair later"]["steps"] == found["whole later"]["steps"]
+        assert found["pair later"]["evaluation"] == found["whole later"]["evaluation"]
+
+
+def test_batch_norm_with_ranks_that_count_nothing(launches: Launches) -> None:
+    alone = launches[1][0]["norm"]
+    assert 5 <= sum(step[2] for step in alone["steps"]) < 20
+    for found in launches[2]:
+        np.testing.assert_allclose(numbers(found["norm"]), numbers(alone), rtol=RELATIVE)
+        assert found["norm"]["evaluation"] == pytest.approx(alone["evaluation"], rel=RELATIVE)
+        of_plain = numbers(found["plain norm"])
+        assert [step[2] for step in of_plain] == [step[2] for step in numbers(alone)]
+        assert np.isfinite([step[0] for step in of_plain]).all()
 
 
 @pytest.mark.parametrize(
