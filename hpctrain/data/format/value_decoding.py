@@ -34,12 +34,17 @@ def decoded_fields(fields: dict[str, FieldSpec], decoding: dict[str, Decoding]) 
 
 @np.errstate(over="ignore", invalid="ignore")  # of NaN, and of values that become infinite, missing ones too
 def decode(
-    stored: NDArray[Any], *, packing: Packing, decoding: Decoding, mask: NDArray[Any] | None = None
+    stored: NDArray[Any],
+    *,
+    packing: Packing,
+    decoding: Decoding,
+    mask: NDArray[Any] | None = None,
+    is_exact: bool = True,
 ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     """Returns the decoded values and where they are missing, both of the shape of `stored`.
 
     stored: as in the file, native-endian. mask: not 0 where a value is missing, of the same shape.
-    Raises DataError if an integer is too large for the decoded dtype.
+    Raises DataError if an integer is too large for the decoded dtype, unless not `is_exact`: then it is rounded.
     """
     data = stored if packing.stored_as is None else stored.view(packing.stored_as)
     missing = np.zeros(data.shape, dtype=np.bool_)
@@ -53,7 +58,8 @@ def decode(
         missing |= _outside(data, packing)
     dtype = np.dtype(decoding.dtype)
     if packing.float_dtype is None:
-        _check_exact(data, missing, dtype)
+        if is_exact:
+            _check_exact(data, missing, dtype)
         values = data.astype(dtype)
     else:
         computed = np.dtype(packing.float_dtype)

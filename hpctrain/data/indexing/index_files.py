@@ -275,7 +275,19 @@ class _Builder:
         if how is None:
             return lambda stored: stored
         packing, to_nan = packing_of(place, name), Decoding(dtype="float64")
-        return lambda stored: decode_values(stored, packing=packing, decoding=to_nan)[0]
+        is_exact = (
+            np.dtype(how.dtype).kind == "f"
+        )  # integers are decoded as integers: only statistics are rounded
+
+        def decoded(stored: NDArray[Any]) -> NDArray[Any]:
+            try:
+                return decode_values(stored, packing=packing, decoding=to_nan, is_exact=is_exact)[0]
+            except DataError as error:
+                raise DataError(
+                    f"field {name!r}, {place.fields[name].dataset} of {place.file.path}: {error}"
+                ) from error
+
+        return decoded
 
     def entry(self, stream: CutStream, content: dict[str, Any]) -> ShardEntry:
         """Returns the manifest's entry of one place. content: what `read` returned, or {} without hashes."""

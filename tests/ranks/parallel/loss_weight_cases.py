@@ -57,9 +57,9 @@ WIRES: dict[int, dict[str, tuple[str, ...]]] = {
         "fp16": ("pair", *OF_SAMPLES),
         "bf16": ("pair",),
         "int8": ("pair", "uneven pair", *OF_SAMPLES),
-        "top-k": ("pair", "uneven pair", "method", "uneven method", *OF_SAMPLES),
+        "top-k": ("pair", "uneven pair", *OF_SAMPLES),
     },
-    4: {"int8": ("pair", "uneven pair"), "top-k": ("pair", "uneven pair")},
+    4: {"top-k": ("pair", "uneven pair")},
 }
 RESUMED = ("fp16", "top-k")
 BEYOND_DENSE = 28  # steps; in the first 20 the sparse formats send everything

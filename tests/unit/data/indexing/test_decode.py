@@ -309,6 +309,14 @@ def two_files(where: Path, first: Make, second: Make) -> list[str]:
     return paths
 
 
+def test_statistics_of_integers_too_large_for_nan_need_a_number_or_a_mask(tmp_path: Path) -> None:
+    make = variable([2**53 + 1, -1], np.int64, _FillValue=np.int64(-1))
+    with pytest.raises(DataError, match=r"field 'x', /x of .*a.nc: the value 9007199254740993 is too large"):
+        indexed(tmp_path, make, decode="cf", reading=IndexReading.CONTENT)
+    found = indexed(tmp_path, make, decode="cf", missing="0", reading=IndexReading.CONTENT)
+    assert values(found).tolist() == [2**53 + 1, 0]
+
+
 def test_each_file_is_decoded_with_its_own_attributes(tmp_path: Path) -> None:
     files = two_files(
         tmp_path,
