@@ -319,8 +319,10 @@ def test_objects_that_do_not_fit_are_named(session: Session, tmp_path: Path) -> 
 def test_parameters_outside_the_model_are_saved_and_the_same_on_all_ranks(tmp_path: Path) -> None:
     def run(world: World, directory: Path, count: int, begin: int) -> tuple[float, Any]:
         session = session_over(world)
-        torch.manual_seed(0)
         model = torch.nn.Linear(4, 1)
+        with torch.no_grad():  # not from a seed: the threads share torch's generator
+            model.weight.copy_(torch.tensor([[0.1, -0.2, 0.3, -0.4]]))
+            model.bias.zero_()
         weight = torch.nn.Parameter(torch.tensor(float(world.rank)))
         groups = [{"params": list(model.parameters())}, {"params": [weight], "lr": 0.05}]
         optimizer = torch.optim.Adam(groups, lr=0.1)
