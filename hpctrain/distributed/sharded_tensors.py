@@ -106,10 +106,8 @@ def _is_first_along_others(mesh: DeviceMesh) -> bool:
     whole = next((noted for noted in reversed(_MESHES) if _has_part(noted, mesh)), None)
     if whole is None:  # the program's own
         whole = mesh._get_root_mesh()
-    if (
-        whole.mesh_dim_names is None
-    ):  # axes without names: `mesh` is the whole, since PyTorch cuts axes out by name
-        return True
+    if whole.mesh_dim_names is None:
+        return True  # `mesh` is the whole, since PyTorch cuts axes out by name
     others = set(whole.mesh_dim_names) - set(mesh.mesh_dim_names or ()) - {PIPELINE_AXIS}
     places = zip(whole.mesh_dim_names, whole.get_coordinate() or (), strict=True)
     return not any(index for name, index in places if name in others)

@@ -115,10 +115,8 @@ class MpiCollectiveWriter:
         status = self._mpi.Status()
         try:
             self._file.Write_at(offset, [data, self._mpi.BYTE], status)
-        except (
-            self._mpi.Exception
-        ):  # Open MPI 5 and ROMIO, on a full disk: an error of MPI's, without the system's words
-            return 0
+        except self._mpi.Exception:
+            return 0  # Open MPI 5 and ROMIO report a full disk so, without the system's reason
         return int(status.Get_count(self._mpi.BYTE))
 
     def exchange(self, outgoing: Sequence[Sequence[tuple[int, memoryview]]]) -> list[tuple[int, memoryview]]:

@@ -197,7 +197,7 @@ class Loader:
                 f"the run should resume at sample {start} of an epoch, but the epoch has "
                 f"{self.num_positions} samples: was the dataset packed again since the checkpoint was written?"
             )
-        self._await_left()
+        self._await_unfinished()
         self.current_epoch, self.position = epoch, start
         self._continues = False
         plan = EpochPlan(
@@ -209,24 +209,24 @@ class Loader:
             watched=lambda number: self._waiting(
                 lambda: self._in_progress.describe(epoch=epoch, span=plan.span(number))
             ),
-            closed=self._name_left,
+            closed=self._say_unfinished,
         )  # fmt: skip
 
     def _waiting(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._watch is None else self._watch.during(describe)
 
-    def _name_left(self) -> None:
+    def _say_unfinished(self) -> None:
         """Says that threads have not ended although nobody needs what they make."""
-        if any(threads.left() for threads in self._threads):
+        if any(threads.unfinished() for threads in self._threads):
             print(
                 f"hpctrain: rank {self.rank} does not wait for batches that are still being made, and that nobody "
                 f"needs: {self._in_progress.describe_all()}",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
 
-    def _await_left(self) -> None:
+    def _await_unfinished(self) -> None:
         """Waits for such threads: a dataset may not be read by more threads than it allows."""
-        for thread in [thread for threads in self._threads for thread in threads.left()]:
+        for thread in [thread for threads in self._threads for thread in threads.unfinished()]:
             with self._waiting(
                 lambda: f"the end of an earlier epoch's threads; {self._in_progress.describe_all()}"
             ):

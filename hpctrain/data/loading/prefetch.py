@@ -159,7 +159,7 @@ class MakingThreads:
     def have_ended(self) -> bool:
         return not any(thread.is_alive() for thread in self._threads)
 
-    def left(self) -> list[threading.Thread]:
+    def unfinished(self) -> list[threading.Thread]:
         """Returns the threads that are still making an item although the iteration has ended."""
         return [thread for thread in self._threads if self._shared.stopped and thread.is_alive()]
 
@@ -225,7 +225,7 @@ class Prefetch(Generic[T]):
         return item
 
     def close(self) -> None:
-        """Stops the threads and waits a moment for them (`threads.left`). May be called more than once."""
+        """Stops the threads and waits a moment for them (`threads.unfinished`). May be called more than once."""
         self._finalizer()
 
     def __enter__(self) -> Prefetch[T]:

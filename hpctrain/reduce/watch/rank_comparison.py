@@ -27,8 +27,8 @@ CompareRanks: TypeAlias = Literal["error", "note", "off"]
 EVERY_STEPS = 100
 SETTINGS_EVERY_STEPS = 10
 _FIRST_STEPS = 4
-_SUM, _SQUARES = "ranks: sum ", "ranks: squares "  # with the number of a circle
-_APART = 3
+_SUM, _SQUARES = "ranks: sum ", "ranks: squares "  # with the number of a set of ranks
+_NUM_FOR_ALL = 3  # entries of `_found` that all ranks compare; further ones only ranks with the same part
 _NAMED = 3
 _RUNBOOK = "See docs/runbooks/f11-replicas-differ.md"
 
@@ -71,7 +71,7 @@ class RankComparison:
         layout = _layout(model) if is_split else {}
         self._parts = [name for name, box in layout.items() if box is not None or self._is_stage]
         # First all ranks, then those that hold the same parts as another.
-        self._circles = [list(range(comm.num_ranks)), *(_circles(layout, comm) if is_split else [])]
+        self._rank_sets = [list(range(comm.num_ranks)), *(_sets_of_ranks(layout, comm) if is_split else [])]
         self._step = 0
         self._settings_equal = self._parameters_equal = 0  # step in which they were last
         self._left_out: set[str] = set()
@@ -91,7 +91,7 @@ class RankComparison:
         buffers: dict[str, torch.Tensor] = {}
         if with_parameters:
             whole, buffers = self._whole(), self._buffers.constants()
-            if any(self._comm.rank in members for members in self._circles[1:]):
+            if any(self._comm.rank in members for members in self._rank_sets[1:]):
                 now = dict(self._model.named_parameters())
                 parts = {name: now[name] for name in self._parts if name in now}
         marks = iter(digests([*whole.values(), *parts.values(), *buffers.values()]))
@@ -103,12 +103,12 @@ class RankComparison:
         apart = (of_parts, of_buffers) if self._is_stage else (of_parts, {})
         self._found = [settings, of_whole, {} if self._is_stage else of_buffers, *apart]
         numbers: dict[str, float] = {}
-        for circle, members in enumerate(self._circles):
-            mine = self._found[_APART:] if circle else self._found[:_APART]
+        for number, members in enumerate(self._rank_sets):
+            mine = self._found[_NUM_FOR_ALL:] if number else self._found[:_NUM_FOR_ALL]
             value = 0
             if self._comm.rank in members:
                 value = xxhash.xxh3_64_intdigest(repr(mine)) >> (64 - self._bits)
-            numbers |= {f"{_SUM}{circle}": float(value), f"{_SQUARES}{circle}": float(value * value)}
+            numbers |= {f"{_SUM}{number}": float(value), f"{_SQUARES}{number}": float(value * value)}
         return numbers
 
     def without_numbers(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -120,8 +120,8 @@ class RankComparison:
         sums: with those of `numbers`, the same on every rank.
         """
         if all(
-            len(members) * int(sums[f"{_SQUARES}{circle}"]) == int(sums[f"{_SUM}{circle}"]) ** 2
-            for circle, members in enumerate(self._circles)
+            len(members) * int(sums[f"{_SQUARES}{number}"]) == int(sums[f"{_SUM}{number}"]) ** 2
+            for number, members in enumerate(self._rank_sets)
         ):
             self._settings_equal = self._step
             if compares_parameters(self._step):
@@ -154,9 +154,9 @@ class RankComparison:
         return {name: value for name, value in found.items() if name not in self._left_out}
 
     def _differences(
-        self, everyones: Sequence[Sequence[Mapping[str, str]]], *, kind: int, circle: int = 0
+        self, everyones: Sequence[Sequence[Mapping[str, str]]], *, kind: int, rank_set: int = 0
     ) -> _Differences:
-        members = self._circles[circle]
+        members = self._rank_sets[rank_set]
         ranks = [self._comm.members[place] for place in members]
         return _Differences([everyones[place][kind] for place in members], ranks=ranks)
 
@@ -164,7 +164,8 @@ class RankComparison:
         self, everyones: Sequence[Sequence[Mapping[str, str]]], *, kind: int
     ) -> list[_Differences]:
         return [
-            self._differences(everyones, kind=kind, circle=circle) for circle in range(1, len(self._circles))
+            self._differences(everyones, kind=kind, rank_set=number)
+            for number in range(1, len(self._rank_sets))
         ]
 
     def _whole(self) -> dict[str, torch.Tensor]:
@@ -288,12 +289,12 @@ def _layout(model: torch.nn.Module) -> dict[str, Box | None]:
     return layout
 
 
-def _circles(layout: Mapping[str, Box | None], comm: Collective) -> list[list[int]]:
+def _sets_of_ranks(layout: Mapping[str, Box | None], comm: Collective) -> list[list[int]]:
     """Returns the ranks that have the same layout as another. Collective."""
-    circles: dict[str, list[int]] = {}
+    found_on: dict[str, list[int]] = {}
     for place, found in enumerate(all_gather_json(comm, xxhash.xxh3_64_hexdigest(repr(layout)))):
-        circles.setdefault(found, []).append(place)
-    return [members for members in circles.values() if len(members) > 1]
+        found_on.setdefault(found, []).append(place)
+    return [members for members in found_on.values() if len(members) > 1]
 
 
 def _listed(texts: Iterable[str], *, num: int | None = None) -> str:

@@ -62,7 +62,7 @@ class Place:
         return max((number for number, partial in self._files().values() if not partial), default=0)
 
     def remove_older(self, number: int) -> None:
-        """Removes what is left of leases before `number`, also of processes that were killed while they wrote one."""
+        """Removes the files of leases before `number`, also partial ones of processes that were killed in between."""
         for path, (other, _) in self._files().items():
             if other < number:
                 with suppress(OSError):

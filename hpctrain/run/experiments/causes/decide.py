@@ -52,7 +52,7 @@ def _idle(seen_: Observations) -> Iterator[Finding]:
         return
     steps = seen_.again.steps
     if seen_.not_finite:
-        text = f"none of the {steps} steps was applied, on no number of ranks, so nothing was compared: "
+        text = f"none of the {steps} steps was applied on any number of ranks, so nothing was compared: "
         yield Finding(
             cause=Cause.NOT_APPLIED, is_difference=True, text=text + seen_.not_finite[0], evidence=seen_.not_finite[1:],
             advice="mend what is not finite, or train on other samples: steps whose gradients are not finite are "
@@ -61,7 +61,7 @@ def _idle(seen_: Observations) -> Iterator[Finding]:
         return
     yield Finding(
         cause=Cause.NOT_APPLIED, is_difference=True,
-        text=f"none of the {steps} steps was applied, on no number of ranks, so nothing was compared: the optimizer "
+        text=f"none of the {steps} steps was applied on any number of ranks, so nothing was compared: the optimizer "
         "was not called, though losses and gradients are finite",
         advice="call updater.step() in each step; a step whose weights sum to 0 is not applied either",
     )  # fmt: skip

@@ -12,7 +12,7 @@ def data_findings(observed: Observations) -> Iterator[Finding]:
     samples, ranks = observed.samples, observed.num_ranks
     if samples.content_changes or samples.order_changes:
         yield _own_random(observed)
-        return  # the rest can be told apart once this is mended
+        return  # other causes cannot be decided while the data change at random
     differs = (
         samples.content_by_rank
         or samples.content_by_share
