@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_python_version,
         default=running,
         metavar="3.N",
-        help=f"Python version of the cluster, 3.10 to 3.13; default: {running}",
+        help=f"Python version of the cluster, 3.10 to 3.14; default: {running}",
     )
     parser.add_argument(
         "--glibc",
@@ -94,8 +94,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _python_version(text: str) -> str:
-    if not re.fullmatch(r"3\.1[0-3]", text):
-        raise argparse.ArgumentTypeError(f"hpctrain needs Python 3.10 to 3.13, not {text}")
+    if not re.fullmatch(r"3\.1[0-4]", text):
+        raise argparse.ArgumentTypeError(f"hpctrain needs Python 3.10 to 3.14, not {text}")
     return text
 
 

@@ -8,7 +8,7 @@
 #   bash scripts/setup.sh --print-plan    # say what would be used and built, and why; change nothing
 #
 # Variables read:
-#   PYTHON               interpreter for a new .venv         (default: python3, or the first of 3.10 to 3.13)
+#   PYTHON               interpreter for a new .venv         (default: python3, or the first of 3.10 to 3.14)
 #   VENV                 where the environment is made       (default: .venv)
 #   MPICC                the site's MPI compiler wrapper;    set = never call a package manager
 #   HDF5_DIR             prefix of a parallel HDF5;          set = never call a package manager
@@ -124,6 +124,13 @@ inputs() {
     "$(command -v "${CC:-cc}" || true)"
 }
 
+# What an earlier set-up of this environment could not build, and how to try it again.
+without_failed() {
+  local names
+  names=$(xargs <"$record/failed" 2>/dev/null) || true
+  [[ ! $names ]] || printf ', but %s could not be built; to try again: rm %s; make setup' "$names" "${stamp#"$PWD"/}"
+}
+
 install_python_packages() {
   local chosen log
   chosen=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-pip.XXXXXX")
@@ -173,7 +180,10 @@ main() {
     ((${#missing_packages[@]} == 0)) || fail "installed, and still not found: ${missing_things[*]}"
   fi
   open_environment
-  if [[ -e $stamp && $(cat "$stamp") == "$(inputs)" ]]; then say "already set up"; exit 0; fi
+  if [[ -e $stamp && $(cat "$stamp") == "$(inputs)" ]]; then
+    say "already set up$(without_failed)"
+    exit 0
+  fi
   open_bundle
   rm -f "$stamp"
   make_environment
@@ -184,6 +194,7 @@ main() {
   pip install -q -q --no-deps --no-build-isolation --editable .
   "$py" "$SCRIPTS/setup_requirements.py" --report
   if [[ $bundle ]]; then printf '%s\n' "$bundle" "$bundle_id" > "$bundle_record"; else rm -f "$bundle_record"; fi
+  printf '%s\n' ${failed[@]+"${failed[@]}"} > "$record/failed"
   inputs > "$stamp"
   say "ready: source ${active:-${VENV#"$PWD"/}}/bin/activate && hpctrain doctor"
 }

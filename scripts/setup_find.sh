@@ -55,7 +55,8 @@ find_bundle() {
   bundle_python=$(sed -nE 's/^ *"python": "([0-9.]+)".*/\1/p' <<<"$manifest")
 }
 
-supported_python() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
+PYTHONS="3.10 to 3.14"  # as pack_bundle.py has them
+supported_python() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; }
 
 # base_python: the interpreter of the active environment, of .venv, or for a new .venv; empty if there is none.
 find_python() {
@@ -66,7 +67,7 @@ find_python() {
   elif [[ ${PYTHON:-} ]]; then
     if supported_python "$PYTHON"; then base_python=$(command -v "$PYTHON"); fi
   else
-    for candidate in "$VENV/bin/python" ${bundle_python:+"python$bundle_python"} python3 python3.13 python3.12 python3.11 python3.10; do
+    for candidate in "$VENV/bin/python" ${bundle_python:+"python$bundle_python"} python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
       if supported_python "$candidate"; then base_python=$(command -v "$candidate"); break; fi
     done
   fi
@@ -150,10 +151,10 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Pyth
       missing "python$version-dev" "Python.h of $base_python (python$version-dev)"
     fi
   elif [[ $active || ${PYTHON:-} ]]; then
-    fail "Python 3.10 to 3.13 is needed, and ${PYTHON:-$active/bin/python} is" \
+    fail "Python $PYTHONS is needed, and ${PYTHON:-$active/bin/python} is" \
       "$("${PYTHON:-$active/bin/python}" -V 2>&1 || true)"
   else
-    missing python3 "Python ${bundle_python:-3.10 to 3.13}: load the site's module, or set PYTHON"
+    missing python3 "Python ${bundle_python:-$PYTHONS}: load the site's module, or set PYTHON"
     missing python3-venv "its venv and ensurepip (python3-venv)"
     missing python3-dev "its headers (python3-dev)"
   fi

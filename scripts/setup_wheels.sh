@@ -26,8 +26,7 @@ print("cp%d%d" % sys.version_info[:2], numpy.__version__.split(".")[0], mpi4py._
   horovod_key="horovod $HOROVOD_VERSION $built torch $torch_version cuda ${cuda_version:-no} nccl ${nccl_version:-no} $mpi_version"
   h5py_key="h5py $H5PY_VERSION $built hdf5 $hdf5_version $hdf5_prefix numpy $numpy_major mpi4py $mpi4py_version $mpi_version"
 
-  if without horovod; then
-    [[ ! -e $record/horovod ]] || { pip uninstall -q -y horovod; rm -f "$record/horovod"; }
+  if without horovod; then remove_horovod
   elif [[ $horovod_stays ]]; then say "keeping the Horovod of this environment"
   else wheels+=(horovod); fi
   if without h5py; then install_published_h5py
@@ -36,6 +35,8 @@ print("cp%d%d" % sys.version_info[:2], numpy.__version__.split(".")[0], mpi4py._
 
   prepare_wheels
   local name key
+  case " ${failed[*]-} " in *' horovod '*) remove_horovod ;; esac
+  case " ${failed[*]-} " in *' h5py '*) install_published_h5py ;; esac
   for name in ${wheels[@]+"${wheels[@]}"}; do
     key=${name}_key
     install_wheel "$name" "${!key}"
@@ -46,6 +47,8 @@ print("cp%d%d" % sys.version_info[:2], numpy.__version__.split(".")[0], mpi4py._
 }
 
 wheels=()
+
+remove_horovod() { [[ ! -e $record/horovod ]] || { pip uninstall -q -y horovod; rm -f "$record/horovod"; }; }
 
 install_published_h5py() {
   [[ $(cat "$record/h5py" 2>/dev/null) != "published $H5PY_VERSION" ]] || return 0
@@ -107,26 +110,49 @@ wheel_folder() { printf '%s/wheels/%s-%s' "$CACHE" "$1" "$(printf '%s' "$2" | sh
 # A folder gets its name when it is complete, so what has the name is complete.
 is_cached() { compgen -G "$1/*.whl" >/dev/null; }
 
-# Builds what of `wheels` is neither installed nor cached, side by side.
+# Builds what of `wheels` is neither installed nor cached, side by side. hpctrain works without Horovod and without a
+# parallel h5py: if their builds fail, they are taken out of `wheels`, and the set-up continues.
+failed=()
 prepare_wheels() {
-  local name key pids=() failed=() tools=
+  local name key pids=() names=() tools=
   for name in ${wheels[@]+"${wheels[@]}"}; do
     key=${name}_key
     is_cached "$(wheel_folder "$name" "${!key}")" && continue
     if [[ ! $tools ]]; then pip install -q -q -r requirements/build.txt; tools=yes; fi
     # A process group for each: an interrupt then ends the compilers too, and not only this shell.
     set -m
-    build_wheel "$name" "${!key}" & pids+=($!)
+    build_wheel "$name" "${!key}" & pids+=($!) names+=("$name")
     set +m
   done
   ((${#pids[@]})) || return 0
   # shellcheck disable=SC2064
   trap "for pid in ${pids[*]}; do kill -TERM -- -\$pid 2>/dev/null; done; exit 130" INT TERM HUP
   # All are waited for: one that works is in the cache for the next try.
-  local pid
-  for pid in "${pids[@]}"; do wait "$pid" || failed+=("$pid"); done
+  local number
+  for number in "${!pids[@]}"; do wait "${pids[number]}" || failed+=("${names[number]}"); done
   trap - INT TERM HUP
-  ((${#failed[@]} == 0)) || fail "a build failed, see above"
+  for name in ${failed[@]+"${failed[@]}"}; do
+    [[ $name != mpi4py ]] || fail "mpi4py could not be built, see above"
+    local left=() other
+    for other in "${wheels[@]}"; do [[ $other == "$name" ]] || left+=("$other"); done
+    wheels=(${left[@]+"${left[@]}"})
+    say "continuing without this build of $name: see above"
+  done
+}
+
+# What of hpctrain works without the wheel NAME, and how to set up without it.
+without_wheel() {
+  case $1 in
+    horovod) echo "Without Horovod everything works but run.backend = \"horovod\" and \`import horovod\`; Horovod programs" \
+      "run by \`import hpctrain.hvd\`. To leave it out: HPCTRAIN_WITHOUT=horovod make setup" ;;
+    h5py) echo "A parallel h5py is for your own driver=\"mpio\" only. To take the published one: HPCTRAIN_WITHOUT=h5py make setup" ;;
+    mpi4py) echo "Runs of more than one rank need it." ;;
+  esac
+}
+
+# first_errors LOG: the first errors of compilers and of cmake in it. Its end is often a traceback of what called them.
+first_errors() {
+  grep -E ': (fatal )?error: |^CMake Error|: undefined reference to|ld: cannot find|: command not found' "$1" | head -n 8 || true
 }
 
 # build_wheel NAME KEY: build_NAME makes a wheel; it goes into the cache. Fails with the end of the log.
@@ -145,8 +171,11 @@ build_wheel() {
     # In a shell of its own with -e: as the condition of an `if`, a function runs on after an error.
     (set -e; trap - INT TERM HUP; cd "$work"; "build_$name" "$work/out") >"$work/log" 2>&1 &
     if ! wait $! || ! is_cached "$work/out"; then
-      tail -n 40 "$work/log" >&2
-      fail "building $name failed; whole log: $work/log"
+      { tail -n 15 "$work/log"
+        if [[ $(first_errors "$work/log") ]]; then echo "setup: the first errors:"; first_errors "$work/log"; fi
+        echo "setup: building $name failed; whole log: $work/log"
+        echo "setup: $(without_wheel "$name")"; } >&2
+      exit 1
     fi
     printf '%s\n' "$key" > "$work/out/BUILT_AGAINST"
     # Copied into the cache's folder and then renamed there: the cache is often on another filesystem than TMPDIR.
@@ -188,6 +217,13 @@ use_tools() {
   export MPI_HOME=$PWD PATH=$PWD/bin:$(dirname "$py"):$PATH
 }
 
+# The standard of C++ that torch's headers need: 17 since torch 2.1, 20 since 2.15.
+cxx_of_torch() {
+  local minor
+  minor=$(sed -nE 's/^2\.([0-9]+).*/\1/p' <<<"$torch_version")
+  if [[ $minor && $minor -lt 15 ]]; then echo 17; else echo 20; fi
+}
+
 build_horovod() {
   use_tools
   pip download -q -q --no-deps --no-build-isolation --no-binary horovod "horovod==$HOROVOD_VERSION"
@@ -203,8 +239,13 @@ build_horovod() {
     PATH=$cuda_home/bin:$PATH
   fi
   cd "horovod-$HOROVOD_VERSION"
-  # Published in 2023 with C++14 and CUDA C++11; the headers of torch since 2.1 need C++17.
-  sed -i -E 's/(CMAKE_CXX_STANDARD|CMAKE_CUDA_STANDARD) 1[147]/\1 17/' CMakeLists.txt horovod/*/CMakeLists.txt horovod/common/ops/cuda/CMakeLists.txt
+  # Published in 2023 with C++14 and CUDA C++11; torch's headers need a newer one.
+  sed -i -E "s/(CMAKE_CXX_STANDARD|CMAKE_CUDA_STANDARD) 1[147]/\1 $(cxx_of_torch)/" CMakeLists.txt horovod/*/CMakeLists.txt horovod/common/ops/cuda/CMakeLists.txt
+  # GCC 14 and newer: their headers include fewer others, and they look into templates that nothing uses.
+  export CXXFLAGS="-include stdexcept -include string -include cstdint ${CXXFLAGS:-}"
+  sed -i 's/^  const size_type count_;/  size_type count_;/' third_party/flatbuffers/include/flatbuffers/stl_emulation.h
+  # cmake 4 refuses projects that were written for cmake before 3.5.
+  export CMAKE_POLICY_VERSION_MINIMUM=3.5
   # Without debug information: a third less to do for the compiler, and a wheel of 1 MB instead of 20.
   sed -i 's/REPLACE "-O2" "-O3"/REPLACE "-O2 -g" "-O3"/' CMakeLists.txt
   # Without Gloo, Horovod's controller where there is no MPI: hpctrain never uses it, and it is long to compile.

@@ -95,7 +95,7 @@ def test_python_that_is_too_old_is_refused_by_version(tmp_path: Path, machine: d
     write_program(tmp_path / "old", 'case $1 in -V) echo "Python 3.6.8" ;; *) exit 1 ;; esac')
     result = set_up("--print-plan", variables=machine | {"PYTHON": str(tmp_path / "old")})
     assert result.returncode == 1
-    assert f"Python 3.10 to 3.13 is needed, and {tmp_path}/old is Python 3.6.8" in result.stderr
+    assert f"Python 3.10 to 3.14 is needed, and {tmp_path}/old is Python 3.6.8" in result.stderr
 
 
 def test_plan_takes_the_wrappers_and_hdf5_of_the_site(tmp_path: Path, machine: dict[str, str]) -> None:
