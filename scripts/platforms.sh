@@ -44,10 +44,10 @@ make_root() {  # make_root RELEASE
 inside() {
   local root=$roots/$1 folder
   cp -L /etc/resolv.conf "$root/etc/resolv.conf"
-  for folder in /etc/pip.conf /etc/xdg/pip /etc/ssl/certs /usr/local/share/ca-certificates; do
-    if [[ -e $folder ]]; then mkdir -p "$root$(dirname "$folder")"; cp -rL "$folder" "$root$(dirname "$folder")/"; fi
+  for folder in /etc/pip.conf /etc/xdg/pip /etc/ssl/certs/ca-certificates.crt; do
+    if [[ -e $folder ]]; then mkdir -p "$root$(dirname "$folder")"; cp -rL --remove-destination "$folder" "$root$(dirname "$folder")/"; fi
   done
-  # shellcheck disable=SC2016
+  # shellcheck disable=SC2016,SC2086
   unshare --mount --propagation private --pid --fork --kill-child bash -euc '
     root=$1 checkout=$2 command=$3; shift 3
     mount --bind "$root" "$root"

@@ -15,7 +15,12 @@ from .environment_archive import (
     describe_use as describe_use,
     pack_environment as pack_environment,
 )
-from .failure import RankFailure as RankFailure, find_failure as find_failure, signal_name as signal_name
+from .failure import (
+    STOPPED as STOPPED,
+    RankFailure as RankFailure,
+    find_failure as find_failure,
+    signal_name as signal_name,
+)
 from .machine import Machine as Machine, survey_machine as survey_machine
 from .placement import place_ranks as place_ranks
 from .plain_errors import print_and_exit as print_and_exit

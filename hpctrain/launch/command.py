@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hpctrain.errors import LaunchError
-from hpctrain.launch.machine import Machine, Srun
+from hpctrain.launch.machine import Machine, MpirunFamily, Srun
 from hpctrain.launch.mpirun import mpirun_argv
 from hpctrain.launch.placement import Placement, place_ranks
 from hpctrain.launch.rank_identity.identity import RANKS_PER_NODE_VARIABLE, identify
@@ -27,12 +27,16 @@ class Launcher(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """A launch, ready to run. `env_updates` are set and `env_removed` unset in the launcher's environment."""
+    """A launch, ready to run. `env_updates` are set and `env_removed` unset in the launcher's environment.
+
+    is_hydra: whether the launcher is Hydra, of MPICH and Intel MPI.
+    """
 
     argv: tuple[str, ...]
     launcher: Launcher
     num_ranks: int
     emulated: bool
+    is_hydra: bool = False
     env_updates: Mapping[str, str] = field(default_factory=dict)
     env_removed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -106,6 +110,9 @@ def plan_launch(
         launcher=chosen,
         num_ranks=num_ranks,
         emulated=placement.emulated,
+        is_hydra=chosen is Launcher.MPIRUN
+        and machine.mpirun is not None
+        and machine.mpirun.family is MpirunFamily.HYDRA,
         env_updates=updates,
         env_removed=tuple(removed),
         notes=tuple(notes),

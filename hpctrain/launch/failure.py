@@ -12,6 +12,8 @@ _OPEN_MPI = re.compile(
 )
 _SRUN = re.compile(rb"srun: error: (?P<node>\S+): tasks? (?P<rank>[\d,-]+): (?P<text>[A-Z][a-z0-9 ]+)")
 _SRUN_CODE = re.compile(r"Exited with exit code (\d+)")
+# The ranks' own line at an early end that is no failure.
+STOPPED = re.compile(r"hpctrain: stopped after step \d+ of \d+ \((?P<reason>[^)]*)\); the state is saved")
 _SIGNALS = {text: number for number in signal.valid_signals() if (text := signal.strsignal(number))}
 
 

@@ -92,6 +92,9 @@ def read_mpirun_version(text: str, *, path: str) -> Mpirun:
         family = MpirunFamily.HYDRA
         version = re.search(r"Version:?\s+(\S.*)", text)
         first = f"Hydra {version[1].strip()}" if version else first
+        # Intel's mpirun is a shell script that waits for this program: a signal would end the script alone.
+        hydra = os.path.join(os.path.dirname(path), "mpiexec.hydra")
+        path = hydra if os.access(hydra, os.X_OK) else path
     return Mpirun(path=path, family=family, version=first)
 
 

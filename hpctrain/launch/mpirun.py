@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hpctrain.launch.machine import Machine, MpirunFamily
-from hpctrain.launch.placement import Placement, give_way_while_waiting, set_threads
+from hpctrain.launch.placement import Placement, give_way_while_waiting, preload_sleep, set_threads
 from hpctrain.launch.rank_identity.identity import RANKS_PER_NODE_VARIABLE
 
 # mpirun passes its environment to ranks on its own machine; to other machines only the variables that are listed.
@@ -34,6 +34,8 @@ def mpirun_argv(
             "good for trying things out, not for measuring"
         )
     if family is MpirunFamily.HYDRA:
+        if outnumbered:
+            preload_sleep(environ, updates=updates, library=machine.yield_library, notes=notes)
         return _hydra(placement, path=machine.mpirun.path, hosts=hosts, hostfile=hostfile)
     if family is MpirunFamily.UNKNOWN:
         notes.append(

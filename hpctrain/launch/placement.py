@@ -101,8 +101,14 @@ def give_way_while_waiting(
     """
     if not environ.get(YIELD_VARIABLE):
         updates[YIELD_VARIABLE] = "1"
-    if not yields(environ):
-        return
+    if yields(environ):
+        preload_sleep(environ, updates=updates, library=library, notes=notes)
+
+
+def preload_sleep(
+    environ: Mapping[str, str], *, updates: dict[str, str], library: str | None, notes: list[str]
+) -> None:
+    """Lets the ranks preload the library that turns yields into short sleeps. MPICH yields without being asked to."""
     if library is not None:
         updates[PRELOAD_VARIABLE] = with_preload(environ, library)
     else:

@@ -1,8 +1,8 @@
 """Runs a planned launch: prints the command, forwards signals, and ends ranks that outlive the launcher.
 
-A run is stopped by SIGUSR1, or by SIGUSR2 if asked: mpirun (Open MPI, Hydra) and srun forward these to every rank,
-whereas SIGTERM and SIGINT would make them kill the ranks within seconds. So the first Ctrl-C or SIGTERM becomes
-SIGUSR1, the ranks save at a step they agree on, and the run ends with exit code 75.
+A run is stopped by SIGUSR1, or by SIGUSR2 if asked: mpirun (Hydra with help: `hydra_ranks`) and srun forward these to
+every rank, whereas SIGTERM and SIGINT would make them kill the ranks within seconds. So the first Ctrl-C or SIGTERM
+becomes SIGUSR1, the ranks save at a step they agree on, and the run ends with exit code 75.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -24,7 +25,8 @@ from typing import IO, Protocol
 
 from hpctrain.errors import ExitCode, LaunchError
 from hpctrain.launch.command import LaunchPlan
-from hpctrain.launch.failure import RankFailure, find_failure, signal_name
+from hpctrain.launch.failure import STOPPED, RankFailure, find_failure, signal_name
+from hpctrain.launch.hydra_ranks import HydraRanks
 
 # mpirun takes so long to handle signals itself, and to start ranks that get them.
 _STARTS_WITHIN_S = 1.0
@@ -34,6 +36,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SAME_REQUEST_S = 2.5  # a signal so much later is a second request: not less than `hpctrain.resilience` has
 _STRAY_GRACE_S = 3.0  # for ranks that outlive a launcher that died
 _MAX_LINE_BYTES = 4096
+_STOPPED = re.compile(STOPPED.pattern.encode())
 _PR_SET_PDEATHSIG = 1
 
 # Set for the ranks if their output is shown on a terminal. They cannot find out themselves: mpirun gives them a
@@ -131,7 +134,10 @@ def run_launch(
         if observer is not None:
             observer.launched(child.pid)
         copy_to = 2 if output is None else output.fileno()
-        watch = _Watch(child, wakeup, out, copy_to=copy_to, stop_signal=stop_signal, observer=observer)
+        hydra = HydraRanks(child.pid, num_ranks=plan.num_ranks) if plan.is_hydra else None
+        watch = _Watch(
+            child, wakeup, out, copy_to=copy_to, stop_signal=stop_signal, observer=observer, hydra=hydra
+        )
         exit_code = watch.until_exit()
     failure = watch.failure
     if failure is not None and failure.signal is not None:
@@ -139,6 +145,12 @@ def run_launch(
     if failure is not None and exit_code in (128 + signal.SIGTERM, 128 + signal.SIGKILL):
         # srun returns the highest code of all ranks, including those that it ended because another one failed.
         exit_code = failure.exit_code
+    if hydra is not None and failure is not None and exit_code == failure.signal:
+        exit_code = (
+            failure.exit_code
+        )  # MPICH ends with n after signal n; others, and hpctrain's codes, have 128 + n
+    if hydra is not None and exit_code == ExitCode.DONE and watch.has_stopped:
+        exit_code = ExitCode.STOPPED_EARLY  # MPICH 4 sometimes ends with 0 although all ranks left with 75
     if watch.interrupted and exit_code not in (ExitCode.DONE, ExitCode.STOPPED_EARLY):
         exit_code = 128 + signal.SIGINT
     if exit_code < 0:
@@ -179,13 +191,16 @@ class _Watch:
         copy_to: int,
         stop_signal: signal.Signals,
         observer: Observer | None = None,
+        hydra: HydraRanks | None = None,
     ) -> None:
         self.failure: RankFailure | None = None
+        self.has_stopped = False  # the ranks have said so
         self.stop_asked = False
         self.has_killed = False
         self.interrupted = False  # by a second Ctrl-C
         self.signals: list[str] = []
         self._observer = observer
+        self._hydra = hydra
         self._ending = False
         self._copy_to = copy_to
         self._stop_signal = stop_signal
@@ -214,7 +229,9 @@ class _Watch:
                         ready.unregister(self._child.stderr)
                 if self._stop_at_s is not None and time.monotonic() >= self._stop_at_s:
                     self._stop_at_s, self._asked_s = None, time.monotonic()
-                    self._child.send_signal(self._stop_signal)
+                    self._hand_on(self._stop_signal)
+                if self._hydra is not None:
+                    self._hydra.look()
                 if self._observer is not None and not self._ending:
                     self._end_if_asked(self._observer.must_end())
                 if self._kill_at_s is not None and time.monotonic() > self._kill_at_s:
@@ -223,6 +240,8 @@ class _Watch:
         self._end_strays()
         self._copy_stderr()
         self._child.stderr.close()
+        if self._hydra is not None:
+            self._hydra.close()
         return int(self._child.returncode)
 
     def _copy_stderr(self) -> bool:
@@ -240,11 +259,14 @@ class _Watch:
             *lines, self._line = (self._line + data).split(b"\n")
             self._line = self._line[-_MAX_LINE_BYTES:]
             for line in lines:
+                self.has_stopped = self.has_stopped or _STOPPED.search(line) is not None
                 # The first failure is the cause; the others follow from it. Open MPI 5 breaks its line in two.
                 if not self._ending:
                     self.failure = (
                         self.failure or find_failure(line) or find_failure(self._before + b" " + line)
                     )
+                    if self._hydra is not None:
+                        self.failure = self.failure or self._hydra.find_failure(line)
                 self._before = line
                 if self._observer is not None:
                     self._observer.saw_line(line)
@@ -254,7 +276,7 @@ class _Watch:
             if number in STOP_SIGNALS:
                 self.signals.append(signal.Signals(number).name)
             if number in (signal.SIGUSR1, signal.SIGUSR2):
-                self._child.send_signal(number)
+                self._hand_on(number)
             elif number == signal.SIGINT and self.stop_asked:
                 self.interrupted = True
                 if self._kill_at_s is None:
@@ -275,7 +297,18 @@ class _Watch:
                 and time.monotonic() - self._asked_s >= _SAME_REQUEST_S
             ):  # for the ranks a second request, which ends one that hangs; batch systems send the first twice
                 _say(self._out, f"{signal.Signals(number).name} again: the ranks end now, without saving")
-                self._child.send_signal(self._stop_signal)
+                self._hand_on(self._stop_signal)
+
+    def _hand_on(self, number: int) -> None:
+        """Sends a signal to all ranks; of Hydra SIGUSR2 to those of this machine, which the others follow."""
+        if self._hydra is None or number != signal.SIGUSR2:
+            self._child.send_signal(number)
+        elif not self._hydra.send(number):
+            _say(
+                self._out,
+                "SIGUSR2 is not handed on: this mpirun would end, and no rank runs on this machine; for a checkpoint "
+                "now create the file save-now in the run's directory",
+            )
 
     def _end_if_asked(self, request: EndRequest | None) -> None:
         if request is not None:

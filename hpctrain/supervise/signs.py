@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from hpctrain.launch import RankFailure, find_failure
+from hpctrain.launch import STOPPED as STOPPED, RankFailure, find_failure
 
 _NODE = r"(?P<node>[\w.\[\],-]+)"
 
@@ -63,7 +63,6 @@ SRUN_OUT_OF_MEMORY = re.compile(rf"srun: error: {_NODE}: tasks? \S+: Out Of Memo
 DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]|errno = (28|122)\b")
 
 # Our own lines.
-STOPPED = re.compile(r"hpctrain: stopped after step \d+ of \d+ \((?P<reason>[^)]*)\); the state is saved")
 # In the reason of such a stop: the ranks' own clock (`hpctrain.resilience.WallClock`) names what ends the time.
 TIME_OVER = re.compile(r"Slurm's time limit|HPCTRAIN_DEADLINE|stop\.after_s")
 RANK_ENDS = re.compile(r"hpctrain: rank (?P<rank>\d+) ends the run \(exit code (?P<code>\d+)\)")

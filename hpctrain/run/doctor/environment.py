@@ -21,6 +21,7 @@ _PREFIXES = (
     "I_MPI_FABRICS", "I_MPI_OFI_", "I_MPI_PIN", "MPICH_OFI_",
 )  # fmt: skip
 _NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHOME", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
+_SET_BY_LAUNCHERS = ("I_MPI_PIN_INFO", "I_MPI_PIN_MAPPING")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL")
 _LONG_CHARS = 120
 
@@ -35,7 +36,8 @@ def read_environment(environ: Mapping[str, str], *, search_path: Iterable[str] =
         if len(text) <= _LONG_CHARS
         else f"{len(text)} characters, hash {hash_of(text.encode())[:8]}"
         for name, text in environ.items()
-        if (name in _NAMES or name.startswith(_PREFIXES)) and not _SECRET.search(name)
+        if (name in _NAMES or name.startswith(_PREFIXES))
+        and not (_SECRET.search(name) or name in _SET_BY_LAUNCHERS)
     }
     packages = sorted(
         {entry for folder in search_path for entry in _entries(folder) if entry.endswith("-info")}
@@ -79,6 +81,9 @@ def judge_variables(facts_by_rank: Sequence[Facts]) -> list[Finding]:
             shown = ", ".join(
                 f"{value or 'empty'} on {describe_ranks(those)}" for value, those in ranks.items()
             )
-            cure = f"set it for all ranks or for none: in the batch script, or mpirun -x {name}"
+            cure = (
+                f"set it for all ranks or for none: in the batch script, or by mpirun -x {name} (Open MPI), mpiexec "
+                f"-genvlist {name} (MPICH, Intel MPI)"
+            )
             findings.append(warning("variables", f"{name} differs between ranks: {shown}", cure))
     return findings

@@ -1,0 +1,134 @@
+"""What Hydra, the launcher of MPICH and Intel MPI, does not do by itself for the ranks that it has started.
+
+It hands SIGUSR1 on to them, and no other signal of a user: SIGUSR2 ends it, and the ranks with it. Of a rank that was
+ended by a signal MPICH's message names a process that ended, not the rank and not always the first; Intel MPI's lists
+all ranks, for all others were then killed. So the first to end is found here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import time
+from pathlib import Path
+from typing import final
+
+from hpctrain.launch.failure import RankFailure
+
+_PROXIES = ("hydra_pmi_proxy", "hydra_bstrap_pr")  # as /proc cuts the names
+_LOOKS_FOR_S = 20.0
+
+_PROCESS = re.compile(rb"=\s+(?:RANK \d+ )?PID (?P<pid>\d+) RUNNING AT (?P<node>\S+)")
+_CODE = re.compile(rb"=\s+EXIT CODE: (?P<code>\d+)")
+_SIGNAL = re.compile(rb"EXIT STRING: .*\(signal (?P<mpich>\d+)\)|=\s+KILLED BY SIGNAL: (?P<intel>\d+)")
+
+
+@final
+class HydraRanks:
+    """The ranks of a Hydra launcher that run on this machine.
+
+    launcher: its process id. num_ranks: of the whole run. Call `look` about twice a second.
+    """
+
+    def __init__(self, launcher: int, *, num_ranks: int) -> None:
+        self._launcher = launcher
+        self._num_ranks = num_ranks
+        self._until_s = time.monotonic() + _LOOKS_FOR_S
+        self._ranks: dict[int, int] = {}  # process -> rank
+        self._ended: list[int] = []  # ranks, in the order in which they ended
+        self._descriptors: dict[int, int] = {}  # pidfd -> process
+        self._epoll = select.epoll()
+        self._reported: tuple[int, str] | None = None  # process and node, of the launcher's last message
+        self._code: int | None = None
+
+    def look(self) -> None:
+        """Finds ranks that have started, until all are known or for 20 s, and notes those that have ended."""
+        if len(self._ranks) < self._num_ranks and time.monotonic() < self._until_s:
+            for pid, rank in _ranks_under(self._launcher):
+                if pid not in self._ranks:
+                    self._add(pid, rank)
+        for descriptor, _ in self._epoll.poll(timeout=0):  # in the order of the events
+            self._ended.append(self._ranks[self._descriptors.pop(descriptor)])
+            self._epoll.unregister(descriptor)
+            os.close(descriptor)
+
+    def send(self, number: int) -> int:
+        """Sends the signal to each rank on this machine. Returns to how many."""
+        self._until_s = max(self._until_s, time.monotonic() + 0.1)
+        self.look()
+        for pid in self._descriptors.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return len(self._descriptors)
+
+    def find_failure(self, line: bytes) -> RankFailure | None:
+        """Returns the rank that a signal has ended first, once the launcher's lines have said so; this is the next one.
+
+        Of MPICH the signal may be wrong: its number is the bitwise or of how all ranks ended, the killed ones too.
+        """
+        process = _PROCESS.search(line)
+        if process is not None:
+            self._reported = int(process["pid"]), process["node"].decode(errors="replace")
+        code = _CODE.search(line)
+        if code is not None:
+            self._code = int(code["code"])
+        ended = _SIGNAL.search(line)
+        if ended is None or self._reported is None:
+            return None
+        self.look()
+        pid, node = self._reported
+        rank = self._ended[0] if self._ended else self._ranks.get(pid)
+        is_first = rank is None or self._ranks.get(pid) == rank
+        number = int(ended["mpich"] or ended["intel"])
+        if ended["intel"] is not None and not is_first:
+            return None  # it lists all ranks
+        if ended["mpich"] is not None and is_first and self._code is not None:
+            number = self._code
+        name = f"of process {pid}" if rank is None else str(rank)
+        return RankFailure(rank=name, node=node, exit_code=128 + number, signal=number)
+
+    def close(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._epoll.close()
+
+    def _add(self, pid: int, rank: int) -> None:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:  # it has ended, or Linux is older than 5.3
+            return
+        self._ranks[pid] = rank
+        self._descriptors[descriptor] = pid
+        self._epoll.register(descriptor, select.EPOLLIN)
+
+
+def _ranks_under(launcher: int) -> list[tuple[int, int]]:
+    """Returns process and rank of each child of a Hydra proxy that the launcher has started."""
+    parents: dict[int, int] = {}
+    proxies = set()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                command, _, rest = Path(f"/proc/{name}/stat").read_text().rpartition(")")
+                parents[int(name)] = int(rest.split()[1])
+                if command.partition("(")[2].startswith(_PROXIES):
+                    proxies.add(int(name))
+    own = {pid for pid in proxies if _is_under(pid, launcher, parents)}
+    found: list[tuple[int, int]] = []
+    for pid, parent in parents.items():
+        if parent in own and pid not in proxies:
+            with contextlib.suppress(OSError, ValueError):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                ranks = [text for text in variables if text.startswith(b"PMI_RANK=")]
+                found.extend((pid, int(text.partition(b"=")[2])) for text in ranks)
+    return found
+
+
+def _is_under(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
+    while pid in parents:
+        if pid == ancestor:
+            return True
+        pid = parents[pid]
+    return False
