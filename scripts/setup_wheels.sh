@@ -13,7 +13,8 @@ install_wheels() {
     [[ -e $record/h5py ]] || ! "$py" -c 'import mpi4py; mpi4py.rc.initialize = False; import h5py, sys; sys.exit(not h5py.get_config().mpi)' 2>/dev/null || h5py_stays=yes
   fi
 
-  if ! without horovod || ! without h5py; then use_mpi_of_compiler; fi
+  # With MPICC also where nothing else is built: the wheel of mpi4py may load another MPI, or find none.
+  if [[ ${MPICC:-} ]] || ! without horovod || ! without h5py; then use_mpi_of_compiler; fi
   # rc.initialize: MPI_Init outside a job aborts on some sites' login nodes.
   read -r py_tag numpy_major mpi4py_version mpi_version < <("$py" -c '
 import sys, mpi4py, numpy

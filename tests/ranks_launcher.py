@@ -76,8 +76,12 @@ def _machine() -> Machine:
 
 def is_open_mpi() -> bool:
     """Whether `mpirun` is Open MPI's."""
+    return _family() in (MpirunFamily.OPEN_MPI_4, MpirunFamily.OPEN_MPI_5)
+
+
+def _family() -> MpirunFamily | None:
     mpirun = _machine().mpirun
-    return mpirun is not None and mpirun.family in (MpirunFamily.OPEN_MPI_4, MpirunFamily.OPEN_MPI_5)
+    return None if mpirun is None else mpirun.family
 
 
 def as_hpctrain_launch(
@@ -93,7 +97,8 @@ def as_hpctrain_launch(
     """
     plan = plan_launch(command, num_ranks=num_ranks, environ=environment, machine=_machine())
     argv = list(plan.argv)
-    if copy_output_to is not None and is_open_mpi():
+    # Open MPI 5 writes the files instead of showing the output, and of several ranks nothing at all.
+    if copy_output_to is not None and _family() is MpirunFamily.OPEN_MPI_4:
         argv[1:1] = ["--output-filename", str(copy_output_to)]
     kept = {name: value for name, value in environment.items() if name not in plan.env_removed}
     return argv, {**kept, **plan.env_updates}

@@ -20,6 +20,7 @@ from pathlib import Path
 from hpctrain.errors import LaunchError
 from hpctrain.storage import filesystem_of
 
+_DEBIAN_PACKAGES = "lib/python3/dist-packages"
 TOP = "environment"  # the archive's only folder
 # A script that runs the `python` of its own folder, wherever that is: the shell executes the second line and Python
 # reads it as a string. pip writes the same where an interpreter's path is too long for `#!`.
@@ -91,6 +92,8 @@ def pack_environment(
                     num_files += 1
                     if num_files % 1000 == 0:
                         progress(num_files)
+                if with_python and (places.base / _DEBIAN_PACKAGES).is_dir():
+                    _add_debian_link(tar, places)
             partial.replace(archive)
         finally:
             partial.unlink(missing_ok=True)
@@ -153,6 +156,13 @@ def _add(tar: tarfile.TarFile, path: Path, *, name: str, interpreter: Path | Non
             entry.size = os.fstat(file.fileno()).st_size
             tar.addfile(entry, file)
     return entry.size
+
+
+def _add_debian_link(tar: tarfile.TarFile, places: PythonPlaces) -> None:
+    """Debian's own Python looks for packages in another folder, unless it is in a virtual environment."""
+    entry = tarfile.TarInfo(f"{TOP}/{_DEBIAN_PACKAGES}")
+    entry.type, entry.linkname = tarfile.SYMTYPE, f"../{places.library.name}/site-packages"
+    tar.addfile(entry)
 
 
 def _relocatable(script: bytes) -> bytes | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -122,7 +124,9 @@ def _open_mpi(identity: RankIdentity) -> World:
 
 def _check_count(identity: RankIdentity, world: World) -> None:
     container = read_surroundings(os.environ).container
-    cross_check(identity, mpi_rank=world.rank, mpi_size=world.num_ranks, container=container)
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    library = "" if mpi is None else mpi.Get_library_version().splitlines()[0].partition(",")[0].strip("\0 ")
+    cross_check(identity, mpi_rank=world.rank, mpi_size=world.num_ranks, container=container, library=library)
 
 
 def _open_horovod(identity: RankIdentity, algorithm: str | None) -> OpenedWorld:

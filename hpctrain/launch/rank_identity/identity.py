@@ -174,11 +174,14 @@ def _refuse_torchrun(environ: Mapping[str, str]) -> None:
         )
 
 
-def cross_check(identity: RankIdentity, *, mpi_rank: int, mpi_size: int, container: str = "") -> None:
+def cross_check(
+    identity: RankIdentity, *, mpi_rank: int, mpi_size: int, container: str = "", library: str = ""
+) -> None:
     """Raises TopologyError if MPI reports another rank or number of ranks than the environment.
 
     Every rank finds such a disagreement by itself, so the ranks need not vote; and they could not vote if each
-    process is a separate MPI run of one rank. container: what this process runs in (`Surroundings.container`).
+    process is a separate MPI run of one rank. container: what this process runs in (`Surroundings.container`). library:
+    name and version of the MPI that this process has loaded.
     """
     if (identity.rank, identity.num_ranks) == (mpi_rank, mpi_size):
         return
@@ -187,7 +190,7 @@ def cross_check(identity: RankIdentity, *, mpi_rank: int, mpi_size: int, contain
         if identity.launcher != "none"
         else "no launcher's variables are set, so this should be the only rank"
     )
-    reported = f"MPI reports rank {mpi_rank} of {mpi_size}"
+    reported = f"MPI reports rank {mpi_rank} of {mpi_size}" + (f" ({library})" if library else "")
     cure = cure_for(identity.launcher)
     if mpi_size == 1:
         reason = (
@@ -196,12 +199,14 @@ def cross_check(identity: RankIdentity, *, mpi_rank: int, mpi_size: int, contain
         )
         if container:
             reason = (
-                f"The MPI library in {container} does not understand the launcher outside of it: each of the "
+                f"The MPI library in {container} does not understand the launcher: each of the "
                 f"{identity.num_ranks} ranks sees a world of one, so that the run would be done that often"
             )
             cure = (
-                f"{cure}; that library must be of the launcher's family and speak its PMI or PMIx version, so build "
-                "the image with the site's MPI or one of its kind, or bind the site's MPI into the container"
+                f"{cure}. If the launcher is inside too, mpi4py has loaded another MPI than the launcher's: build it "
+                "with that MPI's compiler (MPICC=PATH make setup). If it is outside, that library must be of the "
+                "launcher's family and speak its PMI or PMIx version, so build the image with the site's MPI or one "
+                "of its kind, or bind the site's MPI into the container"
             )
     elif mpi_size != identity.num_ranks:
         reason = "The variables are left over from another launch, or another launcher started the ranks"

@@ -60,12 +60,13 @@ def test_ranks_that_outnumber_cores_give_way_while_they_wait() -> None:
     assert "16 ranks share 8 cores" in planned.notes[0]
 
 
-def test_the_library_is_preloaded_exactly_where_ranks_outnumber_cores_and_open_mpi_yields() -> None:
+def test_the_library_is_preloaded_exactly_where_ranks_outnumber_cores_and_mpi_yields() -> None:
     many = {"hosts": ["a", "b"], "ranks_per_node": 9}
     hydra = dataclasses.replace(MACHINE, mpirun=HYDRA)
     polls = {"OMPI_MCA_mpi_yield_when_idle": "0"}
     assert "LD_PRELOAD" not in plan(8).env_updates
-    assert "LD_PRELOAD" not in plan(16, machine=hydra).env_updates
+    assert "LD_PRELOAD" not in plan(8, machine=hydra).env_updates
+    assert plan(16, machine=hydra).env_updates == {"OMP_NUM_THREADS": "1", "LD_PRELOAD": LIBRARY}
     assert "LD_PRELOAD" not in plan(16, environ=polls).env_updates
     assert "LD_PRELOAD" not in plan(16, hosts=["a", "b"], ranks_per_node=8).env_updates
     assert (

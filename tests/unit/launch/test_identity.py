@@ -230,7 +230,7 @@ def test_a_container_whose_mpi_sees_a_world_of_one_is_told_in_plain_words() -> N
     with pytest.raises(TopologyError) as caught:
         cross_check(identify(SLURM_STEP, "host"), mpi_rank=0, mpi_size=1, container="the container /a.sif")
     for words in (
-        "The MPI library in the container /a.sif does not understand the launcher outside of it",
+        "The MPI library in the container /a.sif does not understand the launcher",
         "each of the 3 ranks sees a world of one",
         "bind the site's MPI into the container",
     ):
