@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup plan bundle cluster-setup test trials trials-slurm trials-bundle platforms mpis test-fast lint demo picture report-picture docs site check-gpu pack-gpu-check bench bench-reduction bench-data bench-checkpoint bench-step bench-growth bench-overhead bench-parallel bench-prediction clean distclean
+.PHONY: help setup plan bundle cluster-setup test trials trials-slurm trials-bundle platforms mpis newest oldest test-fast lint demo picture report-picture docs site check-gpu pack-gpu-check bench bench-reduction bench-data bench-checkpoint bench-step bench-growth bench-overhead bench-parallel bench-prediction clean distclean
 
 # The environment that is active, or the one that `make setup` makes.
 VENV ?= .venv
@@ -60,6 +60,9 @@ platforms: ## demo and tests on other releases of Debian, as root: docs/platform
 
 mpis: setup ## what `hpctrain launch` promises, with MPICH, Intel MPI and Open MPI 5: docs/platforms.md; MPIS="mpich debian-mpich impi openmpi" TIMES=1
 	bash scripts/mpis.sh $(MPIS) -- --times $(or $(TIMES),1)
+
+newest oldest: ## tests with every dependency at its newest release, at the oldest that setup.py allows: docs/platforms.md
+	bash scripts/releases.sh $@
 
 test-fast: setup ## the tests that start no MPI ranks
 	$(BIN)python -m pytest tests/unit tests/contract -m "not launches and not thorough"

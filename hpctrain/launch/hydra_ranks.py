@@ -66,7 +66,8 @@ class HydraRanks:
     def find_failure(self, line: bytes) -> RankFailure | None:
         """Returns the rank that a signal has ended first, once the launcher's lines have said so; this is the next one.
 
-        Of MPICH the signal may be wrong: its number is the bitwise or of how all ranks ended, the killed ones too.
+        Its `signal` is None where MPICH does not say it: its number is the bitwise or of how all ranks ended, those that
+        it killed too, and what it says of one process need not be of the first.
         """
         process = _PROCESS.search(line)
         if process is not None:
@@ -81,12 +82,17 @@ class HydraRanks:
         pid, node = self._reported
         rank = self._ended[0] if self._ended else self._ranks.get(pid)
         is_first = rank is None or self._ranks.get(pid) == rank
-        number = int(ended["mpich"] or ended["intel"])
-        if ended["intel"] is not None and not is_first:
-            return None  # it lists all ranks
-        if ended["mpich"] is not None and is_first and self._code is not None:
-            number = self._code
         name = f"of process {pid}" if rank is None else str(rank)
+        if ended["intel"] is not None:
+            number = int(ended["intel"])
+            # It lists all ranks.
+            return (
+                RankFailure(rank=name, node=node, exit_code=128 + number, signal=number) if is_first else None
+            )
+        number = int(ended["mpich"])
+        if not is_first:
+            return RankFailure(rank=name, node=node, exit_code=128 + number)
+        number = number if self._code is None else self._code
         return RankFailure(rank=name, node=node, exit_code=128 + number, signal=number)
 
     def close(self) -> None:

@@ -149,6 +149,9 @@ def run_launch(
         # srun returns the highest code of all ranks, including those that it ended because another one failed.
         exit_code = failure.exit_code
     if hydra is not None and failure is not None:
+        if failure.signal is None:
+            who = f"rank {failure.rank} on {failure.node}"
+            _say(out, f"{who} was the first to be ended by a signal; MPICH does not say by which")
         # MPICH ends with n after signal n, or with the bitwise or of several.
         exit_code = failure.exit_code
     if hydra is not None and exit_code == ExitCode.DONE and watch.has_stopped:
