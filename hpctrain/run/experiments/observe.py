@@ -45,6 +45,7 @@ TOLERANCE = 1e-12
 TOLERANCE_FLOAT32 = 2e-5
 STEPS = 4
 _SHOWN = 4
+_DIVISIONS = 4
 _TAMPERED = {True: 1e-9, False: 1e-3}
 
 
@@ -99,7 +100,8 @@ class Experiments:
         ranks = self._on_ranks(one, plain, drop=drop)
         say("samples, evaluation, loss and buffers")
         samples = self._samples(one, again, ranks, resumes_equal=resumed.plain.equal)
-        evaluation, apart, loss, low, poisoned = self._probes()
+        divides = ranks.observed["ranks"].equal and (micro is None or micro.equal)
+        evaluation, apart, loss, low, poisoned = self._probes(divisions=1 if divides else _DIVISIONS)
         kept = one.ended.changed_since(one.began)
         again_compared = self._compared(one, again)
         not_finite = self._not_finite(one, ranks.natural)
@@ -303,14 +305,14 @@ class Experiments:
         )
 
     def _probes(
-        self,
+        self, *, divisions: int
     ) -> tuple[EvaluationFacts | None, dict[str, float], LossFacts | None, list[LowPrecision], list[str]]:
         tolerance = self._tolerance
         with self._trials.open(on_ranks=False) as trial:
             evaluation = probe_evaluation(trial, tolerance=tolerance)
             batch = trial.cleaned(_first_batch(trial))
             num_rows = len(trial.rows(batch).hashes)
-            loss = probe_loss(trial, batch, num_rows=num_rows, tolerance=tolerance)
+            loss = probe_loss(trial, batch, num_rows=num_rows, tolerance=tolerance, divisions=divisions)
             low = find_low_precision(trial, batch) if self._trials.double else []
             low = [entry for entry in low if self._subject.asks_double or not entry.is_mixed]
         apart: dict[str, float] = {}

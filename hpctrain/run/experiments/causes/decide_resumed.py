@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from hpctrain.run.experiments.causes.findings import Cause, Finding, seen
 from hpctrain.run.experiments.causes.observations import Observations
 
+_KEPT = "keep it in a buffer of the model (register_buffer), or in a loop of your own save it in also={...}"
 _OF_ONE_PROCESS = (Cause.NOT_DETERMINISTIC, Cause.OWN_RANDOM)
 
 
@@ -40,7 +41,7 @@ def resumption_findings(seen_: Observations, known: set[Cause]) -> Iterator[Find
                 text="the resumed run differs: something that training changes is not in the checkpoint, and was "
                 "not found "
                 "in attributes of the task, the model or the optimizer",
-                evidence=evidence, advice="keep it in a buffer of the model, or compute it from the step",
+                evidence=evidence, advice=f"{_KEPT}, or compute it from the step",
             )  # fmt: skip
     elif seen_.ranks_resumed is not None and not seen_.ranks_resumed.equal and seen_.buffers_apart:
         names = ", ".join(seen_.buffers_apart[:3])
@@ -62,5 +63,5 @@ def _own_state(seen_: Observations, evidence: list[str]) -> Finding:
         cause=Cause.OPTIMIZER if in_optimizer else Cause.BUFFER if buffers else Cause.OWN_STATE, is_difference=True,
         text=f"the resumed run differs, and is equal once {names} is carried over: it is not in the checkpoint",
         evidence=evidence,
-        advice="register it with persistent=True" if buffers else "keep it in a buffer of the model (register_buffer)",
+        advice="register it with persistent=True" if buffers else _KEPT,
     )  # fmt: skip

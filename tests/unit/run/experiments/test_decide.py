@@ -45,6 +45,19 @@ CASES = {
     ),
     "a loss of pairs": (replace(DIVIDED, loss=LossFacts(kind="whole", off=0.3)), Cause.BATCH_STATISTICS),
     "a summed loss": (replace(DIVIDED, loss=LossFacts(kind="sum", off=0.5)), Cause.ACCUMULATION),
+    "means over two different things": (
+        replace(DIVIDED, loss=LossFacts(kind="mixed", off=0.1)), Cause.LOSS_WEIGHTS,
+    ),
+    "a loop's own parts of unequal sizes": (
+        replace(DIVIDED, loss=LossFacts(kind="weighted", off=0.1, weights=(1.0, 2.0), part_sizes=(5, 5, 2))),
+        Cause.ACCUMULATION,
+    ),
+    "a loop's own parts of equal sizes": (
+        replace(DIVIDED, loss=LossFacts(kind="weighted", off=0.1, weights=(1.0, 2.0), part_sizes=(6, 6))),
+        Cause.LOSS_WEIGHTS,
+    ),
+    "a hook that clips gradients": (replace(SOUND, ranks=apart("gradient", 1, "0.weight")), Cause.GRADIENTS),
+    "gradients that differ later only": (replace(SOUND, ranks=apart("gradient", 2, "0.weight")), Cause.UNKNOWN),
     "unweighted parts in a loop": (
         replace(SOUND, ranks=apart(factor=0.5), loss=LossFacts(kind="whole", off=0.3)), Cause.ACCUMULATION,
     ),
