@@ -33,6 +33,15 @@ class BatchNorm(Sound):
         return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
 
 
+class SpectralNorm(Sound):
+    """Each forward changes buffers of its own, whatever the samples."""
+
+    def build_model(self):
+        model = super().build_model()
+        nn.utils.parametrizations.spectral_norm(model[2])
+        return model
+
+
 class PoisonedMean(Sound):
     """Centres by a running mean of its own, which is no buffer: one NaN stays in it."""
 

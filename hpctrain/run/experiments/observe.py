@@ -12,7 +12,7 @@ import torch
 from hpctrain.comm import all_gather_json
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.run.experiments.causes.decide import cause_of_error
-from hpctrain.run.experiments.causes.drift import find_drift
+from hpctrain.run.experiments.causes.drift import find_drift, schedulers_apart
 from hpctrain.run.experiments.causes.findings import Cause
 from hpctrain.run.experiments.causes.observations import Observations, Resumptions
 from hpctrain.run.experiments.measuring.compare import (
@@ -241,7 +241,7 @@ class Experiments:
             say(f"{n} ranks that each compute all samples")
             ran = self._run(Conditions(on_ranks=True, dropout=drop, whole=True))
             whole = self._compared(plain, ran, samples=False)
-        drift, tampered, buffers_apart = None, None, []
+        drift, tampered, buffers_apart, schedules_apart = None, None, [], None
         if not natural.is_split:
             everyone = all_gather_json(self._session.world, [_digests(r.trace) for r in (natural, again)])
             drift = find_drift([rank[0] for rank in everyone]) or find_drift([rank[1] for rank in everyone])
@@ -253,9 +253,13 @@ class Experiments:
                     if any(s[0]["buffers"].get(b) != h for s in steps)
                 ]
             tampered = self._tampered(natural.trace) or self._tampered(again.trace)
+        if natural.trace.failure is None:
+            schedulers = all_gather_json(self._session.world, natural.schedulers)
+            schedules_apart = schedulers_apart(schedulers, step=self._steps)
         observed = {
             "ranks": ranks, "ranks_again": ranks_again, "ranks_micro": micro, "ranks_resumed": resumed, "whole": whole,
             "drift": drift, "tampered": tampered, "buffers_apart": buffers_apart, "is_split": natural.is_split,
+            "schedules_apart": schedules_apart,
         }  # fmt: skip
         return _OnRanks(natural, observed)
 

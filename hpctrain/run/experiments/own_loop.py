@@ -237,6 +237,7 @@ class LoopTrial:
     def roots(self) -> dict[str, Any]:
         return {
             "model": self.model, "optimizer": self.optimizer, "step": self._loop.step, "also": self.also,
+            "evaluate": self._loop.evaluate,
             **self._subject.variables(),
         }  # fmt: skip
 

@@ -17,7 +17,7 @@ import torch
 from hpctrain.checkpoint import SaveOptions, Saving
 from hpctrain.comm import raise_together
 from hpctrain.errors import CheckpointError, HpctrainError
-from hpctrain.run.experiments.measuring.own_state import OwnState
+from hpctrain.run.experiments.measuring.own_state import OwnState, of_schedulers
 from hpctrain.run.experiments.measuring.randomness import NoDropout
 from hpctrain.run.experiments.measuring.trace import Failure, RunTrace, StepRecorder
 from hpctrain.run.experiments.sessions import alone, sum_during_backward, together
@@ -54,14 +54,16 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
-    """trace: of all steps, or of those after the resumption. began, ended: the user's own state. no_storage: the error
-    of a storage that failed."""
+    """trace: of all steps, or of those after the resumption. began, ended: the user's own state. schedulers: of a
+    trial on all ranks, what its learning rate schedulers hold at its end. no_storage: the error of a storage that
+    failed."""
 
     trace: RunTrace
     began: OwnState
     ended: OwnState
     is_split: bool = False
     carried: dict[str, str] = field(default_factory=dict)
+    schedulers: dict[str, str] = field(default_factory=dict)
     no_storage: CheckpointError | None = None
 
 
@@ -169,7 +171,7 @@ class Trials:
                     self._load(trial, state, load_from)
                 except HpctrainError as error:
                     failed = _failure(error, step=start)
-                    no_storage = _error_of_storage(error)
+                    no_storage = _error_of_storage(error, self.subject.scratch)
                 if conditions.carried is not None:
                     changed = stopped.ended.changed_since(stopped.began)
                     generators = conditions.carried == "generator"
@@ -192,10 +194,11 @@ class Trials:
                     self._save(trial, state, save_in, step=stop)
                 except HpctrainError as error:
                     recorder.trace.failure = _failure(error, step=stop)
-                    no_storage = _error_of_storage(error)
+                    no_storage = _error_of_storage(error, self.subject.scratch)
             return Ran(
                 trace=recorder.trace, began=began, ended=OwnState.of(trial.roots()),
                 is_split=trial.is_split, carried=carried, no_storage=no_storage,
+                schedulers=of_schedulers(trial.roots()) if conditions.on_ranks else {},
             )  # fmt: skip
 
     def _steps(
@@ -257,14 +260,15 @@ def _failure(error: Exception, *, step: int) -> Failure:
     return Failure(kind=type(error).__name__, text=str(error)[:_MAX_TEXT], step=step)
 
 
-def _error_of_storage(error: HpctrainError) -> CheckpointError | None:
+def _error_of_storage(error: HpctrainError, folder: Path) -> CheckpointError | None:
     """Returns the error for the user if the storage has caused `error`, which then says nothing about the training."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
             return CheckpointError(
-                f"{error}. It is one of the check's own checkpoints: give --scratch (scratch of session.check) a "
-                "folder that all nodes share and that has room for a few checkpoints of this model"
+                f"the check's own checkpoints cannot be kept in {folder} ({cause.strerror or cause}): give --scratch "
+                "(scratch of session.check) a folder that all nodes share and that has room for a few checkpoints of "
+                "this model"
             )
         cause = cause.__cause__
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -28,6 +29,12 @@ LOOPS = {
     "decays_each_part": "ACCUMULATION", "schedules_each_part": "ACCUMULATION", "clips_each_part": "GRADIENTS",
     "steps_each_part": "ACCUMULATION", "unseeded_order": "OWN_RANDOM", "rate_by_ranks": "LEARNING_RATE",
     "kept_gradients": "OWN_STATE", "evaluates_in_training_mode": "EVALUATION", "not_finite_on_one_rank": "NOT_FINITE",
+    "bias_before_batch_norm": None, "hook_clips": "GRADIENTS", "detached_scale": "GRADIENTS",
+    "one_class": "LOSS_WEIGHTS", "two_means": "LOSS_WEIGHTS", "sum_and_mean": "ACCUMULATION",
+    "uneven_parts": "ACCUMULATION", "patient_plateau": "LEARNING_RATE", "scheduled": None,
+    "unsaved_scheduler": "OWN_STATE", "second_model": "OWN_STATE", "saved_second_model": None,
+    "counts_globally": "OWN_STATE", "center_of_each_rank": "BUFFER", "fixed_stream": None,
+    "persistent_workers": "DATA_ORDER", "new_workers": None,
     **dict.fromkeys(
         ["numpys_global", "pythons_global", "torchs_global", "without_seed", "system_random", "by_time", "own_seeded"],
         "OWN_RANDOM",
@@ -42,6 +49,7 @@ RECIPES = {
     "TokensWeighedByMethod": ("TokensWeighedByMethod", "", "", None),
     "WronglyWeighedTokens": ("WronglyWeighedTokens", "", "", "LOSS_WEIGHTS"),
     "average": ("Sound", "", "ema = 0.9", None),
+    "SpectralNorm": ("SpectralNorm", "", "", None),
     "BatchNorm": ("BatchNorm", "", "", "BATCH_STATISTICS"),
     "Contrastive": ("Contrastive", "", "", "BATCH_STATISTICS"),
     "MaxNorm": ("MaxNorm", "", "", "DRIFT"),
@@ -189,6 +197,27 @@ def test_ctrl_c_ends_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:
         _, printed = process.communicate(timeout=300)
     assert process.returncode == 130, printed
     assert not list(tmp_path.glob(".hpctrain-check-*"))
+
+
+@pytest.mark.thorough
+def test_a_full_disk_is_no_difference(packed_digits: Path, tmp_path: Path) -> None:
+    """The folder for checkpoints is a filesystem of 300 kB."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "digits").symlink_to(packed_digits)
+    (tmp_path / "small").mkdir()
+    command = f"{HPCTRAIN} check {EXAMPLES / 'digits.toml'} -n 2 --scratch small; echo $? > code; ls -A small > left"
+    script = f"mount -t tmpfs -o size=300k tmpfs small || exit 77; {command}"
+    argv = ["unshare", *([] if os.geteuid() == 0 else ["-r"]), "-m", "sh", "-c", script]
+    result = run_command(None, argv, cwd=tmp_path, timeout_s=600)
+    if not (tmp_path / "code").exists():
+        pytest.skip("a filesystem of its own cannot be mounted here")
+    assert (tmp_path / "code").read_text().strip() == "4", result.stderr
+    said = [line for line in result.stderr.splitlines() if line.startswith("hpctrain: ")]
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
+    assert "give --scratch" in said[0]
+    assert result.stdout == ""
+    assert (tmp_path / "left").read_text() == ""
 
 
 @pytest.mark.thorough

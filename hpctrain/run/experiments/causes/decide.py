@@ -8,10 +8,11 @@ from hpctrain.errors import BackwardRanTwice, GradientsInUse
 from hpctrain.run.experiments.causes.decide_data import data_findings
 from hpctrain.run.experiments.causes.decide_resumed import resumption_findings
 from hpctrain.run.experiments.causes.findings import Cause, Finding, describe, in_percent_or_power, seen
-from hpctrain.run.experiments.causes.observations import Observations
+from hpctrain.run.experiments.causes.observations import Drift, Observations
 from hpctrain.run.experiments.measuring.probes import MEAN, MIXED, SUM, WEIGHTED, WHOLE
 
 _ORDER = list(Cause)
+_SAME_FOR_SCHEDULERS = "give schedulers a value that is the same on all ranks, such as session.mean(loss)"
 _CAUSES_OF_ERRORS = {
     GradientsInUse.__name__: Cause.GRADIENTS,
     BackwardRanTwice.__name__: Cause.ACCUMULATION,
@@ -146,6 +147,8 @@ def _ranks(seen_: Observations) -> Iterator[Finding]:
     drift = seen_.drift
     if drift is not None:
         yield from _drift(seen_)
+    elif seen_.schedules_apart is not None:
+        yield _schedules(seen_.schedules_apart)
     failure = seen_.ranks.failure or seen_.ranks_again.failure
     if failure is not None and drift is None and seen_.tampered is None:
         yield _refused(seen_, failure)
@@ -168,7 +171,7 @@ def _drift(seen_: Observations) -> Iterator[Finding]:
         yield Finding(
             cause=Cause.LEARNING_RATE, is_difference=True,
             text=f"{what} have another {name} in step {drift.step}{values}", evidence=evidence,
-            advice="give schedulers a value that is the same on all ranks, such as session.mean(loss)",
+            advice=_SAME_FOR_SCHEDULERS,
         )  # fmt: skip
     elif drift.phase == "optimizer":
         yield Finding(
@@ -198,6 +201,16 @@ def _drift(seen_: Observations) -> Iterator[Finding]:
             text=f"{drift.phase} {drift.name} differs between {what} {where}", evidence=evidence,
             advice="compute it on all ranks alike",
         )  # fmt: skip
+
+
+def _schedules(apart: Drift) -> Finding:
+    values = f": {apart.values[0]:.40} and {apart.values[1]:.40}" if apart.values else ""
+    return Finding(
+        cause=Cause.LEARNING_RATE, is_difference=True,
+        text=f"after {apart.step} steps the schedulers of rank 0 and rank {apart.ranks[0]} hold another "
+        f"{apart.name}{values}: they will set another learning rate sooner or later",
+        advice=_SAME_FOR_SCHEDULERS,
+    )  # fmt: skip
 
 
 def cause_of_error(failure: str) -> Cause:
@@ -489,7 +502,17 @@ def _unexplained(seen_: Observations, found: list[Finding]) -> Iterator[Finding]
         if "micro" in what and not seen_.splits and found:
             continue  # explained by a note
         evidence = [line for name, other in seen_.compared().items() for line in seen(name, other)]
-        if first is not None and first.kind == "buffer":
+        buffer = comparison.first.get("buffer")
+        if buffer is not None and "micro" in what and seen_.ranks.equal:
+            yield Finding(
+                cause=Cause.BUFFER, is_difference=seen_.splits,
+                text=f"forward changes buffer {buffer.tensor} each time that it is called, and so more often in a step "
+                "of several micro-batches" + ("" if seen_.splits else " (this recipe has none)"),
+                evidence=seen(what, comparison), advice="change it once in a step, such as after updater.step()",
+            )  # fmt: skip
+            if not seen_.splits:
+                continue  # a note
+        elif first is not None and first.kind == "buffer":
             yield Finding(
                 cause=Cause.BUFFER, is_difference=True,
                 text=f"{what}: {describe(first)}: it is computed from the samples of one rank or "

@@ -17,8 +17,9 @@ class Drift:
     """The first difference between the ranks of one trial in what all of them should hold alike.
 
     step: from 1; 0: when it was built. phase: `built`; `forward`, between the last step and the optimizer's call;
-    `gradient`, after the sum over the ranks; `option` of the optimizer; `optimizer`, in its step. name: of the tensor
-    or option. ranks: that differ from rank 0. values: of an option, on rank 0 and on the first of `ranks`.
+    `gradient`, after the sum over the ranks; `option` of the optimizer; `optimizer`, in its step; `scheduler`: of the
+    learning rate, after the last step. name: of the tensor, option or value of the scheduler. ranks: that differ from
+    rank 0. values: of an option or scheduler, on rank 0 and on the first of `ranks`.
     """
 
     step: int
@@ -87,6 +88,7 @@ class Observations:
     evaluation: EvaluationFacts | None = None
     evaluation_apart: Mapping[str, float] = field(default_factory=dict)
     drift: Drift | None = None
+    schedules_apart: Drift | None = None
     tampered: tuple[int, Residual] | None = None
     poisoned: Sequence[str] = ()
     not_finite: Sequence[str] = ()

@@ -166,7 +166,7 @@ def _compare_kept(
     *,
     allowed: float = 0.0,
 ) -> bool:
-    """noisy: where `_NOISE_ALLOWED` is allowed. allowed: relative, everywhere. Returns whether the former was needed."""
+    """noisy: where `_NOISE_ALLOWED` is allowed. allowed: relative, everywhere. Returns whether noise was excused."""
     excused = False
     least = 1e-3 * max((_largest(t) for t in reference.values.values()), default=0.0)
     for name, mine in other.values.items():

@@ -59,7 +59,9 @@ def find_places(roots: Mapping[str, Any]) -> dict[str, Place]:
         if is_generator(value) or isinstance(value, (*_PLAIN, torch.Tensor, np.ndarray, np.generic)):
             if getattr(value, "nbytes", 0) > _MAX_BYTES:
                 continue
-            kind = "generator" if is_generator(value) else "schedule" if id(container) in schedules else "value"
+            kind = (
+                "generator" if is_generator(value) else "schedule" if id(container) in schedules else "value"
+            )
             found[path] = Place(container=container, key=key, value=value, kind=kind)
             continue
         if id(value) in seen or depth > _MAX_DEPTH:

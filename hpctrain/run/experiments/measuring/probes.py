@@ -50,11 +50,14 @@ def unchanged(trial: Trial) -> Iterator[None]:
     device = trial.session.device
     tensors = [(t, t.detach().clone()) for t in (*trial.model.parameters(), *trial.model.buffers())]
     gradients = [(p, p.grad) for p in trial.model.parameters()]
+    buffers = [(module, dict(module._buffers)) for module in trial.model.modules()]
     modes = {name: module.training for name, module in trial.model.named_modules()}
     generators, own = capture_generators(device), OwnState.of(trial.roots())
     try:
         yield
     finally:
+        for module, objects in buffers:  # which forward may replace
+            module._buffers.update(objects)
         with torch.no_grad():
             for tensor, before in tensors:
                 tensor.copy_(before)

@@ -75,6 +75,13 @@ CASES = {
         ),
         Cause.LEARNING_RATE,
     ),
+    "a scheduler that has not changed the learning rate yet": (
+        replace(
+            SOUND,
+            schedules_apart=Drift(step=4, phase="scheduler", name="step.plateau.best", ranks=[1], values=("1", "2")),
+        ),
+        Cause.LEARNING_RATE,
+    ),
     "a noisy optimizer": (
         replace(
             SOUND, ranks=apart("parameter", 1, "0.weight"), draws=["torch"], draws_left=["torch"], reseeded=apart(),
@@ -289,6 +296,15 @@ def test_micro_batches_of_synchronised_batch_norm_are_a_note() -> None:
         replace(SOUND, micro=apart(), loss=LossFacts(kind="mean", mixes=("norm", "BatchNorm1d", 0.4)))
     )
     assert [(f.cause, f.is_difference) for f in found] == [(Cause.BATCH_STATISTICS, False)]
+
+
+def test_a_buffer_that_each_forward_changes_is_a_note_without_micro_batches_and_a_cause_with_them() -> None:
+    first = {**apart("loss").first, **apart("buffer", 1, "norm").first}
+    observed = replace(
+        SOUND, micro=Comparison(first=first, worst=0.1), ranks_micro=Comparison(first=first, worst=0.1)
+    )
+    assert [(f.cause, f.is_difference) for f in decide(observed)] == [(Cause.BUFFER, False)]
+    assert causes(replace(observed, splits=True)) == [Cause.BUFFER]
 
 
 def test_a_cause_seen_in_the_run_comes_before_one_that_takes_other_data() -> None:
