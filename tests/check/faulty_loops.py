@@ -720,6 +720,26 @@ def second_model(session):
     return saved_second_model(session)[:2]
 
 
+def rare_coin(session):
+    """Skips a layer by a coin of its own, which two steps seldom show."""
+    coin = np.random.RandomState(3)
+
+    def loss_of(model, x, y):
+        return entropy(model, x, y) * (0.5 if coin.rand() < 0.3 else 1.0)
+
+    return looped(session, loss_of)[:2]
+
+
+def unused_generator(session):
+    """Sound: draws what it does not use."""
+    coin = np.random.RandomState(3)
+
+    def loss_of(model, x, y):
+        return entropy(model, x, y) + 0.0 * coin.rand()
+
+    return looped(session, loss_of)[:2]
+
+
 STEPS = 0
 
 

@@ -277,6 +277,13 @@ class WithoutGradients(Sound):
         return 0.0 * super().loss(model, fields) + fields["x"].mean()
 
 
+class LossInFloat32(Sound):
+    """Sound, as a float32 recipe: takes the loss of float32 outputs."""
+
+    def loss(self, model, fields):
+        return functional.cross_entropy(model(fields["x"]).float(), fields["y"])
+
+
 class Float32Constant(Sound):
     """Multiplies by a constant that is float32 whatever the model computes in."""
 

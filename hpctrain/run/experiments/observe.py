@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -76,6 +76,7 @@ class Experiments:
                 refused=f"{one.kind}: {one.text}", refused_step=one.step,
             )  # fmt: skip
         say, double = self._say, self._trials.double
+        low = self._low_precision()
         say("1 rank, repeated")
         again = self._run(Conditions())
         draws = self._draws(one.trace)
@@ -101,15 +102,17 @@ class Experiments:
         say("samples, evaluation, loss and buffers")
         samples = self._samples(one, again, ranks, resumes_equal=resumed.plain.equal)
         divides = ranks.observed["ranks"].equal and (micro is None or micro.equal)
-        evaluation, apart, loss, low, poisoned = self._probes(divisions=1 if divides else _DIVISIONS)
+        evaluation, apart, loss, poisoned = self._probes(divisions=1 if divides else _DIVISIONS)
         kept = one.ended.changed_since(one.began)
+        generators = [path for path, kind in kept.items() if kind == "generator"]
         again_compared = self._compared(one, again)
         not_finite = self._not_finite(one, ranks.natural)
         return Observations(
             num_ranks=self._session.num_ranks, steps=self._steps, tolerance=self._tolerance, double=double,
             asks_double=self._subject.asks_double, again=again_compared, micro=micro, resumed=resumed,
             reseeded=reseeded, no_dropout=no_dropout, draws=draws, draws_left=left,
-            own_generators=[path for path, kind in kept.items() if kind == "generator"],
+            own_generators=generators,
+            own_draws_matter=again_compared.equal and resumed.plain.equal and self._own_draws_matter(one, generators),
             fresh_generators=[p for p, kind in again.began.changed_since(one.began).items() if kind == "generator"],
             own_state={path: kind for path, kind in kept.items() if kind != "generator"},
             samples=samples, loss=loss, low_precision=low, evaluation=evaluation, evaluation_apart=apart,
@@ -215,6 +218,13 @@ class Experiments:
             with_state=with_state[1] if with_state[0].carried else None,
         )
 
+    def _own_draws_matter(self, one: Ran, generators: Sequence[str]) -> bool:
+        """Whether training differs when the user's own generators, which it changes, draw other numbers."""
+        if not any(all_gather_json(self._session.world, bool(generators))):
+            return False
+        self._say("1 rank, with other numbers of own generators")
+        return any(not self._compared(one, self._run(Conditions(stirred=n))).equal for n in (1, 2))
+
     # ------------------------------------------------------------------ all ranks
 
     def _on_ranks(self, one: Ran, plain: Ran, *, drop: bool) -> _OnRanks:
@@ -310,22 +320,31 @@ class Experiments:
 
     def _probes(
         self, *, divisions: int
-    ) -> tuple[EvaluationFacts | None, dict[str, float], LossFacts | None, list[LowPrecision], list[str]]:
+    ) -> tuple[EvaluationFacts | None, dict[str, float], LossFacts | None, list[str]]:
         tolerance = self._tolerance
         with self._trials.open(on_ranks=False) as trial:
             evaluation = probe_evaluation(trial, tolerance=tolerance)
             batch = trial.cleaned(_first_batch(trial))
             num_rows = len(trial.rows(batch).hashes)
             loss = probe_loss(trial, batch, num_rows=num_rows, tolerance=tolerance, divisions=divisions)
-            low = find_low_precision(trial, batch) if self._trials.double else []
-            low = [entry for entry in low if self._subject.asks_double or not entry.is_mixed]
         apart: dict[str, float] = {}
         differs = any(all_gather_json(self._session.world, bool(evaluation and evaluation.differs)))
         if evaluation is not None and not differs:
             with self._trials.open(on_ranks=True) as trial, unchanged_if_whole(trial):
                 metrics = trial.evaluate() or {}
             apart = metrics_apart(evaluation.metrics, metrics, tolerance=100 * tolerance)
-        return evaluation, apart, loss, low, self._poisoned()
+        return evaluation, apart, loss, self._poisoned()
+
+    def _low_precision(self) -> list[LowPrecision]:
+        """Returns where a model computes in less than float64, whose rounding is then allowed."""
+        if not self._trials.double:
+            return []
+        with self._trials.open(on_ranks=False) as trial:
+            low = find_low_precision(trial, trial.cleaned(_first_batch(trial)))
+        rounds = any(not entry.is_mixed for entry in low)
+        if any(all_gather_json(self._session.world, rounds)):
+            self._tolerance = TOLERANCE_FLOAT32
+        return [entry for entry in low if self._subject.asks_double or not entry.is_mixed]
 
     def _poisoned(self) -> list[str]:
         """Returns what is not finite after a step on a batch with NaN, and after a sound step that follows it."""

@@ -17,7 +17,7 @@ import torch
 from hpctrain.checkpoint import SaveOptions, Saving
 from hpctrain.comm import raise_together
 from hpctrain.errors import CheckpointError, HpctrainError
-from hpctrain.run.experiments.measuring.own_state import OwnState, of_schedulers
+from hpctrain.run.experiments.measuring.own_state import OwnState, of_schedulers, stir
 from hpctrain.run.experiments.measuring.randomness import NoDropout
 from hpctrain.run.experiments.measuring.trace import Failure, RunTrace, StepRecorder
 from hpctrain.run.experiments.sessions import alone, sum_during_backward, together
@@ -40,7 +40,8 @@ class Conditions:
     """Of a trial. on_ranks: on all ranks; else each rank trains alone. delayed: ranks compute later than others,
     each in other steps, and gradients are summed during backward. whole: every rank computes all samples. stop_at:
     stopped after so many steps and resumed, with a new model. carried: `generator` or `value`: values of this kind
-    outside of the checkpoint are carried over."""
+    outside of the checkpoint are carried over. stirred: so many numbers are drawn
+    from the user's own generators before the first step."""
 
     on_ranks: bool = False
     micro_batches: int = 1
@@ -50,6 +51,7 @@ class Conditions:
     seed_change: int = 0
     stop_at: int | None = None
     carried: str | None = None
+    stirred: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,6 +164,7 @@ class Trials:
                 trial.session.trainings.state(trial.updater, seed=0, also=trial.also),
                 made_with=options_of(trial.optimizer),
             )
+            stir(trial.roots(), conditions.stirred)
             began = OwnState.of(trial.roots())
             carried: dict[str, str] = {}
             no_storage: CheckpointError | None = None

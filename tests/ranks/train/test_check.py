@@ -34,7 +34,7 @@ LOOPS = {
     "uneven_parts": "ACCUMULATION", "patient_plateau": "LEARNING_RATE", "scheduled": None,
     "unsaved_scheduler": "OWN_STATE", "second_model": "OWN_STATE", "saved_second_model": None,
     "counts_globally": "OWN_STATE", "center_of_each_rank": "BUFFER", "fixed_stream": None,
-    "persistent_workers": "DATA_ORDER", "new_workers": None,
+    "rare_coin": "OWN_RANDOM", "unused_generator": None, "persistent_workers": "DATA_ORDER", "new_workers": None,
     **dict.fromkeys(
         ["numpys_global", "pythons_global", "torchs_global", "without_seed", "system_random", "by_time", "own_seeded"],
         "OWN_RANDOM",
@@ -85,6 +85,7 @@ RECIPES = {
     "NotFiniteInParts": ("NotFiniteInParts", "", "", "NOT_FINITE"),
     "WithoutGradients": ("WithoutGradients", "", "", None),
     "Float32Constant": ("Float32Constant", "", "", None),
+    "LossInFloat32": ("LossInFloat32", "", "", None),
 }
 FIRST_RECIPES = [
     "Sound",
@@ -244,9 +245,10 @@ def test_a_nan_that_stays_in_a_running_mean_is_named(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_float32_in_a_float64_recipe_is_named(tmp_path: Path) -> None:
     make_data(tmp_path)
-    recipe = write_recipe(tmp_path, "Float32Inside")
-    printed = check(recipe, "--set", 'run.precision="fp64"', where=tmp_path, expect=9)
-    assert "cause: float32 in a float64 model" in printed
+    for task in ("Float32Inside", "LossInFloat32"):
+        recipe = write_recipe(tmp_path, task)
+        printed = check(recipe, "--set", 'run.precision="fp64"', where=tmp_path, expect=9)
+        assert "cause: float32 in a float64 model" in printed
 
 
 @pytest.mark.thorough

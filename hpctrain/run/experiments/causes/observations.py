@@ -50,8 +50,9 @@ class Observations:
     repeated, each delayed by another time. ranks_micro: N ranks with two micro-batches. whole: N ranks that each
     compute all samples. reseeded: one rank with other random numbers. no_dropout: `micro`, `ranks`, `ranks_micro` and
     `whole` were compared with dropout off. draws, draws_left: generators that training used, with dropout and without.
-    own_generators: generators of the user's own that changed in the run, by path; fresh_generators: those whose first
-    state differs between two runs. own_state: path -> kind of other values outside of the checkpoint that changed.
+    own_generators: generators of the user's own that changed in the run, by path; own_draws_matter: training differs
+    when they draw other numbers, though the resumed run was equal; fresh_generators: those whose first state differs
+    between two runs. own_state: path -> kind of other values outside of the checkpoint that changed.
     buffers_apart: buffers that differ between the ranks after the first step. evaluation_apart: metrics that differ
     between one rank and N. tampered: of gradients that are no multiple of the sum of what backward computed, with the
     step. poisoned: what is not finite after a batch with NaN was skipped. not_finite: what was first not finite in a
@@ -79,6 +80,7 @@ class Observations:
     draws: Sequence[str] = ()
     draws_left: Sequence[str] = ()
     own_generators: Sequence[str] = ()
+    own_draws_matter: bool = False
     fresh_generators: Sequence[str] = ()
     own_state: Mapping[str, str] = field(default_factory=dict)
     buffers_apart: Sequence[str] = ()

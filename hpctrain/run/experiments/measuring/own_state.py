@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.run.experiments.measuring.randomness import generator_state, is_generator, set_generator
+from hpctrain.run.experiments.measuring.randomness import draw, generator_state, is_generator, set_generator
 
 _MAX_OBJECTS, _MAX_DEPTH = 20_000, 8
 _PLAIN = (int, float, str, bool, complex, bytes, type(None))
@@ -87,6 +87,13 @@ def of_schedulers(roots: Mapping[str, Any]) -> dict[str, str]:
     whole = {f"{name} ": root for name, root in roots.items() if name not in ("model", "optimizer")}
     places = find_places(whole)
     return {path.replace(" ", "", 1): _mark(p) for path, p in places.items() if p.kind == "schedule"}
+
+
+def stir(roots: Mapping[str, Any], times: int) -> None:
+    """Draws so many numbers from each generator of the user's own."""
+    for place in find_places(roots).values():
+        if place.kind == "generator":
+            draw(place.value, times)
 
 
 def _saved(roots: Mapping[str, Any]) -> set[int]:

@@ -82,6 +82,9 @@ CASES = {
         ),
         Cause.LEARNING_RATE,
     ),
+    "own draws that were alike by chance": (
+        replace(SOUND, own_generators=["task.rng"], own_draws_matter=True), Cause.OWN_RANDOM,
+    ),
     "a noisy optimizer": (
         replace(
             SOUND, ranks=apart("parameter", 1, "0.weight"), draws=["torch"], draws_left=["torch"], reseeded=apart(),
