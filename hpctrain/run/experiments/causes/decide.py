@@ -169,9 +169,9 @@ def _drift(seen_: Observations) -> Iterator[Finding]:
         )
         name = "learning rate" if drift.name == "lr" else f"option {drift.name}"
         yield Finding(
-            cause=Cause.LEARNING_RATE, is_difference=True,
+            cause=Cause.LEARNING_RATE if drift.name == "lr" else Cause.OPTIMIZER, is_difference=True,
             text=f"{what} have another {name} in step {drift.step}{values}", evidence=evidence,
-            advice=_SAME_FOR_SCHEDULERS,
+            advice=_SAME_FOR_SCHEDULERS if drift.name == "lr" else "set it on all ranks alike",
         )  # fmt: skip
     elif drift.phase == "optimizer":
         yield Finding(

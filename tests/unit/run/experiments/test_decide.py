@@ -85,6 +85,13 @@ CASES = {
     "own draws that were alike by chance": (
         replace(SOUND, own_generators=["task.rng"], own_draws_matter=True), Cause.OWN_RANDOM,
     ),
+    "a momentum of each rank's own": (
+        replace(
+            SOUND, ranks=apart("parameter", 1, "0.weight"),
+            drift=Drift(step=1, phase="option", name="momentum", ranks=[1], values=("0.9", "0.8")),
+        ),
+        Cause.OPTIMIZER,
+    ),
     "a noisy optimizer": (
         replace(
             SOUND, ranks=apart("parameter", 1, "0.weight"), draws=["torch"], draws_left=["torch"], reseeded=apart(),
