@@ -93,9 +93,12 @@ class RecipeSubject:
         recipe = self.recipe
         run = recipe.run.model_copy(update={"precision": "fp64"} if setting.double else {})
         is_free = one_rank or recipe.reduction.algorithm == "auto"
-        algorithm = "flat" if is_free else recipe.reduction.algorithm
-        reduction = recipe.reduction.model_copy(update={"wire": "fp32", "algorithm": algorithm})
         parallel = type(recipe.parallel)() if one_rank else recipe.parallel
+        exact = (
+            "auto" if parallel.shard == "parameters" else "flat"
+        )  # of a sharded model: FSDP2's own operation
+        algorithm = exact if is_free else recipe.reduction.algorithm
+        reduction = recipe.reduction.model_copy(update={"wire": "fp32", "algorithm": algorithm})
         return recipe.model_copy(update={"run": run, "reduction": reduction, "parallel": parallel})
 
 

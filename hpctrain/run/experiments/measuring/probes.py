@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -121,17 +121,39 @@ def probe_loss(
             return facts
         if facts is not None and (found is None or found.kind == MEAN):
             found = facts
+    if found is not None and found.kind == MEAN and divisions > 1:
+        return _unequal_parts(trial, batch, found, num_rows=num_rows, tolerance=tolerance)
     return found
+
+
+def _loss_of(trial: Trial, batch: Any, rows: Sequence[int]) -> tuple[float, float, bool, ModuleOutputs]:
+    """Returns loss, weight (1 if the task gives none) and whether it gives one."""
+    with unchanged(trial), NoDropout(), ModuleOutputs(trial.model) as outputs:
+        loss, weight = trial.loss(trial.part(batch, rows))
+        loss = 0.0 if weight == 0 else loss  # a mean over nothing
+        return loss, 1.0 if weight is None else weight, weight is not None, outputs
+
+
+def _unequal_parts(
+    trial: Trial, batch: Any, found: LossFacts, *, num_rows: int, tolerance: float
+) -> LossFacts:
+    """Returns what parts of unequal sizes say of a loss that is the mean over parts of equal sizes."""
+    more = num_rows // 2 + 1
+    full, _, _, outputs = _loss_of(trial, batch, range(num_rows))
+    parts = [(rows, *_loss_of(trial, batch, rows)) for rows in (range(more), range(more, num_rows))]
+    weights = [weight * (1 if found.is_weighed else len(rows)) for rows, _, weight, *_ in parts]
+    mean = sum(weight * part[1] for weight, part in zip(weights, parts, strict=True)) / (sum(weights) or 1.0)
+    off = abs(full - mean) / max(abs(full), abs(mean), 1e-30)
+    if not math.isfinite(off) or off <= max(1e-9, 100 * tolerance):
+        return found
+    return replace(found, kind=WHOLE, off=off, part_sizes=_part_sizes(outputs, num_rows))
 
 
 def _divided(trial: Trial, batch: Any, order: Sequence[int], *, tolerance: float) -> LossFacts | None:
     """See `probe_loss`. order: of the rows, of which each third is a part."""
 
     def of(*rows: int) -> tuple[float, float, bool, ModuleOutputs]:
-        with unchanged(trial), NoDropout(), ModuleOutputs(trial.model) as outputs:
-            loss, weight = trial.loss(trial.part(batch, rows))
-            loss = 0.0 if weight == 0 else loss  # a mean over nothing
-            return loss, 1.0 if weight is None else weight, weight is not None, outputs
+        return _loss_of(trial, batch, rows)
 
     third = len(order) // 3
     a, b, c = (order[third * number : third * (number + 1)] for number in range(3))
