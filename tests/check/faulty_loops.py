@@ -459,15 +459,15 @@ def rate_by_ranks(session):
 
 
 def kept_gradients(session):
-    """Adds each step's gradients to those of the steps before, half of them, in a list that no checkpoint has."""
+    """Weighs each step by the losses of the steps before, in a list that no checkpoint has."""
     model, updater, _, loader = parts(session)
     kept = []
 
     def step(batch):
         updater.zero_grad()
         loss = functional.cross_entropy(model(batch[0]), batch[1])
+        (loss * (1 + sum(kept))).backward()
         kept.append(float(loss.detach()))
-        (loss * (1 + sum(kept) / len(kept))).backward()
         updater.step()
         return loss
 
@@ -785,6 +785,15 @@ class Stream(IterableDataset):
         x, y = data().tensors
         for batch in zip(x.split(GLOBAL_BATCH), y.split(GLOBAL_BATCH), strict=True):
             yield tuple(t.chunk(self.size)[self.rank] for t in batch)
+
+
+def batches_of_one_size(session):
+    """Takes batches of one size only, which ranks do not get."""
+
+    def loss_of(model, x, y):
+        return entropy(model, x.reshape(GLOBAL_BATCH, 8), y)
+
+    return looped(session, loss_of)[:2]
 
 
 def fixed_stream(session):

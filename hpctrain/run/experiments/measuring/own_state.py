@@ -254,6 +254,9 @@ def _parent(
     head, dot, name = path.rpartition(".")
     if not dot or "[" in name:
         return None
+    own = getattr(roots.get(head), "__dict__", None)
+    if isinstance(own, dict):
+        return own, name
     for other, place in places.items():
         if other.rpartition(".")[0] == head and isinstance(place.container, dict):
             return place.container, name
