@@ -796,6 +796,14 @@ def batches_of_one_size(session):
     return looped(session, loss_of)[:2]
 
 
+def sharded(session):
+    """Sound: the parameters are split over the ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    session.parallelize(model, hpctrain.ParallelPlan(shard="parameters"))
+    return looped(session, entropy, model=model)[:2]
+
+
 def fixed_stream(session):
     return DataLoader(Stream(session), batch_size=None), looped(session, entropy)[1]
 

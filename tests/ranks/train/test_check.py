@@ -34,7 +34,7 @@ LOOPS = {
     "uneven_parts": "ACCUMULATION", "patient_plateau": "LEARNING_RATE", "scheduled": None,
     "unsaved_scheduler": "OWN_STATE", "second_model": "OWN_STATE", "saved_second_model": None,
     "counts_globally": "OWN_STATE", "center_of_each_rank": "BUFFER", "fixed_stream": None,
-    "batches_of_one_size": "REFUSED",
+    "batches_of_one_size": "REFUSED", "sharded": None,
     "rare_coin": "OWN_RANDOM", "unused_generator": None, "persistent_workers": "DATA_ORDER", "new_workers": None,
     **dict.fromkeys(
         ["numpys_global", "pythons_global", "torchs_global", "without_seed", "system_random", "by_time", "own_seeded"],
@@ -51,6 +51,7 @@ RECIPES = {
     "WronglyWeighedTokens": ("WronglyWeighedTokens", "", "", "LOSS_WEIGHTS"),
     "average": ("Sound", "", "ema = 0.9", None),
     "SpectralNorm": ("SpectralNorm", "", "", None),
+    "sharded": ("Sound", "", '[parallel]\nshard = "parameters"', None),
     "BatchNorm": ("BatchNorm", "", "", "BATCH_STATISTICS"),
     "Contrastive": ("Contrastive", "", "", "BATCH_STATISTICS"),
     "MaxNorm": ("MaxNorm", "", "", "DRIFT"),
