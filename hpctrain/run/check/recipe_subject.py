@@ -25,7 +25,7 @@ from hpctrain.run.build import (
 )
 from hpctrain.run.compute.precision import loss_scale_for
 from hpctrain.run.data import open_data
-from hpctrain.run.experiments.measuring.own_state import variables_beside
+from hpctrain.run.experiments.measuring.own_state import variables_of_module
 from hpctrain.run.experiments.measuring.samples import row_hashes, rows_not_finite
 from hpctrain.run.experiments.subject import Rows, Setting
 from hpctrain.run.initial_state import start_from_weights
@@ -79,7 +79,7 @@ class RecipeSubject:
             "optimizer.target": optimizer.target,
         }
         return {
-            f"the module of {key}": variables_beside(import_named(target, key=key, search=self.search))
+            f"the module of {key}": variables_of_module(import_named(target, key=key, search=self.search))
             for key, target in targets.items()
             if target is not None
         }

@@ -19,7 +19,7 @@ from hpctrain.distributed import is_sharded, pipeline_of, split_of
 from hpctrain.errors import UsageError
 from hpctrain.run.experiments.causes.decide import decide
 from hpctrain.run.experiments.causes.report import CheckReport
-from hpctrain.run.experiments.measuring.own_state import variables_beside
+from hpctrain.run.experiments.measuring.own_state import variables_of_module
 from hpctrain.run.experiments.measuring.samples import as_fields, row_hashes, rows_not_finite
 from hpctrain.run.experiments.observe import Experiments
 from hpctrain.run.experiments.scratch import scratch_folder
@@ -98,7 +98,7 @@ class LoopSubject:
         self.is_shuffled: bool | None = None
 
     def variables(self) -> dict[str, Any]:
-        return {"the script": variables_beside(self.build)}
+        return {"the script": variables_of_module(self.build)}
 
     def open(self, session: Any, setting: Setting) -> LoopTrial:
         return LoopTrial(self, session, setting)

@@ -190,7 +190,7 @@ class Variables:
         ]
 
 
-def variables_beside(value: Any) -> Variables | None:
+def variables_of_module(value: Any) -> Variables | None:
     """Returns the variables of the module that an object's class or function is from, if that is the user's own."""
     name = getattr(value, "__module__", None) or type(value).__module__
     module = sys.modules.get(name)

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hpctrain.run.experiments.causes.drift import find_drift
 from hpctrain.run.experiments.measuring.compare import collinearity, compare, factor_between
-from hpctrain.run.experiments.measuring.own_state import OwnState, variables_beside
+from hpctrain.run.experiments.measuring.own_state import OwnState, variables_of_module
 from hpctrain.run.experiments.measuring.probes import _is_sum_of_two_means
 from hpctrain.run.experiments.measuring.randomness import GeneratorWatch, NoDropout
 from hpctrain.run.experiments.measuring.samples import as_fields, repeats_beyond, row_hashes, rows_not_finite
@@ -194,19 +194,19 @@ COUNT = 0
 
 def test_variables_of_the_users_module_are_put_back() -> None:
     global COUNT
-    roots = {"script": variables_beside(test_large_arrays_are_data)}
+    roots = {"script": variables_of_module(test_large_arrays_are_data)}
     before = OwnState.of(roots)
     COUNT = 3
     assert OwnState.of(roots).changed_since(before)["script.COUNT"] == "value"
     before.put_into(roots, {"script.COUNT": "value"})
     assert COUNT == 0
-    assert variables_beside(torch.nn.functional.relu) is None
-    assert variables_beside(random.random) is None
+    assert variables_of_module(torch.nn.functional.relu) is None
+    assert variables_of_module(random.random) is None
 
 
 def test_a_sum_of_two_means_is_told_from_other_functions_of_a_batch() -> None:
     def of(function: Callable[[float, float], float]) -> bool:
-        shares = [number / (1 + number) for number in range(1, 9)]  # copies of some samples, beside others
+        shares = [number / (1 + number) for number in range(1, 9)]  # copies of some samples, with others
         heavier = [number / (3 + number) for number in range(1, 9)]
         return _is_sum_of_two_means([function(*both) for both in zip(shares, heavier, strict=True)])
 
