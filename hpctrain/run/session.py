@@ -294,9 +294,11 @@ class Session:
         """True on the first rank of each node."""
         return self.topology.local_rank_of(self.rank) == 0
 
-    def check(self, build: Build, *, steps: int = 4, show: bool = True) -> CheckReport:
+    def check(
+        self, build: Build, *, steps: int = 4, show: bool = True, scratch: str | Path = "."
+    ) -> CheckReport:
         """Compares the training that `build` makes with itself, and names causes. Collective; see `check_loop`."""
-        return check_loop(self, build, steps=steps, show=show)
+        return check_loop(self, build, steps=steps, show=show, scratch=Path(scratch))
 
     def on_close(self, close: Callable[[], object]) -> None:
         """Has `close` called when the session is closed, before communication ends. It may be collective."""

@@ -16,10 +16,11 @@ from .loop.settings import (
 )
 from .loop.stopping import Stopped as Stopped, Stopping as Stopping
 from .loop.training import Training as Training
-from .state.also import Stateful as Stateful
+from .state.also import Stateful as Stateful, check_also as check_also
 from .state.data_identity import data_identity as data_identity
 from .state.ema import Ema as Ema
 from .state.finite_check import FiniteCheck as FiniteCheck
+from .state.optimizer_state import options_of as options_of
 from .state.resumption import Resumed as Resumed, resume as resume
 from .state.section_times import (
     LIMITS_FILE as LIMITS_FILE,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import hpctrain
@@ -459,15 +459,15 @@ def rate_by_ranks(session):
 
 
 def kept_gradients(session):
-    """Adds each step's gradients to those of the steps before, half of them, in a list that no checkpoint has."""
+    """Weighs each step by the losses of the steps before, in a list that no checkpoint has."""
     model, updater, _, loader = parts(session)
     kept = []
 
     def step(batch):
         updater.zero_grad()
         loss = functional.cross_entropy(model(batch[0]), batch[1])
+        (loss * (1 + sum(kept))).backward()
         kept.append(float(loss.detach()))
-        (loss * (1 + sum(kept) / len(kept))).backward()
         updater.step()
         return loss
 
@@ -577,6 +577,259 @@ def slow_rank(session):
         return loss
 
     return loader, step
+
+
+def looped(session, loss_of, *, model=None, after_step=lambda model, updater, loss: None):
+    """A loop around `loss_of(model, x, y)`, with an optimizer that enlarges rounding. Returns also the updater."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)) if model is None else model
+    updater = session.updater(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    sampler = DistributedSampler(data(), num_replicas=session.num_ranks, rank=session.rank, seed=0)
+    loader = DataLoader(data(), batch_size=GLOBAL_BATCH // session.num_ranks, sampler=sampler)
+
+    def step(batch):
+        updater.zero_grad()
+        loss = loss_of(model, *batch)
+        loss.backward()
+        updater.step()
+        after_step(model, updater, loss.detach())
+        return loss
+
+    return loader, step, updater
+
+
+def entropy(model, x, y):
+    return functional.cross_entropy(model(x), y)
+
+
+def bias_before_batch_norm(session):
+    """Sound: the bias of the first layer has no gradient but rounding, which the optimizer enlarges."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+    return looped(session, entropy, model=session.sync_batch_norm(model))[:2]
+
+
+def hook_clips(session):
+    """Clips what each rank's backward computes."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    model.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return looped(session, entropy, model=model)[:2]
+
+
+def detached_scale(session):
+    """Divides by the batch's own loss, which the value does not show."""
+
+    def loss_of(model, x, y):
+        loss = entropy(model, x, y)
+        return loss / loss.detach()
+
+    return looped(session, loss_of)[:2]
+
+
+def one_class(session):
+    """A mean over the samples of some classes, of which thirds of a batch may have equally many."""
+
+    def loss_of(model, x, y):
+        outputs = model(x)
+        return outputs[y > 0].square().mean()
+
+    return looped(session, loss_of)[:2]
+
+
+def two_means(session):
+    """A mean over all samples and one over those of one class, as detectors have."""
+
+    def loss_of(model, x, y):
+        outputs = model(x)
+        return functional.cross_entropy(outputs, y) + outputs[y > 0].square().mean()
+
+    return looped(session, loss_of)[:2]
+
+
+def sum_and_mean(session):
+    """A mean and a sum, as the divergence of an autoencoder often is."""
+
+    def loss_of(model, x, y):
+        outputs = model(x)
+        return functional.cross_entropy(outputs, y) + 0.01 * outputs.square().sum()
+
+    return looped(session, loss_of)[:2]
+
+
+def uneven_parts(session):
+    """Accumulates parts of 5 samples, and of what is left, with the same weight."""
+    model, updater, _, loader = parts(session)
+
+    def step(batch):
+        updater.zero_grad()
+        pieces = list(zip(batch[0].split(5), batch[1].split(5), strict=True))
+        total = 0.0
+        for number, (x, y) in enumerate(pieces, start=1):
+            loss = functional.cross_entropy(model(x), y) / len(pieces)
+            with contextlib.nullcontext() if number == len(pieces) else updater.no_sync():
+                loss.backward()
+            total += float(loss.detach())
+        updater.step()
+        return total
+
+    return loader, step
+
+
+def patient_plateau(session):
+    """Each rank's scheduler sees its own loss, and will not act on it before the check has ended."""
+    made = []
+
+    def after_step(model, updater, loss):
+        if not made:
+            made.append(torch.optim.lr_scheduler.ReduceLROnPlateau(updater.optimizer, patience=10))
+        made[0].step(float(loss))
+
+    return looped(session, entropy, after_step=after_step)[:2]
+
+
+def scheduled(session):
+    made = []
+    loader, step, updater = looped(session, entropy, after_step=lambda *_: made[0].step())
+    made.append(torch.optim.lr_scheduler.CosineAnnealingLR(updater.optimizer, 6))
+    return loader, step, None, {"scheduler": made[0]}
+
+
+def unsaved_scheduler(session):
+    return scheduled(session)[:2]
+
+
+def saved_second_model(session):
+    """Sound: a teacher that follows the model."""
+    torch.manual_seed(0)
+    model, teacher = nn.Linear(8, 3), nn.Linear(8, 3).requires_grad_(False)
+
+    def loss_of(model, x, y):
+        return entropy(model, x, y) + functional.mse_loss(model(x), teacher(x))
+
+    def after_step(model, updater, loss):
+        with torch.no_grad():
+            teacher.weight.lerp_(model.weight, 0.2)
+
+    loader, step, _ = looped(session, loss_of, model=model, after_step=after_step)
+    return loader, step, None, {"teacher": teacher}
+
+
+def second_model(session):
+    """The same, not saved."""
+    return saved_second_model(session)[:2]
+
+
+def rare_coin(session):
+    """Skips a layer by a coin of its own, which two steps seldom show."""
+    coin = np.random.RandomState(3)
+
+    def loss_of(model, x, y):
+        return entropy(model, x, y) * (0.5 if coin.rand() < 0.3 else 1.0)
+
+    return looped(session, loss_of)[:2]
+
+
+def unused_generator(session):
+    """Sound: draws what it does not use."""
+    coin = np.random.RandomState(3)
+
+    def loss_of(model, x, y):
+        return entropy(model, x, y) + 0.0 * coin.rand()
+
+    return looped(session, loss_of)[:2]
+
+
+STEPS = 0
+
+
+def counts_globally(session):
+    """Counts its steps in a variable of the script."""
+
+    def loss_of(model, x, y):
+        global STEPS
+        STEPS += 1
+        return entropy(model, x, y) / (1 + STEPS // 4)
+
+    return looped(session, loss_of)[:2]
+
+
+class Centred(nn.Module):
+    """Subtracts a mean of the rank's own samples, in a buffer that it replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 3)
+        self.register_buffer("center", torch.zeros(3))
+
+    def forward(self, x):
+        outputs = self.body(x)
+        centred = outputs - self.center
+        if self.training and torch.is_grad_enabled():
+            self.center = 0.9 * self.center + 0.1 * outputs.detach().mean(0)
+        return centred
+
+
+def center_of_each_rank(session):
+    torch.manual_seed(0)
+    return looped(session, entropy, model=Centred())[:2]
+
+
+class Stream(IterableDataset):
+    """Sound: always the same batches in the same order."""
+
+    def __init__(self, session):
+        self.rank, self.size = session.rank, session.num_ranks
+
+    def __iter__(self):
+        x, y = data().tensors
+        for batch in zip(x.split(GLOBAL_BATCH), y.split(GLOBAL_BATCH), strict=True):
+            yield tuple(t.chunk(self.size)[self.rank] for t in batch)
+
+
+def batches_of_one_size(session):
+    """Takes batches of one size only, which ranks do not get."""
+
+    def loss_of(model, x, y):
+        return entropy(model, x.reshape(GLOBAL_BATCH, 8), y)
+
+    return looped(session, loss_of)[:2]
+
+
+def sharded(session):
+    """Sound: the parameters are split over the ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    session.parallelize(model, hpctrain.ParallelPlan(shard="parameters"))
+    return looped(session, entropy, model=model)[:2]
+
+
+def fixed_stream(session):
+    return DataLoader(Stream(session), batch_size=None), looped(session, entropy)[1]
+
+
+class ShuffledStream(Stream):
+    """Other batches in each epoch, of which persistent workers do not get the number."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(96, generator=torch.Generator().manual_seed(self.epoch))
+        for rows in order.split(GLOBAL_BATCH):
+            yield tuple(t[rows.chunk(self.size)[self.rank]] for t in data().tensors)
+
+
+def persistent_workers(session):
+    loader = DataLoader(ShuffledStream(session), batch_size=None, num_workers=1, persistent_workers=True)
+    return loader, looped(session, entropy)[1]
+
+
+def new_workers(session):
+    """Sound: the workers of each epoch get its number."""
+    return DataLoader(ShuffledStream(session), batch_size=None, num_workers=1), looped(session, entropy)[1]
 
 
 def main() -> None:

@@ -33,6 +33,15 @@ class BatchNorm(Sound):
         return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
 
 
+class SpectralNorm(Sound):
+    """Each forward changes buffers of its own, whatever the samples."""
+
+    def build_model(self):
+        model = super().build_model()
+        nn.utils.parametrizations.spectral_norm(model[2])
+        return model
+
+
 class PoisonedMean(Sound):
     """Centres by a running mean of its own, which is no buffer: one NaN stays in it."""
 
@@ -266,6 +275,13 @@ class NotFiniteInParts(Sound):
 class WithoutGradients(Sound):
     def loss(self, model, fields):
         return 0.0 * super().loss(model, fields) + fields["x"].mean()
+
+
+class LossInFloat32(Sound):
+    """Sound, as a float32 recipe: takes the loss of float32 outputs."""
+
+    def loss(self, model, fields):
+        return functional.cross_entropy(model(fields["x"]).float(), fields["y"])
 
 
 class Float32Constant(Sound):

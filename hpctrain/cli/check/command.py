@@ -39,7 +39,7 @@ def check_command(
         Launcher, typer.Option("--launcher", help="auto: srun inside a Slurm allocation, else mpirun.")
     ] = Launcher.AUTO,
     scratch: Annotated[
-        Path, typer.Option(help="Folder that all nodes share, for small checkpoints, which are removed.")
+        Path, typer.Option(help="Folder that all nodes share, for a few checkpoints, which are removed.")
     ] = Path(),
     result: Annotated[Optional[Path], typer.Option(hidden=True)] = None,  # noqa: UP045
 ) -> None:
@@ -55,7 +55,8 @@ def check_command(
     hpctrain check recipe.toml -n 2 --json > check.json
     hpctrain launch -n 8 --ranks-per-node 4 --host a,b -- hpctrain check recipe.toml
 
-    Exit code 0 if all is equal, 9 if something differs. For loops of your own: session.check.
+    Exit code 0 if all is equal, 9 if something differs or nothing was compared, else as of hpctrain train. For loops of
+    your own: session.check.
     """
     if num_ranks is None:
         _check_here(
@@ -149,4 +150,9 @@ def _check_here(
 
 
 def _write(result: Path, document: dict[str, Any]) -> None:
-    result.write_text(json.dumps(document), encoding="utf-8")
+    try:
+        result.write_text(json.dumps(document), encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(
+            f"the result of the check cannot be written to {result} ({error.strerror}): give --scratch another folder"
+        ) from error

@@ -23,8 +23,9 @@ _TIMEOUT_S = 120.0
 def check_recipe(recipe: Recipe, *, recipe_path: Path, steps: int, scratch: Path) -> CheckReport:
     """Checks a recipe on the ranks that the launcher started. Collective. Nothing is written to the run's directory.
 
-    scratch: a folder that all nodes share, for small checkpoints, which are removed. Raises UsageError for fewer than
-    two ranks, and the errors of a run that cannot start.
+    scratch: a folder that all nodes share, for a few checkpoints, which are removed. Raises RecipeError for fewer than
+    two ranks, LaunchError if no folder can be made there, CheckpointError if the checkpoints cannot be written, and the
+    errors of a run that cannot start.
     """
     with start(
         backend=recipe.run.backend, device=recipe.run.device, threads_per_rank=recipe.run.threads_per_rank,

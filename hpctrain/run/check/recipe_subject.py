@@ -25,7 +25,7 @@ from hpctrain.run.build import (
 )
 from hpctrain.run.compute.precision import loss_scale_for
 from hpctrain.run.data import open_data
-from hpctrain.run.experiments.measuring.own_state import module_globals
+from hpctrain.run.experiments.measuring.own_state import variables_of_module
 from hpctrain.run.experiments.measuring.samples import row_hashes, rows_not_finite
 from hpctrain.run.experiments.subject import Rows, Setting
 from hpctrain.run.initial_state import start_from_weights
@@ -37,6 +37,7 @@ from hpctrain.train import (
     LOSS_WEIGHT,
     LR_SCALE,
     Position,
+    Stateful,
     Task,
     TaskRunner,
     derive_seed,
@@ -78,7 +79,7 @@ class RecipeSubject:
             "optimizer.target": optimizer.target,
         }
         return {
-            f"the module of {key}": module_globals(import_named(target, key=key, search=self.search))
+            f"the module of {key}": variables_of_module(import_named(target, key=key, search=self.search))
             for key, target in targets.items()
             if target is not None
         }
@@ -92,9 +93,12 @@ class RecipeSubject:
         recipe = self.recipe
         run = recipe.run.model_copy(update={"precision": "fp64"} if setting.double else {})
         is_free = one_rank or recipe.reduction.algorithm == "auto"
-        algorithm = "flat" if is_free else recipe.reduction.algorithm
-        reduction = recipe.reduction.model_copy(update={"wire": "fp32", "algorithm": algorithm})
         parallel = type(recipe.parallel)() if one_rank else recipe.parallel
+        exact = (
+            "auto" if parallel.shard == "parameters" else "flat"
+        )  # of a sharded model: FSDP2's own operation
+        algorithm = exact if is_free else recipe.reduction.algorithm
+        reduction = recipe.reduction.model_copy(update={"wire": "fp32", "algorithm": algorithm})
         return recipe.model_copy(update={"run": run, "reduction": reduction, "parallel": parallel})
 
 
@@ -135,6 +139,7 @@ class RecipeTrial:
         )  # fmt: skip
         self.updater: Updater = updater
         self.drawing: Axis | None = session.axes.drawing
+        self.also: Mapping[str, Stateful | None] = {}
         self.is_split = (
             pipeline_of(parts.model) is not None
             or split_of(parts.model) is not None
@@ -196,9 +201,9 @@ class RecipeTrial:
             ],
         )
 
-    def part(self, batch: Batch, start: int, stop: int) -> Batch:
-        fields = {name: tensor[start:stop] for name, tensor in batch.real().fields.items()}
-        return replace(batch, fields=fields, num_samples=stop - start, num_padded=0, indices=None)
+    def part(self, batch: Batch, rows: Sequence[int]) -> Batch:
+        fields = {name: tensor[list(rows)] for name, tensor in batch.real().fields.items()}
+        return replace(batch, fields=fields, num_samples=len(rows), num_padded=0, indices=None)
 
     def repeated(self, batch: Batch, copies: int) -> Batch:
         return replace(batch, global_samples=batch.global_samples * copies)

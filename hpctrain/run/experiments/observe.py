@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -12,7 +13,7 @@ import torch
 from hpctrain.comm import all_gather_json
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.run.experiments.causes.decide import cause_of_error
-from hpctrain.run.experiments.causes.drift import find_drift
+from hpctrain.run.experiments.causes.drift import find_drift, schedulers_apart
 from hpctrain.run.experiments.causes.findings import Cause
 from hpctrain.run.experiments.causes.observations import Observations, Resumptions
 from hpctrain.run.experiments.measuring.compare import (
@@ -45,6 +46,7 @@ TOLERANCE = 1e-12
 TOLERANCE_FLOAT32 = 2e-5
 STEPS = 4
 _SHOWN = 4
+_DIVISIONS = 4
 _TAMPERED = {True: 1e-9, False: 1e-3}
 
 
@@ -75,6 +77,7 @@ class Experiments:
                 refused=f"{one.kind}: {one.text}", refused_step=one.step,
             )  # fmt: skip
         say, double = self._say, self._trials.double
+        low = self._low_precision()
         say("1 rank, repeated")
         again = self._run(Conditions())
         draws = self._draws(one.trace)
@@ -99,15 +102,18 @@ class Experiments:
         ranks = self._on_ranks(one, plain, drop=drop)
         say("samples, evaluation, loss and buffers")
         samples = self._samples(one, again, ranks, resumes_equal=resumed.plain.equal)
-        evaluation, apart, loss, low, poisoned = self._probes()
+        divides = ranks.observed["ranks"].equal and (micro is None or micro.equal)
+        evaluation, apart, loss, poisoned = self._probes(divisions=1 if divides else _DIVISIONS)
         kept = one.ended.changed_since(one.began)
+        generators = [path for path, kind in kept.items() if kind == "generator"]
         again_compared = self._compared(one, again)
         not_finite = self._not_finite(one, ranks.natural)
         return Observations(
             num_ranks=self._session.num_ranks, steps=self._steps, tolerance=self._tolerance, double=double,
             asks_double=self._subject.asks_double, again=again_compared, micro=micro, resumed=resumed,
             reseeded=reseeded, no_dropout=no_dropout, draws=draws, draws_left=left,
-            own_generators=[path for path, kind in kept.items() if kind == "generator"],
+            own_generators=generators,
+            own_draws_matter=again_compared.equal and resumed.plain.equal and self._own_draws_matter(one, generators),
             fresh_generators=[p for p, kind in again.began.changed_since(one.began).items() if kind == "generator"],
             own_state={path: kind for path, kind in kept.items() if kind != "generator"},
             samples=samples, loss=loss, low_precision=low, evaluation=evaluation, evaluation_apart=apart,
@@ -213,6 +219,13 @@ class Experiments:
             with_state=with_state[1] if with_state[0].carried else None,
         )
 
+    def _own_draws_matter(self, one: Ran, generators: Sequence[str]) -> bool:
+        """Whether training differs when the user's own generators, which it changes, draw other numbers."""
+        if not any(all_gather_json(self._session.world, bool(generators))):
+            return False
+        self._say("1 rank, with other numbers of own generators")
+        return any(not self._compared(one, self._run(Conditions(stirred=n))).equal for n in (1, 2))
+
     # ------------------------------------------------------------------ all ranks
 
     def _on_ranks(self, one: Ran, plain: Ran, *, drop: bool) -> _OnRanks:
@@ -239,7 +252,7 @@ class Experiments:
             say(f"{n} ranks that each compute all samples")
             ran = self._run(Conditions(on_ranks=True, dropout=drop, whole=True))
             whole = self._compared(plain, ran, samples=False)
-        drift, tampered, buffers_apart = None, None, []
+        drift, tampered, buffers_apart, schedules_apart = None, None, [], None
         if not natural.is_split:
             everyone = all_gather_json(self._session.world, [_digests(r.trace) for r in (natural, again)])
             drift = find_drift([rank[0] for rank in everyone]) or find_drift([rank[1] for rank in everyone])
@@ -251,9 +264,13 @@ class Experiments:
                     if any(s[0]["buffers"].get(b) != h for s in steps)
                 ]
             tampered = self._tampered(natural.trace) or self._tampered(again.trace)
+        if natural.trace.failure is None:
+            schedulers = all_gather_json(self._session.world, natural.schedulers)
+            schedules_apart = schedulers_apart(schedulers, step=self._steps)
         observed = {
             "ranks": ranks, "ranks_again": ranks_again, "ranks_micro": micro, "ranks_resumed": resumed, "whole": whole,
             "drift": drift, "tampered": tampered, "buffers_apart": buffers_apart, "is_split": natural.is_split,
+            "schedules_apart": schedules_apart,
         }  # fmt: skip
         return _OnRanks(natural, observed)
 
@@ -303,23 +320,34 @@ class Experiments:
         )
 
     def _probes(
-        self,
-    ) -> tuple[EvaluationFacts | None, dict[str, float], LossFacts | None, list[LowPrecision], list[str]]:
+        self, *, divisions: int
+    ) -> tuple[EvaluationFacts | None, dict[str, float], LossFacts | None, list[str]]:
         tolerance = self._tolerance
         with self._trials.open(on_ranks=False) as trial:
             evaluation = probe_evaluation(trial, tolerance=tolerance)
             batch = trial.cleaned(_first_batch(trial))
             num_rows = len(trial.rows(batch).hashes)
-            loss = probe_loss(trial, batch, num_rows=num_rows, tolerance=tolerance)
-            low = find_low_precision(trial, batch) if self._trials.double else []
-            low = [entry for entry in low if self._subject.asks_double or not entry.is_mixed]
+            loss = None
+            with contextlib.suppress(Exception):  # a step that takes no batches of other sizes
+                loss = probe_loss(trial, batch, num_rows=num_rows, tolerance=tolerance, divisions=divisions)
         apart: dict[str, float] = {}
         differs = any(all_gather_json(self._session.world, bool(evaluation and evaluation.differs)))
         if evaluation is not None and not differs:
             with self._trials.open(on_ranks=True) as trial, unchanged_if_whole(trial):
                 metrics = trial.evaluate() or {}
             apart = metrics_apart(evaluation.metrics, metrics, tolerance=100 * tolerance)
-        return evaluation, apart, loss, low, self._poisoned()
+        return evaluation, apart, loss, self._poisoned()
+
+    def _low_precision(self) -> list[LowPrecision]:
+        """Returns where a model computes in less than float64, whose rounding is then allowed."""
+        if not self._trials.double:
+            return []
+        with self._trials.open(on_ranks=False) as trial:
+            low = find_low_precision(trial, trial.cleaned(_first_batch(trial)))
+        rounds = any(not entry.is_mixed for entry in low)
+        if any(all_gather_json(self._session.world, rounds)):
+            self._tolerance = TOLERANCE_FLOAT32
+        return [entry for entry in low if self._subject.asks_double or not entry.is_mixed]
 
     def _poisoned(self) -> list[str]:
         """Returns what is not finite after a step on a batch with NaN, and after a sound step that follows it."""
@@ -347,8 +375,6 @@ class _OnRanks:
 
 
 def unchanged_if_whole(trial: Trial) -> Any:
-    import contextlib
-
     return contextlib.nullcontext() if trial.is_split else unchanged(trial)
 
 

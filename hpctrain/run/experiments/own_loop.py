@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -18,16 +19,17 @@ from hpctrain.distributed import is_sharded, pipeline_of, split_of
 from hpctrain.errors import UsageError
 from hpctrain.run.experiments.causes.decide import decide
 from hpctrain.run.experiments.causes.report import CheckReport
-from hpctrain.run.experiments.measuring.own_state import module_globals
+from hpctrain.run.experiments.measuring.own_state import variables_of_module
 from hpctrain.run.experiments.measuring.samples import as_fields, row_hashes, rows_not_finite
 from hpctrain.run.experiments.observe import Experiments
 from hpctrain.run.experiments.scratch import scratch_folder
 from hpctrain.run.experiments.sessions import sum_exactly
 from hpctrain.run.experiments.subject import Rows, Setting
 from hpctrain.topology import Axis
-from hpctrain.train import seed_generators
+from hpctrain.train import Stateful, check_also, seed_generators
 
 _UNKNOWN = 1 << 30  # batches of an epoch, of a loader that does not say
+_LOOKED_AT = 64  # samples of a sampler, to see whether it shuffles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,22 +41,26 @@ class OwnLoop:
     step: trains on one batch and returns its mean loss. It may take a keyword argument `micro_batches`, the number of
     parts in which it accumulates gradients.
     evaluate: returns metrics by name, of all ranks. None: evaluation is not checked.
+    also: other objects that the loop gives to `Session.save_state` and `load_state`, by name, such as schedulers.
     """
 
     batches: Iterable[Any] | Callable[[int], Iterable[Any]]
     step: Callable[..., Any]
     evaluate: Callable[[], Mapping[str, float]] | None = None
+    also: Mapping[str, Stateful | None] = field(default_factory=dict)
 
 
 Build = Callable[[Any], OwnLoop]
 
 
-def check_loop(session: Any, build: Build, *, steps: int, show: bool) -> CheckReport:
+def check_loop(session: Any, build: Build, *, steps: int, show: bool, scratch: Path) -> CheckReport:
     """Compares the training that `build` makes with itself, on 1 rank and on all, and names causes. Collective.
 
     build: called with a session, which it uses instead of this one, builds model, updater and batches, and returns
-    `(batches, step)` or `(batches, step, evaluate)`: see `OwnLoop` and guides/check.md. show: rank 0 prints the result.
-    Raises UsageError on every rank if the training fails on 1 rank.
+    `(batches, step)`, `(batches, step, evaluate)` or `(batches, step, evaluate, also)`: see `OwnLoop` and
+    guides/check.md. show: rank 0 prints the result. scratch: a folder that all nodes share, for a few checkpoints,
+    which are removed. Raises UsageError on every rank if the training fails on 1 rank, LaunchError if no folder can be
+    made in `scratch`, and CheckpointError if the checkpoints cannot be written there.
     """
     name = getattr(build, "__name__", type(build).__name__)
 
@@ -66,7 +72,7 @@ def check_loop(session: Any, build: Build, *, steps: int, show: bool) -> CheckRe
         raise UsageError(
             "a check compares ranks: start it on 2 or more (hpctrain launch -n 2 -- ...)", agreed=True
         )
-    with scratch_folder(Path(), comm=session.world) as folder:
+    with scratch_folder(scratch, comm=session.world) as folder:
         subject = LoopSubject(build, name=name, scratch=folder)
         observations = Experiments(subject, session, steps=steps, say=say).observe()
     report = CheckReport(name=name, observations=observations, findings=decide(observations))
@@ -92,7 +98,7 @@ class LoopSubject:
         self.is_shuffled: bool | None = None
 
     def variables(self) -> dict[str, Any]:
-        return {"the loop's module": module_globals(self.build)}
+        return {"the script": variables_of_module(self.build)}
 
     def open(self, session: Any, setting: Setting) -> LoopTrial:
         return LoopTrial(self, session, setting)
@@ -122,6 +128,8 @@ class LoopTrial:
         self.model = session.trainings.model_of(self.updater)
         self.optimizer = self.updater.optimizer
         self.drawing: Axis | None = session.axes.drawing
+        self.also = self._loop.also
+        check_also(self.also)
         self.is_split = (
             pipeline_of(self.model) is not None or split_of(self.model) is not None or is_sharded(self.model)
         )
@@ -194,8 +202,8 @@ class LoopTrial:
             hashes=row_hashes(fields, num_rows), not_finite=rows_not_finite(fields, num_rows),
         )  # fmt: skip
 
-    def part(self, batch: Any, start: int, stop: int) -> Any:
-        return _mapped(batch, lambda t: t[start:stop] if t.dim() else t)
+    def part(self, batch: Any, rows: Sequence[int]) -> Any:
+        return _mapped(batch, lambda t: t[list(rows)] if t.dim() else t)
 
     def repeated(self, batch: Any, copies: int) -> Any:
         return _mapped(batch, lambda t: t, copies=copies)
@@ -228,7 +236,9 @@ class LoopTrial:
 
     def roots(self) -> dict[str, Any]:
         return {
-            "model": self.model, "optimizer": self.optimizer, "step": self._loop.step, **self._subject.variables(),
+            "model": self.model, "optimizer": self.optimizer, "step": self._loop.step, "also": self.also,
+            "evaluate": self._loop.evaluate,
+            **self._subject.variables(),
         }  # fmt: skip
 
     def close(self) -> None:
@@ -236,12 +246,13 @@ class LoopTrial:
 
 
 def _as_parts(loop: Any) -> dict[str, Any]:
-    if not isinstance(loop, tuple) or len(loop) not in (2, 3) or not callable(loop[1]):
+    if not isinstance(loop, tuple) or len(loop) not in (2, 3, 4) or not callable(loop[1]):
         raise UsageError(
-            "the function given to session.check should return (batches, step) or (batches, step, evaluate), found "
-            f"{type(loop).__name__}"
+            "the function given to session.check should return (batches, step), (batches, step, evaluate) or (batches, "
+            f"step, evaluate, also), found {type(loop).__name__}"
+            + (f" of {len(loop)}" if isinstance(loop, tuple) else "")
         )
-    return dict(zip(("batches", "step", "evaluate"), loop, strict=False))
+    return dict(zip(("batches", "step", "evaluate", "also"), loop, strict=False))
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
@@ -288,7 +299,17 @@ def _is_shuffled(batches: Any) -> bool | None:
         except Exception:  # the user's code may raise anything; training with it will show it
             return None
     sampler = getattr(batches, "sampler", None)
-    if isinstance(sampler, torch.utils.data.SequentialSampler) or sampler is None:
+    if sampler is None or isinstance(getattr(batches, "dataset", None), torch.utils.data.IterableDataset):
         return None
-    shuffles = getattr(sampler, "shuffle", True)
-    return bool(shuffles)
+    shuffles = getattr(sampler, "shuffle", None)
+    if shuffles is not None:
+        return bool(shuffles)
+    if isinstance(sampler, torch.utils.data.SequentialSampler):
+        return None
+    if type(sampler).__module__.startswith("torch."):
+        return True
+    try:
+        order = list(itertools.islice(iter(copy.copy(sampler)), _LOOKED_AT))
+        return None if order == sorted(order) else True
+    except Exception:  # the user's code may raise anything
+        return None

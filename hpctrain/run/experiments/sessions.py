@@ -5,7 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+
 from hpctrain.comm import Monitored, SerialWorld
+from hpctrain.distributed import is_sharded
 from hpctrain.topology import Topology
 
 
@@ -36,8 +39,9 @@ def sum_exactly(session: Any) -> None:
     session.updater = partial(_exact_updater, session.updater)
 
 
-def _exact_updater(make: Any, *args: Any, **options: Any) -> Any:
-    return make(*args, **{**options, "wire": "fp32", "algorithm": "flat", "compare_ranks": "off"})
+def _exact_updater(make: Any, model: torch.nn.Module, *args: Any, **options: Any) -> Any:
+    algorithm = "auto" if is_sharded(model) else "flat"  # of a sharded model: FSDP2's own operation
+    return make(model, *args, **{**options, "wire": "fp32", "algorithm": algorithm, "compare_ranks": "off"})
 
 
 def sum_during_backward(session: Any) -> None:

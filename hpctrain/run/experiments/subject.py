@@ -11,6 +11,7 @@ import torch
 
 from hpctrain.reduce import Updater
 from hpctrain.topology import Axis
+from hpctrain.train import Stateful
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +41,9 @@ class Trial(Protocol):
     drawing: Axis | None
     """The ranks that draw different random numbers; see `TrainingState`."""
 
+    also: Mapping[str, Stateful | None]
+    """Other objects that are in its checkpoints, by name."""
+
     is_split: bool
     """The ranks hold parts of the model: gradients and parameters are compared where they are whole."""
 
@@ -57,8 +61,8 @@ class Trial(Protocol):
 
     def rows(self, batch: Any) -> Rows: ...
 
-    def part(self, batch: Any, start: int, stop: int) -> Any:
-        """Returns the rows `start` to `stop` of a batch."""
+    def part(self, batch: Any, rows: Sequence[int]) -> Any:
+        """Returns the given rows of a batch, which may be repeated."""
 
     def repeated(self, batch: Any, copies: int) -> Any:
         """Returns a batch that each of `copies` ranks computes completely: its share is 1/copies on each."""

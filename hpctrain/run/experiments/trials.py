@@ -7,7 +7,7 @@ import io
 import random
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -15,13 +15,21 @@ import numpy as np
 import torch
 
 from hpctrain.checkpoint import SaveOptions, Saving
-from hpctrain.errors import HpctrainError
-from hpctrain.run.experiments.measuring.own_state import OwnState
+from hpctrain.comm import raise_together
+from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.run.experiments.measuring.own_state import OwnState, of_schedulers, stir
 from hpctrain.run.experiments.measuring.randomness import NoDropout
 from hpctrain.run.experiments.measuring.trace import Failure, RunTrace, StepRecorder
 from hpctrain.run.experiments.sessions import alone, sum_during_backward, together
 from hpctrain.run.experiments.subject import Setting, Subject, Trial
-from hpctrain.train import Position, TrainingState, capture_generators, restore_generators, resume
+from hpctrain.train import (
+    Position,
+    TrainingState,
+    capture_generators,
+    options_of,
+    restore_generators,
+    resume,
+)
 
 _DELAY_S = 0.05
 _MAX_TEXT = 1000
@@ -32,7 +40,8 @@ class Conditions:
     """Of a trial. on_ranks: on all ranks; else each rank trains alone. delayed: ranks compute later than others,
     each in other steps, and gradients are summed during backward. whole: every rank computes all samples. stop_at:
     stopped after so many steps and resumed, with a new model. carried: `generator` or `value`: values of this kind
-    outside of the checkpoint are carried over."""
+    outside of the checkpoint are carried over. stirred: so many numbers are drawn
+    from the user's own generators before the first step."""
 
     on_ranks: bool = False
     micro_batches: int = 1
@@ -42,17 +51,22 @@ class Conditions:
     seed_change: int = 0
     stop_at: int | None = None
     carried: str | None = None
+    stirred: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
-    """trace: of all steps, or of those after the resumption. began, ended: the user's own state."""
+    """trace: of all steps, or of those after the resumption. began, ended: the user's own state. schedulers: of a
+    trial on all ranks, what its learning rate schedulers hold at its end. no_storage: the error of a storage that
+    failed."""
 
     trace: RunTrace
     began: OwnState
     ended: OwnState
     is_split: bool = False
     carried: dict[str, str] = field(default_factory=dict)
+    schedulers: dict[str, str] = field(default_factory=dict)
+    no_storage: CheckpointError | None = None
 
 
 @final
@@ -105,18 +119,22 @@ class Trials:
             yield
 
     def run(self, conditions: Conditions) -> Ran:
-        """Trains under the conditions. An error that ends the training is in the trace."""
+        """Trains under the conditions. An error that ends the training is in the trace.
+
+        Raises CheckpointError on every rank if the storage fails while a trial is stopped and resumed.
+        """
         if conditions.stop_at is None:
             return self._train(conditions, start=0, stop=self.steps)
         self._num_saved += 1
         own = "ranks" if conditions.on_ranks else f"rank-{self.session.rank}"
         folder = self.subject.scratch / f"{own}-{self._num_saved}"
-        before = self._train(conditions, start=0, stop=conditions.stop_at, save_in=folder)
-        if before.trace.failure is not None:
-            return before
-        return self._train(
-            conditions, start=conditions.stop_at, stop=self.steps, load_from=folder, stopped=before
-        )
+        ran = self._train(conditions, start=0, stop=conditions.stop_at, save_in=folder)
+        if ran.trace.failure is None:
+            ran = self._train(
+                conditions, start=conditions.stop_at, stop=self.steps, load_from=folder, stopped=ran
+            )
+        raise_together(self.session.world, ran.no_storage)
+        return ran
 
     def _train(
         self,
@@ -141,14 +159,22 @@ class Trials:
                 source = stack.enter_context(self.open(on_ranks=False))
             if not conditions.dropout:
                 stack.enter_context(NoDropout())
+            # As at a run's first `load_state`: the optimizer's options are those after the schedulers were made.
+            state = replace(
+                trial.session.trainings.state(trial.updater, seed=0, also=trial.also),
+                made_with=options_of(trial.optimizer),
+            )
+            stir(trial.roots(), conditions.stirred)
             began = OwnState.of(trial.roots())
             carried: dict[str, str] = {}
+            no_storage: CheckpointError | None = None
             failed: Failure | None = None
             if load_from is not None and stopped is not None:
                 try:
-                    self._load(trial, load_from)
+                    self._load(trial, state, load_from)
                 except HpctrainError as error:
                     failed = _failure(error, step=start)
+                    no_storage = _error_of_storage(error, self.subject.scratch)
                 if conditions.carried is not None:
                     changed = stopped.ended.changed_since(stopped.began)
                     generators = conditions.carried == "generator"
@@ -168,12 +194,14 @@ class Trials:
                 recorder.trace.unfinished = recorder.unfinished()
             if save_in is not None and recorder.trace.failure is None:
                 try:
-                    self._save(trial, save_in, step=stop)
+                    self._save(trial, state, save_in, step=stop)
                 except HpctrainError as error:
                     recorder.trace.failure = _failure(error, step=stop)
+                    no_storage = _error_of_storage(error, self.subject.scratch)
             return Ran(
                 trace=recorder.trace, began=began, ended=OwnState.of(trial.roots()),
-                is_split=trial.is_split, carried=carried,
+                is_split=trial.is_split, carried=carried, no_storage=no_storage,
+                schedulers=of_schedulers(trial.roots()) if conditions.on_ranks else {},
             )  # fmt: skip
 
     def _steps(
@@ -218,24 +246,35 @@ class Trials:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def _state(self, trial: Trial) -> TrainingState:
-        return TrainingState(trial.model, trial.optimizer, trial.updater, 0, trial.drawing)
-
-    def _save(self, trial: Trial, folder: Path, *, step: int) -> None:
+    def _save(self, trial: Trial, state: TrainingState, folder: Path, *, step: int) -> None:
         trial.updater.wait_for_parameters()
-        state = self._state(trial).capture(Position(step=step), comm=trial.session.world, identity={})
+        captured = state.capture(Position(step=step), comm=trial.session.world, identity={})
         Saving.begin(
-            state, directory=folder, step=step, comm=trial.session.world, options=SaveOptions()
+            captured, directory=folder, step=step, comm=trial.session.world, options=SaveOptions()
         ).finish()
 
-    def _load(self, trial: Trial, folder: Path) -> None:
+    def _load(self, trial: Trial, state: TrainingState, folder: Path) -> None:
         # A new process has used its generators otherwise.
         torch.rand(1), np.random.rand(), random.random()
-        resume(self._state(trial), source=folder, named=True, comm=trial.session.world, identity={})
+        resume(state, source=folder, named=True, comm=trial.session.world, identity={})
 
 
 def _failure(error: Exception, *, step: int) -> Failure:
     return Failure(kind=type(error).__name__, text=str(error)[:_MAX_TEXT], step=step)
+
+
+def _error_of_storage(error: HpctrainError, folder: Path) -> CheckpointError | None:
+    """Returns the error for the user if the storage has caused `error`, which then says nothing about the training."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return CheckpointError(
+                f"the check's own checkpoints cannot be kept in {folder} ({cause.strerror or cause}): give --scratch "
+                "(scratch of session.check) a folder that all nodes share and that has room for a few checkpoints of "
+                "this model"
+            )
+        cause = cause.__cause__
+    return None
 
 
 def closable(batches: Iterator[Any]) -> Generator[Any, None, None]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,13 @@ LOOPS = {
     "decays_each_part": "ACCUMULATION", "schedules_each_part": "ACCUMULATION", "clips_each_part": "GRADIENTS",
     "steps_each_part": "ACCUMULATION", "unseeded_order": "OWN_RANDOM", "rate_by_ranks": "LEARNING_RATE",
     "kept_gradients": "OWN_STATE", "evaluates_in_training_mode": "EVALUATION", "not_finite_on_one_rank": "NOT_FINITE",
+    "bias_before_batch_norm": None, "hook_clips": "GRADIENTS", "detached_scale": "GRADIENTS",
+    "one_class": "LOSS_WEIGHTS", "two_means": "LOSS_WEIGHTS", "sum_and_mean": "ACCUMULATION",
+    "uneven_parts": "ACCUMULATION", "patient_plateau": "LEARNING_RATE", "scheduled": None,
+    "unsaved_scheduler": "OWN_STATE", "second_model": "OWN_STATE", "saved_second_model": None,
+    "counts_globally": "OWN_STATE", "center_of_each_rank": "BUFFER", "fixed_stream": None,
+    "batches_of_one_size": "REFUSED", "sharded": None,
+    "rare_coin": "OWN_RANDOM", "unused_generator": None, "persistent_workers": "DATA_ORDER", "new_workers": None,
     **dict.fromkeys(
         ["numpys_global", "pythons_global", "torchs_global", "without_seed", "system_random", "by_time", "own_seeded"],
         "OWN_RANDOM",
@@ -42,6 +51,8 @@ RECIPES = {
     "TokensWeighedByMethod": ("TokensWeighedByMethod", "", "", None),
     "WronglyWeighedTokens": ("WronglyWeighedTokens", "", "", "LOSS_WEIGHTS"),
     "average": ("Sound", "", "ema = 0.9", None),
+    "SpectralNorm": ("SpectralNorm", "", "", None),
+    "sharded": ("Sound", "", '[parallel]\nshard = "parameters"', None),
     "BatchNorm": ("BatchNorm", "", "", "BATCH_STATISTICS"),
     "Contrastive": ("Contrastive", "", "", "BATCH_STATISTICS"),
     "MaxNorm": ("MaxNorm", "", "", "DRIFT"),
@@ -77,6 +88,7 @@ RECIPES = {
     "NotFiniteInParts": ("NotFiniteInParts", "", "", "NOT_FINITE"),
     "WithoutGradients": ("WithoutGradients", "", "", None),
     "Float32Constant": ("Float32Constant", "", "", None),
+    "LossInFloat32": ("LossInFloat32", "", "", None),
 }
 FIRST_RECIPES = [
     "Sound",
@@ -192,14 +204,44 @@ def test_ctrl_c_ends_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_all_seeded_faults_of_own_loops_are_named(tmp_path: Path) -> None:
-    assert wrong(found_by("tests.check.faulty_loops", *LOOPS, where=tmp_path), dict(LOOPS)) == []
+def test_a_full_disk_is_no_difference(packed_digits: Path, tmp_path: Path) -> None:
+    """The folder for checkpoints is a filesystem of 300 kB."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "digits").symlink_to(packed_digits)
+    (tmp_path / "small").mkdir()
+    command = f"{HPCTRAIN} check {EXAMPLES / 'digits.toml'} -n 2 --scratch small; echo $? > code; ls -A small > left"
+    script = f"mount -t tmpfs -o size=300k tmpfs small || exit 77; {command}"
+    argv = ["unshare", *([] if os.geteuid() == 0 else ["-r"]), "-m", "sh", "-c", script]
+    result = run_command(None, argv, cwd=tmp_path, timeout_s=600)
+    if not (tmp_path / "code").exists():
+        pytest.skip("a filesystem of its own cannot be mounted here")
+    assert (tmp_path / "code").read_text().strip() == "4", result.stderr
+    said = [line for line in result.stderr.splitlines() if line.startswith("hpctrain: ")]
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
+    assert "give --scratch" in said[0]
+    assert result.stdout == ""
+    assert (tmp_path / "left").read_text() == ""
+
+
+def groups(names: Iterable[str]) -> list[list[str]]:
+    """Divides names into groups, each of which takes some minutes on a busy machine."""
+    known = list(names)
+    return [known[number : number + 15] for number in range(0, len(known), 15)]
 
 
 @pytest.mark.thorough
-def test_all_seeded_faults_of_recipes_are_named(tmp_path: Path) -> None:
-    found = found_by("tests.check.faulty_recipes", *recipes(tmp_path, list(RECIPES)), where=tmp_path)
-    assert wrong(found, {name: recipe[3] for name, recipe in RECIPES.items()}) == []
+@pytest.mark.parametrize("names", groups(LOOPS), ids=lambda names: f"{names[0]}-{names[-1]}")
+def test_all_seeded_faults_of_own_loops_are_named(names: list[str], tmp_path: Path) -> None:
+    found = found_by("tests.check.faulty_loops", *names, where=tmp_path)
+    assert wrong(found, {name: LOOPS[name] for name in names}) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("names", groups(RECIPES), ids=lambda names: f"{names[0]}-{names[-1]}")
+def test_all_seeded_faults_of_recipes_are_named(names: list[str], tmp_path: Path) -> None:
+    found = found_by("tests.check.faulty_recipes", *recipes(tmp_path, names), where=tmp_path)
+    assert wrong(found, {name: RECIPES[name][3] for name in names}) == []
 
 
 @pytest.mark.thorough
@@ -215,9 +257,10 @@ def test_a_nan_that_stays_in_a_running_mean_is_named(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_float32_in_a_float64_recipe_is_named(tmp_path: Path) -> None:
     make_data(tmp_path)
-    recipe = write_recipe(tmp_path, "Float32Inside")
-    printed = check(recipe, "--set", 'run.precision="fp64"', where=tmp_path, expect=9)
-    assert "cause: float32 in a float64 model" in printed
+    for task in ("Float32Inside", "LossInFloat32"):
+        recipe = write_recipe(tmp_path, task)
+        printed = check(recipe, "--set", 'run.precision="fp64"', where=tmp_path, expect=9)
+        assert "cause: float32 in a float64 model" in printed
 
 
 @pytest.mark.thorough

@@ -8,10 +8,11 @@ from hpctrain.errors import BackwardRanTwice, GradientsInUse
 from hpctrain.run.experiments.causes.decide_data import data_findings
 from hpctrain.run.experiments.causes.decide_resumed import resumption_findings
 from hpctrain.run.experiments.causes.findings import Cause, Finding, describe, in_percent_or_power, seen
-from hpctrain.run.experiments.causes.observations import Observations
-from hpctrain.run.experiments.measuring.probes import SUM, WEIGHTED, WHOLE
+from hpctrain.run.experiments.causes.observations import Drift, Observations
+from hpctrain.run.experiments.measuring.probes import MEAN, MIXED, SUM, WEIGHTED, WHOLE
 
 _ORDER = list(Cause)
+_SAME_FOR_SCHEDULERS = "give schedulers a value that is the same on all ranks, such as session.mean(loss)"
 _CAUSES_OF_ERRORS = {
     GradientsInUse.__name__: Cause.GRADIENTS,
     BackwardRanTwice.__name__: Cause.ACCUMULATION,
@@ -146,6 +147,8 @@ def _ranks(seen_: Observations) -> Iterator[Finding]:
     drift = seen_.drift
     if drift is not None:
         yield from _drift(seen_)
+    elif seen_.schedules_apart is not None:
+        yield _schedules(seen_.schedules_apart)
     failure = seen_.ranks.failure or seen_.ranks_again.failure
     if failure is not None and drift is None and seen_.tampered is None:
         yield _refused(seen_, failure)
@@ -166,9 +169,9 @@ def _drift(seen_: Observations) -> Iterator[Finding]:
         )
         name = "learning rate" if drift.name == "lr" else f"option {drift.name}"
         yield Finding(
-            cause=Cause.LEARNING_RATE, is_difference=True,
+            cause=Cause.LEARNING_RATE if drift.name == "lr" else Cause.OPTIMIZER, is_difference=True,
             text=f"{what} have another {name} in step {drift.step}{values}", evidence=evidence,
-            advice="give schedulers a value that is the same on all ranks, such as session.mean(loss)",
+            advice=_SAME_FOR_SCHEDULERS if drift.name == "lr" else "set it on all ranks alike",
         )  # fmt: skip
     elif drift.phase == "optimizer":
         yield Finding(
@@ -198,6 +201,16 @@ def _drift(seen_: Observations) -> Iterator[Finding]:
             text=f"{drift.phase} {drift.name} differs between {what} {where}", evidence=evidence,
             advice="compute it on all ranks alike",
         )  # fmt: skip
+
+
+def _schedules(apart: Drift) -> Finding:
+    values = f": {apart.values[0]:.40} and {apart.values[1]:.40}" if apart.values else ""
+    return Finding(
+        cause=Cause.LEARNING_RATE, is_difference=True,
+        text=f"after {apart.step} steps the schedulers of rank 0 and rank {apart.ranks[0]} hold another "
+        f"{apart.name}{values}: they will set another learning rate sooner or later",
+        advice=_SAME_FOR_SCHEDULERS,
+    )  # fmt: skip
 
 
 def cause_of_error(failure: str) -> Cause:
@@ -244,7 +257,8 @@ def _division(seen_: Observations) -> Iterator[Finding]:
             )  # fmt: skip
         elif loss.kind == SUM:
             yield _accumulation(
-                "the loss of a batch is the sum of the losses of its parts, not their mean", evidence
+                "the loss of a batch, or a term of it, is the sum of those of its parts, not their mean",
+                evidence,
             )
         elif (factor := _factor(seen_)) is not None:
             what, times = factor
@@ -253,6 +267,26 @@ def _division(seen_: Observations) -> Iterator[Finding]:
                 "parameters"
             )
             yield _accumulation(text, evidence)
+        elif loss.kind != MEAN and len(set(loss.part_sizes)) > 1:
+            sizes = ", ".join(map(str, loss.part_sizes[:6]))
+            yield _accumulation(
+                f"the step computes a batch in parts of {sizes} samples, and its loss is not the mean over the samples",
+                evidence,
+            )
+        elif loss.kind == MIXED:
+            yield Finding(
+                cause=Cause.LOSS_WEIGHTS, is_difference=matters,
+                text="the loss is a sum of means over different things, such as over all samples and over those of one "
+                "class",
+                evidence=[
+                    f"a batch and its thirds: the loss is {in_percent_or_power(loss.off)} off the mean over the "
+                    "samples, but copies of some samples change it as they change a sum of two means with other "
+                    "weights",
+                    *evidence,
+                ],
+                advice="divide each term by what is proportional to the samples, such as the mean number over the data "
+                "instead of the batch's own",
+            )  # fmt: skip
         elif loss.kind == WEIGHTED and loss.weights is not None:
             a, b = loss.weights
             counted = "what the task's weights count" if loss.is_weighed else "samples"
@@ -278,7 +312,26 @@ def _division(seen_: Observations) -> Iterator[Finding]:
                 advice="gather what it compares from all ranks, or keep the samples of a rank and its "
                 "micro-batches fixed",
             )  # fmt: skip
+        elif loss.kind == MEAN and by_ranks and _begins_with_gradients(seen_):
+            yield Finding(
+                cause=Cause.GRADIENTS, is_difference=True,
+                text="the loss of a batch is the mean of the losses of its parts, and yet the gradient is not: each "
+                "rank changes its gradients by what depends on its own samples, before they are summed",
+                evidence=evidence,
+                advice="look for hooks that clip or normalise gradients, autograd functions, and detached values of "
+                "the batch in the loss; use the updater's clip_norm, or change gradients in the optimizer's step, "
+                "which gets their sum",
+            )  # fmt: skip
     yield from _randomness(seen_)
+
+
+def _begins_with_gradients(seen_: Observations) -> bool:
+    """Whether the first thing that the division of the samples changes is a gradient of the first step."""
+    if seen_.drift is not None or seen_.tampered is not None or seen_.low_precision or seen_.draws_left:
+        return False
+    found = [c.earliest for c in (seen_.ranks, seen_.micro) if c is not None and not c.equal]
+    all_applied = seen_.ranks.applied == seen_.ranks.expected
+    return all_applied and all(f is not None and f.kind == "gradient" and f.step == 1 for f in found)
 
 
 def _options(seen_: Observations) -> Iterator[Finding]:
@@ -449,7 +502,17 @@ def _unexplained(seen_: Observations, found: list[Finding]) -> Iterator[Finding]
         if "micro" in what and not seen_.splits and found:
             continue  # explained by a note
         evidence = [line for name, other in seen_.compared().items() for line in seen(name, other)]
-        if first is not None and first.kind == "buffer":
+        buffer = comparison.first.get("buffer")
+        if buffer is not None and "micro" in what and seen_.ranks.equal:
+            yield Finding(
+                cause=Cause.BUFFER, is_difference=seen_.splits,
+                text=f"forward changes buffer {buffer.tensor} each time that it is called, and so more often in a step "
+                "of several micro-batches" + ("" if seen_.splits else " (this recipe has none)"),
+                evidence=seen(what, comparison), advice="change it once in a step, such as after updater.step()",
+            )  # fmt: skip
+            if not seen_.splits:
+                continue  # a note
+        elif first is not None and first.kind == "buffer":
             yield Finding(
                 cause=Cause.BUFFER, is_difference=True,
                 text=f"{what}: {describe(first)}: it is computed from the samples of one rank or "

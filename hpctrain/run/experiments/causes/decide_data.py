@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from hpctrain.run.experiments.causes.findings import Cause, Finding, seen
 from hpctrain.run.experiments.causes.observations import Observations
+from hpctrain.run.experiments.measuring.samples import SampleFacts
 
 
 def data_findings(observed: Observations) -> Iterator[Finding]:
@@ -31,9 +32,10 @@ def data_findings(observed: Observations) -> Iterator[Finding]:
             advice="let a dataset or transform depend on the sample's number and the epoch, not on the rank",
         )  # fmt: skip
     elif samples.content_by_share:
+        shown = f" such as {list(samples.content_by_share)[:3]}" if samples.is_numbered else ""
         yield Finding(
             cause=Cause.DATA_BY_RANK, is_difference=True,
-            text=f"samples such as {list(samples.content_by_share)[:3]} have another content on {ranks} ranks than "
+            text=f"samples{shown} have another content on {ranks} ranks than "
             "in one "
             "process: it depends on the rank, or on which samples are read together",
             evidence=["one process reads them alike each time"],
@@ -101,6 +103,13 @@ def _own_random(observed: Observations) -> Finding:
     )  # fmt: skip
 
 
+def _times(repeated: Mapping[str, int], samples: SampleFacts) -> str:
+    """Says how often the first samples are repeated, if their numbers are known."""
+    if not samples.is_numbered:
+        return ""
+    return ": " + ", ".join(f"{name} ({times} times)" for name, times in list(repeated.items())[:3])
+
+
 def _repeats(observed: Observations) -> Iterator[Finding]:
     samples, ranks = observed.samples, observed.num_ranks
     if observed.repeats_intended:
@@ -108,19 +117,19 @@ def _repeats(observed: Observations) -> Iterator[Finding]:
     extra = sum(times - 1 for times in samples.repeated.values())
     is_padding = 0 < extra < ranks and not samples.missing
     if samples.repeated_one and not samples.has_equal:
-        shown = ", ".join(f"{name} ({times} times)" for name, times in list(samples.repeated_one.items())[:3])
+        shown = _times(samples.repeated_one, samples)
         yield Finding(
             cause=Cause.REPEATED, is_difference=True,
-            text=f"one process gets samples more than once in an epoch: {shown}",
+            text=f"one process gets samples more than once in an epoch{shown}",
             evidence=[f"{len(samples.repeated_one)} of {samples.num_seen} samples are repeated"],
             advice="draw each sample once in an epoch, or use order = 'weighted' if repeats are meant",
         )  # fmt: skip
     elif samples.repeated and not is_padding:
-        shown = ", ".join(f"{name} ({times} times)" for name, times in list(samples.repeated.items())[:3])
+        shown = _times(samples.repeated, samples)
         missing = f", and {samples.missing} samples of the epoch on none" if samples.missing else ""
         yield Finding(
             cause=Cause.REPEATED, is_difference=True,
-            text=f"the {ranks} ranks get the same samples: {shown}{missing}",
+            text=f"the {ranks} ranks get the same samples{shown}{missing}",
             evidence=[f"{len(samples.repeated)} samples on more than one rank, or more often than in one process"],
             advice="give the sampler num_replicas = session.num_ranks and rank = session.rank",
         )  # fmt: skip

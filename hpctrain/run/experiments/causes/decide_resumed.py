@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from hpctrain.run.experiments.causes.findings import Cause, Finding, seen
 from hpctrain.run.experiments.causes.observations import Observations
 
+_KEPT = "keep it in a buffer of the model (register_buffer), or in a loop of your own save it in also={...}"
+_DRAWN = "draw from those, or from a generator that is made of the seed and the step"
 _OF_ONE_PROCESS = (Cause.NOT_DETERMINISTIC, Cause.OWN_RANDOM)
 
 
@@ -24,7 +26,7 @@ def resumption_findings(seen_: Observations, known: set[Cause]) -> Iterator[Find
                 "checkpoints have "
                 "only the generators of torch, numpy and Python",
                 evidence=evidence,
-                advice="draw from those, or from a generator that is made of the seed and the step",
+                advice=_DRAWN,
             )  # fmt: skip
         elif resumed.with_state is not None and resumed.with_state.equal:
             yield _own_state(seen_, evidence)
@@ -40,8 +42,19 @@ def resumption_findings(seen_: Observations, known: set[Cause]) -> Iterator[Find
                 text="the resumed run differs: something that training changes is not in the checkpoint, and was "
                 "not found "
                 "in attributes of the task, the model or the optimizer",
-                evidence=evidence, advice="keep it in a buffer of the model, or compute it from the step",
+                evidence=evidence, advice=f"{_KEPT}, or compute it from the step",
             )  # fmt: skip
+    elif seen_.own_draws_matter:
+        yield Finding(
+            cause=Cause.OWN_RANDOM, is_difference=True,
+            text=f"training draws from {', '.join(list(seen_.own_generators)[:3])}, whose state is not in the "
+            "checkpoint: checkpoints have only the generators of torch, numpy and Python",
+            evidence=[
+                "1 rank, stopped and resumed: equal, since the few steps happened to draw alike; with other numbers "
+                "drawn 1 rank differs from itself"
+            ],
+            advice=_DRAWN,
+        )  # fmt: skip
     elif seen_.ranks_resumed is not None and not seen_.ranks_resumed.equal and seen_.buffers_apart:
         names = ", ".join(seen_.buffers_apart[:3])
         if Cause.BATCH_STATISTICS not in known:
@@ -62,5 +75,5 @@ def _own_state(seen_: Observations, evidence: list[str]) -> Finding:
         cause=Cause.OPTIMIZER if in_optimizer else Cause.BUFFER if buffers else Cause.OWN_STATE, is_difference=True,
         text=f"the resumed run differs, and is equal once {names} is carried over: it is not in the checkpoint",
         evidence=evidence,
-        advice="register it with persistent=True" if buffers else "keep it in a buffer of the model (register_buffer)",
+        advice="register it with persistent=True" if buffers else _KEPT,
     )  # fmt: skip

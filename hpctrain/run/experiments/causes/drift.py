@@ -43,6 +43,19 @@ def find_drift(by_rank: Sequence[Mapping[str, Any]]) -> Drift | None:
     return None
 
 
+def schedulers_apart(by_rank: Sequence[Mapping[str, str]], *, step: int) -> Drift | None:
+    """Returns the first value of a learning rate scheduler that is not the same on all ranks.
+
+    by_rank: path -> text, after `step` steps.
+    """
+    for path, of_rank_0 in by_rank[0].items():
+        ranks = [rank for rank, values in enumerate(by_rank) if values.get(path, of_rank_0) != of_rank_0]
+        if ranks:
+            values = (of_rank_0, by_rank[ranks[0]][path])
+            return Drift(step=step, phase="scheduler", name=path, ranks=ranks, values=values)
+    return None
+
+
 def _apart(values: Sequence[Mapping[str, int]]) -> tuple[str, list[int]] | None:
     for name, of_rank_0 in values[0].items():
         ranks = [rank for rank, value in enumerate(values) if value.get(name, of_rank_0) != of_rank_0]

@@ -17,8 +17,9 @@ class Drift:
     """The first difference between the ranks of one trial in what all of them should hold alike.
 
     step: from 1; 0: when it was built. phase: `built`; `forward`, between the last step and the optimizer's call;
-    `gradient`, after the sum over the ranks; `option` of the optimizer; `optimizer`, in its step. name: of the tensor
-    or option. ranks: that differ from rank 0. values: of an option, on rank 0 and on the first of `ranks`.
+    `gradient`, after the sum over the ranks; `option` of the optimizer; `optimizer`, in its step; `scheduler`: of the
+    learning rate, after the last step. name: of the tensor, option or value of the scheduler. ranks: that differ from
+    rank 0. values: of an option or scheduler, on rank 0 and on the first of `ranks`.
     """
 
     step: int
@@ -49,8 +50,9 @@ class Observations:
     repeated, each delayed by another time. ranks_micro: N ranks with two micro-batches. whole: N ranks that each
     compute all samples. reseeded: one rank with other random numbers. no_dropout: `micro`, `ranks`, `ranks_micro` and
     `whole` were compared with dropout off. draws, draws_left: generators that training used, with dropout and without.
-    own_generators: generators of the user's own that changed in the run, by path; fresh_generators: those whose first
-    state differs between two runs. own_state: path -> kind of other values outside of the checkpoint that changed.
+    own_generators: generators of the user's own that changed in the run, by path; own_draws_matter: training differs
+    when they draw other numbers, though the resumed run was equal; fresh_generators: those whose first state differs
+    between two runs. own_state: path -> kind of other values outside of the checkpoint that changed.
     buffers_apart: buffers that differ between the ranks after the first step. evaluation_apart: metrics that differ
     between one rank and N. tampered: of gradients that are no multiple of the sum of what backward computed, with the
     step. poisoned: what is not finite after a batch with NaN was skipped. not_finite: what was first not finite in a
@@ -78,6 +80,7 @@ class Observations:
     draws: Sequence[str] = ()
     draws_left: Sequence[str] = ()
     own_generators: Sequence[str] = ()
+    own_draws_matter: bool = False
     fresh_generators: Sequence[str] = ()
     own_state: Mapping[str, str] = field(default_factory=dict)
     buffers_apart: Sequence[str] = ()
@@ -87,6 +90,7 @@ class Observations:
     evaluation: EvaluationFacts | None = None
     evaluation_apart: Mapping[str, float] = field(default_factory=dict)
     drift: Drift | None = None
+    schedules_apart: Drift | None = None
     tampered: tuple[int, Residual] | None = None
     poisoned: Sequence[str] = ()
     not_finite: Sequence[str] = ()

@@ -15,6 +15,7 @@ from hpctrain.run.experiments.measuring.trace import Kept, RunTrace, StepTrace
 KINDS = ("initial", "samples", "loss", "gradient", "option", "parameter", "buffer")
 # A gradient below this share of the largest one is mostly rounding; optimizers like Adam enlarge what it holds.
 _NOISE = 1e-5
+# Running statistics follow what it holds: such as the bias of a convolution before a batch norm, whose gradient is 0.
 _NOISE_ALLOWED = 1e-7
 
 
@@ -104,7 +105,7 @@ def compare(
     if from_step == 1:
         _compare_kept(found, "initial", 0, reference.initial, other.initial)
     noisy: dict[str, torch.Tensor] = {}
-    factor = None
+    factor, excused = None, False
     for number, mine in enumerate(other.steps, start=from_step):
         if number > len(reference.steps):
             break
@@ -127,8 +128,9 @@ def compare(
                 "gradient", number, "all (the step is skipped in one of the two)", absolute=1.0, scale=1.0
             )
         _compare_options(found, number, theirs.options, mine.options)
-        _compare_kept(found, "parameter", number, theirs.parameters, mine.parameters, noisy)
-        _compare_kept(found, "buffer", number, theirs.buffers, mine.buffers)
+        excused |= _compare_kept(found, "parameter", number, theirs.parameters, mine.parameters, noisy)
+        allowed = _NOISE_ALLOWED if excused else 0.0
+        _compare_kept(found, "buffer", number, theirs.buffers, mine.buffers, allowed=allowed)
     failure = other.failure if reference.failure is None else None
     same_steps = reference.steps[from_step - 1 : from_step - 1 + len(other.steps)]
     return Comparison(
@@ -161,7 +163,11 @@ def _compare_kept(
     reference: Kept,
     other: Kept,
     noisy: Mapping[str, torch.Tensor] | None = None,
-) -> None:
+    *,
+    allowed: float = 0.0,
+) -> bool:
+    """noisy: where `_NOISE_ALLOWED` is allowed. allowed: relative, everywhere. Returns whether noise was excused."""
+    excused = False
     least = 1e-3 * max((_largest(t) for t in reference.values.values()), default=0.0)
     for name, mine in other.values.items():
         theirs = reference.values.get(name)
@@ -170,8 +176,12 @@ def _compare_kept(
         apart, scale = _apart(theirs, mine), max(_largest(theirs), least) or 1.0
         noise = (noisy or {}).get(name)
         if noise is not None and noise.shape == apart.shape:
-            apart = torch.where(noise & (apart <= _NOISE_ALLOWED * scale), torch.zeros_like(apart), apart)
+            small = noise & (apart <= _NOISE_ALLOWED * scale)
+            excused |= bool((small & (apart > 0)).any())
+            apart = torch.where(small, torch.zeros_like(apart), apart)
+        apart = torch.where(apart <= allowed * scale, torch.zeros_like(apart), apart)
         found.add(kind, step, name, absolute=float(apart.max()) if apart.numel() else 0.0, scale=scale)
+    return excused
 
 
 def _compare_gradients(

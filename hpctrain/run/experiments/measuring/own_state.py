@@ -14,20 +14,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.run.experiments.measuring.randomness import generator_state, is_generator, set_generator
+from hpctrain.run.experiments.measuring.randomness import draw, generator_state, is_generator, set_generator
 
 _MAX_OBJECTS, _MAX_DEPTH = 20_000, 8
 _PLAIN = (int, float, str, bool, complex, bytes, type(None))
 # Of these nothing inside is the user's.
 _LIBRARIES = ("torch", "numpy", "hpctrain", "torchvision", "sklearn", "pandas")
+# But their state is: `save_state` takes them in `also`.
+_STATEFUL = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _SAVED_OF_MODULES = ("_parameters", "_buffers", "training")
+# Larger arrays are taken for data, not for state: they are neither watched nor copied.
+_MAX_BYTES = 16 << 20
 _SAVED_OF_OPTIMIZERS = ("state", "param_groups", "defaults")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
     """Where a value is: an attribute (dict `container` of an object), an entry of a dict or list. kind: `generator`,
-    `buffer` (one that is not saved) or `value`."""
+    `buffer` (one that is not saved), `schedule` (of a learning rate scheduler) or `value`."""
 
     container: Any
     key: Any
@@ -36,8 +40,13 @@ class Place:
 
 
 def find_places(roots: Mapping[str, Any]) -> dict[str, Place]:
-    """Returns the values that are reachable from the user's objects and not in a checkpoint, by path."""
+    """Returns the values that are reachable from the user's objects and not in a checkpoint, by path.
+
+    roots: `model`, `optimizer` and the objects in `also` are in the checkpoint.
+    """
     found: dict[str, Place] = {}
+    saved = _saved(roots)
+    schedules: set[int] = set()
     seen: set[int] = set()
     waiting: deque[tuple[str, Any, Any, Any, int]] = deque()
     for name, root in roots.items():
@@ -45,29 +54,66 @@ def find_places(roots: Mapping[str, Any]) -> dict[str, Place]:
         waiting.append((name, holder, name, root, 0))
     while waiting and len(seen) < _MAX_OBJECTS:
         path, container, key, value, depth = waiting.popleft()
-        if isinstance(value, torch.nn.Parameter):
+        if id(value) in saved and not isinstance(value, torch.nn.Module):
             continue
         if is_generator(value) or isinstance(value, (*_PLAIN, torch.Tensor, np.ndarray, np.generic)):
-            kind = "generator" if is_generator(value) else "value"
+            if getattr(value, "nbytes", 0) > _MAX_BYTES:
+                continue
+            kind = (
+                "generator" if is_generator(value) else "schedule" if id(container) in schedules else "value"
+            )
             found[path] = Place(container=container, key=key, value=value, kind=kind)
             continue
         if id(value) in seen or depth > _MAX_DEPTH:
             continue
         seen.add(id(value))
+        if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+            schedules.add(id(value.__dict__))
         for name, inner_container, inner_key, inner in _inside(value):
             waiting.append((f"{path}{name}", inner_container, inner_key, inner, depth + 1))
-        if isinstance(value, torch.nn.Module):
+        if isinstance(value, torch.nn.Module) and id(value) not in saved:
+            for held in (value._parameters, value._buffers):
+                waiting += [(f"{path}.{name}", held, name, t, depth + 1) for name, t in held.items()]
+        elif isinstance(value, torch.nn.Module):
             for name in value._non_persistent_buffers_set:
                 buffer = value._buffers.get(name)
-                if buffer is not None:
-                    place = Place(container=value._buffers, key=name, value=buffer, kind="buffer")
-                    found[f"{path}.{name}"] = place
+                place = Place(container=value._buffers, key=name, value=buffer, kind="buffer")
+                found[f"{path}.{name}"] = place
+    return found
+
+
+def of_schedulers(roots: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the values that learning rate schedulers hold, saved or not, by path, as text."""
+    whole = {f"{name} ": root for name, root in roots.items() if name not in ("model", "optimizer")}
+    places = find_places(whole)
+    return {path.replace(" ", "", 1): _mark(p) for path, p in places.items() if p.kind == "schedule"}
+
+
+def stir(roots: Mapping[str, Any], times: int) -> None:
+    """Draws so many numbers from each generator of the user's own."""
+    for place in find_places(roots).values():
+        if place.kind == "generator":
+            draw(place.value, times)
+
+
+def _saved(roots: Mapping[str, Any]) -> set[int]:
+    """Returns the ids of the modules, parameters and other objects that are in the checkpoint."""
+    model, optimizer, also = roots.get("model"), roots.get("optimizer"), roots.get("also", {})
+    found = set(map(id, also.values()))
+    for module in (model, *also.values()):
+        if isinstance(module, torch.nn.Module):
+            found |= {id(inner) for inner in module.modules()} | {id(p) for p in module.parameters()}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        found |= {id(p) for group in optimizer.param_groups for p in group["params"]}
     return found
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any, Any, Any]]:
     """Yields (name, container, key, value) of what an object holds."""
-    if isinstance(value, dict):
+    if isinstance(value, Variables):
+        for key, inner in value.items():
+            yield f".{key}", vars(value.module), key, inner
+    elif isinstance(value, dict):
         for key, inner in list(value.items())[:1000]:
             yield f"[{key!r}]", value, key, inner
     elif isinstance(value, list | deque):
@@ -116,7 +162,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any, Any, Any]]:
         for name, child in value._modules.items():
             if child is not None:
                 yield f".{name}", value._modules, name, child
-    elif library in _LIBRARIES and not (library == "hpctrain" and hasattr(value, "build_model")):
+    elif library in _LIBRARIES and not isinstance(value, _STATEFUL) and not hasattr(value, "build_model"):
         return
     for name, inner in list(own.items()):
         if is_module and (name in _SAVED_OF_MODULES or name == "_modules"):
@@ -130,21 +176,26 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any, Any, Any]]:
         yield f".{name}", own, name, inner
 
 
-def module_globals(value: Any) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Variables:
+    """The variables of a module of the user's own."""
+
+    module: ModuleType
+
+    def items(self) -> list[tuple[str, Any]]:
+        return [
+            (key, inner)
+            for key, inner in vars(self.module).items()
+            if not key.startswith("__") and not isinstance(inner, type | ModuleType | FunctionType)
+        ]
+
+
+def variables_of_module(value: Any) -> Variables | None:
     """Returns the variables of the module that an object's class or function is from, if that is the user's own."""
     name = getattr(value, "__module__", None) or type(value).__module__
     module = sys.modules.get(name)
-    if (
-        module is None
-        or name.partition(".")[0] in (*_LIBRARIES, *sys.stdlib_module_names)
-        or name == "__main__"
-    ):
-        return {}
-    return {
-        key: inner
-        for key, inner in vars(module).items()
-        if not key.startswith("__") and not isinstance(inner, type | ModuleType | FunctionType)
-    }
+    is_library = name.partition(".")[0] in (*_LIBRARIES, *sys.stdlib_module_names) and name != "__main__"
+    return None if module is None or is_library else Variables(module)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +230,10 @@ class OwnState:
             if place is not None and place.kind == "generator":
                 set_generator(place.value, self.values[path])
                 count += 1
+            elif place is not None and isinstance(place.value, torch.nn.Parameter):
+                with torch.no_grad():  # others may hold it: the object stays
+                    place.value.copy_(self.values[path])
+                count += 1
             elif place is not None and place.container is not None:
                 place.container[place.key] = copy.deepcopy(self.values[path])
                 count += 1
@@ -199,6 +254,9 @@ def _parent(
     head, dot, name = path.rpartition(".")
     if not dot or "[" in name:
         return None
+    own = getattr(roots.get(head), "__dict__", None)
+    if isinstance(own, dict):
+        return own, name
     for other, place in places.items():
         if other.rpartition(".")[0] == head and isinstance(place.container, dict):
             return place.container, name

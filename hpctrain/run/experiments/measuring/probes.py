@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from hpctrain.run.experiments.measuring.randomness import NoDropout
 from hpctrain.run.experiments.subject import Trial
 from hpctrain.train import capture_generators, restore_generators
 
-MEAN, SUM, WEIGHTED, WHOLE = "mean", "sum", "weighted", "whole"
+MEAN, SUM, WEIGHTED, MIXED, WHOLE = "mean", "sum", "weighted", "mixed", "whole"
+_FEW = 8  # samples of which copies are computed
+_RANK_2 = 1e-12
 _LOW = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -24,10 +26,12 @@ _LOW = (torch.float32, torch.float16, torch.bfloat16)
 class LossFacts:
     """How the loss of a batch follows from those of its parts.
 
-    kind: `mean` over the samples; `sum` over them; `weighted`, a mean with other weights than the numbers of samples;
-    `whole`: it does not follow from those of the parts. off: how far it is from the mean over samples, relative.
+    kind: `mean` over the samples; `sum` over them, maybe added to a mean over them; `weighted`, a mean with other
+    weights than the numbers of samples; `mixed`, the sum of two such means, with weights of their own; `whole`: it does
+    not follow from those of the parts. off: how far it is from the mean over samples, relative.
     weights: of `weighted`, of two parts of the same number of samples, relative to each other.
     is_weighed: the task gives weights, by which the mean is taken instead of by samples.
+    part_sizes: the numbers of samples of the parts that a step computes one after the other by itself; () for one.
     mixes: the first module whose outputs for some samples depend on the other samples of the batch, with its class and
     the relative difference; None: no module does.
     """
@@ -37,6 +41,7 @@ class LossFacts:
     weights: tuple[float, float] | None = None
     mixes: tuple[str, str, float] | None = None
     is_weighed: bool = False
+    part_sizes: Sequence[int] = ()
 
 
 @contextmanager
@@ -45,11 +50,14 @@ def unchanged(trial: Trial) -> Iterator[None]:
     device = trial.session.device
     tensors = [(t, t.detach().clone()) for t in (*trial.model.parameters(), *trial.model.buffers())]
     gradients = [(p, p.grad) for p in trial.model.parameters()]
+    buffers = [(module, dict(module._buffers)) for module in trial.model.modules()]
     modes = {name: module.training for name, module in trial.model.named_modules()}
     generators, own = capture_generators(device), OwnState.of(trial.roots())
     try:
         yield
     finally:
+        for module, objects in buffers:  # which forward may replace
+            module._buffers.update(objects)
         with torch.no_grad():
             for tensor, before in tensors:
                 tensor.copy_(before)
@@ -94,45 +102,106 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for item in value for t in _tensors(item)] if isinstance(value, list | tuple) else []
 
 
-def probe_loss(trial: Trial, batch: Any, *, num_rows: int, tolerance: float) -> LossFacts | None:
-    """Computes the loss of a batch and of parts of it, always from the same state. None for fewer than 3 samples,
-    and where a loss is not finite."""
+def probe_loss(
+    trial: Trial, batch: Any, *, num_rows: int, tolerance: float, divisions: int
+) -> LossFacts | None:
+    """Computes the loss of a batch and of parts of it, always from the same state.
+
+    divisions: how many divisions of the batch are tried until one shows what the loss is a mean over: in some each part
+    may have equally many of what is counted, or nothing of it. None for fewer than 3 samples, and if a loss is not
+    finite in each division.
+    """
     if num_rows < 3:
         return None
+    found: LossFacts | None = None
+    for number in range(divisions):
+        rows = torch.randperm(num_rows, generator=torch.Generator().manual_seed(number)).tolist()
+        facts = _divided(trial, batch, sorted(rows) if number == 0 else rows, tolerance=tolerance)
+        if facts is not None and facts.kind not in (MEAN, WHOLE):
+            return facts
+        if facts is not None and (found is None or found.kind == MEAN):
+            found = facts
+    if found is not None and found.kind == MEAN and divisions > 1:
+        return _unequal_parts(trial, batch, found, num_rows=num_rows, tolerance=tolerance)
+    return found
 
-    def of(start: int, stop: int) -> tuple[float, float, bool, ModuleOutputs]:
-        with unchanged(trial), NoDropout(), ModuleOutputs(trial.model) as outputs:
-            loss, weight = trial.loss(trial.part(batch, start, stop))
-            loss = 0.0 if weight == 0 else loss  # a mean over nothing
-            return loss, 1.0 if weight is None else weight, weight is not None, outputs
 
-    third = num_rows // 3
-    a, b, c = (0, third), (third, 2 * third), (2 * third, 3 * third)
-    full, _, is_weighed, full_outputs = of(0, 3 * third)
-    parts = [of(*span) for span in (a, b, c)]
+def _loss_of(trial: Trial, batch: Any, rows: Sequence[int]) -> tuple[float, float, bool, ModuleOutputs]:
+    """Returns loss, weight (1 if the task gives none) and whether it gives one."""
+    with unchanged(trial), NoDropout(), ModuleOutputs(trial.model) as outputs:
+        loss, weight = trial.loss(trial.part(batch, rows))
+        loss = 0.0 if weight == 0 else loss  # a mean over nothing
+        return loss, 1.0 if weight is None else weight, weight is not None, outputs
+
+
+def _unequal_parts(
+    trial: Trial, batch: Any, found: LossFacts, *, num_rows: int, tolerance: float
+) -> LossFacts:
+    """Returns what parts of unequal sizes say of a loss that is the mean over parts of equal sizes."""
+    more = num_rows // 2 + 1
+    full, _, _, outputs = _loss_of(trial, batch, range(num_rows))
+    parts = [(rows, *_loss_of(trial, batch, rows)) for rows in (range(more), range(more, num_rows))]
+    weights = [weight * (1 if found.is_weighed else len(rows)) for rows, _, weight, *_ in parts]
+    mean = sum(weight * part[1] for weight, part in zip(weights, parts, strict=True)) / (sum(weights) or 1.0)
+    off = abs(full - mean) / max(abs(full), abs(mean), 1e-30)
+    if not math.isfinite(off) or off <= max(1e-9, 100 * tolerance):
+        return found
+    return replace(found, kind=WHOLE, off=off, part_sizes=_part_sizes(outputs, num_rows))
+
+
+def _divided(trial: Trial, batch: Any, order: Sequence[int], *, tolerance: float) -> LossFacts | None:
+    """See `probe_loss`. order: of the rows, of which each third is a part."""
+
+    def of(*rows: int) -> tuple[float, float, bool, ModuleOutputs]:
+        return _loss_of(trial, batch, rows)
+
+    third = len(order) // 3
+    a, b, c = (order[third * number : third * (number + 1)] for number in range(3))
+    full, _, is_weighed, full_outputs = of(*a, *b, *c)
+    parts = [of(*rows) for rows in (a, b, c)]
     if not all(math.isfinite(loss) for loss in (full, *(part[0] for part in parts))):
         return None
     mixes = _first_mixing(
         trial.model, full_outputs, [outputs for *_, outputs in parts], tolerance=max(1e-9, 100 * tolerance)
     )
+    sizes = _part_sizes(full_outputs, 3 * third)
+
+    def facts(kind: str, weights: tuple[float, float] | None = None) -> LossFacts:
+        return LossFacts(
+            kind=kind, off=off, weights=weights, mixes=mixes, is_weighed=is_weighed, part_sizes=sizes
+        )
+
     of_a, of_b, of_c = (loss for loss, *_ in parts)
     mean = sum(loss * weight for loss, weight, *_ in parts) / (sum(weight for _, weight, *_ in parts) or 1.0)
     scale = max(abs(full), *(abs(x) for x in (of_a, of_b, of_c)), 1e-30)
     off = abs(full - mean) / scale
     accuracy = max(1e-9, 100 * tolerance)
     if off <= accuracy:
-        return LossFacts(kind=MEAN, off=off, mixes=mixes, is_weighed=is_weighed)
-    if abs(full - (of_a + of_b + of_c)) / scale <= accuracy:
-        return LossFacts(kind=SUM, off=off, mixes=mixes, is_weighed=is_weighed)
-    of_ab, of_bc = of(0, 2 * third)[0], of(third, 3 * third)[0]
+        return facts(MEAN)
+    of_ab, of_bc, of_ac = of(*a, *b)[0], of(*b, *c)[0], of(*a, *c)[0]
+    # Of a mean plus a sum, what two parts together have more than their means is half of what they sum.
+    more_of_two = of_ab + of_bc + of_ac - (of_a + of_b + of_c)
+    if abs(2 * more_of_two - 3 * (full - (of_a + of_b + of_c) / 3)) / scale <= accuracy:
+        return facts(SUM)
     first, second = _ratio(of_ab, of_a, of_b), _ratio(of_bc, of_b, of_c)
     if first is not None and second is not None:
         weight_a, weight_b, weight_c = first * second, second, 1.0
         total = weight_a + weight_b + weight_c
         predicted = (weight_a * of_a + weight_b * of_b + weight_c * of_c) / total
         if abs(predicted - full) / scale <= 1e3 * accuracy:
-            return LossFacts(kind=WEIGHTED, off=off, weights=(1.0, first), mixes=mixes, is_weighed=is_weighed)
-    return LossFacts(kind=WHOLE, off=off, mixes=mixes, is_weighed=is_weighed)
+            return facts(WEIGHTED, weights=(1.0, first))
+    few = [*a[:_FEW]], [*b[:_FEW]]
+    copies = [of(*few[0], *(few[1] * number))[0] for number in range(1, 9)]
+    if tolerance < 1e-9 and _is_sum_of_two_means(copies):
+        return facts(MIXED)
+    return facts(WHOLE)
+
+
+def _part_sizes(outputs: ModuleOutputs, num_rows: int) -> tuple[int, ...]:
+    """Returns how many samples each call of the model got, if they are parts of a batch of `num_rows`; () if not."""
+    calls = [values[0] for name, _, values in outputs.seen if not name and values]
+    sizes = tuple(t.shape[0] if t.dim() else 0 for t in calls)
+    return sizes if len(sizes) > 1 and sum(sizes) == num_rows else ()
 
 
 def _ratio(both: float, left: float, right: float) -> float | None:
@@ -141,6 +210,21 @@ def _ratio(both: float, left: float, right: float) -> float | None:
         return None
     ratio = (both - right) / (left - both)
     return ratio if math.isfinite(ratio) else None
+
+
+def _is_sum_of_two_means(values: Sequence[float]) -> bool:
+    """values: the loss of some samples and 1, 2, 3, ... copies of others.
+
+    A mean in which the others weigh w is a rational function of the number of copies with one pole, and a sum of two
+    means has two: then the Loewner matrix of the values has rank 2.
+    """
+    even, odd = range(0, len(values), 2), range(1, len(values), 2)
+    quotients = [[(values[i] - values[j]) / (i - j) for j in odd] for i in even]
+    if not all(math.isfinite(q) for row in quotients for q in row):
+        return False
+    singular = torch.linalg.svdvals(torch.tensor(quotients, dtype=torch.float64))
+    largest = max(float(singular[0]), 1e-3 * max(map(abs, values)))
+    return largest > 0 and float(singular[2]) <= _RANK_2 * largest
 
 
 def _first_mixing(

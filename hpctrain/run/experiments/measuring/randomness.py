@@ -93,3 +93,16 @@ def set_generator(value: Any, state: Any) -> None:
         value.state = state
     else:
         value.setstate(state)
+
+
+def draw(value: Any, times: int) -> None:
+    """Draws so many numbers from such a generator."""
+    for _ in range(times):
+        if isinstance(value, torch.Generator):
+            torch.rand(1, generator=value, device=value.device)
+        elif isinstance(value, np.random.BitGenerator):
+            value.random_raw()
+        elif isinstance(value, np.random.RandomState):
+            value.random_sample()
+        else:
+            value.random()

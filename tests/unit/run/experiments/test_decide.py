@@ -45,6 +45,19 @@ CASES = {
     ),
     "a loss of pairs": (replace(DIVIDED, loss=LossFacts(kind="whole", off=0.3)), Cause.BATCH_STATISTICS),
     "a summed loss": (replace(DIVIDED, loss=LossFacts(kind="sum", off=0.5)), Cause.ACCUMULATION),
+    "means over two different things": (
+        replace(DIVIDED, loss=LossFacts(kind="mixed", off=0.1)), Cause.LOSS_WEIGHTS,
+    ),
+    "a loop's own parts of unequal sizes": (
+        replace(DIVIDED, loss=LossFacts(kind="weighted", off=0.1, weights=(1.0, 2.0), part_sizes=(5, 5, 2))),
+        Cause.ACCUMULATION,
+    ),
+    "a loop's own parts of equal sizes": (
+        replace(DIVIDED, loss=LossFacts(kind="weighted", off=0.1, weights=(1.0, 2.0), part_sizes=(6, 6))),
+        Cause.LOSS_WEIGHTS,
+    ),
+    "a hook that clips gradients": (replace(SOUND, ranks=apart("gradient", 1, "0.weight")), Cause.GRADIENTS),
+    "gradients that differ later only": (replace(SOUND, ranks=apart("gradient", 2, "0.weight")), Cause.UNKNOWN),
     "unweighted parts in a loop": (
         replace(SOUND, ranks=apart(factor=0.5), loss=LossFacts(kind="whole", off=0.3)), Cause.ACCUMULATION,
     ),
@@ -61,6 +74,23 @@ CASES = {
             drift=Drift(step=3, phase="option", name="lr", ranks=[1], values=("0.1", "0.05")),
         ),
         Cause.LEARNING_RATE,
+    ),
+    "a scheduler that has not changed the learning rate yet": (
+        replace(
+            SOUND,
+            schedules_apart=Drift(step=4, phase="scheduler", name="step.plateau.best", ranks=[1], values=("1", "2")),
+        ),
+        Cause.LEARNING_RATE,
+    ),
+    "own draws that were alike by chance": (
+        replace(SOUND, own_generators=["task.rng"], own_draws_matter=True), Cause.OWN_RANDOM,
+    ),
+    "a momentum of each rank's own": (
+        replace(
+            SOUND, ranks=apart("parameter", 1, "0.weight"),
+            drift=Drift(step=1, phase="option", name="momentum", ranks=[1], values=("0.9", "0.8")),
+        ),
+        Cause.OPTIMIZER,
     ),
     "a noisy optimizer": (
         replace(
@@ -276,6 +306,15 @@ def test_micro_batches_of_synchronised_batch_norm_are_a_note() -> None:
         replace(SOUND, micro=apart(), loss=LossFacts(kind="mean", mixes=("norm", "BatchNorm1d", 0.4)))
     )
     assert [(f.cause, f.is_difference) for f in found] == [(Cause.BATCH_STATISTICS, False)]
+
+
+def test_a_buffer_that_each_forward_changes_is_a_note_without_micro_batches_and_a_cause_with_them() -> None:
+    first = {**apart("loss").first, **apart("buffer", 1, "norm").first}
+    observed = replace(
+        SOUND, micro=Comparison(first=first, worst=0.1), ranks_micro=Comparison(first=first, worst=0.1)
+    )
+    assert [(f.cause, f.is_difference) for f in decide(observed)] == [(Cause.BUFFER, False)]
+    assert causes(replace(observed, splits=True)) == [Cause.BUFFER]
 
 
 def test_a_cause_seen_in_the_run_comes_before_one_that_takes_other_data() -> None:

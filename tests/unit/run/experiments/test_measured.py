@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from hpctrain.run.experiments.causes.drift import find_drift
 from hpctrain.run.experiments.measuring.compare import collinearity, compare, factor_between
-from hpctrain.run.experiments.measuring.own_state import OwnState
+from hpctrain.run.experiments.measuring.own_state import OwnState, variables_of_module
+from hpctrain.run.experiments.measuring.probes import _is_sum_of_two_means
 from hpctrain.run.experiments.measuring.randomness import GeneratorWatch, NoDropout
 from hpctrain.run.experiments.measuring.samples import as_fields, repeats_beyond, row_hashes, rows_not_finite
 from hpctrain.run.experiments.measuring.trace import RunTrace, StepTrace, keep
+from hpctrain.run.experiments.own_loop import _is_shuffled
 from hpctrain.run.experiments.subject import Rows
+
+NUMBERS = TensorDataset(torch.arange(16))
+
+
+class Stream(IterableDataset[int]):
+    """Always the same order."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(16))
 
 
 def trace(*values: float, gradient: float = 1.0) -> RunTrace:
@@ -45,6 +60,14 @@ def test_what_optimizers_make_of_a_gradient_that_is_only_rounding_is_not_compare
     """The second element has no gradient; a difference of 1e-9 there is enlarged rounding, 1e-3 is not."""
     assert compare(trace(0.5), trace(0.5 + 1e-9), tolerance=1e-12).equal
     assert not compare(trace(0.5), trace(0.5 + 1e-3), tolerance=1e-12).equal
+
+
+def test_running_statistics_may_follow_enlarged_rounding_and_nothing_else() -> None:
+    for mean, enlarged, equal in ((1e-9, 1e-9, True), (1e-9, 0.0, False), (1e-3, 1e-9, False)):
+        one, other = trace(0.5), trace(0.5 + enlarged)
+        one.steps[0].buffers = keep([("mean", torch.ones(1, dtype=torch.float64))])
+        other.steps[0].buffers = keep([("mean", torch.ones(1, dtype=torch.float64) + mean)])
+        assert compare(one, other, tolerance=1e-12).equal is equal
 
 
 def test_nan_in_the_same_place_is_equal() -> None:
@@ -138,6 +161,79 @@ def test_parameters_and_saved_buffers_are_in_the_checkpoint_and_others_are_not()
     found = OwnState.of({"model": model}).kinds
     assert found["model.scale"] == "buffer"
     assert not any(name in path for path in found for name in ("running_mean", "weight"))
+
+
+def test_a_second_model_is_outside_of_the_checkpoint_and_its_parameters_stay_the_same_objects() -> None:
+    model, teacher, late = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    roots = {"model": model, "task": {"model": model, "teacher": teacher}}
+    before = OwnState.of(roots)
+    with torch.no_grad():
+        teacher.weight.add_(1)
+        model.weight.add_(1)
+    after = OwnState.of(roots)
+    changed = after.changed_since(before)
+    assert list(changed) == ["task['teacher'].weight"]
+    weight = late.weight
+    assert after.put_into({"model": model, "task": {"model": model, "teacher": late}}, changed) == 1
+    assert late.weight is weight
+    assert torch.equal(weight, teacher.weight)
+
+
+def test_large_arrays_are_data() -> None:
+    class Holder:
+        table, count = np.zeros(3 << 20), 0
+
+        def __init__(self) -> None:
+            self.table, self.small = np.zeros(3 << 20), np.zeros(3)
+
+    assert list(OwnState.of({"task": Holder()}).values) == ["task.small"]
+
+
+COUNT = 0
+
+
+def test_variables_of_the_users_module_are_put_back() -> None:
+    global COUNT
+    roots = {"script": variables_of_module(test_large_arrays_are_data)}
+    before = OwnState.of(roots)
+    COUNT = 3
+    assert OwnState.of(roots).changed_since(before)["script.COUNT"] == "value"
+    before.put_into(roots, {"script.COUNT": "value"})
+    assert COUNT == 0
+    assert variables_of_module(torch.nn.functional.relu) is None
+    assert variables_of_module(random.random) is None
+
+
+def test_a_sum_of_two_means_is_told_from_other_functions_of_a_batch() -> None:
+    def of(function: Callable[[float, float], float]) -> bool:
+        shares = [number / (1 + number) for number in range(1, 9)]  # copies of some samples, with others
+        heavier = [number / (3 + number) for number in range(1, 9)]
+        return _is_sum_of_two_means([function(*both) for both in zip(shares, heavier, strict=True)])
+
+    assert of(lambda share, heavier: 0.3 + 0.5 * share + 0.7 * heavier)
+    assert not of(lambda share, heavier: (0.3 + 0.5 * share) ** 0.5)
+    assert not of(lambda share, heavier: math.log(0.3 + 0.5 * share) * share)
+    assert not of(lambda share, heavier: float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [
+        (DataLoader(NUMBERS, batch_size=4), None),
+        (DataLoader(NUMBERS, batch_size=4, shuffle=True), True),
+        (DataLoader(NUMBERS, sampler=DistributedSampler(NUMBERS, 2, 0)), True),
+        (DataLoader(NUMBERS, sampler=DistributedSampler(NUMBERS, 2, 0, shuffle=False)), False),
+        (DataLoader(NUMBERS, sampler=range(0, 16, 2)), None),
+        (DataLoader(NUMBERS, sampler=[3, 1, 2]), True),
+        (DataLoader(Stream()), None),
+        ([torch.zeros(4)], None),
+    ],
+)
+def test_only_a_sampler_that_shuffles_should_give_epochs_other_orders(
+    batches: Any, expected: bool | None
+) -> None:
+    assert _is_shuffled(batches) is expected
+    assert _is_shuffled(lambda epoch: batches) is expected
 
 
 def test_variables_of_an_enclosing_function_are_found() -> None:
