@@ -26,7 +26,7 @@ from hpctrain.data.indexing.foreign_files import format_of, newer_library
 from hpctrain.data.indexing.hdf5_paths import matches, resolve
 from hpctrain.data.indexing.lossy_filters import scale_offset_note
 from hpctrain.data.indexing.request import ESCAPES, Decode, FieldRequest, escaped
-from hpctrain.data.indexing.value_attributes import place_of_values, value_meaning
+from hpctrain.data.indexing.value_attributes import meaning_of_strings, place_of_values, value_meaning
 from hpctrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -183,10 +183,11 @@ def _place(
         found, dataset = _inspect(file, path, request, comparison)
         place[request.name] = found
         if found.kind == "strings":
-            continue
-        meaning = value_meaning(
-            file, path=found.dataset, member=found.member, dtype=found.dtype, dataset=dataset
-        )
+            meaning = meaning_of_strings(file, path=found.dataset, member=found.member, dataset=dataset)
+        else:
+            meaning = value_meaning(
+                file, path=found.dataset, member=found.member, dtype=found.dtype, dataset=dataset
+            )
         if values := meaning.as_json():
             place[request.name] = replace(found, values=values)
         if request.decode is Decode.CF and meaning.mask is not None and not meaning.problem:

@@ -6,6 +6,7 @@ import collections
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +65,20 @@ def same(found: NDArray[Any], right: NDArray[Any]) -> bool:
     )
 
 
-def outcome(folder: Path, *, number: int) -> tuple[str, str]:
+def outcome(folder: Path, *, number: int, make: Callable[..., DrawnFile] = make_file) -> tuple[str, str]:
     """Returns "equal", "refused", "not made" or "WRONG", and what was made and found."""
     # Each has its own name: HDF5 keeps a file open that it could not write.
     path, out = folder / f"{number}.h5", folder / "index"
     try:
-        return _outcome(path, out, number=number)
+        return _outcome(path, out, number=number, make=make)
     finally:
-        path.unlink(missing_ok=True)
+        for one in folder.glob(f"{number}.h5*"):
+            one.unlink()
 
 
-def _outcome(path: Path, out: Path, *, number: int) -> tuple[str, str]:
+def _outcome(path: Path, out: Path, *, number: int, make: Callable[..., DrawnFile]) -> tuple[str, str]:
     try:
-        made = make_file(path, number=number)
+        made = make(path, number=number)
     except CannotMakeError as error:
         return "not made", str(error)
     random = np.random.default_rng(number)
