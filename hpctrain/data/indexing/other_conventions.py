@@ -1,7 +1,7 @@
 """What attributes other than CF's, and scales next to a dataset, say of its numbers. Named only, not decoded.
 
 Conventions: NeXus (`NAME_scaling_factor`, `NAME_offset`: (stored + offset) * factor), openPMD (`unitSI`), HDF-EOS5 of
-OMI (`ScaleFactor`, `Offset`, `MissingValue`, `ValidRange`), NWB (`conversion`, `offset`), ODIM (`gain`, `offset`,
+OMI (`ScaleFactor`, `Offset`, `MissingValue`, `ValidRange`), NWB (`conversion`, `offset`, `channel_conversion`), ODIM (`gain`, `offset`,
 `nodata`, `undetect` of the group `what`), ocean colour (`slope`, `intercept`), FITS (`BSCALE`, `BZERO`, `BLANK`). They
 combine scale and offset in different ways.
 """
@@ -18,13 +18,29 @@ if TYPE_CHECKING:
     import h5py
 
 # Names in small letters without '_' and the like. Those of CF, written as CF does, are not looked at here.
-_SCALES = {"scalefactor", "scalingfactor", "unitsfactor", "unitfactor", "unitsi", "conversion", "conversionfactor"}
+_SCALES = {
+    "scalefactor",
+    "scalingfactor",
+    "unitsfactor",
+    "unitfactor",
+    "unitsi",
+    "conversion",
+    "conversionfactor",
+}
 _SCALES |= {"bscale"}
 # Words that are also said of pixels and cameras: these count for integers, or where there is an offset as well.
 _VAGUE_SCALES = {"scale", "scaling", "slope", "gain", "multiplier"}
 _OFFSETS = {"addoffset", "scaleoffset", "bzero"}
 _VAGUE_OFFSETS = {"offset", "intercept"}
-_MISSING = {"missingvalue", "missingvalues", "fillvalue", "nodata", "nodatavalue", "undetect", "codemissingvalue"}
+_MISSING = {
+    "missingvalue",
+    "missingvalues",
+    "fillvalue",
+    "nodata",
+    "nodatavalue",
+    "undetect",
+    "codemissingvalue",
+}
 _MISSING |= {"blank"}
 _RANGES = {"validrange", "validmin", "validmax", "validminimum", "validmaximum", "minvalid", "maxvalid"}
 _ROLES = _SCALES | _VAGUE_SCALES | _OFFSETS | _VAGUE_OFFSETS | _MISSING | _RANGES
@@ -33,7 +49,9 @@ OF_CF = {"scale_factor", "add_offset", "_FillValue", "missing_value", "valid_ran
 _PANDAS_TIMES = ("datetime64", "timedelta64")
 
 
-def said_by_attributes(attributes: Mapping[str, Any], stored: np.dtype[Any], *, of_table: bool = False) -> list[str]:
+def said_by_attributes(
+    attributes: Mapping[str, Any], stored: np.dtype[Any], *, of_table: bool = False
+) -> list[str]:
     """Returns "NAME = VALUE" for each attribute that says that numbers are scaled or stand for missing values.
 
     stored: dtype of the numbers. of_table: the attributes are those of a whole table: vague names say nothing then.
@@ -46,7 +64,9 @@ def said_by_attributes(attributes: Mapping[str, Any], stored: np.dtype[Any], *, 
         return []
     numbers = {name: found for name in roles if (found := _numbers(attributes, name)) is not None}
     known = _cf_numbers(attributes)
-    has_offset = any(roles[name] in _OFFSETS | _VAGUE_OFFSETS and np.any(numbers[name] != 0) for name in numbers)
+    has_offset = any(
+        roles[name] in _OFFSETS | _VAGUE_OFFSETS and np.any(numbers[name] != 0) for name in numbers
+    )
     has_scale = any(roles[name] in _SCALES | _VAGUE_SCALES for name in numbers)
     said: list[str] = []
     for name, values in numbers.items():
@@ -72,9 +92,17 @@ def said_by_attributes(attributes: Mapping[str, Any], stored: np.dtype[Any], *, 
 def said_by_neighbours(file: h5py.File, path: str) -> list[str]:
     """Returns what datasets and groups next to the dataset at `path` say of its scale: those of NeXus and ODIM."""
     group, _, name = path.rpartition("/")
-    said = _said_by_odim(file, group) if name == "data" else []
     exists = file.id.links.exists
-    neutral = {f"{path}_scaling_factor": 1, f"{path}_offset": 0, f"{group}/scaling_factor": 1, f"{group}/offset": 0}
+    said = _said_by_odim(file, group) if name == "data" else []
+    if name == "data" and exists(f"{group}/channel_conversion".encode()):
+        numbers = _of_dataset(file, f"{group}/channel_conversion")
+        said += [f"{group}/channel_conversion (NWB)"] if numbers is not None and np.any(numbers != 1) else []
+    neutral = {
+        f"{path}_scaling_factor": 1,
+        f"{path}_offset": 0,
+        f"{group}/scaling_factor": 1,
+        f"{group}/offset": 0,
+    }
     there = [place for place in neutral if place != path and exists(place.encode())]
     if not there:
         return said
@@ -98,7 +126,9 @@ def _said_by_odim(file: h5py.File, group: str) -> list[str]:
         place = "/".join([*levels[:number], "what"])
         if file.id.links.exists(place.encode()):
             of_level = _attributes(file, place)
-            found |= {key: of_level[key] for key in ("gain", "offset", "nodata", "undetect") if key in of_level}
+            found |= {
+                key: of_level[key] for key in ("gain", "offset", "nodata", "undetect") if key in of_level
+            }
     if not {"gain", "offset"} <= set(found):
         return []
     numbers = {key: _numbers(found, key) for key in found}
@@ -171,7 +201,9 @@ def _can_hold(stored: np.dtype[Any], value: Any) -> bool:
     if stored.kind not in "iu":
         return stored.kind == "f"
     limits = np.iinfo(stored)
-    return bool(value == int(value) and limits.min <= int(value) <= limits.max) if np.isfinite(value) else False
+    return (
+        bool(value == int(value) and limits.min <= int(value) <= limits.max) if np.isfinite(value) else False
+    )
 
 
 def _shown(values: np.ndarray[Any, np.dtype[Any]]) -> str:

@@ -34,6 +34,7 @@ _DEFAULT_FILLS: dict[str, int | float] = {
     "float32": 9.9692099683868690e36, "float64": 9.9692099683868690e36,
 }  # fmt: skip
 _SEEN_ROWS = 3
+_ONLY_A_DIMENSION = "This is a netCDF dimension but not a netCDF variable"
 _READ_ATTRIBUTES = (*_FILLS, *_RANGES, "scale_factor", "add_offset", "_Unsigned")
 
 
@@ -111,6 +112,9 @@ def value_meaning(
             if np.any(dataset.attrs.get("MATLAB_empty", 0)):
                 found.said.append("MATLAB_empty: it holds the dimensions of an empty array")
                 raise _Unclear("it holds the dimensions of an empty MATLAB array, not values")
+            if "NAME" in dataset.attrs and text_of(dataset.attrs["NAME"]).startswith(_ONLY_A_DIMENSION):
+                found.said.append("it is a dimension of netCDF, not a variable")
+                raise _Unclear("it is a dimension of netCDF, which has a length but no values")
         _add_neighbours(file, dataset, path, member, found, packing)
         if has_attributes:
             _add_pandas(dataset.attrs, member, found, packing)
@@ -339,7 +343,8 @@ def _default_fill(dataset: h5py.Dataset, stored: np.dtype[Any]) -> int | float |
         fill = dataset.fillvalue
     except (RuntimeError, ValueError, TypeError):
         return None
-    return default if is_netcdf and fill == stored.type(default) else None
+    # Variable lengths have an array of no elements.
+    return default if is_netcdf and np.ndim(fill) == 0 and fill == stored.type(default) else None
 
 
 def _may_be_unwritten(dataset: h5py.Dataset, default: Any) -> bool:

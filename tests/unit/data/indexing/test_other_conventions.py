@@ -10,6 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from h5py import h5d, h5p, h5s, h5t, h5z
 
 from hpctrain.data import IndexReading, ValuesWarning, meanings_in_words
 from hpctrain.errors import DataError
@@ -48,6 +49,20 @@ def odim(place: str, **attributes: float) -> Make:
 def pandas_time(file: h5py.File) -> None:
     file["x"] = np.array([1, 2, 3])
     file["x"].attrs["value_type"] = np.bytes_("datetime64[ns]")
+
+
+def only_a_dimension(file: h5py.File) -> None:
+    file["x"] = np.zeros(3, ">f4")
+    file["x"].make_scale("This is a netCDF dimension but not a netCDF variable.         3")
+
+
+def channels(*factors: float) -> Make:
+    def make(file: h5py.File) -> None:
+        file["es/data"], file["es/channel_conversion"] = np.array([1, 2], i2), factors
+        file["es/data"].attrs["conversion"] = 1.0
+        file["x"] = h5py.SoftLink("/es/data")
+
+    return make
 
 
 def masked_strings(name: str) -> Make:
@@ -94,6 +109,8 @@ WARNED: dict[str, tuple[Make, str]] = {
     "ODIM, of a level above": (odim("what", gain=0.5, offset=0.0), "gain = 0.5"),
     "times of pandas": (pandas_time, r"datetime64\[ns\] of pandas"),
     "strings with a mask": (masked_strings("x.mask"), "a mask of missing values, /x.mask"),
+    "a dimension of netCDF": (only_a_dimension, "a dimension of netCDF, not a variable"),
+    "NWB, for each channel": (channels(1.0, 2.0), r"/es/channel_conversion \(NWB\)"),
     "a table": (table(scaleFactor=0.1), "scaleFactor = 0.1"),
 }  # fmt: skip
 
@@ -102,7 +119,9 @@ WARNED: dict[str, tuple[Make, str]] = {
 def test_they_are_named_once_and_not_decoded(case: str, tmp_path: Path) -> None:
     make, said = WARNED[case]
     fields = "x=/x:x" if case == "a table" else "x=/x"
-    with pytest.warns(ValuesWarning, match=rf"field 'x' is read as stored; of /\S+ of .*{said}.*--decode raw") as warned:
+    with pytest.warns(
+        ValuesWarning, match=rf"field 'x' is read as stored; of /\S+ of .*{said}.*--decode raw"
+    ) as warned:
         plain = indexed(tmp_path, make, fields=fields)
     assert len(warned) == 1
     if plain.fields["x"].kind != "classes":
@@ -128,6 +147,7 @@ PLAIN: dict[str, Make] = {
         file.__setitem__("offset", [0, 7]), file.__setitem__("scaling_factor", 2.0),
     ),
     "axes of NeXus": nexus(scaling_factor=1.0, x_scaling_factor=1.0, offset=0.0),
+    "NWB, the same for each channel": channels(1.0, 1.0),
     "a group what without a scale": odim("what", nodata=255.0),
     "a table with a scale": table(scale=0.1, offset=5.0),
 }  # fmt: skip
@@ -146,7 +166,13 @@ def test_what_says_nothing_of_the_numbers_has_no_line(case: str, tmp_path: Path)
 def test_what_attributes_of_cf_say_too_is_decoded(tmp_path: Path) -> None:
     """OMI writes each twice."""
     make = variable(
-        [1, -5, 3], i2, ScaleFactor=f4(0.1), scale_factor=0.1, MissingValue=i2(-5), _FillValue=i2(-5), Offset=0.0
+        [1, -5, 3],
+        i2,
+        ScaleFactor=f4(0.1),
+        scale_factor=0.1,
+        MissingValue=i2(-5),
+        _FillValue=i2(-5),
+        Offset=0.0,
     )
     found = values(indexed(tmp_path, make, decode="cf"))
     np.testing.assert_array_equal(found, [1 * 0.1, np.nan, 3 * 0.1])
@@ -178,7 +204,9 @@ def test_integers_of_netcdf_stay_integers_until_a_record_that_was_never_written_
     hidden = netcdf([3, default, 5, 6, 1], dtype)  # neither the first, nor the middle, nor the last
     dataset = indexed(tmp_path, hidden, decode="cf")
     assert dataset.gather(np.array([0, 4]))["x"].tolist() == [3, 1]
-    with pytest.raises(DataError, match=rf"field 'x' of shard .*a.nc: {default} is what netCDF leaves in a record"):
+    with pytest.raises(
+        DataError, match=rf"field 'x' of shard .*a.nc: {default} is what netCDF leaves in a record"
+    ):
         values(dataset)
     with pytest.raises(DataError, match=rf"field 'x', /x of .*a.nc: {default} is what netCDF leaves"):
         indexed(tmp_path, hidden, decode="cf", reading=IndexReading.CONTENT)
@@ -187,3 +215,34 @@ def test_integers_of_netcdf_stay_integers_until_a_record_that_was_never_written_
     (tmp_path / "a.nc").unlink()
     dataset = indexed(tmp_path, netcdf([3, default], dtype), decode="cf")  # seen when it was indexed
     assert np.isnan(values(dataset)[1])
+
+
+def test_variable_lengths_of_netcdf_have_no_default_fill(tmp_path: Path) -> None:
+    def make(file: h5py.File) -> None:
+        file.attrs["_NCProperties"] = "version=2,netcdf=4.9.2,hdf5=1.14.2"
+        file.create_dataset("x", (2,), h5py.vlen_dtype("i4"))
+        file["x"][0], file["x"][1] = [1, 2], [3]
+
+    dataset = indexed(tmp_path, make)
+    assert dataset.gather(np.arange(2))["x"].tolist() == [[1, 2], [3, 0]]
+
+
+@pytest.mark.parametrize("order", [("shuffle", "n-bit", "gzip"), ("shuffle", "n-bit", "fletcher32")])
+def test_n_bit_between_two_filters_is_refused(order: tuple[str, ...], tmp_path: Path) -> None:
+    """HDF5 reads other numbers each time."""
+
+    def make(file: h5py.File) -> None:
+        plist = h5p.create(h5p.DATASET_CREATE)
+        plist.set_chunk((4,))
+        for name in order:
+            {
+                "shuffle": plist.set_shuffle, "gzip": lambda: plist.set_deflate(4), "fletcher32": plist.set_fletcher32,
+                "n-bit": lambda: plist.set_filter(h5z.FILTER_NBIT, h5z.FLAG_OPTIONAL),
+            }[name]()  # fmt: skip
+        h5d.create(file.id, b"x", h5t.NATIVE_INT32, h5s.create_simple((8,)), plist)
+        file["x"][...] = np.arange(8)
+
+    with pytest.raises(
+        DataError, match=r"field 'x', /x of .*a.nc, is stored with HDF5's n-bit filter between"
+    ):
+        indexed(tmp_path, make)

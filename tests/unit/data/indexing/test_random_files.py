@@ -44,13 +44,19 @@ def wanted(path: Path, made: DrawnFile) -> NDArray[Any] | None:
             return None
         try:
             dtype = kind.get_member_type(kind.get_member_index(member.encode())).dtype
+            if dtype.hasobject:
+                return np.asarray(dataset.__getitem__((), new_dtype=np.dtype([(member, dtype)]))[member])
             memory = h5t.create(h5t.COMPOUND, dtype.itemsize)
             memory.insert(member.encode(), 0, h5t.py_create(dtype))
             found = np.zeros((*dataset.shape, dtype.itemsize), dtype=np.uint8)
             dataset.id.read(h5s.ALL, h5s.ALL, found, memory)
         except (TypeError, ValueError, OSError, RuntimeError):
             return None
-        return found.reshape(-1).view(dtype.base).reshape((*dataset.shape, *dtype.shape))
+        base, shape = dtype, dataset.shape
+        while base.subdtype is not None:
+            base, more = base.subdtype
+            shape += more
+        return found.reshape(-1).view(base).reshape(shape)
 
 
 def same(found: NDArray[Any], right: NDArray[Any]) -> bool:

@@ -15,18 +15,29 @@ import pytest
 # Number of files of the thorough test, and the number of the first.
 COUNT = int(os.environ.get("HPCTRAIN_WIDE_FILES", "20000"))
 FIRST = int(os.environ.get("HPCTRAIN_WIDE_FIRST", "0"))
-BATCH = 500
-LIMIT_S = 1800
+BATCH = 250
+LIMIT_S = 600
 
 
 def batch(folder: Path, *, first: int, count: int, plain: bool = False) -> tuple[list[list[str]], str]:
     """Returns the lines of a batch, and what its process said when it died; "" if it did not."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "tests.unit.data.indexing.wide_batch", str(folder), str(first), str(count)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.unit.data.indexing.wide_batch",
+        str(folder),
+        str(first),
+        str(count),
+    ]
     with open(folder / "lines", "w") as lines, open(folder / "errors", "w") as errors:
         try:
             ended = subprocess.run(
-                [*command, *(["plain"] if plain else [])], stdout=lines, stderr=errors, timeout=LIMIT_S, check=False
+                [*command, *(["plain"] if plain else [])],
+                stdout=lines,
+                stderr=errors,
+                timeout=LIMIT_S,
+                check=False,
             ).returncode
         except subprocess.TimeoutExpired:
             ended = -1
@@ -52,7 +63,9 @@ def run(folder: Path, *, first: int, count: int) -> tuple[collections.Counter[st
             continue
         last = int(lines[-1][0]) if lines else number
         # Memory that one file damaged may end the process at a later one.
-        alone = [batch(folder / "alone", first=begin, count=last - begin + 1, plain=True)[1] for _ in range(3)]
+        alone = [
+            batch(folder / "alone", first=begin, count=last - begin + 1, plain=True)[1] for _ in range(3)
+        ]
         if any(alone):
             counts["HDF5 died"] += 1
         else:
