@@ -44,8 +44,8 @@ def decode(
     """Returns the decoded values and where they are missing, both of the shape of `stored`.
 
     stored: as in the file, native-endian. mask: not 0 where a value is missing, of the same shape.
-    Raises DataError if an integer is too large for the decoded dtype, unless not `is_exact`: then it is rounded; and for
-    a missing value if they are refused.
+    Raises DataError if an integer is too large for the decoded dtype, unless not `is_exact`: then it is rounded; and
+    for a missing value if they are refused.
     """
     data = stored if packing.stored_as is None else stored.view(packing.stored_as)
     missing = np.zeros(data.shape, dtype=np.bool_)

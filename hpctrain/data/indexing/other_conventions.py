@@ -1,9 +1,9 @@
 """What attributes other than CF's, and scales next to a dataset, say of its numbers. Named only, not decoded.
 
 Conventions: NeXus (`NAME_scaling_factor`, `NAME_offset`: (stored + offset) * factor), openPMD (`unitSI`), HDF-EOS5 of
-OMI (`ScaleFactor`, `Offset`, `MissingValue`, `ValidRange`), NWB (`conversion`, `offset`, `channel_conversion`), ODIM (`gain`, `offset`,
-`nodata`, `undetect` of the group `what`), ocean colour (`slope`, `intercept`), FITS (`BSCALE`, `BZERO`, `BLANK`). They
-combine scale and offset in different ways.
+OMI (`ScaleFactor`, `Offset`, `MissingValue`, `ValidRange`), NWB (`conversion`, `offset`, `channel_conversion`), ODIM
+(`gain`, `offset`, `nodata`, `undetect` of the group `what`), ocean colour (`slope`, `intercept`), FITS (`BSCALE`,
+`BZERO`, `BLANK`). They combine scale and offset in different ways.
 """
 
 from __future__ import annotations

@@ -37,8 +37,9 @@ class FieldRequest:
 
     member: member of a compound type. padded: the first dimension may differ between samples. decode: None: as stored,
     with a note where the file says that the numbers mean something else. missing: what missing values become with CF:
-    "nan", a number, or "mask": 0, with True in a field `NAME.mask`. "auto": NaN; but integers of which only records that
-    were never written can be missing, and of which none was seen, stay integers: reading such a record is an error.
+    "nan", a number, or "mask": 0, with True in a field `NAME.mask`. "auto": NaN; but integers of which only records
+    that were never written can be missing, and of which none was seen, stay integers: reading such a record is
+    an error.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Attributes and neighbours of other conventions than CF that say that stored numbers are not values: named, refused."""
+"""Attributes and neighbours of other conventions than CF that say what numbers mean: named, refused when decoded."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ WARNED: dict[str, tuple[Make, str]] = {
     "FillValue next to another _FillValue": (named(FillValue=-1, _FillValue=i2(-2)), "FillValue = -1"),
     "ValidRange": (named(ValidRange=[0, 100]), "ValidRange = 0, 100"),
     "a missing value of zero": (named(nodata=0), "nodata = 0"),
-    "NeXus, of a field": (nexus(x_scaling_factor=0.5, x_offset=2.0), r"/x_scaling_factor = 0.5 \(NeXus: .*x_offset = 2"),
+    "NeXus, of a field": (
+        nexus(x_scaling_factor=0.5, x_offset=2.0), r"/x_scaling_factor = 0.5 \(NeXus: .*x_offset = 2",
+    ),
     "NeXus, only an offset": (nexus(x_offset=2.0), "/x_offset = 2"),
     "NeXus, of the signal": (nexus(scaling_factor=0.5), "/scaling_factor = 0.5"),
     "ODIM": (odim("dataset1/data1/what", gain=0.5, offset=-32.0, nodata=255.0), "gain = 0.5 .*nodata = 255 .*what"),

@@ -30,11 +30,11 @@ def batch(folder: Path, *, first: int, count: int, plain: bool = False) -> tuple
         str(first),
         str(count),
     ]
-    with open(folder / "lines", "w") as lines, open(folder / "errors", "w") as errors:
+    with open(folder / "errors", "w") as errors:
         try:
             ended = subprocess.run(
                 [*command, *(["plain"] if plain else [])],
-                stdout=lines,
+                stdout=errors,
                 stderr=errors,
                 timeout=LIMIT_S,
                 check=False,

@@ -1,7 +1,7 @@
 """Judges wide random files: `python -m tests.unit.data.indexing.wide_batch FOLDER FIRST COUNT [plain]`.
 
-Prints a line of JSON for each file: its number, "begun"; then number, outcome and text. With `plain` h5py alone writes
-and reads the files, to find out whether HDF5 itself crashes.
+Writes into FOLDER/lines a line of JSON for each file: its number, "begun"; then number, outcome and text. With `plain`
+h5py alone writes and reads the files, to find out whether HDF5 itself crashes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from tests.unit.data.indexing.test_random_files import outcome, wanted
 
 def main(folder: Path, first: int, count: int, *, plain: bool) -> None:
     faulthandler.enable()
+    lines = (folder / "lines").open("w")  # HDF5 writes to stdout
     for number in range(first, first + count):
-        print(json.dumps([number, "begun", ""]), flush=True)
+        print(json.dumps([number, "begun", ""]), file=lines, flush=True)
         if plain:
             said, text = "read", ""
             try:
@@ -29,7 +30,7 @@ def main(folder: Path, first: int, count: int, *, plain: bool) -> None:
                 said, text = "not made", str(error)
         else:
             said, text = outcome(folder, number=number, make=make_wide_file)
-        print(json.dumps([number, said, text]), flush=True)
+        print(json.dumps([number, said, text]), file=lines, flush=True)
 
 
 if __name__ == "__main__":
