@@ -63,10 +63,8 @@ def run(folder: Path, *, first: int, count: int) -> tuple[collections.Counter[st
             continue
         last = int(lines[-1][0]) if lines else number
         # Memory that one file damaged may end the process at a later one.
-        alone = [
-            batch(folder / "alone", first=begin, count=last - begin + 1, plain=True)[1] for _ in range(3)
-        ]
-        if any(alone):
+        alone = {"first": begin, "count": last - begin + 1, "plain": True}
+        if any(batch(folder / "alone", **alone)[1] for _ in range(3)):
             counts["HDF5 died"] += 1
         else:
             wrong.append(f"wide {last}: died, and h5py alone does not: {died}")

@@ -11,9 +11,9 @@ import json
 import sys
 from pathlib import Path
 
+from tests.unit.data.hdf5.h5py_reads import wanted
 from tests.unit.data.hdf5.random_files import CannotMakeError
 from tests.unit.data.hdf5.wide_files import make_wide_file
-from tests.unit.data.indexing.test_random_files import outcome, wanted
 
 
 def main(folder: Path, first: int, count: int, *, plain: bool) -> None:
@@ -29,6 +29,8 @@ def main(folder: Path, first: int, count: int, *, plain: bool) -> None:
             except CannotMakeError as error:
                 said, text = "not made", str(error)
         else:
+            from tests.unit.data.indexing.test_random_files import outcome
+
             said, text = outcome(folder, number=number, make=make_wide_file)
         print(json.dumps([number, said, text]), file=lines, flush=True)
 
