@@ -297,7 +297,8 @@ def _is_unlimited(limit: int | None) -> bool:
 
 def _resize(dataset: h5py.Dataset, wide: Wide, random: Random, said: list[str]) -> None:
     """Makes the dataset larger or smaller, and perhaps writes again."""
-    if dataset.maxshape == dataset.shape:
+    # HDF5 1.10.8 may crash when it changes the extent of a dataset whose border has no filters.
+    if dataset.maxshape == dataset.shape or "borders without filters" in said:
         return
     for _ in range(int(random.integers(1, 3))):
         size = tuple(
