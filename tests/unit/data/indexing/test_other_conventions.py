@@ -36,6 +36,13 @@ def nexus(*, group: str = "NXdata", **neighbours: float) -> Make:
     return make
 
 
+def nexus_group(file: h5py.File) -> None:
+    """Below the root, and no attributes but those of the group."""
+    file.create_group("entry/data").attrs["NX_class"] = "NXdata"
+    file["entry/data/counts"], file["entry/data/counts_scaling_factor"] = np.array([1, 2], i2), 0.5
+    file["x"] = h5py.SoftLink("/entry/data/counts")
+
+
 def odim(place: str, **attributes: float) -> Make:
     def make(file: h5py.File) -> None:
         file["dataset1/data1/data"] = np.array([1, 2, 3], np.uint8)
@@ -105,6 +112,7 @@ WARNED: dict[str, tuple[Make, str]] = {
     "NeXus, of a field": (
         nexus(x_scaling_factor=0.5, x_offset=2.0), r"/x_scaling_factor = 0.5 \(NeXus: .*x_offset = 2",
     ),
+    "NeXus, in a group": (nexus_group, "/entry/data/counts_scaling_factor = 0.5"),
     "NeXus, only an offset": (nexus(x_offset=2.0), "/x_offset = 2"),
     "NeXus, of the signal": (nexus(scaling_factor=0.5), "/scaling_factor = 0.5"),
     "ODIM": (odim("dataset1/data1/what", gain=0.5, offset=-32.0, nodata=255.0), "gain = 0.5 .*nodata = 255 .*what"),
@@ -146,6 +154,7 @@ PLAIN: dict[str, Make] = {
     "gain of a camera": named(gain=2.5),
     "an offset of something else": lambda file: (
         file.__setitem__("x", np.array([1, 2], i2)), file.__setitem__("x_offset", [0, 7]),
+        file.__setitem__("x_scaling_factor", 2.0),
         file.__setitem__("offset", [0, 7]), file.__setitem__("scaling_factor", 2.0),
     ),
     "axes of NeXus": nexus(scaling_factor=1.0, x_scaling_factor=1.0, offset=0.0),
