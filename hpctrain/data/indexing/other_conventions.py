@@ -99,10 +99,9 @@ def said_by_neighbours(file: h5py.File, path: str) -> list[str]:
     if name == "data" and exists(f"{group}/channel_conversion".encode()):
         numbers = _of_dataset(file, f"{group}/channel_conversion")
         said += [f"{group}/channel_conversion (NWB)"] if numbers is not None and np.any(numbers != 1) else []
-    # One call for most files, and a cheaper one in the root: of 10,000 files each call counts.
-    if not group and not h5py.h5a.get_num_attrs(file.id):
-        return said
-    if not h5py.h5a.exists(file.id, b"NX_class", obj_name=group.encode() or b"."):
+    # One call for most files, a cheaper one in the root: of 10,000 files each call counts.
+    where = {"obj_name": group.encode()} if group else {}
+    if not h5py.h5a.exists(file.id, b"NX_class", **where):
         return said
     neutral = {f"{path}_scaling_factor": 1, f"{path}_offset": 0}
     signal = text_of(_attributes(file, group or "/").get("signal"))
