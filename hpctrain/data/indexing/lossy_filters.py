@@ -23,18 +23,18 @@ _BEFORE_SMALLEST = 5
 
 
 def check_n_bit(layout: DatasetLayout, *, where: str) -> None:
-    """Raises DataError if HDF5's n-bit filter is between two others.
+    """Raises DataError if HDF5's n-bit filter is behind another filter.
 
-    For types that use all their bits it returns the size of its buffer, not that of the data in it (HDF5 1.10.8 and
-    2.0.0): the filter that is undone after it then takes more bytes than there are, and the numbers differ from one
-    read to the next.
+    It takes as many elements as a chunk has, whatever the filter before has made of them, and for types that use all
+    their bits it returns the size of its buffer, not that of the data in it (HDF5 1.10.8 and 2.0.0): bits are lost, or
+    the numbers differ from one read to the next.
     """
     codes = [each.code for each in layout.filters]
-    if _N_BIT in codes[1:-1]:
+    if _N_BIT in codes[1:]:
         raise DataError(
-            f"{where} is stored with HDF5's n-bit filter between two others (filters {', '.join(map(str, codes))}), "
-            "with which HDF5 reads other numbers each time: write it again with n-bit as the first filter, or "
-            "without it (h5repack reads it wrong too)"
+            f"{where} is stored with HDF5's n-bit filter behind another one (filters {', '.join(map(str, codes))}), "
+            "with which HDF5 may lose bits or read other numbers each time: write the data again with n-bit as the "
+            "first filter, or without it"
         )
 
 

@@ -238,9 +238,9 @@ def test_variable_lengths_of_netcdf_have_no_default_fill(tmp_path: Path) -> None
     assert dataset.gather(np.arange(2))["x"].tolist() == [[1, 2], [3, 0]]
 
 
-@pytest.mark.parametrize("order", [("shuffle", "n-bit", "gzip"), ("shuffle", "n-bit", "fletcher32")])
-def test_n_bit_between_two_filters_is_refused(order: tuple[str, ...], tmp_path: Path) -> None:
-    """HDF5 reads other numbers each time."""
+@pytest.mark.parametrize("order", [("shuffle", "n-bit", "gzip"), ("shuffle", "n-bit")])
+def test_n_bit_behind_another_filter_is_refused(order: tuple[str, ...], tmp_path: Path) -> None:
+    """HDF5 loses bits, or reads other numbers each time."""
 
     def make(file: h5py.File) -> None:
         plist = h5p.create(h5p.DATASET_CREATE)
@@ -254,6 +254,6 @@ def test_n_bit_between_two_filters_is_refused(order: tuple[str, ...], tmp_path: 
         file["x"][...] = np.arange(8)
 
     with pytest.raises(
-        DataError, match=r"field 'x', /x of .*a.nc, is stored with HDF5's n-bit filter between"
+        DataError, match=r"field 'x', /x of .*a.nc, is stored with HDF5's n-bit filter behind"
     ):
         indexed(tmp_path, make)
