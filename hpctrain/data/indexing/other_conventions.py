@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import h5py
@@ -158,7 +159,7 @@ def _attributes(file: h5py.File, path: str) -> Mapping[str, Any]:
     return found
 
 
-def _of_dataset(file: h5py.File, path: str) -> np.ndarray[Any, np.dtype[Any]] | None:
+def _of_dataset(file: h5py.File, path: str) -> NDArray[Any] | None:
     import h5py
 
     try:
@@ -171,10 +172,10 @@ def _of_dataset(file: h5py.File, path: str) -> np.ndarray[Any, np.dtype[Any]] | 
     return values if values.dtype.kind in "iuf" else None
 
 
-def _numbers(attributes: Mapping[str, Any], name: str) -> np.ndarray[Any, np.dtype[Any]] | None:
+def _numbers(attributes: Mapping[str, Any], name: str) -> NDArray[Any] | None:
     """Returns the numbers of an attribute, also of texts such as "0.01"; None if it has none."""
     try:
-        values = np.asarray(attributes[name]).reshape(-1)
+        values: NDArray[Any] = np.asarray(attributes[name]).reshape(-1)
         if values.dtype.kind in "SUO":
             values = np.array([float(text_of(one)) for one in values.tolist()])
     except (TypeError, ValueError, OSError, RuntimeError, KeyError):
@@ -187,7 +188,7 @@ def _cf_numbers(attributes: Mapping[str, Any]) -> list[float]:
     return [float(value) for values in found if values is not None for value in values]
 
 
-def _is_known(values: np.ndarray[Any, np.dtype[Any]], known: list[float]) -> bool:
+def _is_known(values: NDArray[Any], known: list[float]) -> bool:
     """True if attributes of CF have the same numbers, perhaps rounded to float32."""
     return all(any(np.isclose(float(value), other, rtol=1e-6, atol=0) for other in known) for value in values)
 
@@ -203,7 +204,7 @@ def _can_hold(stored: np.dtype[Any], value: Any) -> bool:
     )
 
 
-def _shown(values: np.ndarray[Any, np.dtype[Any]]) -> str:
+def _shown(values: NDArray[Any]) -> str:
     shown = ", ".join(f"{one:g}" if values.dtype.kind == "f" else str(one) for one in values[:4])
     return shown + (", ..." if len(values) > 4 else "")
 
