@@ -55,8 +55,11 @@ def index_command(
     ] = None,
     missing: Annotated[
         str,
-        typer.Option(help="With cf, what missing values become: nan, a number, or mask (a field NAME.mask)."),
-    ] = "nan",
+        typer.Option(
+            help="With cf, what missing values become: nan, a number, or mask (a field NAME.mask); auto: nan, but "
+            "netCDF's integers without a fill value stay integers."
+        ),
+    ] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing index.")] = False,
 ) -> None:
     """Make a dataset of existing HDF5 files without copying them. A sample is a row, a file or a group.

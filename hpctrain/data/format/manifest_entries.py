@@ -113,12 +113,12 @@ class Decoding(Model):
     """What a field's decoded values are, the same for all files. dtype: numpy name.
 
     missing: what a missing value becomes: NaN, `value`, or 0 with True in the field `NAME.mask`, bool, of the same
-    shape.
+    shape. "refused": it is an error to read one.
     mask: the stored field that is not 0 where a value is missing; None: there is none. It is not a field of batches.
     """
 
     dtype: str
-    missing: Literal["nan", "value", "mask"] = "nan"
+    missing: Literal["nan", "value", "mask", "refused"] = "nan"
     value: Number = 0
     mask: str | None = None
 

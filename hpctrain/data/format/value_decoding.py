@@ -44,7 +44,8 @@ def decode(
     """Returns the decoded values and where they are missing, both of the shape of `stored`.
 
     stored: as in the file, native-endian. mask: not 0 where a value is missing, of the same shape.
-    Raises DataError if an integer is too large for the decoded dtype, unless not `is_exact`: then it is rounded.
+    Raises DataError if an integer is too large for the decoded dtype, unless not `is_exact`: then it is rounded; and
+    for a missing value if they are refused.
     """
     data = stored if packing.stored_as is None else stored.view(packing.stored_as)
     missing = np.zeros(data.shape, dtype=np.bool_)
@@ -72,6 +73,11 @@ def decode(
             missing |= _outside(values, packing)
         values = values.astype(dtype, copy=False)
     if missing.any():
+        if decoding.missing == "refused":
+            raise DataError(
+                f"{data[missing].flat[0]} is what netCDF leaves in a record that was never written, and the field has "
+                "integers: index it with --missing nan, mask or a number"
+            )
         values[missing] = {"nan": np.nan, "value": decoding.value, "mask": 0}[decoding.missing]
     return values, missing
 

@@ -132,11 +132,16 @@ def _decoding(
     packings = [meaning.as_packing for meaning in meanings]
     mask = name + MASK_SUFFIX if meanings[0].mask is not None else None
     has_missing = mask is not None or any(packing.has_missing for packing in packings)
+    # Of integers only records that were never written can be missing, and none was seen.
+    stay = (
+        request.missing == "auto"
+        and mask is None
+        and all(meaning.unseen_default or not meaning.as_packing.has_missing for meaning in meanings)
+    )
+    to_nan = has_missing and request.missing in ("auto", "nan") and not stay
     dtype = np.result_type(
         *(
-            _decoded_dtype(
-                np.dtype(place.fields[name].dtype), packing, to_nan=has_missing and request.missing == "nan"
-            )
+            _decoded_dtype(np.dtype(place.fields[name].dtype), packing, to_nan=to_nan)
             for packing, place in zip(packings, places, strict=True)
         )
     )
@@ -149,6 +154,8 @@ def _decoding(
         if not fits:
             raise UsageError(f"field {name!r}: {value} for missing values is no value of {dtype.name}")
     missing = request.missing if isinstance(request.missing, str) else "value"
+    if missing == "auto":
+        missing = "refused" if stay and dtype.kind in "iu" else "nan"
     return Decoding(dtype=dtype.name, missing=missing, value=value, mask=mask)
 
 
@@ -189,6 +196,7 @@ def decoding_in_words(manifest: Manifest, name: str) -> str:
         parts.append("missing by a mask")
     if packing.has_missing or how.mask is not None:
         to = {"nan": "NaN", "value": str(how.value), "mask": f"0, and True in {name}{MASK_SUFFIX}"}
+        to["refused"] = "an error"
         parts.append(f"missing values become {to[how.missing]}")
     if any(other != packing for other in packings):
         parts.append("other files differ")

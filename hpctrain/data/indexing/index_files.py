@@ -107,7 +107,7 @@ def index_files(
     progress: Progress | None = None,
     comm: Collective | None = None,
     decode: Decode | str | None = None,
-    missing: str | float = "nan",
+    missing: str | float = "auto",
 ) -> Indexed:
     """Writes the manifest of `files` (names, globs, directories) into the directory `out`.
 
@@ -115,8 +115,8 @@ def index_files(
     paths (see `sample_is`). tokens: cut the rows into token windows.
     decode, missing: of fields of `fields`, if it is a text, that do not say themselves, see `FieldRequest`. "cf":
     values are decoded while they are read, as the attributes of each file say; missing ones become "nan", a number, or
-    0 with a field `NAME.mask` ("mask"). "raw": as stored. None: as stored, with a ValuesWarning if the numbers mean
-    something else.
+    0 with a field `NAME.mask` ("mask"), "auto" is NaN except for some integers, see `FieldRequest`. "raw": as stored.
+    None: as stored, with a ValuesWarning if the numbers mean something else.
     The files are neither copied nor changed. Readers of the dataset accept a file while its size and modification
     time are the same. Collective over `comm`, whose ranks share the work; None: this process alone.
     Raises UsageError for an invalid request; DataError that names the file that cannot be indexed or does not fit.
@@ -274,7 +274,8 @@ class _Builder:
             return lambda stored: stored[:0]
         if how is None:
             return lambda stored: stored
-        packing, to_nan = packing_of(place, name), Decoding(dtype="float64")
+        packing = packing_of(place, name)
+        to_nan = Decoding(dtype="float64", missing="refused" if how.missing == "refused" else "nan")
         is_exact = (
             np.dtype(how.dtype).kind == "f"
         )  # integers are decoded as integers: only statistics are rounded

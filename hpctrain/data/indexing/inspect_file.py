@@ -24,9 +24,9 @@ from hpctrain.data.hdf5.stored_type import (
 from hpctrain.data.indexing.compare_samples import SampleComparison
 from hpctrain.data.indexing.foreign_files import format_of, newer_library
 from hpctrain.data.indexing.hdf5_paths import matches, resolve
-from hpctrain.data.indexing.lossy_filters import scale_offset_note
+from hpctrain.data.indexing.lossy_filters import check_n_bit, scale_offset_note
 from hpctrain.data.indexing.request import ESCAPES, Decode, FieldRequest, escaped
-from hpctrain.data.indexing.value_attributes import place_of_values, value_meaning
+from hpctrain.data.indexing.value_attributes import meaning_of_strings, place_of_values, value_meaning
 from hpctrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -183,10 +183,11 @@ def _place(
         found, dataset = _inspect(file, path, request, comparison)
         place[request.name] = found
         if found.kind == "strings":
-            continue
-        meaning = value_meaning(
-            file, path=found.dataset, member=found.member, dtype=found.dtype, dataset=dataset
-        )
+            meaning = meaning_of_strings(file, path=found.dataset, member=found.member, dataset=dataset)
+        else:
+            meaning = value_meaning(
+                file, path=found.dataset, member=found.member, dtype=found.dtype, dataset=dataset
+            )
         if values := meaning.as_json():
             place[request.name] = replace(found, values=values)
         if request.decode is Decode.CF and meaning.mask is not None and not meaning.problem:
@@ -227,7 +228,10 @@ def _inspect(
     layout = layout_of(dataset)
     if layout is None:
         raise DataError(f"{where} holds {describe(dataset.id.get_type())}, {_NO_DTYPE}")
+    check_n_bit(layout, where=where)
     dtype, shape = _element(dataset, layout, request, where)
+    if request.member is not None:
+        where = f"field {request.name!r}, {path}:{request.member} of {file.filename},"
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if layout.offset is not None and layout.offset + num_bytes > os.path.getsize(file.filename):
         raise DataError(f"{where} ends after the end of the file: the file is truncated")

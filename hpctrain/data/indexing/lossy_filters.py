@@ -14,12 +14,28 @@ from hpctrain.errors import DataError
 if TYPE_CHECKING:
     import h5py
 
-_SCALE_OFFSET = 6
+_N_BIT, _SCALE_OFFSET = 5, 6
 # Chunks of a dataset whose beginnings are read when it is indexed, at most.
 _MAX_CHUNKS, _MAX_BYTES = 256, 16 << 20
 # A stored chunk begins with the number of bits of an element, uint32, the bytes of the smallest number, uint8, and it.
 # Source: HDF5's H5Zscaleoffset.c
 _BEFORE_SMALLEST = 5
+
+
+def check_n_bit(layout: DatasetLayout, *, where: str) -> None:
+    """Raises DataError if HDF5's n-bit filter is behind another filter.
+
+    It takes as many elements as a chunk has, whatever the filter before has made of them, and for types that use all
+    their bits it returns the size of its buffer, not that of the data in it (HDF5 1.10.8 and 2.0.0): bits are lost, or
+    the numbers differ from one read to the next.
+    """
+    codes = [each.code for each in layout.filters]
+    if _N_BIT in codes[1:]:
+        raise DataError(
+            f"{where} is stored with HDF5's n-bit filter behind another one (filters {', '.join(map(str, codes))}), "
+            "with which HDF5 may lose bits or read other numbers each time: write the data again with n-bit as the "
+            "first filter, or without it"
+        )
 
 
 def scale_offset_note(dataset: h5py.Dataset, *, layout: DatasetLayout, where: str) -> str:

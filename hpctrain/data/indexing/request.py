@@ -37,7 +37,9 @@ class FieldRequest:
 
     member: member of a compound type. padded: the first dimension may differ between samples. decode: None: as stored,
     with a note where the file says that the numbers mean something else. missing: what missing values become with CF:
-    "nan", a number, or "mask": 0, with True in a field `NAME.mask`.
+    "nan", a number, or "mask": 0, with True in a field `NAME.mask`. "auto": NaN; but integers of which only records
+    that were never written can be missing, and of which none was seen, stay integers: reading such a record is
+    an error.
     """
 
     name: str
@@ -45,7 +47,7 @@ class FieldRequest:
     member: str | None = None
     padded: bool = False
     decode: Decode | None = None
-    missing: str | int | float = "nan"
+    missing: str | int | float = "auto"
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -57,9 +59,9 @@ class FieldRequest:
 
 
 def parse_missing(text: str | float) -> str | int | float:
-    """Parses what missing values become: nan, mask or a number. Raises UsageError."""
+    """Parses what missing values become: auto, nan, mask or a number. Raises UsageError."""
     text = str(text)
-    if text.lower() in ("nan", "mask"):
+    if text.lower() in ("auto", "nan", "mask"):
         return text.lower()
     for kind in (int, float):
         try:
@@ -108,7 +110,7 @@ def parse_field_paths(
     *,
     padded: Sequence[str] = (),
     decode: Decode | None = None,
-    missing: str | int | float = "nan",
+    missing: str | int | float = "auto",
 ) -> tuple[FieldRequest, ...]:
     r"""Parses `x=/images,y=/table:label,t:cf=/t2m,m:cf:mask=/sst`; `\:` and `\,` are characters of a name.
 

@@ -15,6 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.format.manifest_entries import Packing
+from hpctrain.data.indexing.other_conventions import (
+    pandas_kind,
+    said_by_attributes,
+    said_by_neighbours,
+    text_of,
+)
 
 if TYPE_CHECKING:
     import h5py
@@ -28,6 +34,7 @@ _DEFAULT_FILLS: dict[str, int | float] = {
     "float32": 9.9692099683868690e36, "float64": 9.9692099683868690e36,
 }  # fmt: skip
 _SEEN_ROWS = 3
+_ONLY_A_DIMENSION = "This is a netCDF dimension but not a netCDF variable"
 _READ_ATTRIBUTES = (*_FILLS, *_RANGES, "scale_factor", "add_offset", "_Unsigned")
 
 
@@ -37,13 +44,15 @@ class ValueMeaning:
 
     packing: a `Packing`, without a mask. mask: path and member of the dataset that is not 0 where a value is missing.
     said: what attributes and neighbours say, a text each. changes: the stored numbers are not the values, or some stand
-    for missing ones. units: the attribute, "" without one. problem: why the values cannot be decoded; "": they can.
+    for missing ones. unseen_default: numbers of which only records never written can be missing, and none was seen.
+    units: the attribute, "" without one. problem: why the values cannot be decoded; "": they can.
     """
 
     packing: dict[str, Any] = field(default_factory=dict)
     mask: list[str | None] | None = None
     said: list[str] = field(default_factory=list)
     changes: bool = False
+    unseen_default: bool = False
     units: str = ""
     problem: str = ""
 
@@ -74,8 +83,9 @@ def place_of_values(file: h5py.File, path: str) -> str:
     found = file.get(path)
     if not isinstance(found, h5py.Group):
         return path
-    inside = {"nullable-integer": "values", "nullable-boolean": "values", "categorical": "codes"}
-    name = inside.get(_text(found.attrs.get("encoding-type")))
+    inside = dict.fromkeys(("nullable-integer", "nullable-boolean", "nullable-string-array"), "values")
+    inside["categorical"] = "codes"
+    name = inside.get(text_of(found.attrs.get("encoding-type")))
     return path if name is None or name not in found else f"{path.rstrip('/')}/{name}"
 
 
@@ -102,11 +112,56 @@ def value_meaning(
             if np.any(dataset.attrs.get("MATLAB_empty", 0)):
                 found.said.append("MATLAB_empty: it holds the dimensions of an empty array")
                 raise _Unclear("it holds the dimensions of an empty MATLAB array, not values")
+            if "NAME" in dataset.attrs and text_of(dataset.attrs["NAME"]).startswith(_ONLY_A_DIMENSION):
+                found.said.append("it is a dimension of netCDF, not a variable")
+                raise _Unclear("it is a dimension of netCDF, which has a length but no values")
         _add_neighbours(file, dataset, path, member, found, packing)
+        if has_attributes:
+            _add_pandas(dataset.attrs, member, found, packing)
+            _refuse(said_by_attributes(dataset.attrs, np.dtype(dtype), of_table=member is not None), found)
+        if member is None:
+            _refuse(said_by_neighbours(file, path), found)
     except _Unclear as error:
         found.problem, found.changes = str(error), True
     found.packing = packing
     return found
+
+
+def meaning_of_strings(
+    file: h5py.File, *, path: str, member: str | None, dataset: h5py.Dataset
+) -> ValueMeaning:
+    """As `value_meaning`, of strings: which ones a mask or an attribute says are missing. They are not decoded."""
+    found = ValueMeaning()
+    names = set(dataset.attrs) if member is None else set()
+    found.said = [f"{name} = {_shown(dataset.attrs, name)}" for name in _FILLS if name in names]
+    try:
+        _add_neighbours(file, dataset, path, member, found, {})
+    except _Unclear as error:
+        found.problem = str(error)
+    if found.said:
+        found.changes = True
+        found.problem = found.problem or "missing strings are not decoded"
+    return found
+
+
+def _refuse(said: list[str], found: ValueMeaning) -> None:
+    """Adds what is named but not decoded. Raises _Unclear if there is something."""
+    found.said += said
+    if said:
+        raise _Unclear(f"{said[0]} is not an attribute of CF, and is not decoded")
+
+
+def _add_pandas(
+    attributes: Mapping[str, Any], member: str | None, found: ValueMeaning, packing: dict[str, Any]
+) -> None:
+    """Adds what pandas says of integers: codes of categories, of which -1 is missing, or times."""
+    kind = pandas_kind(attributes, set(attributes), member)
+    if kind == "category":
+        found.said.append(f"-1 is missing, other numbers are places in the categories of {member}")
+        packing["missing"], found.changes = [-1], True
+    elif kind:
+        found.said.append(f"{kind} of pandas, in which the smallest int64 is missing (NaT)")
+        raise _Unclear(f"{kind} of pandas is not decoded")
 
 
 def _of_member(dataset: h5py.Dataset, member: str) -> dict[str, Any]:
@@ -141,7 +196,7 @@ def _packing(
     packing: dict[str, Any] = {}
     data = stored
     if "_Unsigned" in present and stored.kind in "iu":
-        unsigned = _text(attributes["_Unsigned"]).lower()
+        unsigned = text_of(attributes["_Unsigned"]).lower()
         if unsigned not in ("true", "false"):
             raise _Unclear(f"_Unsigned = {unsigned!r} is neither true nor false")
         data = np.dtype(f"{'u' if unsigned == 'true' else ''}int{8 * stored.itemsize}")
@@ -161,10 +216,13 @@ def _packing(
     # netCDF fills what was never written with its default unless there is a _FillValue; missing_value does not count.
     if "_FillValue" not in present and (default := _default_fill(dataset, stored)) is not None:
         unwritten = _as_stored(stored.type(default), stored=stored, data=data)
+        says_nothing_else = not packing["missing"] and not {"float_dtype", "least", "most"} & set(packing)
         packing["missing"] = list(dict.fromkeys([*packing["missing"], unwritten]))
         if _may_be_unwritten(dataset, stored.type(default)):
             found.changes = True
             found.said.append(f"records that were never written ({unwritten!r}, netCDF's default)")
+        else:
+            found.unseen_default = says_nothing_else
     if packing.get("stored_as") == "uint64" and "float_dtype" not in packing and not packing["missing"]:
         raise _Unclear("it is uint64 by _Unsigned, which torch cannot compute with")
     return packing
@@ -239,7 +297,7 @@ def _add_neighbours(
         group, _, name = path.rpartition("/")
         kind = ""
         if name in ("values", "codes"):  # of anndata's groups
-            kind = _text(file[group or "/"].attrs.get("encoding-type"))
+            kind = text_of(file[group or "/"].attrs.get("encoding-type"))
         if kind.startswith("nullable-") and name == "values" and _is_dataset(file, f"{group}/mask"):
             found.mask = [f"{group}/mask", None]
         elif _is_dataset(file, f"{path}.mask"):
@@ -266,9 +324,9 @@ def _is_dataset(file: h5py.File, path: str) -> bool:
 
 
 def _add_units(attributes: Any, found: ValueMeaning) -> None:
-    found.units = _text(attributes.get("units")) if "units" in attributes else ""
+    found.units = text_of(attributes.get("units")) if "units" in attributes else ""
     if found.is_time:
-        calendar = _text(attributes["calendar"]) if "calendar" in attributes else "standard"
+        calendar = text_of(attributes["calendar"]) if "calendar" in attributes else "standard"
         found.said.append(f"times in {found.units!r}, calendar {calendar}")
 
 
@@ -285,7 +343,8 @@ def _default_fill(dataset: h5py.Dataset, stored: np.dtype[Any]) -> int | float |
         fill = dataset.fillvalue
     except (RuntimeError, ValueError, TypeError):
         return None
-    return default if is_netcdf and fill == stored.type(default) else None
+    # Variable lengths have an array of no elements.
+    return default if is_netcdf and np.ndim(fill) == 0 and fill == stored.type(default) else None
 
 
 def _may_be_unwritten(dataset: h5py.Dataset, default: Any) -> bool:
@@ -320,7 +379,7 @@ def _numbers(attributes: Any, name: str) -> list[Any]:
         value = attributes[name]
         array: NDArray[Any] = np.asarray(value).reshape(-1)
         if array.dtype.kind in "SUO":
-            array = np.array([float(_text(one)) for one in array.tolist()])
+            array = np.array([float(text_of(one)) for one in array.tolist()])
     except (TypeError, ValueError, OSError, RuntimeError, KeyError) as error:
         raise _Unclear(f"its attribute {name} is no number ({error})") from error
     if array.dtype.kind not in "iufb" or not len(array):
@@ -334,22 +393,14 @@ def _plain(value: Any) -> int | float:
     return float(value) if value.dtype.kind == "f" else int(value)
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        value = value.reshape(-1)[0] if value.size else ""
-    if isinstance(value, bytes):
-        value = value.decode(errors="replace")
-    return value.strip("\0 ") if isinstance(value, str) else ("" if value is None else str(value))
-
-
 def _shown(attributes: Any, name: str) -> str:
     try:
         value = attributes[name]
     except (TypeError, ValueError, OSError, RuntimeError, KeyError):
         return "of a type that is not read"
     if isinstance(value, (bytes, str)):
-        return repr(_text(value))
+        return repr(text_of(value))
     array = np.asarray(value).reshape(-1)
     if array.dtype.kind in "SO":
-        return ", ".join(repr(_text(one)) for one in array.tolist()[:4])
+        return ", ".join(repr(text_of(one)) for one in array.tolist()[:4])
     return ", ".join(f"{one:g}" if array.dtype.kind == "f" else str(one) for one in array[:4]) or "empty"

@@ -169,9 +169,11 @@ def _time(random: Random) -> Drawn:
 
 
 def _opaque(random: Random) -> Drawn:
-    kind = h5t.create(h5t.OPAQUE, 4)
-    kind.set_tag(b"NUMPY:datetime64[s]" if random.random() < 0.5 else b"pixels")
-    return Drawn("opaque", kind, _bits(random, 4))
+    # h5py takes the size of the dtype that the tag names, and may write over the end of its buffer for another one.
+    size, tag = (8, b"NUMPY:datetime64[s]") if random.random() < 0.5 else (4, b"pixels")
+    kind = h5t.create(h5t.OPAQUE, size)
+    kind.set_tag(tag)
+    return Drawn("opaque", kind, _bits(random, size))
 
 
 def _reference(random: Random) -> Drawn:

@@ -6,50 +6,24 @@ import collections
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from h5py import h5s, h5t
 from numpy.typing import NDArray
 
 from hpctrain.data import Dataset, IndexReading, SampleIs, ValuesWarning, index_files, verify
 from hpctrain.errors import DataError
+from tests.unit.data.hdf5.h5py_reads import wanted
 from tests.unit.data.hdf5.random_attributes import Said, meant
 from tests.unit.data.hdf5.random_files import CannotMakeError, DrawnFile, make_file
 
 # Number of files of the thorough test, and the number of the first: three minutes for 20,000 on a free core.
 COUNT = int(os.environ.get("HPCTRAIN_RANDOM_FILES", "20000"))
 FIRST = int(os.environ.get("HPCTRAIN_RANDOM_FIRST", "0"))
-
-
-def wanted(path: Path, made: DrawnFile) -> NDArray[Any] | None:
-    """What h5py reads; None if it cannot, or if it returns something other than numbers and strings."""
-    member = made.drawn.member
-    with h5py.File(path, "r") as file:
-        try:
-            dataset = file["x"]
-        except KeyError:  # HDF5 2 takes types with few used bits for damaged ones
-            return None
-        try:
-            return np.asarray(dataset[...] if member is None else dataset.fields(member)[...])
-        except (TypeError, ValueError, OSError, RuntimeError, KeyError):
-            pass
-        # h5py cannot read any member if numpy lacks the dtype of one: read this one as numpy's dtype for it.
-        kind = dataset.id.get_type()
-        if member is None:
-            return None
-        try:
-            dtype = kind.get_member_type(kind.get_member_index(member.encode())).dtype
-            memory = h5t.create(h5t.COMPOUND, dtype.itemsize)
-            memory.insert(member.encode(), 0, h5t.py_create(dtype))
-            found = np.zeros((*dataset.shape, dtype.itemsize), dtype=np.uint8)
-            dataset.id.read(h5s.ALL, h5s.ALL, found, memory)
-        except (TypeError, ValueError, OSError, RuntimeError):
-            return None
-        return found.reshape(-1).view(dtype.base).reshape((*dataset.shape, *dtype.shape))
 
 
 def same(found: NDArray[Any], right: NDArray[Any]) -> bool:
@@ -64,19 +38,20 @@ def same(found: NDArray[Any], right: NDArray[Any]) -> bool:
     )
 
 
-def outcome(folder: Path, *, number: int) -> tuple[str, str]:
+def outcome(folder: Path, *, number: int, make: Callable[..., DrawnFile] = make_file) -> tuple[str, str]:
     """Returns "equal", "refused", "not made" or "WRONG", and what was made and found."""
     # Each has its own name: HDF5 keeps a file open that it could not write.
     path, out = folder / f"{number}.h5", folder / "index"
     try:
-        return _outcome(path, out, number=number)
+        return _outcome(path, out, number=number, make=make)
     finally:
-        path.unlink(missing_ok=True)
+        for one in folder.glob(f"{number}.h5*"):
+            one.unlink()
 
 
-def _outcome(path: Path, out: Path, *, number: int) -> tuple[str, str]:
+def _outcome(path: Path, out: Path, *, number: int, make: Callable[..., DrawnFile]) -> tuple[str, str]:
     try:
-        made = make_file(path, number=number)
+        made = make(path, number=number)
     except CannotMakeError as error:
         return "not made", str(error)
     random = np.random.default_rng(number)
