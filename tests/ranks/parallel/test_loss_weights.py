@@ -72,8 +72,26 @@ def test_a_wire_format_trains_as_one_process_within_its_rounding(
 
 
 @pytest.mark.parametrize(
+    ("ranks", "kind"), [(n, kind) for n in WIRES for kind in WIRES[n].get("low-rank", ())]
+)
+def test_factors_of_full_rank_train_as_one_process(launches: Launches, ranks: int, kind: str) -> None:
+    """The matrices have at most 8 columns or rows, and the factors 16: the reduction is exact."""
+    alone = numbers(launches[1][0]["longer"])
+    for output in launches[ranks]:
+        found = output["wires"]["low-rank"][kind]
+        assert len(found["steps"]) == len(alone) == 3  # the last ones, in which factors are sent
+        np.testing.assert_allclose(numbers(found), alone, rtol=1e-7)
+
+
+@pytest.mark.parametrize(
     ("ranks", "wire", "kind"),
-    [(n, w, kind) for n in WIRES for w in WIRES[n] for kind in WIRES[n][w] if kind.startswith("uneven")],
+    [
+        (n, w, kind)
+        for n in WIRES
+        for w in WIRES[n]
+        for kind in WIRES[n][w]
+        if kind.startswith("uneven") and kind.removeprefix("uneven ") in WIRES[n][w]
+    ],
 )
 def test_what_is_fed_back_does_not_depend_on_the_size_of_the_weights(
     launches: Launches, ranks: int, wire: str, kind: str
