@@ -124,7 +124,7 @@ def test_batch_norm_with_ranks_that_count_nothing(launches: Launches) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("mixture", "USAGE the task's loss returns a weight on rank 1 and none on rank 0"),
+        ("mixture", "USAGE step 1: the task's loss returns a weight on rank 1 and none on rank 0"),
         ("nan", "gave the weight nan: give a finite number of 0 or more"),
         ("negative", "gave the weight -1: give a finite number of 0 or more"),
         ("bool", "gave the weight True: give a number or a tensor"),

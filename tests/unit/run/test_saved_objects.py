@@ -346,6 +346,19 @@ def test_objects_that_do_not_fit_are_named(session: Session, tmp_path: Path) -> 
     assert found.state == (1, 2)
 
 
+def test_a_second_updater_of_the_same_parameters_is_refused(session: Session) -> None:
+    model = net()
+    first = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(
+        UsageError, match=r"'3\.weight' is trained by another updater of this session: call close"
+    ):
+        session.updater(model, torch.optim.SGD(model[3].parameters(), lr=0.1))
+    first.close()
+    halves = [session.updater(model, torch.optim.SGD(model[i].parameters(), lr=0.1)) for i in (0, 3)]
+    model(torch.ones(6, 4)).mean().backward()
+    assert all(updater.step().applied for updater in halves)
+
+
 def test_parameters_outside_the_model_are_saved_and_the_same_on_all_ranks(tmp_path: Path) -> None:
     def run(world: World, directory: Path, count: int, begin: int) -> tuple[float, Any]:
         session = session_over(world)
