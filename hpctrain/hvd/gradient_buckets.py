@@ -14,17 +14,23 @@ from typing import Any, final
 import torch
 
 from hpctrain.distributed import CollectiveWork
-from hpctrain.errors import UsageError
+from hpctrain.errors import GradientsInUse, UsageError
 from hpctrain.hvd.asynchronous import described, reduce_scaled, sparse_sum, start_all_reduce
 from hpctrain.hvd.compression import Compressor, FP16Compressor, NoneCompressor
 from hpctrain.hvd.errors import HorovodValueError, as_horovod_error
 from hpctrain.hvd.group import Group, dtype_name, reduction_of_zeros
 from hpctrain.hvd.reductions import JOINABLE, Average, ReduceOp, Sum
-from hpctrain.reduce import GradientSpec, plan_buckets
+from hpctrain.reduce import GradientSpec, PendingGradient, plan_buckets
 from hpctrain.storage import split_evenly
 
 BUCKET_BYTES = 8 << 20
 Named = tuple[str, torch.Tensor]
+
+_IN_USE = (
+    "gradients were read or changed between backward and step(): they are being reduced over the ranks, and a change "
+    "would be lost. Call optimizer.synchronize() on every rank after backward, read or change them, and then step in "
+    "`with optimizer.skip_synchronize():`"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +82,9 @@ class GradientReduction:
         self._left = [settings.passes] * len(self._parameters)
         self._next = 0  # the bucket to start next
         self._sparse_dims: dict[int, int] = {}  # of parameters that had a sparse gradient
+        # Gradients from backward to `finish`, in which `.grad` refuses every use.
+        self._held: dict[int, torch.Tensor] = {}
+        self._pending = self._made_pending()
         self.begun = False  # whether a gradient has come since the last `finish`
         known = {id(parameter) for parameter in self._parameters}
         for other in list(_watching):
@@ -95,19 +104,21 @@ class GradientReduction:
                     f"{name!r} did not require a gradient when DistributedOptimizer was made, and has one now: make "
                     "the optimizer after changing requires_grad"
                 )
-        while self._next < len(self._buckets):
-            self._start_next()
         try:
+            while self._next < len(self._buckets):
+                self._start_next()
             with as_horovod_error():
                 for bucket in self._buckets:
                     for work in bucket.works:
                         work.wait()
+                    self._give_back(bucket.parameters)
                     bucket.finish()
         finally:
             self.reset()
 
     def reset(self) -> None:
         """Expects the first gradient of a step again."""
+        self._release()
         for bucket in self._buckets:
             bucket.works, bucket.missing = [], len(bucket.parameters)
         self._left = [self._passes] * len(self._parameters)
@@ -115,7 +126,9 @@ class GradientReduction:
 
     def set_passes(self, passes: int) -> None:
         """Changes the number of backward passes per step. To be called between two steps."""
+        self._release()
         self._passes = passes
+        self._pending = self._made_pending()
         self.reset()
 
     def close(self) -> None:
@@ -123,17 +136,16 @@ class GradientReduction:
         for hook in self._hooks:
             hook.remove()
         _watching.discard(self)
+        self._release()
 
     def gradient_is_there(self, number: int) -> None:
         """Notes the gradient of parameter `number`, and starts the buckets that are complete."""
         self.begun = True
         self._left[number] -= 1
         if self._left[number] < 0:
-            raise UsageError(
-                f"the gradient of {self._names[number]!r} was computed more often than "
-                f"backward_passes_per_step={self._passes} before step() or synchronize()"
-            )
+            raise UsageError(self._too_often(number))
         if self._left[number] == 0:
+            self._hold([number])
             self._bucket_of[number].missing -= 1
             while self._next < len(self._buckets) and not self._buckets[self._next].missing:
                 self._start_next()
@@ -143,6 +155,7 @@ class GradientReduction:
     def _start_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
+        self._give_back(bucket.parameters)
         gradients = {number: self._gradient(number) for number in bucket.parameters}
         sparse = [number for number, gradient in gradients.items() if gradient.is_sparse]
         self._sparse_dims.update({number: gradients[number].sparse_dim() for number in sparse})
@@ -162,6 +175,42 @@ class GradientReduction:
                 self._parameters[number].grad = gradients[number].to_sparse(self._sparse_dims[number])
 
         bucket.finish = finish
+        self._hold(bucket.parameters)
+
+    def _hold(self, numbers: Sequence[int]) -> None:
+        """Keeps gradients until `_give_back`; `.grad` cannot be used from now on."""
+        for number in numbers:
+            gradient = self._parameters[number].grad
+            if gradient is not None:
+                self._held[number] = gradient
+                self._parameters[number].grad = self._pending[number]
+
+    def _give_back(self, numbers: Sequence[int]) -> None:
+        """Gives parameters the gradients that `_hold` keeps. Raises GradientsInUse if the script has set others."""
+        for number in numbers:
+            if number in self._held:
+                if self._parameters[number].grad is not self._pending[number]:
+                    raise GradientsInUse(_IN_USE)
+                self._parameters[number].grad = self._held.pop(number)
+
+    def _release(self) -> None:
+        """Gives back what `_hold` keeps, where the script has set nothing else."""
+        for number, gradient in self._held.items():
+            if self._parameters[number].grad is self._pending[number]:
+                self._parameters[number].grad = gradient
+        self._held.clear()
+
+    def _made_pending(self) -> list[PendingGradient]:
+        return [
+            PendingGradient(parameter, words=_IN_USE, twice=self._too_often(number))
+            for number, parameter in enumerate(self._parameters)
+        ]
+
+    def _too_often(self, number: int) -> str:
+        return (
+            f"the gradient of {self._names[number]!r} was computed more often than "
+            f"backward_passes_per_step={self._passes} before step() or synchronize()"
+        )
 
     def _start_plain(
         self, bucket: _Bucket, gradients: dict[int, torch.Tensor], *, apart: Sequence[int]

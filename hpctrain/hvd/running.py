@@ -12,7 +12,7 @@ from hpctrain.distributed import two_level_sums
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.hvd.errors import HorovodValueError
 from hpctrain.hvd.group import Group
-from hpctrain.run import Session, start
+from hpctrain.run import Session, start, uncaught_as_message
 
 _TIMEOUT_S = 600.0
 
@@ -223,6 +223,7 @@ def rocm_built() -> bool:
     return False
 
 
+@uncaught_as_message
 def run(*arguments: Any, **options: Any) -> NoReturn:
     """Not supported: raises UsageError. Horovod's starts ranks from within a program."""
     raise UsageError(

@@ -33,6 +33,7 @@ from .contract.bucket_reducer import (
     InBackground as InBackground,
     StateTensor as StateTensor,
 )
+from .contract.divide_by import FED_BACK_WIRES as FED_BACK_WIRES
 from .contract.optimizer_checks import (
     Layout as Layout,
     check_optimizer as check_optimizer,
@@ -48,6 +49,7 @@ from .contract.updater import (
 from .data_parallel.all_reduce_updater import AllReduceUpdater as AllReduceUpdater
 from .data_parallel.gradient_buckets import describe_gradient as describe_gradient
 from .data_parallel.loss_scale import LossScale as LossScale
+from .data_parallel.pending_gradient import PendingGradient as PendingGradient
 from .data_parallel.sparse_updater import SparseUpdater as SparseUpdater
 from .factory import ReducerMaker as ReducerMaker
 from .horovod_compression.compressors import Compression as Compression

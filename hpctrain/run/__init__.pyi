@@ -1,4 +1,5 @@
 from .check.check_recipe import check_recipe as check_recipe
+from .compute.uncaught_errors import uncaught_as_message as uncaught_as_message
 from .doctor.clock import sample_clock as sample_clock
 from .doctor.exit_notice import LastWords as LastWords
 from .doctor.finding import (

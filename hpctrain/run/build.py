@@ -16,7 +16,7 @@ from hpctrain.data import Dataset, Fixed, Loader, Sequential, Shuffled
 from hpctrain.distributed import ParallelPlan, TensorPlan, end_process_group, name_blocks, pipeline_of
 from hpctrain.errors import HpctrainError, RecipeError, UsageError
 from hpctrain.launch import TERMINAL_VARIABLE
-from hpctrain.reduce import CALIBRATION_FILE, SPARSE_WIRES, CalibrationFiles, ShardedUpdater, Updater
+from hpctrain.reduce import CALIBRATION_FILE, FED_BACK_WIRES, CalibrationFiles, ShardedUpdater, Updater
 from hpctrain.resilience import RecentTimes, StopPlan, give_back_large_pieces, give_back_once
 from hpctrain.run.compute.pipeline import put_in_stages
 from hpctrain.run.compute.precision import MODEL_DTYPE, autocast_for
@@ -120,7 +120,8 @@ def build_runner(
 ) -> Runner:  # fmt: skip
     """Returns what computes the batches of `parts.model`. loss_unit: of the checkpoint that the run resumes from."""
     dtype = MODEL_DTYPE[recipe.run.precision]
-    feeds_back = recipe.reduction.wire in ("int8", *SPARSE_WIRES)
+    feeds_back = recipe.reduction.wire in FED_BACK_WIRES
+    updater.sums_to_one = feeds_back  # by `LossWeights`
     pipeline = pipeline_of(parts.model)
     if pipeline is None:
         return TaskRunner(

@@ -73,7 +73,6 @@ from hpctrain.train import (
     Position,
     SessionUpdater,
     Stateful,
-    TrainingParts,
     Trainings,
     communicates_in_forward,
     convert_sync_batch_norm,
@@ -179,7 +178,7 @@ class Session:
         stepped.
         """
         shard, pipeline = shard_of(model), pipeline_of(model)
-        training = self.agreed(lambda: TrainingParts.of(model, optimizer), os_error=UsageError)
+        training = self.agreed(lambda: self.trainings.parts_for(model, optimizer), os_error=UsageError)
         layouts = layouts_of(model, num_ranks=self.num_ranks)
         self.agreed(lambda: check_for_layouts(optimizer, layouts, model=model), os_error=UsageError)
         if is_sharded(model) or pipeline is not None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpctrain.distributed.fully_sharded.passes import sharded_modules
+from hpctrain.distributed.fully_sharded.passes import SUMMED_HERE, gradient_factor, sharded_modules
 from hpctrain.errors import UsageError
 
 
@@ -84,7 +85,9 @@ def sum_gradients_by(start: StartSum, model: nn.Module) -> None:
         within = [inner for inner in sharded_modules(module) if inner is not module]
         others = {id(parameter) for inner in within for parameter in inner.parameters()}
         own = [parameter for parameter in module.parameters() if id(parameter) not in others]
-        module.set_custom_reduce_scatter(_ReduceScatter(start, own, unfinished=unfinished))
+        factor = partial(gradient_factor, model)
+        module.set_custom_reduce_scatter(_ReduceScatter(start, own, unfinished=unfinished, factor=factor))
+        setattr(module, SUMMED_HERE, True)
 
 
 def start_group_sum(values: torch.Tensor, *, out: torch.Tensor, group: Any) -> dist.Work:
@@ -136,11 +139,20 @@ class _Unfinished:
 class _ReduceScatter(_Allocating):
     """What FSDP2 calls with the gradients of a group of parameters; its `ReduceScatter`.
 
-    parameters: of the group, as they are sharded.
+    parameters: of the group, as they are sharded. factor: returns by what gradients are multiplied before they are
+    summed; not after, as FSDP2 would do at once, when the sum has not ended.
     """
 
-    def __init__(self, start: StartSum, parameters: Sequence[Any], *, unfinished: _Unfinished) -> None:
+    def __init__(
+        self,
+        start: StartSum,
+        parameters: Sequence[Any],
+        *,
+        unfinished: _Unfinished,
+        factor: Callable[[], float],
+    ) -> None:
         self._start = start
+        self._factor = factor
         self._parameters = parameters
         self._unfinished = unfinished
 
@@ -155,6 +167,8 @@ class _ReduceScatter(_Allocating):
         """Sums `input_tensor`, shape (num_ranks * n,), into `output_tensor`, shape (n,). Collective."""
         if op != dist.ReduceOp.SUM:
             raise UsageError(f"FSDP2 asks for {op}: gradients of this model are summed, set no divide factor")
+        if (factor := self._factor()) != 1.0:
+            input_tensor.mul_(factor)
         self._unfinished.start(lambda: self._start(input_tensor, out=output_tensor, group=group))
         if any(
             p.grad is not None or getattr(p, "_post_accumulate_grad_hooks", None) for p in self._parameters

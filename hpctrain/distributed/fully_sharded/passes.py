@@ -13,6 +13,8 @@ from torch import nn
 from hpctrain.distributed.sharded_tensors import shard_of
 
 _KEPT = "_hpctrain_kept_whole"
+# Of a sharded model; and of a module whose gradients `sum_gradients_by` sums.
+_FACTOR, SUMMED_HERE = "_hpctrain_gradient_factor", "_hpctrain_sums_gradients"
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
@@ -20,6 +22,11 @@ def sharded_modules(model: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def gradient_factor(model: nn.Module) -> float:
+    """Returns by what the gradients of `model` are multiplied before they are summed."""
+    return float(getattr(model, _FACTOR, 1.0))
 
 
 def free_after_evaluation(model: nn.Module) -> None:
@@ -59,14 +66,50 @@ def kept_whole(model: nn.Module) -> Iterator[None]:
 class ShardedPasses:
     """The forwards and backwards of `model`, to which `fully_shard` was applied, from one step to the next.
 
-    Every rank calls each method equally often; only `sum_whole_gradients` communicates.
+    Every rank calls each method equally often; only `sum_whole_gradients` communicates. plain_factor: by which the
+    gradients of a backward outside of `weighted` are multiplied, until `close`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, plain_factor: float = 1.0) -> None:
         self._root: Any = model
         self._modules = sharded_modules(model)
         self._sums = True
         self._may_hold_gradients = False
+        self._owners: list[nn.Module | torch.optim.Optimizer] = []
+        self._plain_factor = plain_factor
+        self._set_factor(plain_factor)
+
+    @contextmanager
+    def weighted(self) -> Iterator[None]:
+        """Within it the gradients of a backward are summed as they are."""
+        self._set_factor(1.0)
+        try:
+            yield
+        finally:
+            self._set_factor(self._plain_factor)
+
+    def drop_with(self, owner: nn.Module | torch.optim.Optimizer) -> None:
+        """Has `owner.zero_grad` drop whole gradients too, until `close`: those of `without_sums` would be added to a
+        later step."""
+        zero_grad = owner.zero_grad
+
+        def zero_all(*arguments: Any, **options: Any) -> None:
+            zero_grad(*arguments, **options)
+            self.drop_gradients()
+
+        owner.zero_grad = zero_all  # type: ignore[method-assign]
+        self._owners.append(owner)
+
+    def close(self) -> None:
+        self._set_factor(1.0)
+        while self._owners:
+            vars(self._owners.pop()).pop("zero_grad", None)
+
+    def _set_factor(self, factor: float) -> None:
+        setattr(self._root, _FACTOR, factor)
+        for module in self._modules:
+            if not getattr(module, SUMMED_HERE, False):
+                module.set_gradient_divide_factor(1.0 / factor)
 
     @property
     def backward_has_failed(self) -> bool:

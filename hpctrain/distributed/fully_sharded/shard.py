@@ -43,6 +43,11 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, *, offload: bool = Fals
 
 def check_shardable(model: nn.Module) -> None:
     """Raises UsageError for what FSDP2 cannot shard, or would train wrongly."""
+    if getattr(model.forward, "__func__", None) is nn.Module.forward:  # a ModuleList
+        raise UsageError(
+            f"{type(model).__name__} has no forward, in which its parameters would be gathered: give a module whose "
+            "forward calls its parts, or shard each part, with an updater each"
+        )
     blocks = repeated_blocks(model)
     for known, name in tied_across(model, blocks):
         raise UsageError(

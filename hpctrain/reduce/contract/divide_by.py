@@ -7,10 +7,19 @@ from collections.abc import Mapping
 
 from hpctrain.errors import UsageError
 
+# Wire formats with error feedback: what they do not send is added to the gradients of the next step.
+FED_BACK_WIRES = ("int8", "top-k", "low-rank")
 
-def check_divide_by(divide_by: str | None, *, sums: Mapping[str, float] | None, plain: bool) -> None:
-    """Raises UsageError unless `divide_by` is None or a name in `sums`. plain: a backward of this step ran outside the
-    updater, which has weighted it equally on all ranks."""
+
+def check_divide_by(
+    divide_by: str | None, *, sums: Mapping[str, float] | None, plain: bool, wire: str | None = None
+) -> None:
+    """Raises UsageError unless `divide_by` is None or a name in `sums` that can be used.
+
+    plain: a backward of this step ran outside the updater, which has weighted it equally on all ranks. wire: the wire
+    format; with error feedback, what it does not send in a step would be divided by the sum of the next step. None: the
+    weights of each step add up to about 1.
+    """
     if divide_by is None:
         return
     if divide_by not in (sums or {}):
@@ -21,6 +30,14 @@ def check_divide_by(divide_by: str | None, *, sums: Mapping[str, float] | None, 
         raise UsageError(
             f"step(divide_by={divide_by!r}) after a plain loss.backward(), which weights all ranks equally: call "
             "updater.backward(loss, weight=...) with the weights that sums adds up"
+        )
+    if wire in FED_BACK_WIRES:
+        raise UsageError(
+            f"step(divide_by={divide_by!r}) with wire={wire!r}: what this wire format does not send is added to the "
+            "gradients of the next step, and would be divided by that step's sum of weights. Divide the weights before "
+            "backward instead, with `mine` the sum of this rank's weights over the micro-batches of the step: "
+            "total = session.all_reduce({'weight': mine})['weight']; updater.backward(loss, weight=weight / total); "
+            "updater.step() without divide_by. Or use wire='fp32', 'fp16' or 'bf16'"
         )
 
 

@@ -77,8 +77,9 @@ class Updater(Protocol):
             makes all ranks drop it.
         divide_by: name of a number in `sums`: gradients and norm are divided by its sum over the ranks, for losses
             whose weights (numbers of tokens, say) do not add up to 1. If that sum is 0, the step is not applied and the
-            loss scale stays. Wires with error feedback keep what they could not send in the unit of the undivided sums.
-        Raises UsageError on all ranks if that sum is negative or not finite, and for a name that is not in `sums`.
+            loss scale stays.
+        Raises UsageError on all ranks if that sum is negative or not finite, for a name that is not in `sums`, and for
+        `divide_by` with a wire format with error feedback, unless the weights of each step add up to about 1.
         Raises DivergedError on all ranks after too many steps in a row whose gradients were not finite; the updater can
         be used further, after `load_state`.
         """

@@ -210,7 +210,9 @@ class AllReduceUpdater(Watched):
         """See `Updater.step`. Raises UsageError also if the updater is closed, or if parameters or gradients were
         changed since `backward` in a way that `step` cannot take into account."""
         plain = not self._weighted and any(p.grad is not None for p in self._parameters)
-        check_divide_by(divide_by, sums=sums, plain=plain)
+        check_divide_by(
+            divide_by, sums=sums, plain=plain, wire=None if self.sums_to_one else self._reducer.wire
+        )
         self._check_before_sum()
         started = time.perf_counter()
         reduced, in_flight = self._finish_reduction(self._numbers(sums or {}))

@@ -47,19 +47,25 @@ _NO_NUMPY = ("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "tolist"
 
 @final
 class PendingGradient(torch.Tensor):
-    """Has the shape, strides, dtype and device of `parameter`, and no elements. words: of the error of its use."""
+    """Has the shape, strides, dtype and device of `parameter`, and no elements. words: of the error of its use. twice:
+    of that of a second backward; None: as `ran_twice` has them."""
 
     words: str
+    twice: str | None
 
     @staticmethod
-    def __new__(cls, parameter: torch.Tensor, *, words: str = NOT_READABLE) -> PendingGradient:
+    def __new__(
+        cls, parameter: torch.Tensor, *, words: str = NOT_READABLE, twice: str | None = None
+    ) -> PendingGradient:
         made = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
-        made.words = words
+        made.words, made.twice = words, twice
         return made
 
-    def __init__(self, parameter: torch.Tensor, *, words: str = NOT_READABLE) -> None: ...
+    def __init__(
+        self, parameter: torch.Tensor, *, words: str = NOT_READABLE, twice: str | None = None
+    ) -> None: ...
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -72,11 +78,11 @@ class PendingGradient(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         added = func in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
-        if added and torch._C._current_graph_task_id() != -1:  # backward accumulates into `.grad`
-            raise ran_twice()
         tensors = [*args, *(value for value in args if isinstance(value, list | tuple) for value in value)]
-        words = next((value.words for value in tensors if isinstance(value, cls)), NOT_READABLE)
-        raise GradientsInUse(words)
+        pending = next((value for value in tensors if isinstance(value, cls)), None)
+        if added and torch._C._current_graph_task_id() != -1:  # backward accumulates into `.grad`
+            raise ran_twice() if pending is None or pending.twice is None else BackwardRanTwice(pending.twice)
+        raise GradientsInUse(NOT_READABLE if pending is None else pending.words)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<gradient of shape {tuple(self.shape)} that is being summed over the ranks>"

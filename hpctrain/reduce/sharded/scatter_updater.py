@@ -192,7 +192,9 @@ class ScatterUpdater(Watched):
         exchanged, or if gradients were set since `backward`."""
         check_open(closed=self._closed)
         plain = not self._weighted and (any(self._had) or any(p.grad is not None for p in self._parameters))
-        check_divide_by(divide_by, sums=sums, plain=plain)
+        check_divide_by(
+            divide_by, sums=sums, plain=plain, wire=None if self.sums_to_one else self._reducer.wire
+        )
         blocked_before_s = self._units.take_blocked_s()  # in forward and backward
         started = time.perf_counter()
         self.wait_for_parameters()

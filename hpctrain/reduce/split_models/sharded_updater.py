@@ -91,7 +91,13 @@ class ShardedUpdater(Watched):
         if self._replicas is not None and self._replicas.num_ranks > 1 and shard_of(model) == "optimizer":
             agreed(comm, partial(check_stage, optimizer, self._parameters), os_error=UsageError)
             self._shares = StageShares(optimizer, self._parameters, replicas=self._replicas)
-        self._passes = ShardedPasses(model) if by_fsdp and pipeline is None else None
+        self._passes: ShardedPasses | None = None
+        if by_fsdp and pipeline is None:
+            self._passes = ShardedPasses(model, plain_factor=1.0 / self._num_data_ranks)
+            for owner in (model, optimizer):
+                self._passes.drop_with(owner)
+        # Of a plain backward FSDP2 sums gradients that are divided by the ranks, so that `.grad` is the mean.
+        self._plain_scale = 1.0 if self._passes is not None else float(self._num_data_ranks)
         self._end_sums = end_sums
         self._weighted = False
         self._syncing = True
@@ -120,10 +126,11 @@ class ShardedUpdater(Watched):
                 "and begin the step again"
             )
         scaled = self.scaled(loss, weight=weight)
-        if self._tensor is not None and last and self._syncing:
-            with self._tensor.during_backward():
-                scaled.backward()
-        else:
+        sums_early = self._tensor is not None and last and self._syncing
+        with (
+            self._tensor.during_backward() if self._tensor is not None and sums_early else nullcontext(),
+            self._passes.weighted() if self._passes is not None else nullcontext(),
+        ):
             scaled.backward()
 
     def scaled(self, loss: torch.Tensor, *, weight: float) -> torch.Tensor:
@@ -148,9 +155,7 @@ class ShardedUpdater(Watched):
             self._shares.drop_gradients()
         if self._tensor is not None:
             self._tensor.forget()
-        if self._passes is not None:
-            self._passes.drop_gradients()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=True)  # and what `ShardedPasses` drops with it
         self._weighted = False
 
     def synchronize(self) -> None:
@@ -171,24 +176,37 @@ class ShardedUpdater(Watched):
             raise UsageError("this updater is closed: make a new one")
         weighted = self._weighted or self._in_pipeline
         check_divide_by(divide_by, sums=sums, plain=not weighted)
-        scale = self._scale.value if weighted else float(self._num_data_ranks)
+        if self._passes is not None and any(p._backward_hooks for p in self._parameters):
+            raise UsageError(
+                "a parameter has a hook of its gradient (Tensor.register_hook), which FSDP2 does not call: change "
+                ".grad between backward and step() instead, on all ranks"
+            )
+        scale = self._scale.value if weighted else self._plain_scale
         names = sorted(sums or {})
         started = time.perf_counter()
         failed = self._passes is not None and self._passes.backward_has_failed
         if self._passes is not None:
-            self._passes.sum_whole_gradients()
+            with self._passes.weighted() if weighted else nullcontext():
+                self._passes.sum_whole_gradients()
         if self._tensor is not None:
             self._tensor.complete()
         if self._shares is not None:
             self._shares.sum()
         elif self._replicas is not None:
             self._sum_over(self._replicas)
-        numbers = [self._squares(), float(failed), *(float((sums or {})[name]) for name in names)]
+        missing = float(sum(p.grad is None for p in self._parameters)) if self._passes is not None else 0.0
+        numbers = [
+            self._squares(),
+            float(failed),
+            missing,
+            missing**2,
+            *(float((sums or {})[name]) for name in names),
+        ]
         found = torch.tensor(numbers, dtype=torch.float64)
         if self._comm.num_ranks > 1:
             self._comm.all_reduce(found)
         waited_s = time.perf_counter() - started
-        square, num_failed, *numbers = found.tolist()
+        square, num_failed, missing, missing_square, *numbers = found.tolist()
         totals = dict(zip(names, numbers, strict=True))
         total = divisor(totals, divide_by=divide_by)
         scale *= total
@@ -200,6 +218,13 @@ class ShardedUpdater(Watched):
             raise UsageError(
                 "a backward has failed and left incomplete gradients, which step() has dropped: call zero_grad() "
                 "after such an error, and begin the step again",
+                agreed=True,
+            )
+        if accepted and missing_square * self._comm.num_ranks != missing**2:
+            self._end_step()
+            raise UsageError(
+                "some parameters have a gradient on some ranks and none on others, and ranks would update their parts "
+                "of them differently: set .grad to None on all ranks alike",
                 agreed=True,
             )
         applied = accepted and finite
@@ -251,6 +276,8 @@ class ShardedUpdater(Watched):
             self._shares.release()
         if self._tensor is not None:
             self._tensor.close()
+        if self._passes is not None:
+            self._passes.close()
         if self._end_sums is not None:
             self._end_sums()
         self.step_watch = None

@@ -108,9 +108,14 @@ class StepWatch:
 
 
 class Watched:
-    """Base class of the updaters. step_watch: of their steps; None: they are as `step` itself makes them."""
+    """Base class of the updaters. step_watch: of their steps; None: they are as `step` itself makes them.
+
+    sums_to_one: whether the caller sees to it that the weights of each step add up to about 1 over the ranks, so that
+    wire formats with error feedback can be used with `divide_by`.
+    """
 
     step_watch: StepWatch | None = None
+    sums_to_one = False
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -12,7 +13,7 @@ from hpctrain.checkpoint import State
 from hpctrain.comm import Collective, Section, broadcast_tensors, in_section
 from hpctrain.data import Batch, Batches, Loader
 from hpctrain.distributed import pipeline_of
-from hpctrain.errors import CheckpointError, DataError, DivergedError, StoppedEarly
+from hpctrain.errors import CheckpointError, DataError, DivergedError, StoppedEarly, UsageError
 from hpctrain.reduce import StepOutcome
 from hpctrain.telemetry import in_words
 from hpctrain.train.loop.agreed_batches import agreed_batches
@@ -227,7 +228,7 @@ class Training:
         updater, recorder, memory = self._state.updater, self._recorder, self._guards.memory
         step = self._position.step + 1
         while True:
-            with recorder.clock.span("compute", what="forward and backward"):
+            with recorder.clock.span("compute", what="forward and backward"), _named(f"step {step}"):
                 loss = memory.attempt(
                     lambda parts: self._runner.forward_backward(batch, updater, micro_batches=parts)
                 )
@@ -303,7 +304,7 @@ class Training:
 
     def _evaluate(self) -> None:
         if self._held_out is not None:
-            with in_section(self._comm, None):
+            with in_section(self._comm, None), _named(f"the evaluation after step {self._position.step}"):
                 self._evaluate_on(self._held_out)
 
     def _evaluate_on(self, held_out: Loader) -> None:
@@ -349,3 +350,12 @@ class Training:
             self._save(again=True)
             self._checkpoints.finish()
             self._checkpoints.verify_newest()
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Begins the message of a UsageError with `where`: what the task returns may be wrong on one rank, at any time."""
+    try:
+        yield
+    except UsageError as error:
+        raise type(error)(f"{where}: {error}", agreed=error.agreed) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -17,11 +17,14 @@ _PREFIX = "also/"
 _NOT_IN_NAMES = ("/", "::")
 
 
-class Stateful(Protocol):
+class HasStateDict(Protocol):
     """Anything with torch's two methods for its state."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+Stateful: TypeAlias = HasStateDict | torch.Generator
 
 
 def check_also(also: Mapping[str, Stateful | None]) -> None:
@@ -31,10 +34,10 @@ def check_also(also: Mapping[str, Stateful | None]) -> None:
         if not isinstance(name, str) or not name or any(part in name for part in _NOT_IN_NAMES):
             raise UsageError(f"also: {name!r} is no name for an object: give text without '/' and '::'")
         lacking = [m for m in ("state_dict", "load_state_dict") if not callable(getattr(value, m, None))]
-        if value is not None and lacking:
+        if value is not None and lacking and not isinstance(value, torch.Generator):
             raise UsageError(
                 f"also[{name!r}] is a {type(value).__qualname__}, which has no {lacking[0]}(): give objects with "
-                "state_dict() and load_state_dict(), such as schedulers and modules"
+                "state_dict() and load_state_dict(), such as schedulers and modules, or a torch.Generator"
             )
     also_items(also)
 
@@ -51,7 +54,7 @@ def also_items(also: Mapping[str, Stateful | None]) -> tuple[dict[str, Any], lis
         if value is None:
             continue
         prefix = f"{_PREFIX}{name}/"
-        state, buffers = value.state_dict(), _buffers(value)
+        state, buffers = _state(value), _buffers(value)
 
         def items_of(
             own: str, tensor: torch.Tensor, prefix: str = prefix, buffers: set[str] = buffers
@@ -75,7 +78,7 @@ def also_tensors(also: Mapping[str, Stateful | None]) -> dict[str, torch.Tensor]
 
     for name, value in also.items():
         if value is not None:
-            value_items(f"{_PREFIX}{name}/", value.state_dict(), where=_where(name), items_of=noted)
+            value_items(f"{_PREFIX}{name}/", _state(value), where=_where(name), items_of=noted)
     return found
 
 
@@ -129,7 +132,7 @@ def also_states(
     states = {}
     for name, value in also.items():
         if value is not None:
-            present = value.state_dict()
+            present = _state(value)
             states[name] = value_from(document[name], tensors, where=_where(name), present=present)
             if isinstance(value, torch.nn.Module):
                 check_state(states[name], present, where=f"{where}: {_where(name)} is of another module")
@@ -142,7 +145,9 @@ def load_also(also: Mapping[str, Stateful | None], states: Mapping[str, Any], *,
     for name, state in states.items():
         value = also[name]
         try:
-            if value is not None:
+            if isinstance(value, torch.Generator):
+                value.set_state(state["state"])
+            elif value is not None:
                 value.load_state_dict(state)
         except Exception as found:  # the user's code may raise anything
             error = CheckpointError(
@@ -150,6 +155,10 @@ def load_also(also: Mapping[str, Stateful | None], states: Mapping[str, Any], *,
             )
             break
     raise_together(comm, error)
+
+
+def _state(value: Stateful) -> Any:
+    return {"state": value.get_state()} if isinstance(value, torch.Generator) else value.state_dict()
 
 
 def _where(name: str) -> str:

@@ -29,12 +29,13 @@ SessionUpdater: TypeAlias = AllReduceUpdater | ScatterUpdater | ShardedUpdater |
 @dataclass(kw_only=True, eq=False, slots=True)
 class TrainingParts:
     """outside: the optimizer's parameters that are not in the model, by name. made_with: the optimizer's options at the
-    first `load_state`, or when the updater was made. has_begun: the options may have changed since. noted: see
-    `Trainings`."""
+    first `load_state`, or when the updater was made. trained: the ids of the parameters that the updater trains.
+    has_begun: the options may have changed since. noted: see `Trainings`."""
 
     model: torch.nn.Module
     outside: Mapping[str, torch.nn.Parameter]
     made_with: Options
+    trained: frozenset[int]
     has_begun: bool = False
     noted: bool = False
 
@@ -59,7 +60,9 @@ class TrainingParts:
             made_with = options_of(optimizer)
         except CheckpointError as error:
             raise UsageError(f"no checkpoint can hold this training: {error}") from error
-        return cls(model=model, outside=outside, made_with=made_with)
+        groups = optimizer.param_groups
+        trained = frozenset(id(p) for group in groups for p in group["params"] if p.requires_grad)
+        return cls(model=model, outside=outside, made_with=made_with, trained=trained)
 
 
 @final
@@ -78,6 +81,21 @@ class Trainings:
     @property
     def updaters(self) -> list[SessionUpdater]:
         return list(self._parts)
+
+    def parts_for(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainingParts:
+        """Returns the parts of an updater that is about to be made. Raises UsageError as `TrainingParts.of` does, and
+        if another updater, that is not closed, trains some of its parameters: both would sum their gradients."""
+        parts = TrainingParts.of(model, optimizer)
+        both = {
+            i for u, of in self._parts.items() if u.step_watch is not None for i in of.trained & parts.trained
+        }
+        if both and not is_sharded(model):
+            names = [repr(name) for name, p in model.named_parameters() if id(p) in both]
+            raise UsageError(
+                f"{names[0] if names else 'a parameter'} is trained by another updater of this session: call close() "
+                "of that one before, or give each optimizer parameters of its own"
+            )
+        return parts
 
     def add(self, updater: SessionUpdater, parts: TrainingParts) -> None:
         self._parts[updater] = parts

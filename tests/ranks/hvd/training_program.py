@@ -326,6 +326,46 @@ def guards() -> None:
         raise AssertionError(f"no error: {options}")
 
 
+def stepped_with(model: torch.nn.Module, optimizer: Any, gradient: torch.Tensor | None) -> None:
+    next(model.parameters()).grad = gradient
+    optimizer.step()
+
+
+def gradients_in_use() -> None:
+    """What a script does with gradients while they are reduced is refused; after `synchronize` it counts."""
+    if hvd.size() == 1:
+        return
+    _, numbers, targets = batch(0, part=hvd.rank(), parts=hvd.size())
+    uses: dict[str, Callable[[torch.nn.Module, Any], object]] = {
+        "clip_grad_norm_": lambda model, _: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+        "clip_grad_value_": lambda model, _: torch.nn.utils.clip_grad_value_(model.parameters(), 0.1),
+        "foreach": lambda model, _: torch._foreach_mul_([p.grad for p in model.parameters()], 2.0),
+        "data": lambda model, _: next(model.parameters()).grad.data.zero_(),  # type: ignore[union-attr]
+        "numpy": lambda model, _: next(model.parameters()).grad.numpy(),  # type: ignore[union-attr]
+        "GradScaler": lambda _, optimizer: grad_scaler.step(optimizer),
+        "another backward": lambda model, _: model(numbers).square().mean().backward(),
+        "None": lambda model, optimizer: stepped_with(model, optimizer, None),
+        "another tensor": lambda model, optimizer: stepped_with(
+            model, optimizer, torch.ones(8, WIDTH).double()
+        ),
+    }
+    for name, use in uses.items():
+        model = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
+        ).double()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+        grad_scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        grad_scaler.scale(functional.mse_loss(model(numbers), targets)).backward()
+        before = copy.deepcopy(model.state_dict())
+        refused(lambda: use(model, optimizer))  # noqa: B023
+        assert all(torch.equal(before[key], value) for key, value in model.state_dict().items()), name
+        if name not in ("None", "another tensor"):
+            optimizer.step()  # nothing was lost
+            check(model.state_dict(), hvd.broadcast_object(model.state_dict()), name)
+            assert not torch.equal(before["0.weight"], model.state_dict()["0.weight"])
+
+
 def refused(function: Callable[[], object]) -> None:
     try:
         function()
@@ -337,7 +377,7 @@ def refused(function: Callable[[], object]) -> None:
 def main() -> None:
     hvd.init(timeout_s=300)
     gradient_buckets.BUCKET_BYTES = 2048  # several buckets
-    for case in (averages, of_a_process_set, adasum, joined, guards):
+    for case in (averages, of_a_process_set, adasum, joined, guards, gradients_in_use):
         case()
     hvd.shutdown()
     print("agrees", flush=True)

@@ -58,7 +58,9 @@ WIRES: dict[int, dict[str, tuple[str, ...]]] = {
         "bf16": ("pair",),
         "int8": ("pair", "uneven pair", *OF_SAMPLES),
         "top-k": ("pair", "uneven pair", *OF_SAMPLES),
+        "low-rank": ("pair", "uneven pair", "uneven method"),
     },
+    3: {"low-rank": ("uneven pair",)},
     4: {"top-k": ("pair", "uneven pair")},
 }
 RESUMED = ("fp16", "top-k")
@@ -271,6 +273,8 @@ def everything(world: World, directory: str) -> dict[str, Any]:
         for name, (layout, kind, data) in LAYOUTS[size].items()
     }
     found["wires"] = {wire: with_wire(world, where, wire) for wire in WIRES.get(size, ())}
+    if size == 1:
+        found["longer"] = run(world, where, "1-longer", Masked(), micro_batches=1, steps=BEYOND_DENSE)
     if size <= 2:
         for name, sync in (("plain norm", False), ("norm", size > 1)):
             found[name] = run(

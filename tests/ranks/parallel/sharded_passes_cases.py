@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -47,11 +47,12 @@ class Twins:
     def backward(self, inputs: torch.Tensor, *, weight: float = 1.0) -> None:
         self.updater.backward(self.loss(inputs), weight=weight / self.num_ranks)
 
-    def step_alone(self, *inputs: torch.Tensor) -> None:
-        """A step on the sum of the losses."""
+    def step_alone(self, *inputs: torch.Tensor, change: Callable[[nn.Module], None] = lambda _: None) -> None:
+        """A step on the sum of the losses. change: of the gradients before it."""
         self._optimizer.zero_grad()
         for values in inputs:
             self.alone(values).square().mean().backward()
+        change(self.alone)
         self._optimizer.step()
 
     def step(self) -> None:
@@ -205,6 +206,68 @@ def plain_after_dropped(session: Session) -> float:
     return twins.difference()
 
 
+def whole_gradients_dropped(session: Session) -> float:
+    """The model's and the optimizer's own `zero_grad` drop whole gradients too, as a GAN's script calls them."""
+    twins = Twins(session)
+    for owner in (twins.model, twins.updater.optimizer):
+        with twins.updater.no_sync():
+            twins.loss(twins.inputs()).backward()
+        owner.zero_grad()
+        twins.step()
+    return twins.difference()
+
+
+def hook_of_a_gradient(session: Session) -> str:
+    twins = Twins(session)
+    next(twins.model.parameters()).register_hook(lambda gradient: gradient * 0.5)
+    twins.backward(twins.inputs())
+    return caught(twins.updater.step, UsageError)
+
+
+def _clip_values(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def _clip_norm(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def _drop_some(model: nn.Module) -> None:
+    for parameter in model.get_submodule("1.1").parameters():
+        parameter.grad = None
+
+
+def _halve(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+            parameter.grad.clamp_(min=-0.02)
+
+
+def gradients_changed(session: Session, *, weighted: bool) -> float:
+    """Between backward and step `.grad` is the mean over the ranks, which the script changes."""
+    twins = Twins(session)
+    for change in (_clip_values, _clip_norm, _drop_some, _halve):
+        inputs, others = twins.inputs(), twins.inputs()
+        for values in (inputs, others):  # adds up
+            if weighted:
+                twins.backward(values)
+            else:
+                twins.loss(values).backward()
+        change(twins.model)
+        twins.updater.step()
+        twins.step_alone(inputs, others, change=change)
+    return twins.difference()
+
+
+def dropped_on_one_rank(session: Session) -> str:
+    twins = Twins(session)
+    twins.backward(twins.inputs())
+    if session.rank == 0:
+        _drop_some(twins.model)
+    return caught(twins.updater.step, UsageError)
+
+
 def closed(session: Session) -> dict[str, Any]:
     """Threads that sum gradients before and after `close`, and how far a gradient of a later backward is off."""
     twins = Twins(session, algorithm="direct")
@@ -235,8 +298,13 @@ def passes(session: Session) -> dict[str, Any]:
             "dropped before they were summed": not_summed(session, dropped=True),
             "summed by step": not_summed(session, dropped=False),
             "plain after dropped": plain_after_dropped(session),
+            "whole gradients dropped": whole_gradients_dropped(session),
+            "plain gradients changed": gradients_changed(session, weighted=False),
+            "weighted gradients changed": gradients_changed(session, weighted=True),
         },
         "evaluation": evaluation_bytes(session),
         "failed": backward_fails(session),
+        "dropped on one rank": dropped_on_one_rank(session),
+        "hook": hook_of_a_gradient(session),
         "closed": closed(session),
     }

@@ -72,8 +72,26 @@ def test_a_wire_format_trains_as_one_process_within_its_rounding(
 
 
 @pytest.mark.parametrize(
+    ("ranks", "kind"), [(n, kind) for n in WIRES for kind in WIRES[n].get("low-rank", ())]
+)
+def test_factors_of_full_rank_train_as_one_process(launches: Launches, ranks: int, kind: str) -> None:
+    """The matrices have at most 8 columns or rows, and the factors 16: the reduction is exact."""
+    alone = numbers(launches[1][0]["longer"])
+    for output in launches[ranks]:
+        found = output["wires"]["low-rank"][kind]
+        assert len(found["steps"]) == len(alone) == 3  # the last ones, in which factors are sent
+        np.testing.assert_allclose(numbers(found), alone, rtol=1e-7)
+
+
+@pytest.mark.parametrize(
     ("ranks", "wire", "kind"),
-    [(n, w, kind) for n in WIRES for w in WIRES[n] for kind in WIRES[n][w] if kind.startswith("uneven")],
+    [
+        (n, w, kind)
+        for n in WIRES
+        for w in WIRES[n]
+        for kind in WIRES[n][w]
+        if kind.startswith("uneven") and kind.removeprefix("uneven ") in WIRES[n][w]
+    ],
 )
 def test_what_is_fed_back_does_not_depend_on_the_size_of_the_weights(
     launches: Launches, ranks: int, wire: str, kind: str
@@ -106,7 +124,7 @@ def test_batch_norm_with_ranks_that_count_nothing(launches: Launches) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("mixture", "USAGE the task's loss returns a weight on rank 1 and none on rank 0"),
+        ("mixture", "USAGE step 1: the task's loss returns a weight on rank 1 and none on rank 0"),
         ("nan", "gave the weight nan: give a finite number of 0 or more"),
         ("negative", "gave the weight -1: give a finite number of 0 or more"),
         ("bool", "gave the weight True: give a number or a tensor"),

@@ -123,6 +123,10 @@ def test_what_was_gathered_ahead_and_not_used_is_dropped(launches: dict[int, lis
 def test_nothing_of_a_step_is_left_for_the_next(launches: dict[int, list[dict[str, Any]]]) -> None:
     for found in (launch["passes"] for launch in launches[3]):
         assert found["differences"] == {name: pytest.approx(0.0, abs=1e-12) for name in found["differences"]}
+        assert "register_hook), which FSDP2 does not call" in found["hook"]
+        assert found["dropped on one rank"].startswith(
+            "agreed: some parameters have a gradient on some ranks"
+        )
 
 
 def test_an_evaluation_gathers_once_what_stays_whole(launches: dict[int, list[dict[str, Any]]]) -> None:

@@ -100,6 +100,30 @@ def in_half() -> Made:
     return model, CountsInGroup(model.parameters(), lr=0.01), {}
 
 
+class Accuracy(torch.nn.Module):
+    """Counts in tensors that its state dict has only if asked, as torchmetrics' metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right, self.by_class = torch.zeros((), dtype=torch.int64), [torch.zeros(2)]
+
+    def update(self, step: int) -> None:
+        self.right += step
+        self.by_class.append(torch.full((2,), float(step)))
+
+    def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        return {f"{prefix}right": self.right.clone(), f"{prefix}by_class": [t.clone() for t in self.by_class]}
+
+    def load_state_dict(self, state: Any, strict: bool = True) -> None:  # type: ignore[override]
+        self.right, self.by_class = state["right"], list(state["by_class"])
+
+
+def with_generator_and_metric() -> Made:
+    model = net()
+    generator = torch.Generator().manual_seed(5)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), {"noise": generator, "accuracy": Accuracy()}
+
+
 CASES: dict[str, Callable[[], Made]] = {
     "tensor lr": adamw(lr=lambda: torch.tensor(0.1)),
     "float64 tensor lr, capturable off": adamw(
@@ -137,6 +161,7 @@ CASES: dict[str, Callable[[], Made]] = {
     "plateau": with_scheduler(lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.5)),
     "swa": with_scheduler(lambda o: SWALR(o, swa_lr=0.01, anneal_epochs=6)),
     "averages": with_averages,
+    "generator and metric": with_generator_and_metric,
 }
 
 
@@ -151,7 +176,7 @@ def steps(made: Made, updater: Any, count: int, *, begin: int) -> None:
     model, _, also = made
     for number in range(begin, begin + count):
         torch.manual_seed(number)
-        x = torch.randn(6, 4).to(next(model.parameters()).dtype)
+        x = torch.randn(6, 4, generator=also.get("noise")).to(next(model.parameters()).dtype)
         loss = model(x).float().square().mean()
         updater.backward(loss, weight=1.0)
         updater.step()
@@ -160,6 +185,8 @@ def steps(made: Made, updater: Any, count: int, *, begin: int) -> None:
             scheduler.step(float(loss.detach()))
         elif scheduler is not None:
             scheduler.step()
+        if "accuracy" in also:
+            also["accuracy"].update(number)
         if "ema" in also:
             also["ema"].update_parameters(model)
             also["scaler"].scale(loss.detach())
@@ -170,7 +197,10 @@ def seen(made: Made) -> Any:
     """All state, as it can be compared: types, dtypes and bits."""
     model, optimizer, also = made
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state |= {name: value.state_dict() for name, value in also.items()}
+    state |= {
+        name: value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
+        for name, value in also.items()
+    }
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -314,6 +344,19 @@ def test_objects_that_do_not_fit_are_named(session: Session, tmp_path: Path) -> 
     found = Odd()
     session.load_state(tmp_path, updater, also={"a": found, "net": None})
     assert found.state == (1, 2)
+
+
+def test_a_second_updater_of_the_same_parameters_is_refused(session: Session) -> None:
+    model = net()
+    first = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(
+        UsageError, match=r"'3\.weight' is trained by another updater of this session: call close"
+    ):
+        session.updater(model, torch.optim.SGD(model[3].parameters(), lr=0.1))
+    first.close()
+    halves = [session.updater(model, torch.optim.SGD(model[i].parameters(), lr=0.1)) for i in (0, 3)]
+    model(torch.ones(6, 4)).mean().backward()
+    assert all(updater.step().applied for updater in halves)
 
 
 def test_parameters_outside_the_model_are_saved_and_the_same_on_all_ranks(tmp_path: Path) -> None:

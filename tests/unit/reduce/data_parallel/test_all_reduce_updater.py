@@ -371,6 +371,29 @@ def test_sparse_gradients_are_reduced_as_dense_ones() -> None:
         assert weight[:, 0].tolist() == [0.0, 0.0, 1, 1, 1, -1.0, 1, 1, 1, 1]
 
 
+def test_one_optimizer_has_dense_and_sparse_gradients() -> None:
+    rows = torch.randint(0, 10, (6,), generator=torch.Generator().manual_seed(0))
+
+    def case(world: World) -> list[torch.Tensor]:
+        net = torch.nn.Sequential(torch.nn.Embedding(10, 3, sparse=True), torch.nn.Linear(3, 2)).double()
+        generator = torch.Generator().manual_seed(1)
+        for parameter in net.parameters():
+            torch.nn.init.uniform_(parameter, generator=generator)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        updater = AllReduceUpdater(optimizer, comm=world, reducer=reducer_for(world))
+        for _ in range(3):
+            net(rows.chunk(world.num_ranks)[world.rank]).square().mean().backward()
+            updater.step()
+        updater.close()
+        return [p.detach() for p in net.parameters()]
+
+    alone = on_threads(1, case)[0]
+    for num_ranks in (2, 3):
+        for found in on_threads(num_ranks, case):
+            for one, other in zip(found, alone, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
 def test_a_closed_updater_makes_no_steps() -> None:
     """It would train each rank on its own gradients."""
 
