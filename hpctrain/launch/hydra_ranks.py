@@ -66,8 +66,8 @@ class HydraRanks:
     def find_failure(self, line: bytes) -> RankFailure | None:
         """Returns the rank that a signal has ended first, once the launcher's lines have said so; this is the next one.
 
-        Its `signal` is None where MPICH does not say it: what it says is the bitwise or of how all ranks ended, those it
-        has killed too, or is of another process than the first.
+        Its `signal` is None where MPICH does not say it: what it says is the bitwise or of how all ranks ended, those
+        that it has killed too, or is of another process than the first.
         """
         process = _PROCESS.search(line)
         if process is not None:
