@@ -25,6 +25,7 @@ from hpctrain.checkpoint.planning.hdf5_skeleton import Skeleton
 from hpctrain.checkpoint.retention.file_recycling import take_spare
 from hpctrain.errors import CheckpointError
 from hpctrain.storage import InUseError, check_claim, claim, hash_of, sync_directory, write_fully
+from hpctrain.telemetry import tell
 
 
 def make_room(directory: Path, partial: Path, *, folder: bool, spare_bytes: int | None = None) -> list[str]:
@@ -52,7 +53,7 @@ def make_room(directory: Path, partial: Path, *, folder: bool, spare_bytes: int 
 def _claim(directory: Path) -> None:
     """Takes the lease on the directory, or checks that this process still has it. Raises CheckpointError."""
     try:
-        claim(directory, beside=True)
+        claim(directory, beside=True, say=tell)
     except InUseError as error:
         raise CheckpointError(str(error)) from error
 
