@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ _RANKS_NAMED = 8
 _OTHERS_LEAVE_AFTER_S = 1.0
 # The program's share of the time to end all ranks, in which it waits for those of other nodes.
 _MEETING_SHARE = 0.5
+_SCANCEL_S = 10.0
 _MEETING_PREFIX = ".hpctrain-absent-"
 
 
@@ -61,6 +63,7 @@ def start_deadline(
         "rank": identity.rank, "num_ranks": identity.num_ranks, "host_size": identity.host_size,
         "launcher": identity.launcher, "pid": launcher.pid, "variable": _variable(environ), "limit_s": limit_s,
         "timeout_s": timeout_s, "folder": None if folder is None else str(folder),
+        "step": f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}" if identity.launcher == "Slurm" else None,
         "meeting": _meeting(environ, identity), "meeting_s": _MEETING_SHARE * ending_s,
     }  # fmt: skip
     own = _write(folder, identity)
@@ -188,62 +191,62 @@ def _report(found: Mapping[str, Any]) -> None:
         except OSError:
             folder = None
     here = describe_absent(folder, found)
-    lines, prints = _with_other_nodes(here, found)
-    if not prints:
+    known = _meet(here, found)
+    if known and min(known) != min(here.waiting):  # that node's program prints
         time.sleep(_OTHERS_LEAVE_AFTER_S)
         return
     lines = [
         f"hpctrain: rank {found['rank']} on {socket.gethostname()} has waited {found['limit_s']:.1f} s in its start "
         f"for the other ranks (timeout_s = {found['timeout_s']:g}) and ends the run",
-        *lines,
+        *_describe_nodes(known, here, found),
         f"each of the {found['num_ranks']} ranks that {found['launcher']} started must start hpctrain (hpctrain.start, "
         "hpctrain.hvd.init, init_process_group, `hpctrain train`) within that time of the first. A program that is "
         "read from standard input reaches rank 0 only: save it as a file",
     ]
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
+    nodes = list(known.values()) or [here]
+    num_left = sum(len(node.waiting) + node.num_ended for node in nodes)
+    if found["step"] is not None and num_left < found["num_ranks"]:
+        _end_step(found["step"])
+
+
+def _end_step(step: str) -> None:
+    """Ends a step of Slurm's: without --kill-on-bad-exit srun waits for the absent ranks when the others have ended."""
+    try:
+        done = subprocess.run(
+            ["scancel", step], capture_output=True, text=True, check=False, timeout=_SCANCEL_S
+        )
+        failure = done.stderr.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failure = str(error)
+    if failure:
+        sys.stderr.write(
+            f"hpctrain: scancel {step}: {failure}. Without --kill-on-bad-exit=1 srun waits for absent ranks whose "
+            "processes run: end it\n"
+        )
+        sys.stderr.flush()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAtDeadline:
-    """Ranks of one node that wait, those that are known to be absent, and lines about ranks that are."""
+    """Ranks of one node. absent: those of which the numbers are known. num_ended: how many of the absent ones have
+    ended. lines: about the absent ones."""
 
     waiting: list[int]
     absent: list[int]
+    num_ended: int
     lines: list[str]
 
 
-def _with_other_nodes(here: NodeAtDeadline, found: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """Returns lines about the absent ranks of all nodes, and whether this process is the one that prints them."""
+def _meet(here: NodeAtDeadline, found: Mapping[str, Any]) -> dict[int, NodeAtDeadline]:
+    """Returns what is known of each node, by its lowest waiting rank: what the nodes' programs write for each other
+    until the time is over."""
     known = {min(here.waiting): here} if here.waiting else {}
-    if known and found["meeting"] is not None:
-        with contextlib.suppress(OSError):
-            known |= _meet(Path(found["meeting"]), here, found)
-    lines = [line for _, node in sorted(known.items()) for line in node.lines]
-    waiting = sorted(rank for node in known.values() for rank in node.waiting)
-    silent = set(range(found["num_ranks"])).difference(waiting, *(node.absent for node in known.values()))
-    if not known:
-        lines = here.lines
-    elif len(known) > 1 and silent:
-        lines.append(
-            f"ranks {_listed(waiting)} wait. Absent, or started more than {found['meeting_s']:.1f} s after rank "
-            f"{found['rank']}: {_listed(sorted(silent))}"
-        )
-    elif not lines:
-        lines.append(
-            f"all ranks of {socket.gethostname()} wait ({_listed(here.waiting)}): absent are ranks of other nodes, or "
-            "the network between the nodes does not connect them (`hpctrain doctor` tests it)"
-            if silent
-            else "all ranks wait: the network between their nodes does not connect them (`hpctrain doctor` tests it)"
-        )
-    return lines, not known or min(known) == min(here.waiting)
-
-
-def _meet(begin: Path, here: NodeAtDeadline, found: Mapping[str, Any]) -> dict[int, NodeAtDeadline]:
-    """Returns what the programs of the nodes have written until the time is over, by a node's lowest waiting rank.
-    Raises OSError."""
+    if not known or found["meeting"] is None:
+        return known
+    begin = Path(found["meeting"])
     mine = begin.with_name(f"{begin.name}-{min(here.waiting)}")
-    known: dict[int, NodeAtDeadline] = {}
     until = time.monotonic() + found["meeting_s"]
     try:
         partial = mine.with_name(f"{mine.name}.partial")
@@ -257,10 +260,40 @@ def _meet(begin: Path, here: NodeAtDeadline, found: Mapping[str, Any]) -> dict[i
                 with contextlib.suppress(OSError, ValueError, TypeError):
                     known[int(path.name.rpartition("-")[2])] = NodeAtDeadline(**json.loads(path.read_text()))
             time.sleep(0.1)
+    except OSError:
+        return {min(here.waiting): here}
     finally:
-        with contextlib.suppress(OSError):
-            mine.unlink()
+        # The first one removes the files of the others, which may be killed before they do.
+        for path in begin.parent.glob(f"{begin.name}-*") if min(known) == min(here.waiting) else [mine]:
+            with contextlib.suppress(OSError):
+                path.unlink()
     return known
+
+
+def _describe_nodes(
+    known: Mapping[int, NodeAtDeadline], here: NodeAtDeadline, found: Mapping[str, Any]
+) -> list[str]:
+    """Returns lines about the absent ranks of all nodes. known: from `_meet`."""
+    if not known:
+        return here.lines
+    lines = [line for _, node in sorted(known.items()) for line in node.lines]
+    waiting = sorted(rank for node in known.values() for rank in node.waiting)
+    silent = set(range(found["num_ranks"])).difference(waiting, *(node.absent for node in known.values()))
+    if len(known) > 1 and silent:
+        lines.append(
+            f"ranks {_listed(waiting)} wait. Absent, or started more than {found['meeting_s']:.1f} s after rank "
+            f"{found['rank']}: {_listed(sorted(silent))}"
+        )
+    elif not lines and silent:
+        lines.append(
+            f"all ranks of {socket.gethostname()} wait ({_listed(here.waiting)}): absent are ranks of other nodes, or "
+            "the network between the nodes does not connect them (`hpctrain doctor` tests it)"
+        )
+    elif not lines:
+        lines.append(
+            "all ranks wait: the network between their nodes does not connect them (`hpctrain doctor` tests it)"
+        )
+    return lines
 
 
 def describe_absent(folder: Path | None, found: Mapping[str, Any]) -> NodeAtDeadline:
@@ -271,7 +304,7 @@ def describe_absent(folder: Path | None, found: Mapping[str, Any]) -> NodeAtDead
         cannot = (
             "which ranks of this node have not started cannot be seen from here (a container of its own?)"
         )
-        return NodeAtDeadline(waiting=[], absent=[], lines=[cannot])
+        return NodeAtDeadline(waiting=[], absent=[], num_ended=0, lines=[cannot])
     here = {int(path.name.removeprefix("rank-")): path for path in folder.glob("rank-*")}
     running = processes_of_ranks(found["pid"], variable=found["variable"])
     num_ranks, on_host = int(found["num_ranks"]), found["host_size"]
@@ -290,14 +323,17 @@ def describe_absent(folder: Path | None, found: Mapping[str, Any]) -> NodeAtDead
         lines.append(f"rank {rank} on {socket.gethostname()} is absent: {state}")
     if len(absent) > _RANKS_NAMED:
         lines.append(f"and {len(absent) - _RANKS_NAMED} more are absent: {_listed(absent[_RANKS_NAMED:])}")
-    if on_host is not None and on_host != num_ranks and on_host > len(here) + len(absent):
+    num_ended = len(set(absent).difference(running))
+    num_gone = 0 if on_host is None or on_host == num_ranks else on_host - len(here) - len(absent)
+    if num_gone > 0:
         local = {path.read_text() for path in here.values()}
         missing = [number for number in range(on_host) if str(number) not in local]
         lines.append(
-            f"{on_host - len(here) - len(absent)} of the {on_host} ranks of {socket.gethostname()} have ended before "
+            f"{num_gone} of the {on_host} ranks of {socket.gethostname()} have ended before "
             f"they started hpctrain: among local ranks {_listed(missing)}; those that wait are {_listed(sorted(here))}"
         )
-    return NodeAtDeadline(waiting=sorted(here), absent=absent, lines=lines)
+        num_ended += num_gone
+    return NodeAtDeadline(waiting=sorted(here), absent=absent, num_ended=num_ended, lines=lines)
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -25,7 +25,7 @@ def at_deadline(nodes: list[list[int]], *, num_ranks: int, shared: Path) -> list
         found: dict[str, Any] = {
             "rank": waiting[0], "num_ranks": num_ranks, "host_size": 2, "launcher": "Slurm", "pid": os.getpid(),
             "variable": "NO_RANK_HAS_IT", "limit_s": 20.0, "timeout_s": 24.0, "folder": str(folder),
-            "meeting": str(shared / "meeting"), "meeting_s": 1.5,
+            "meeting": str(shared / "meeting"), "meeting_s": 1.5, "step": None,
         }  # fmt: skip
         command = [sys.executable, "-I", str(start_deadline.__file__), json.dumps(found)]
         programs.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
