@@ -155,10 +155,10 @@ def carry_out(
     limits.base = Section.START
     limit_host_memory(recipe, session=session)
     prepare_run_directory(directory, comm=session.world, checks=session.leads_node)
-    settings = limits.settings
-    limits.configure(settings.longer_by(LOST_AFTER_S))  # rank 0 may have to wait, and says so
+    usual = limits.settings
+    limits.configure(usual.longer_by(LOST_AFTER_S))  # rank 0 may have to wait, and says so
     claim_run_directory(directory, comm=session.world)
-    limits.configure(settings)
+    limits.configure(usual)
     session.on_close(lambda: release(directory))
     session.world.publish_in(directory / "watch")
     if resume.anew:
