@@ -6,6 +6,7 @@ Called by the rank that leads a file or folder; none is collective.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +26,6 @@ from hpctrain.checkpoint.planning.hdf5_skeleton import Skeleton
 from hpctrain.checkpoint.retention.file_recycling import take_spare
 from hpctrain.errors import CheckpointError
 from hpctrain.storage import InUseError, check_claim, claim, hash_of, sync_directory, write_fully
-from hpctrain.telemetry import tell
 
 
 def make_room(directory: Path, partial: Path, *, folder: bool, spare_bytes: int | None = None) -> list[str]:
@@ -53,7 +53,9 @@ def make_room(directory: Path, partial: Path, *, folder: bool, spare_bytes: int 
 def _claim(directory: Path) -> None:
     """Takes the lease on the directory, or checks that this process still has it. Raises CheckpointError."""
     try:
-        claim(directory, beside=True, say=tell)
+        claim(
+            directory, beside=True, say=lambda text: print(f"hpctrain: {text}", file=sys.stderr, flush=True)
+        )
     except InUseError as error:
         raise CheckpointError(str(error)) from error
 
