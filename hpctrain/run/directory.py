@@ -34,6 +34,10 @@ def claim_run_directory(directory: Path, *, comm: Collective) -> None:
             claim(directory, say=tell)
         except InUseError as error:
             raise LaunchError(f"run.directory: {error}") from error
+        except OSError as error:
+            raise LaunchError(
+                f"the run directory {directory.absolute()} cannot be written: {error.strerror}"
+            ) from error
 
     on_rank_0(comm, take)
 

@@ -46,7 +46,7 @@ from hpctrain.run.record import environment_record, print_start, reduction_recor
 from hpctrain.run.reduction import gradient_bytes
 from hpctrain.run.session import Session, start
 from hpctrain.run.summary import NODES, SUMMARY, finished_summary, summarize
-from hpctrain.storage import release
+from hpctrain.storage import LOST_AFTER_S, release
 from hpctrain.telemetry import ENERGY, RecordWriter, Sinks, tell, write_json
 from hpctrain.train import (
     LIMITS_FILE,
@@ -155,7 +155,10 @@ def carry_out(
     limits.base = Section.START
     limit_host_memory(recipe, session=session)
     prepare_run_directory(directory, comm=session.world, checks=session.leads_node)
+    usual = limits.settings
+    limits.configure(usual.longer_by(LOST_AFTER_S))  # rank 0 may have to wait, and says so
     claim_run_directory(directory, comm=session.world)
+    limits.configure(usual)
     session.on_close(lambda: release(directory))
     session.world.publish_in(directory / "watch")
     if resume.anew:

@@ -13,4 +13,9 @@ from .lease.claims import (
     release as release,
     release_all as release_all,
 )
-from .lease.lease import InUseError as InUseError, Lease as Lease, Place as Place
+from .lease.lease import (
+    LOST_AFTER_S as LOST_AFTER_S,
+    InUseError as InUseError,
+    Lease as Lease,
+    Place as Place,
+)

@@ -6,6 +6,7 @@ Called by the rank that leads a file or folder; none is collective.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -52,7 +53,9 @@ def make_room(directory: Path, partial: Path, *, folder: bool, spare_bytes: int 
 def _claim(directory: Path) -> None:
     """Takes the lease on the directory, or checks that this process still has it. Raises CheckpointError."""
     try:
-        claim(directory, beside=True)
+        claim(
+            directory, beside=True, say=lambda text: print(f"hpctrain: {text}", file=sys.stderr, flush=True)
+        )
     except InUseError as error:
         raise CheckpointError(str(error)) from error
 

@@ -3,7 +3,8 @@
 Each rank that starts writes a file into a folder of its node's memory, which belongs to its launcher's process, and
 removes it once all have started; where a script runs the rank's programs, it leaves a note instead, for a second one,
 which MPI would not start. A thread of the C library (`gil_free_timer`) ends a rank that still waits at the
-deadline, after running this file as a program. It prints, once on each node, which of the node's ranks have no file.
+deadline, after running this file as a program. It prints which of the node's ranks have no file. Of ranks on other
+nodes it knows what their programs write into the working directory at the deadline, if the nodes share it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +33,10 @@ _ENDING_SHARE, _LONGEST_ENDING_S = 0.25, 5.0  # as a collective operation's, see
 _RANKS_NAMED = 8
 # Ranks that wait for the one that prints, so that the launcher does not end it before it has.
 _OTHERS_LEAVE_AFTER_S = 1.0
+# The program's share of the time to end all ranks, in which it waits for those of other nodes.
+_MEETING_SHARE = 0.5
+_SCANCEL_S = 10.0
+_MEETING_PREFIX = ".hpctrain-absent-"
 
 
 @contextlib.contextmanager
@@ -49,11 +57,14 @@ def start_deadline(
         return
     folder, launcher = _folder(environ)
     _refuse_second_program(folder, identity)
-    limit_s = timeout_s - min(_LONGEST_ENDING_S, _ENDING_SHARE * timeout_s)
+    ending_s = min(_LONGEST_ENDING_S, _ENDING_SHARE * timeout_s)
+    limit_s = timeout_s - ending_s
     numbers = {
         "rank": identity.rank, "num_ranks": identity.num_ranks, "host_size": identity.host_size,
         "launcher": identity.launcher, "pid": launcher.pid, "variable": _variable(environ), "limit_s": limit_s,
         "timeout_s": timeout_s, "folder": None if folder is None else str(folder),
+        "step": f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}" if identity.launcher == "Slurm" else None,
+        "meeting": _meeting(environ, identity), "meeting_s": _MEETING_SHARE * ending_s,
     }  # fmt: skip
     own = _write(folder, identity)
     try:
@@ -84,6 +95,19 @@ def _variable(environ: Mapping[str, str]) -> str | None:
 
     row = find_launcher(environ)
     return None if row is None else row.rank
+
+
+def _meeting(environ: Mapping[str, str], identity: RankIdentity) -> str | None:
+    """Returns how the paths of the files begin by which the nodes' programs know of each other; None: there is one
+    node, or the launch has no name that all its ranks have."""
+    name = environ.get("PMIX_NAMESPACE") or ".".join(
+        filter(None, (environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")))
+    )
+    if not name or identity.host_size is None or identity.host_size == identity.num_ranks:
+        return None
+    with contextlib.suppress(OSError):  # the folder is gone
+        return os.path.join(os.getcwd(), _MEETING_PREFIX + re.sub(r"[^\w.-]", "-", name))
+    return None
 
 
 def _note_of(folder: Path, identity: RankIdentity) -> Path:
@@ -166,26 +190,121 @@ def _report(found: Mapping[str, Any]) -> None:
             return
         except OSError:
             folder = None
+    here = describe_absent(folder, found)
+    known = _meet(here, found)
+    if known and min(known) != min(here.waiting):  # that node's program prints
+        time.sleep(_OTHERS_LEAVE_AFTER_S)
+        return
     lines = [
         f"hpctrain: rank {found['rank']} on {socket.gethostname()} has waited {found['limit_s']:.1f} s in its start "
         f"for the other ranks (timeout_s = {found['timeout_s']:g}) and ends the run",
-        *describe_absent(folder, found),
+        *_describe_nodes(known, here, found),
         f"each of the {found['num_ranks']} ranks that {found['launcher']} started must start hpctrain (hpctrain.start, "
         "hpctrain.hvd.init, init_process_group, `hpctrain train`) within that time of the first. A program that is "
         "read from standard input reaches rank 0 only: save it as a file",
     ]
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
+    nodes = list(known.values()) or [here]
+    num_left = sum(len(node.waiting) + node.num_ended for node in nodes)
+    if found["step"] is not None and num_left < found["num_ranks"]:
+        _end_step(found["step"])
 
 
-def describe_absent(folder: Path | None, found: Mapping[str, Any]) -> list[str]:
-    """Returns lines about the ranks of this node that have not started. found: the program's argument."""
+def _end_step(step: str) -> None:
+    """Ends a step of Slurm's: without --kill-on-bad-exit srun waits for the absent ranks when the others have ended."""
+    try:
+        done = subprocess.run(
+            ["scancel", step], capture_output=True, text=True, check=False, timeout=_SCANCEL_S
+        )
+        failure = done.stderr.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failure = str(error)
+    if failure:
+        sys.stderr.write(
+            f"hpctrain: scancel {step}: {failure}. Without --kill-on-bad-exit=1 srun waits for absent ranks whose "
+            "processes run: end it\n"
+        )
+        sys.stderr.flush()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeAtDeadline:
+    """Ranks of one node. absent: those of which the numbers are known. num_ended: how many of the absent ones have
+    ended. lines: about the absent ones."""
+
+    waiting: list[int]
+    absent: list[int]
+    num_ended: int
+    lines: list[str]
+
+
+def _meet(here: NodeAtDeadline, found: Mapping[str, Any]) -> dict[int, NodeAtDeadline]:
+    """Returns what is known of each node, by its lowest waiting rank: what the nodes' programs write for each other
+    until the time is over."""
+    known = {min(here.waiting): here} if here.waiting else {}
+    if not known or found["meeting"] is None:
+        return known
+    begin = Path(found["meeting"])
+    mine = begin.with_name(f"{begin.name}-{min(here.waiting)}")
+    until = time.monotonic() + found["meeting_s"]
+    try:
+        partial = mine.with_name(f"{mine.name}.partial")
+        partial.write_text(json.dumps(asdict(here)))
+        partial.rename(mine)
+        while (
+            time.monotonic() < until
+            and sum(len(node.waiting) for node in known.values()) < found["num_ranks"]
+        ):
+            for path in begin.parent.glob(f"{begin.name}-*"):
+                with contextlib.suppress(OSError, ValueError, TypeError):
+                    known[int(path.name.rpartition("-")[2])] = NodeAtDeadline(**json.loads(path.read_text()))
+            time.sleep(0.1)
+    except OSError:
+        return {min(here.waiting): here}
+    finally:
+        # The first one removes the files of the others, which may be killed before they do.
+        for path in begin.parent.glob(f"{begin.name}-*") if min(known) == min(here.waiting) else [mine]:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return known
+
+
+def _describe_nodes(
+    known: Mapping[int, NodeAtDeadline], here: NodeAtDeadline, found: Mapping[str, Any]
+) -> list[str]:
+    """Returns lines about the absent ranks of all nodes. known: from `_meet`."""
+    if not known:
+        return here.lines
+    lines = [line for _, node in sorted(known.items()) for line in node.lines]
+    waiting = sorted(rank for node in known.values() for rank in node.waiting)
+    silent = set(range(found["num_ranks"])).difference(waiting, *(node.absent for node in known.values()))
+    if len(known) > 1 and silent:
+        lines.append(
+            f"ranks {_listed(waiting)} wait. Absent, or started more than {found['meeting_s']:.1f} s after rank "
+            f"{found['rank']}: {_listed(sorted(silent))}"
+        )
+    elif not lines and silent:
+        lines.append(
+            f"all ranks of {socket.gethostname()} wait ({_listed(here.waiting)}): absent are ranks of other nodes, or "
+            "the network between the nodes does not connect them (`hpctrain doctor` tests it)"
+        )
+    elif not lines:
+        lines.append(
+            "all ranks wait: the network between their nodes does not connect them (`hpctrain doctor` tests it)"
+        )
+    return lines
+
+
+def describe_absent(folder: Path | None, found: Mapping[str, Any]) -> NodeAtDeadline:
+    """Returns what is known of the ranks of this node. found: the program's argument."""
     from hpctrain.launch import command_of, processes_of_ranks
 
     if folder is None:
-        return [
+        cannot = (
             "which ranks of this node have not started cannot be seen from here (a container of its own?)"
-        ]
+        )
+        return NodeAtDeadline(waiting=[], absent=[], num_ended=0, lines=[cannot])
     here = {int(path.name.removeprefix("rank-")): path for path in folder.glob("rank-*")}
     running = processes_of_ranks(found["pid"], variable=found["variable"])
     num_ranks, on_host = int(found["num_ranks"]), found["host_size"]
@@ -204,19 +323,17 @@ def describe_absent(folder: Path | None, found: Mapping[str, Any]) -> list[str]:
         lines.append(f"rank {rank} on {socket.gethostname()} is absent: {state}")
     if len(absent) > _RANKS_NAMED:
         lines.append(f"and {len(absent) - _RANKS_NAMED} more are absent: {_listed(absent[_RANKS_NAMED:])}")
-    if on_host is not None and on_host != num_ranks and on_host > len(here) + len(absent):
+    num_ended = len(set(absent).difference(running))
+    num_gone = 0 if on_host is None or on_host == num_ranks else on_host - len(here) - len(absent)
+    if num_gone > 0:
         local = {path.read_text() for path in here.values()}
         missing = [number for number in range(on_host) if str(number) not in local]
         lines.append(
-            f"{on_host - len(here) - len(absent)} of the {on_host} ranks of {socket.gethostname()} have ended before "
+            f"{num_gone} of the {on_host} ranks of {socket.gethostname()} have ended before "
             f"they started hpctrain: among local ranks {_listed(missing)}; those that wait are {_listed(sorted(here))}"
         )
-    if not lines:
-        lines.append(
-            f"all ranks of {socket.gethostname()} wait ({_listed(sorted(here))}): absent are ranks of other nodes, or "
-            "the network between the nodes does not connect them (`hpctrain doctor` tests it)"
-        )
-    return lines
+        num_ended += num_gone
+    return NodeAtDeadline(waiting=sorted(here), absent=absent, num_ended=num_ended, lines=lines)
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 from hpctrain.comm.collectives.activity import Section
@@ -53,6 +53,11 @@ class LimitSettings:
     def limit_s(self, section: Section | None) -> float:
         """Returns the limit that always ends the run."""
         return self.timeout_s if section is None else self.configured.get(section, self.timeout_s)
+
+    def longer_by(self, seconds: float) -> LimitSettings:
+        """Returns settings whose limits are so much longer."""
+        configured = {section: limit_s + seconds for section, limit_s in self.configured.items()}
+        return replace(self, timeout_s=self.timeout_s + seconds, configured=configured)
 
     def derived_s(self, section: Section, *, slowest_s: float) -> float:
         """Returns what follows from the slowest measured time of a section that `RULES` has."""

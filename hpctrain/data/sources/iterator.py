@@ -45,7 +45,7 @@ def iterator_source(target: str, *, num_parts: int | None) -> IteratorSource:
         raise UsageError(
             f"the source {target} cannot be imported: {error} (also searched in {Path.cwd()})"
         ) from error
-    except Exception as error:  # the user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # the user's module may raise anything, or call sys.exit
         raise UsageError(f"the source {target}: importing raised {type(error).__name__}: {error}") from error
     takes_parts = _takes_parts(function, target=target)
     if not takes_parts and (num_parts or 1) > 1:

@@ -120,6 +120,8 @@ def find_transform(name: str) -> BatchTransform:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
+    except SystemExit as error:
+        raise RecipeError(f"the transform {name!r} cannot be imported: SystemExit: {error}") from error
     except Exception as error:  # importing the user's code may raise anything
         raise RecipeError(f"the transform {name!r} cannot be imported: {error}") from error
     if not callable(found):

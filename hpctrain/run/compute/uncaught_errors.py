@@ -125,14 +125,21 @@ def print_uncaught() -> None:
 def _leave(leave: SystemExit) -> NoReturn:
     """Exits as asked: a hook cannot choose the exit code otherwise."""
     sys.stdout.flush()
-    os._exit(leave.code if isinstance(leave.code, int) else 1)
+    os._exit(_kept(leave.code))
+
+
+def _kept(code: object) -> int:
+    """Returns the exit code of `SystemExit(code)`: the system keeps 8 bits, of which an error must not become 0."""
+    if not isinstance(code, int):
+        return 0 if code is None else 1
+    return code & 0xFF or int(code != 0)
 
 
 def _exit_code_of(error: BaseException) -> int:
     if isinstance(error, HpctrainError):
         return int(error.exit_code)
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1
+        return _kept(error.code)
     if isinstance(error, KeyboardInterrupt):
         return 130
     return 1 if shortage(error) is None else ExitCode.OUT_OF_MEMORY

@@ -58,18 +58,31 @@ class Holder:
         """Returns whether this process has ended, as far as `seen_by`, the process that asks, can tell; else None.
 
         It has if there is no such process on its machine any more, if Slurm has queued its job again since, or if the
-        supervisor has begun a later attempt in the same job.
+        supervisor has begun a later attempt in the same job. It has not if it is the later one, and `seen_by` is of a
+        life of the job that Slurm has given up.
         """
         if self.job and self.job == seen_by.job:
             if self.restart != seen_by.restart:
-                return True
-            if 0 < self.attempt < seen_by.attempt:
-                return True
-        if (self.host, self.boot, self.namespace) != (seen_by.host, seen_by.boot, seen_by.namespace):
-            # Another machine, or the same one after it was started again.
-            return True if self.host == seen_by.host and self.boot != seen_by.boot and self.boot else None
+                return self.restart < seen_by.restart
+            if self.attempt and seen_by.attempt and self.attempt != seen_by.attempt:
+                return self.attempt < seen_by.attempt
+        if not self.shares_machine(seen_by):
+            # Another machine, perhaps of the same name, or the same one after it was started again.
+            return None
         state, ticks = _state_and_ticks(self.pid)
-        return state in ("", "Z", "X") or ticks != self.ticks
+        if not state:
+            # /proc may hide the processes of other users (`hidepid`).
+            return None if _exists(self.pid) else True
+        return state in ("Z", "X") or ticks != self.ticks
+
+    @property
+    def process(self) -> tuple[str, str, str, int, int]:
+        """What no other process has."""
+        return self.host, self.boot, self.namespace, self.pid, self.ticks
+
+    def shares_machine(self, other: Holder) -> bool:
+        """Returns whether both processes see each other's process numbers."""
+        return self.process[:3] == other.process[:3]
 
     def describe(self) -> str:
         """Returns text such as `process 4711 on node3 (Slurm job 12), since 2026-01-31 12:00:00`."""
@@ -86,6 +99,16 @@ def _state_and_ticks(pid: int) -> tuple[str, int]:
     text = _text(f"/proc/{pid}/stat")
     after_name = text.rpartition(")")[2].split()
     return (after_name[0], int(after_name[19])) if len(after_name) > 19 else ("", 0)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's
+    return True
 
 
 def _namespace(process: str) -> str:

@@ -5,7 +5,9 @@
 
 The highest number holds. A process takes a lease over by creating the next number, which only one can (link(2) or
 O_EXCL, atomic on NFS and Lustre; clocks and locks are not used); so the one that had it sees that it has lost it. A
-thread of the holder writes its file again every `RENEW_S`, so that processes on other machines see it at work.
+thread of the holder writes its file again every `RENEW_S`, so that processes on other machines see it at work. A lease
+that was taken over from a process that may still run is never removed, but marked as given back: otherwise that process
+would not see that it has lost its own.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,10 @@ LOST_AFTER_S = 200.0
 # A lease without content: its process ended between creating and writing it, on a filesystem without hard links. One
 # that was only slow notices in `check` that it has lost the lease.
 EMPTY_AFTER_S = 20.0
+_RENEWAL_MAY_TAKE_S = 5.0  # on a filesystem that hangs
+
+# Holders that were watched for `LOST_AFTER_S` and did not renew: their other leases are taken over at once.
+_lost: set[tuple[object, ...]] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +54,9 @@ class Place:
 
     @classmethod
     def beside(cls, directory: Path) -> Place:
-        """In the parent, if this process may write there, else within."""
+        """In the parent, if this process may read and write there, else within."""
         folder = directory.parent
-        if folder == directory or not os.access(folder, os.W_OK):
+        if folder == directory or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             return cls.within(directory)
         return cls(folder, f".{directory.name}.lease-", directory)
 
@@ -85,10 +91,11 @@ class InUseError(Exception):
 class Lease:
     """This process's lease at `place`, whose folder exists. Make it with `take`."""
 
-    def __init__(self, place: Place, number: int, holder: Holder) -> None:
+    def __init__(self, place: Place, number: int, holder: Holder, *, keeps_number: bool) -> None:
         self._place = place
         self._number = number
         self._holder = holder
+        self._keeps_number = keeps_number
         self._renewals = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="hpctrain-lease", daemon=True)
@@ -102,6 +109,7 @@ class Lease:
         say: Callable[[str], object] = lambda text: None,
         lost_after_s: float = LOST_AFTER_S,
         poll_s: float = 2.0,
+        environ: Mapping[str, str] = os.environ,
     ) -> Lease:
         """Returns the lease once no other process has it.
 
@@ -109,15 +117,20 @@ class Lease:
         watched for `lost_after_s`, after `say` was called with a line that says so. Raises InUseError if another
         process has the lease, and OSError if the directory cannot be written to.
         """
-        holder = Holder.of_this_process(secrets.token_hex(8))
+        holder = Holder.of_this_process(secrets.token_hex(8), environ=environ)
         watched: tuple[int, bytes] | None = None
         since = 0.0
         while True:
             number = place.newest()
-            content = _content(place.path(number))
-            if number and content is not None:
-                other = _parsed(content)
-                ended = other.has_ended(seen_by=holder) if other is not None else None
+            content = _content(place.path(number)) if number else b""
+            if content is None:
+                continue  # given back just now
+            given_back = _is_given_back(content)
+            other = _parsed(content)
+            if number and not given_back:
+                ended = None if other is None else other.has_ended(seen_by=holder)
+                if ended is None and other is not None and other.process in _lost:
+                    ended = True
                 if ended is False:
                     assert other is not None
                     raise InUseError(_refusal(place, number, other))
@@ -136,9 +149,17 @@ class Lease:
                     if time.monotonic() - since < limit_s:
                         time.sleep(min(poll_s, limit_s))
                         continue
+                    if other is not None:
+                        _lost.add(other.process)
             if _create(place.path(number + 1), holder):
+                if (
+                    place.newest() != number + 1
+                ):  # a listing may miss files that others create and remove meanwhile
+                    place.path(number + 1).unlink(missing_ok=True)
+                    continue
                 place.remove_older(number + 1)
-                return cls(place, number + 1, holder)
+                may_run = number > 0 and (other is None or not other.shares_machine(holder))
+                return cls(place, number + 1, holder, keeps_number=given_back or may_run)
 
     def check(self) -> None:
         """Raises InUseError if another process has taken the lease over. Asks whether two files exist. Creates its own
@@ -163,8 +184,13 @@ class Lease:
         if self._ended.is_set() or os.getpid() != self._holder.pid:
             return  # also in a forked process
         self._ended.set()
+        self._thread.join(_RENEWAL_MAY_TAKE_S)
         with suppress(OSError):
-            if self._place.newest() == self._number:
+            if self._place.newest() != self._number:
+                return
+            if self._keeps_number:
+                self._write(given_back=True)
+            else:
                 self._own.unlink()
 
     @property
@@ -174,15 +200,19 @@ class Lease:
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_S):
             self._renewals += 1
-            path = self._own
             with suppress(OSError):
                 if self._place.newest() == self._number and not self._ended.is_set():
-                    partial = path.with_name(f"{path.name}.{self._holder.id}")
-                    replace_file(path, _encoded(self._holder, renewals=self._renewals), partial=partial)
+                    self._write(given_back=False)
+
+    def _write(self, *, given_back: bool) -> None:
+        path = self._own
+        content = _encoded(self._holder, renewals=self._renewals, given_back=given_back)
+        replace_file(path, content, partial=path.with_name(f"{path.name}.{self._holder.id}"))
 
 
-def _encoded(holder: Holder, *, renewals: int) -> bytes:
-    return json.dumps({"holder": holder.to_json(), "renewals": renewals}).encode() + b"\n"
+def _encoded(holder: Holder, *, renewals: int, given_back: bool = False) -> bytes:
+    lease = {"holder": holder.to_json(), "renewals": renewals, "given_back": given_back}
+    return json.dumps(lease).encode() + b"\n"
 
 
 def _content(path: Path) -> bytes | None:
@@ -197,6 +227,13 @@ def _parsed(content: bytes) -> Holder | None:
         return Holder.from_json(json.loads(content)["holder"])
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _is_given_back(content: bytes) -> bool:
+    try:
+        return json.loads(content)["given_back"] is True
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _create(path: Path, holder: Holder) -> bool:

@@ -34,7 +34,7 @@ def import_named(target: str, *, key: str, search: Sequence[Path] = ()) -> Any:
         ) from error
     except AttributeError as error:
         raise RecipeError(f"{key} = {target} cannot be imported: {error}") from error
-    except Exception as error:  # the user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # the user's module may raise anything, or call sys.exit
         raise RecipeError(
             f"{key} = {target}: importing {module_name} raised {type(error).__name__}: {error}"
         ) from error

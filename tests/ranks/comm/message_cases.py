@@ -146,4 +146,22 @@ def over_two_gib(world: World) -> None:
             for begin in range(0, num_bytes, 1 << 24):
                 part = whole[begin : begin + (1 << 24)]
                 assert int(part.min()) == int(part.max()) == (begin >> 24) % 251, begin
+    # The collective operations that send one tensor to one rank.
+    received = torch.zeros(num_bytes if world.rank == 1 else 0, dtype=torch.uint8)
+    sent = whole if world.rank == 0 else whole[:0]
+    counts = [[0, num_bytes], [0, 0]]  # of rank 0, of rank 1
+    dist.all_to_all_single(
+        received, sent, [counts[other][world.rank] for other in range(2)], counts[world.rank]
+    )
+    if world.rank == 1:
+        assert torch.equal(received, whole)
+        whole.zero_()
+    dist.broadcast(whole, 0)
+    received.zero_()
+    batch = dist.P2POp(dist.isend, whole, 1) if world.rank == 0 else dist.P2POp(dist.irecv, received, 0)
+    for work in dist.batch_isend_irecv([batch]):
+        work.wait()
+    if world.rank == 1:
+        assert torch.equal(received, whole)
+        assert int(whole[-1]) == ((num_bytes - 1) >> 24) % 251
     dist.destroy_process_group()

@@ -27,16 +27,25 @@ def test_ranks_that_never_start_are_named_within_the_limit() -> None:
     assert done.stderr.count("has waited") == 1
 
 
-@pytest.mark.parametrize("how", ["exit", pytest.param("raise", marks=pytest.mark.thorough)])
-def test_a_rank_that_exits_alone_ends_all_with_its_code(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("exit", 3),
+        pytest.param("raise", 3, marks=pytest.mark.thorough),
+        pytest.param("256", 1, marks=pytest.mark.thorough),  # of which the system would keep 0
+    ],
+)
+def test_a_rank_that_exits_alone_ends_all_with_its_code(how: str, code: int) -> None:
     """And before: a rank may come late, start twice, and not start hpctrain in a child."""
-    done = run_command(2, [*RANK, "started", how], expect=3, timeout_s=300)
+    done = run_command(2, [*RANK, "started", how], expect=code, timeout_s=300)
     assert "the child's code is 5" in done.stdout
     assert "the child has started" not in done.stdout
     assert re.search(
         r"hpctrain: this process is not rank 0 .*by process \d+ .*hpctrain\.start\(\)", done.stderr
     )
-    assert re.search(r"rank 1 on \S+: the program has exited with code 3 while its session", done.stderr)
+    assert re.search(
+        rf"rank 1 on \S+: the program has exited with code {code} while its session", done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 

@@ -23,6 +23,11 @@ HOLDING = (
 Other = subprocess.Popen[str]
 
 
+@pytest.fixture(autouse=True)
+def _nobody_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain.storage.lease.lease._lost", set())
+
+
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[Other]:
     """A process that has the lease until it reads a line."""
@@ -95,6 +100,16 @@ def test_one_of_another_machine_that_is_not_renewed_is_taken_over_after_a_while(
     assert "waiting for up to 0 s to see whether it still runs" in line
 
 
+def test_the_second_lease_of_a_process_that_is_lost_is_taken_over_at_once(tmp_path: Path) -> None:
+    elsewhere = replace(Holder.of_this_process("0" * 16), host="elsewhere", boot="b")
+    lines: list[str] = []
+    for place, lost_after_s in ((tmp_path / "run", 0.1), (tmp_path / "checkpoints", 3000.0)):
+        place.mkdir()
+        pretend(place, elsewhere)
+        Lease.take(Place.within(place), say=lines.append, lost_after_s=lost_after_s, poll_s=0.05).release()
+    assert len(lines) == 1
+
+
 def test_one_of_another_machine_that_is_renewed_is_respected(tmp_path: Path) -> None:
     elsewhere = replace(Holder.of_this_process("0" * 16), host="elsewhere", boot="b")
     pretend(tmp_path, elsewhere)
@@ -112,6 +127,8 @@ def test_one_of_another_machine_that_is_renewed_is_respected(tmp_path: Path) -> 
     [
         ({"job": "7", "restart": 0}, {"job": "7", "restart": 1}, True),  # queued again
         ({"job": "7", "attempt": 1}, {"job": "7", "attempt": 2}, True),  # of `hpctrain supervise`
+        ({"job": "7", "restart": 1}, {"job": "7", "restart": 0}, False),  # what asks is the earlier life
+        ({"job": "7", "attempt": 2}, {"job": "7", "attempt": 1}, False),
         ({"job": "7", "attempt": 2}, {"job": "7", "attempt": 2}, None),
         ({"job": "7", "restart": 1}, {"job": "7", "restart": 1}, None),  # two steps of one job
         ({"job": "7"}, {"job": "8"}, None),
@@ -130,8 +147,58 @@ def test_a_process_number_that_is_used_again_is_not_the_same_process() -> None:
     here = Holder.of_this_process("0" * 16)
     assert here.has_ended(seen_by=here) is False
     assert replace(here, ticks=here.ticks + 1).has_ended(seen_by=here) is True
-    assert replace(here, boot="before").has_ended(seen_by=here) is True
+    # The same machine after it was started again, or another one of that name.
+    assert replace(here, boot="before").has_ended(seen_by=here) is None
     assert replace(here, namespace="pid:[1]").has_ended(seen_by=here) is None  # another container
+
+
+def test_a_process_that_proc_hides_is_not_taken_for_ended(
+    other: Other, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another user's is where /proc is mounted with `hidepid`."""
+    here = Holder.of_this_process("0" * 16)
+    hidden = replace(here, pid=other.pid)
+    monkeypatch.setattr("hpctrain.storage.lease.holder._text", lambda path: "")
+    assert hidden.has_ended(seen_by=here) is None
+    other.kill()
+    other.wait()
+    assert hidden.has_ended(seen_by=here) is True
+
+
+@pytest.mark.parametrize(
+    "job", ["", "7"]
+)  # suspended for long; given up by Slurm, which has queued its job again
+def test_a_process_that_comes_back_after_its_successor_has_ended_sees_that_it_has_lost_the_lease(
+    tmp_path: Path, job: str
+) -> None:
+    claim(tmp_path)
+    first = json.loads((tmp_path / ".lease-00000001").read_text())["holder"]
+    pretend(tmp_path, replace(Holder.from_json(first), host="elsewhere", job=job))
+    successor = Lease.take(
+        Place.within(tmp_path), lost_after_s=0.1, poll_s=0.05,
+        environ={"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": "1"},
+    )  # fmt: skip
+    successor.release()
+    with pytest.raises(InUseError, match="was taken over by process"):
+        check_claim(tmp_path)
+    release(tmp_path)
+    lines: list[str] = []
+    Lease.take(Place.within(tmp_path), say=lines.append).release()  # at once
+    assert (lines, Place.within(tmp_path).newest()) == ([], 3)
+
+
+def test_a_listing_that_misses_the_newest_lease_gives_nobody_a_second_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that changes while it is listed may be listed without its newest file."""
+    holder = Lease.take(Place.within(tmp_path))
+    os.rename(tmp_path / ".lease-00000001", tmp_path / ".lease-00000004")
+    real, missed = Place.newest, [0]
+    monkeypatch.setattr(Place, "newest", lambda place: missed.pop() if missed else real(place))
+    with pytest.raises(InUseError, match="in use by another run"):
+        Lease.take(Place.within(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [".lease-00000004"]
+    holder.release()
 
 
 def test_one_that_was_taken_over_is_noticed_and_left_alone(tmp_path: Path) -> None:
@@ -183,7 +250,7 @@ def test_an_empty_lease_is_watched_for_a_shorter_time(
     monkeypatch.setattr("hpctrain.storage.lease.lease.EMPTY_AFTER_S", 0.1)
     (tmp_path / ".lease-00000005").write_text("")
     Lease.take(Place.within(tmp_path), lost_after_s=3000.0, poll_s=0.05).release()
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".lease-00000006"]  # its process may still run
 
 
 def test_beside_a_directory_whose_content_is_listed(tmp_path: Path) -> None:

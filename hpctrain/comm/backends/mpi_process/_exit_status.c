@@ -54,6 +54,8 @@ static void at_exit(int status, void *nothing)
     is_finalized(&finalized);
     if (!initialized || finalized)
         return;
+    if (status && !(status & 255))
+        status = 1; /* the system keeps 8 bits */
     if (status && open_words) {
         say(open_words, status);
         /* Without network MPI_Abort does not return. */
