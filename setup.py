@@ -62,13 +62,13 @@ setup(
         Extension("hpctrain.launch._yield_by_sleep", ["hpctrain/launch/_yield_by_sleep.c"], optional=True),
     ],
     install_requires=[
-        "torch>=2.1",
+        "torch>=2.3",
         "numpy>=1.24",
         "h5py>=3.8",
-        "typer>=0.12",
+        "typer>=0.12.5",
         "click<8.5",  # typer up to 0.24 warns with newer ones
         "rich>=13",
-        "pydantic>=2.6",
+        "pydantic>=2.8",
         "psutil>=6",
         "xxhash>=3.4",
         "lazy-loader>=0.4",

@@ -133,7 +133,7 @@ prepare_wheels() {
   for number in "${!pids[@]}"; do wait "${pids[number]}" || failed+=("${names[number]}"); done
   trap - INT TERM HUP
   for name in ${failed[@]+"${failed[@]}"}; do
-    [[ $name != mpi4py ]] || fail "mpi4py could not be built, see above"
+    [[ $name == horovod || $name == h5py ]] || fail "$name could not be built, see above"
     local left=() other
     for other in "${wheels[@]}"; do [[ $other == "$name" ]] || left+=("$other"); done
     wheels=(${left[@]+"${left[@]}"})

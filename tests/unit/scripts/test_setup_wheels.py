@@ -84,6 +84,19 @@ def test_one_failed_build_does_not_throw_the_other_away(tmp_path: Path) -> None:
     assert [name.split("-")[0] for name in cached(tmp_path)] == ["tiny"]
 
 
+def test_without_horovod_the_set_up_continues_and_says_what_the_compiler_said(tmp_path: Path) -> None:
+    result = shell(
+        tmp_path,
+        'build_horovod() { echo "a.h:3:1: error: no member named x"; seq 100; false; }\n'
+        'build_h5py() { touch "$1/h.whl"; }\n'
+        'wheels=(horovod h5py) horovod_key="h 1" h5py_key="h5 1"; prepare_wheels; echo "left: ${wheels[*]}"',
+    )
+    assert result.returncode == 0, result.stderr
+    assert "a.h:3:1: error: no member named x" in result.stderr
+    assert "HPCTRAIN_WITHOUT=horovod make setup" in result.stderr
+    assert result.stdout.endswith("left: h5py\n")
+
+
 def test_two_set_ups_at_once_build_once(tmp_path: Path) -> None:
     commands = (
         f'build_tiny() {{ echo built >> "{tmp_path}/count"; sleep 1; touch "$1/tiny.whl"; }}; prepare_wheels'
