@@ -27,8 +27,8 @@ _SCALES = {
     "unitsi",
     "conversion",
     "conversionfactor",
+    "bscale",
 }
-_SCALES |= {"bscale"}
 # Words that are also said of pixels and cameras: these count for integers, or where there is an offset as well.
 _VAGUE_SCALES = {"scale", "scaling", "slope", "gain", "multiplier"}
 _OFFSETS = {"addoffset", "scaleoffset", "bzero"}
@@ -41,12 +41,12 @@ _MISSING = {
     "nodatavalue",
     "undetect",
     "codemissingvalue",
+    "blank",
 }
-_MISSING |= {"blank"}
 _RANGES = {"validrange", "validmin", "validmax", "validminimum", "validmaximum", "minvalid", "maxvalid"}
 _ROLES = _SCALES | _VAGUE_SCALES | _OFFSETS | _VAGUE_OFFSETS | _MISSING | _RANGES
 OF_CF = {"scale_factor", "add_offset", "_FillValue", "missing_value", "valid_range", "valid_min", "valid_max"}
-# As text in units, NAME_kind or value_type of pandas
+# As texts of pandas' attributes NAME_kind, NAME_dtype and value_type begin.
 _PANDAS_TIMES = ("datetime64", "timedelta64")
 
 
