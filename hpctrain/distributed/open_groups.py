@@ -69,9 +69,13 @@ def _forget_meshes() -> None:
     equal one that has ended, whose names other groups may have now.
     """
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from torch.distributed.tensor import DTensor, debug
 
-        _clear_sharding_prop_cache()
+        if hasattr(debug, "_clear_sharding_prop_cache"):
+            debug._clear_sharding_prop_cache()
+        else:  # torch 2.8 and older
+            propagator: Any = DTensor._op_dispatcher.sharding_propagator
+            propagator.propagate_op_sharding.cache.cache_clear()
 
 
 class _Open:
