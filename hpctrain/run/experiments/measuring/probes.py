@@ -317,9 +317,9 @@ def find_low_precision(trial: Trial, batch: Any) -> list[LowPrecision]:
     def backward_begins(gradient: torch.Tensor) -> None:
         walk.is_forward = False  # a loop's step calls updater and optimizer too
 
-    handles: list[Any] = [
-        p.register_hook(backward_begins) for p in trial.model.parameters() if p.requires_grad
-    ]
+    # FSDP2 does not call hooks of sharded parameters, and updaters refuse them.
+    hooked = (p for p in trial.model.parameters() if p.requires_grad and not hasattr(p, "full_tensor"))
+    handles: list[Any] = [p.register_hook(backward_begins) for p in hooked]
     for name, module in trial.model.named_modules():
         handles += [module.register_forward_pre_hook(entered(name)), module.register_forward_hook(left)]
     try:
