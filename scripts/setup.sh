@@ -194,6 +194,7 @@ main() {
   pip install -q -q --no-deps --no-build-isolation --editable .
   "$py" "$SCRIPTS/setup_requirements.py" --report
   if [[ $bundle ]]; then printf '%s\n' "$bundle" "$bundle_id" > "$bundle_record"; else rm -f "$bundle_record"; fi
+  mkdir -p "$record"
   printf '%s\n' ${failed[@]+"${failed[@]}"} > "$record/failed"
   inputs > "$stamp"
   say "ready: source ${active:-${VENV#"$PWD"/}}/bin/activate && hpctrain doctor"
