@@ -30,8 +30,11 @@ class _Wanted(NamedTuple):
     name: str
 
 
-def read_elements(dataset: h5py.Dataset, selection: Any = (), *, member: str | None = None) -> Any:
+def read_elements(dataset: h5py.Dataset, selection: Any = ..., *, member: str | None = None) -> Any:
     """Returns `dataset[selection]`, or that of a member of its compound type. Loads filters of hdf5plugin if needed.
+
+    selection: by default all elements, of a scalar an array without dimensions, which has a boolean's byte as it is
+    stored, while `dataset[()]` has 1 for each that is not 0.
 
     Raises MissingFilter, which names the filter and what to install; OSError for other errors.
     """

@@ -100,7 +100,7 @@ class SampleComparison:
         file = OpenFile(Path(dataset.file.filename))
         try:
             for row in _first_middle_last(dataset.shape[0] if dims else 1):
-                wanted = _hdf5_reads(dataset, (row, *rest) if dims else ())
+                wanted = _hdf5_reads(dataset, (row, *rest) if dims else ...)
                 found = os.pread(file.descriptor, compared_bytes, layout.offset + row * row_bytes)
                 if wanted is not None and not _same(found, wanted, dtype=layout.dtype):
                     raise _differs(where, row)

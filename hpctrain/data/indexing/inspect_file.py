@@ -25,6 +25,7 @@ from hpctrain.data.indexing.compare_samples import SampleComparison
 from hpctrain.data.indexing.foreign_files import format_of, newer_library
 from hpctrain.data.indexing.hdf5_paths import matches, resolve
 from hpctrain.data.indexing.lossy_filters import check_n_bit, scale_offset_note
+from hpctrain.data.indexing.never_written import check_written
 from hpctrain.data.indexing.request import ESCAPES, Decode, FieldRequest, escaped
 from hpctrain.data.indexing.value_attributes import meaning_of_strings, place_of_values, value_meaning
 from hpctrain.errors import DataError
@@ -229,6 +230,7 @@ def _inspect(
     if layout is None:
         raise DataError(f"{where} holds {describe(dataset.id.get_type())}, {_NO_DTYPE}")
     check_n_bit(layout, where=where)
+    check_written(dataset, where=where)
     dtype, shape = _element(dataset, layout, request, where)
     if request.member is not None:
         where = f"field {request.name!r}, {path}:{request.member} of {file.filename},"

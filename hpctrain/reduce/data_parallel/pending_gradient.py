@@ -26,10 +26,15 @@ NOT_READABLE = _BEING_SUMMED + (
     "updater.synchronize() on every rank after backward. To update the parameters call updater.step(), not the "
     "optimizer's; to drop the gradients call updater.zero_grad()"
 )
-NOT_READABLE_SHARDED = _BEING_SUMMED + (
-    "Each rank gets the sum of its part only. To clip, pass clip_norm= when the updater is made. To update the "
-    "parameters call updater.step(), not the optimizer's; to drop the gradients call updater.zero_grad()"
+_TO_CLIP_SHARDED = (
+    "To clip, pass clip_norm= when the updater is made. To update the parameters call updater.step(), not the "
+    "optimizer's; to drop the gradients call updater.zero_grad()"
 )
+NOT_READABLE_SHARDED = _BEING_SUMMED + "Each rank gets the sum of its part only. " + _TO_CLIP_SHARDED
+NOT_READABLE_SPLIT = (
+    "gradients of a model that is split over the ranks were read or changed between backward and step(): a rank has "
+    "those of its own samples and layers alone, and step() sums them. "
+) + _TO_CLIP_SHARDED
 RAN_TWICE = (
     "backward ran twice before step(): the first gradients are being summed already. Add up the losses and call "
     "backward once: (loss_of_real + loss_of_made).backward(); or wrap all but the last backward of a step in "
@@ -48,10 +53,12 @@ _NO_NUMPY = ("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "tolist"
 @final
 class PendingGradient(torch.Tensor):
     """Has the shape, strides, dtype and device of `parameter`, and no elements. words: of the error of its use. twice:
-    of that of a second backward; None: as `ran_twice` has them."""
+    of that of a second backward; None: as `ran_twice` has them. held: the gradient to which a further backward adds;
+    None: it is an error."""
 
     words: str
     twice: str | None
+    held: torch.Tensor | None
 
     @staticmethod
     def __new__(
@@ -60,7 +67,7 @@ class PendingGradient(torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
-        made.words, made.twice = words, twice
+        made.words, made.twice, made.held = words, twice, None
         return made
 
     def __init__(
@@ -81,8 +88,20 @@ class PendingGradient(torch.Tensor):
         tensors = [*args, *(value for value in args if isinstance(value, list | tuple) for value in value)]
         pending = next((value for value in tensors if isinstance(value, cls)), None)
         if added and torch._C._current_graph_task_id() != -1:  # backward accumulates into `.grad`
+            if pending is not None and pending is args[0] and pending.held is not None:
+                return pending.add_to_held(args[1], in_place=func is torch.ops.aten.add_.Tensor)
             raise ran_twice() if pending is None or pending.twice is None else BackwardRanTwice(pending.twice)
         raise GradientsInUse(NOT_READABLE if pending is None else pending.words)
+
+    def add_to_held(self, gradient: torch.Tensor, *, in_place: bool) -> torch.Tensor:
+        """Adds a gradient to `held`, as backward does. Returns what `.grad` is then: this, or the sum, which is not
+        held any more."""
+        assert self.held is not None
+        if in_place:
+            self.held.add_(gradient)
+            return self
+        held, self.held = self.held, None
+        return held + gradient
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<gradient of shape {tuple(self.shape)} that is being summed over the ranks>"

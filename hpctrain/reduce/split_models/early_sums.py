@@ -48,6 +48,11 @@ class EarlySums:
             for index, parameter in enumerate(self._parameters)
         ]
 
+    @property
+    def had_last(self) -> bool:
+        """True from `during_backward` to `finish`."""
+        return self._had_last
+
     @contextmanager
     def during_backward(self) -> Iterator[None]:
         """Begins sums of gradients that are complete, in the last backward of a step. Raises UsageError for a backward
@@ -113,6 +118,7 @@ class EarlySums:
         for number in self._progress.take_complete():
             self._begin(self._progress.indices(number))
 
+    @torch.no_grad()  # after create_graph=True gradients have a graph
     def _begin(self, bucket: Sequence[int]) -> None:
         while len(self._running) >= _MOST_RUNNING:
             self._end_first()
@@ -127,6 +133,7 @@ class EarlySums:
         work = torch.distributed.all_reduce(flat, group=self._group, async_op=True)
         self._running.append((bucket, flat, work))
 
+    @torch.no_grad()
     def _end_first(self) -> None:
         bucket, flat, work = self._running.popleft()
         work.wait()

@@ -31,7 +31,12 @@ from hpctrain.reduce.contract.gradient_norm import square_of_all
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
 from hpctrain.reduce.data_parallel.parameter_checks import trainable
-from hpctrain.reduce.data_parallel.pending_gradient import NOT_READABLE_SHARDED, refuse_grad_scaler
+from hpctrain.reduce.data_parallel.pending_gradient import (
+    NOT_READABLE_SHARDED,
+    NOT_READABLE_SPLIT,
+    refuse_grad_scaler,
+)
+from hpctrain.reduce.split_models.hidden_gradients import HiddenGradients
 from hpctrain.reduce.split_models.stage_shares import StageShares, check_stage
 from hpctrain.reduce.split_models.tensor_gradients import TensorGradients
 from hpctrain.reduce.watch.step_watch import Watched, watched
@@ -48,6 +53,8 @@ class ShardedUpdater(Watched):
     weight 0. A plain `loss.backward()` has weight 1/num_ranks; with split layers, 1/(data-parallel ranks). FSDP2
     reduces each micro-batch, so that no rank holds whole gradients. After a backward of sharded parameters that has
     failed on all ranks the next call is `zero_grad`, or a `step` that is not accepted: others raise UsageError.
+
+    With split layers that FSDP2 does not shard `.grad` refuses every use between backward and `step` (GradientsInUse).
 
     In a pipeline only ranks with the last stage weight the loss, and ranks that hold a stage whole sum its gradients in
     `step`. With `shard = "optimizer"` each of them keeps a share of the sums, updates it, and `step` gathers the
@@ -96,6 +103,9 @@ class ShardedUpdater(Watched):
             self._passes = ShardedPasses(model, plain_factor=1.0 / self._num_data_ranks)
             for owner in (model, optimizer):
                 self._passes.drop_with(owner)
+        self._hidden: HiddenGradients | None = None
+        if self._passes is None and pipeline is None:
+            self._hidden = HiddenGradients(self._parameters, optimizer=optimizer)
         # Of a plain backward FSDP2 sums gradients that are divided by the ranks, so that `.grad` is the mean.
         self._plain_scale = 1.0 if self._passes is not None else float(self._num_data_ranks)
         self._end_sums = end_sums
@@ -128,6 +138,9 @@ class ShardedUpdater(Watched):
         scaled = self.scaled(loss, weight=weight)
         sums_early = self._tensor is not None and last and self._syncing
         with (
+            self._hidden.given_back(hides=last and self._syncing)
+            if self._hidden is not None
+            else nullcontext(),
             self._tensor.during_backward() if self._tensor is not None and sums_early else nullcontext(),
             self._passes.weighted() if self._passes is not None else nullcontext(),
         ):
@@ -144,13 +157,18 @@ class ShardedUpdater(Watched):
         """See `Updater.no_sync`. Whole gradients are kept until the next backward outside, or `step`."""
         before, self._syncing = self._syncing, False
         try:
-            with self._passes.without_sums() if self._passes is not None else nullcontext():
+            with (
+                self._hidden.given_back(hides=False) if self._hidden is not None else nullcontext(),
+                self._passes.without_sums() if self._passes is not None else nullcontext(),
+            ):
                 yield
         finally:
             self._syncing = before
 
     def zero_grad(self) -> None:
         """See `Updater.zero_grad`. Between `backward` and `step` collective, if layers are split."""
+        if self._hidden is not None:
+            self._hidden.end()
         if self._shares is not None:
             self._shares.drop_gradients()
         if self._tensor is not None:
@@ -160,7 +178,7 @@ class ShardedUpdater(Watched):
 
     def synchronize(self) -> None:
         """Raises UsageError: no rank has all gradients."""
-        raise UsageError(NOT_READABLE_SHARDED)
+        raise UsageError(NOT_READABLE_SHARDED if self._hidden is None else NOT_READABLE_SPLIT)
 
     @watched
     def step(
@@ -181,6 +199,8 @@ class ShardedUpdater(Watched):
                 "a parameter has a hook of its gradient (Tensor.register_hook), which FSDP2 does not call: change "
                 ".grad between backward and step() instead, on all ranks"
             )
+        if self._hidden is not None:
+            self._hidden.give_back(summed=self._tensor is not None and self._tensor.has_begun)
         scale = self._scale.value if weighted else self._plain_scale
         names = sorted(sums or {})
         started = time.perf_counter()
@@ -272,6 +292,8 @@ class ShardedUpdater(Watched):
 
     def close(self) -> bool:
         """See `Updater.close`. An optimizer in shares gets the model's parameters back, without state."""
+        if self._hidden is not None and not self._closed:
+            self._hidden.close()
         if self._shares is not None and not self._closed:
             self._shares.release()
         if self._tensor is not None:

@@ -40,6 +40,11 @@ class TensorGradients:
             ordered = sorted(last_first, key=replicated_over_tensor_ranks)
             self._sums = EarlySums(ordered, group=data, is_ready=_is_complete)
 
+    @property
+    def has_begun(self) -> bool:
+        """True from `during_backward` on if it begins sums, until they are complete."""
+        return self._sums is not None and self._sums.had_last
+
     @contextmanager
     def during_backward(self) -> Iterator[None]:
         """Begins sums over the data-parallel ranks within the last backward of a step.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,7 @@ def trained(world: World, directory: str) -> dict[str, Any]:
     if size == 4:
         found |= continued(world, directory)
         found["abandoned"] = abandoned_step(world)
+        found["hidden"] = hidden_gradients(world)
         found["own loop"] = own_loop(world, where, tensor=2, name="2-own")
     return found
 
@@ -184,6 +187,88 @@ def abandoned_step(world: World) -> dict[str, Any]:
         updater.backward(task.loss(model, {"tokens": tokens}), weight=0.5)
         norms.append(updater.step().grad_norm)
     return {"refused": refused, "norms": norms}
+
+
+def hidden_gradients(world: World) -> dict[str, Any]:
+    """What uses of gradients between backward and step raise, and the norms of steps of one backward and of two."""
+    session, task = session_over(world, nodes=["a", "a", "b", "b"]), Sentences()
+    tokens = torch.arange(20).view(4, 5) * (1 + session.axes.data.index) % 10
+    torch.manual_seed(1)
+    model = task.build_model().double()
+    session.parallelize(model, ParallelPlan(tensor=2, tensor_plan=task.tensor_plan()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    updater = session.updater(model, optimizer)
+    parameters = list(model.parameters())
+    uses: dict[str, Callable[[], object]] = {
+        "clip_grad_norm_": lambda: torch.nn.utils.clip_grad_norm_(parameters, 0.1),
+        "clip_grad_value_": lambda: torch.nn.utils.clip_grad_value_(parameters, 0.1),
+        "clone": lambda: [p.grad.clone() for p in parameters if p.grad is not None],
+        "numpy": lambda: [p.grad.numpy() for p in parameters if p.grad is not None],
+        "data": lambda: [p.grad.data.mul_(2.0) for p in parameters if p.grad is not None],
+        "optimizer": optimizer.step,
+        "synchronize": updater.synchronize,
+    }
+
+    def backward(how: str) -> None:
+        loss = task.loss(model, {"tokens": tokens})
+        if how == "plain":
+            loss.backward()
+        elif how == "create_graph":
+            loss.backward(create_graph=True)
+        else:
+            updater.backward(loss, weight=0.5, last=how == "last")
+
+    def norm() -> float:
+        return updater.step().grad_norm
+
+    raised, norms = {}, {}
+    for how in ("plain", "last"):
+        backward(how)
+        for name, use in uses.items():
+            raised[f"{name}, {how}"] = _raised(use)
+        norms[how] = norm()
+    for first, second in (("plain", "plain"), ("not last", "last"), ("not last", "not last")):
+        backward(first)
+        backward(second)
+        norms[f"{first}, {second}"] = norm() / 2
+    backward("plain")
+    with updater.no_sync():
+        backward("plain")
+        norms["seen in no_sync"] = float(
+            parameters[-1].grad is not None and torch.isfinite(parameters[-1].grad).all()
+        )
+    backward("plain")
+    norms["no_sync"] = norm() / 3
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using backward")
+        for _ in range(2):
+            backward("create_graph")
+    raised["clone, create_graph"] = _raised(uses["clone"])
+    norms["create_graph"] = norm() / 2
+    backward("plain")
+    optimizer.zero_grad()
+    backward("plain")
+    norms["dropped"] = norm()
+    for how in ("plain", "last"):
+        backward(how)
+        parameters[0].grad = torch.zeros_like(parameters[0])
+        raised[f"replaced, {how}"] = _raised(updater.step)
+        updater.zero_grad()
+    backward("last")
+    optimizer.zero_grad()
+    raised["dropped, last"] = _raised(updater.step)
+    updater.zero_grad()
+    backward("plain")
+    norms["afterwards"] = norm()
+    return {"raised": raised, "norms": norms}
+
+
+def _raised(use: Callable[[], object]) -> str:
+    try:
+        use()
+    except UsageError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def parts_of_the_sequence(world: World) -> dict[str, Any]:

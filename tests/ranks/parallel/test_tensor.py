@@ -130,6 +130,32 @@ def test_a_step_that_is_given_up_leaves_nothing_behind(launches: dict[int, list[
         assert all("backward ran twice before step()" in text for text in found["refused"])
 
 
+def test_gradients_that_step_has_yet_to_sum_refuse_every_use(
+    launches: dict[int, list[dict[str, Any]]],
+) -> None:
+    for found in (launch["hidden"] for launch in launches[4]):
+        uses = [
+            "clip_grad_norm_",
+            "clip_grad_value_",
+            "clone",
+            "numpy",
+            "data",
+            "optimizer",
+            "synchronize",
+            "replaced",
+        ]
+        names = {f"{use}, {how}" for use in uses for how in ("plain", "last")}
+        assert found["raised"].keys() == names | {"clone, create_graph", "dropped, last"}
+        for name, text in found["raised"].items():
+            assert "a rank has those of its own samples and layers alone" in text, name
+            assert text.startswith("UsageError" if "synchronize" in name else "GradientsInUse"), name
+        # Hiding them changes nothing: of two backwards step has the sum.
+        assert found["norms"].pop("seen in no_sync") == 1.0
+        assert len(found["norms"]) == 9
+        first = found["norms"]["plain"]
+        assert found["norms"] == pytest.approx(dict.fromkeys(found["norms"], first), rel=RELATIVE)
+
+
 def test_an_own_loop_trains_on_the_data_axis(launches: dict[int, list[dict[str, Any]]]) -> None:
     whole = launches[1][0]["own loop"]
     for found in launches[2]:

@@ -18,6 +18,7 @@ from hpctrain.data.indexing.index_files import IndexPaths, IndexReading, OldInde
 from hpctrain.data.indexing.request import SampleIs, find_files, parse_field_paths
 from hpctrain.data.indexing.token_files import TokenRequest
 from hpctrain.errors import DataError, UsageError
+from tests.unit.data.indexing.test_index_refused import rows_beside_references
 
 IMAGES = np.random.default_rng(3).integers(0, 255, (30, 6, 5)).astype(np.uint8)
 LABELS = np.arange(30, dtype=np.int32)
@@ -187,6 +188,24 @@ def test_members_of_a_table_are_fields(tmp_path: Path) -> None:
     assert batch["name"].tolist() == [1, 0, 1]
     assert np.array_equal(batch["s"], table["spectrum"][[5, 0, 3]])
     assert dataset.manifest.statistics["s"].max == 2.5
+
+
+def test_a_table_with_references_is_read_if_all_rows_are_written(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        rows_beside_references(file, written=32)
+    dataset = opened(tmp_path / "index", files=[str(tmp_path / "a.h5")], fields="x=/x:b")
+    np.testing.assert_array_equal(dataset.gather(np.arange(32))["x"], np.arange(32.0))
+
+
+def test_a_boolean_keeps_its_hash_whatever_its_byte(tmp_path: Path) -> None:
+    kind = h5py.h5t.py_create(np.dtype(bool), logical=True)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = h5py.h5d.create(file.id, b"x", kind, h5py.h5s.create(h5py.h5s.SCALAR))
+        made.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array(77, np.uint8), kind)
+    reading = {"samples": SampleIs.FILE, "reading": IndexReading.CONTENT}
+    dataset = opened(tmp_path / "index", files=[str(tmp_path / "a.h5")], fields="x=/x", **reading)
+    assert dataset.gather(np.arange(1))["x"].tolist() == [True]
+    assert verify(tmp_path / "index") == []
 
 
 def test_soft_links_within_the_file_are_followed(tmp_path: Path) -> None:

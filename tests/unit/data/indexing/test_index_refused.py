@@ -43,6 +43,21 @@ def pickled(file: h5py.File) -> None:
     file.create_dataset("x", (1,), h5py.vlen_dtype(np.uint8)).attrs["PSEUDOATOM"] = np.bytes_(b"object")
 
 
+def rows_beside_references(file: h5py.File, *, written: int, chunk: int | None = 4) -> None:
+    """A table of 32 rows with a reference, of which the first `written` are written, and which has no fill value."""
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    if chunk is not None:
+        plist.set_chunk((chunk,))
+    dtype = np.dtype([("of", h5py.ref_dtype), ("b", "<f8")])
+    kind = h5py.h5t.py_create(dtype, logical=True)
+    h5py.h5d.create(file.id, b"x", kind, h5py.h5s.create_simple((32,)), plist)
+    rows = np.zeros(written, dtype)
+    rows["of"], rows["b"] = file.ref, np.arange(written)
+    if written:
+        file["x"][:written] = rows
+
+
 TABLE = np.zeros(3, [("a", "i4"), ("b", "f4")])
 
 REFUSED: list[tuple[Make, str, str]] = [
@@ -69,6 +84,8 @@ REFUSED: list[tuple[Make, str, str]] = [
     (lambda f: f.create_dataset("x", data=TABLE), "x=/x:c", r"no member 'c'; its members are a, b"),
     (lambda f: f.create_dataset("x", data=[1]), "x=/x:c", r"is not a table \(compound\): leave out ':c'"),
     (references, "x=/x", r"holds references to objects"),
+    (lambda f: rows_beside_references(f, written=28), "x=/x:b", r"rows that were never written, and no fill"),
+    (lambda f: rows_beside_references(f, written=0, chunk=None), "x=/x:b", r"values of other rows for them"),
     (pickled, "x=/x", r"holds pickled Python objects"),
     (lambda f: f.create_dataset("x", data=[1j]), "x=/x", r"is complex128; possible are bool"),
     (lambda f: f.create_dataset("x", data=np.uint64([1])), "x=/x", r"is uint64; possible are bool"),
