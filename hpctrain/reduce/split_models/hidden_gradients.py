@@ -85,4 +85,4 @@ class HiddenGradients:
         task = torch._C._current_graph_task_id()
         if not self._paused and task != self._task:
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._hide)  # type: ignore[no-untyped-call]
+            torch.autograd.Variable._execution_engine.queue_callback(self._hide)
