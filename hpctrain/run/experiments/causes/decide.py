@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from hpctrain.errors import BackwardRanTwice, GradientsInUse
 from hpctrain.run.experiments.causes.decide_data import data_findings
+from hpctrain.run.experiments.causes.decide_division import accumulation, division_findings
 from hpctrain.run.experiments.causes.decide_resumed import resumption_findings
 from hpctrain.run.experiments.causes.findings import Cause, Finding, describe, in_percent_or_power, seen
 from hpctrain.run.experiments.causes.observations import Drift, Observations
-from hpctrain.run.experiments.measuring.probes import MEAN, MIXED, SUM, WEIGHTED, WHOLE
 
 _ORDER = list(Cause)
 _SAME_FOR_SCHEDULERS = "give schedulers a value that is the same on all ranks, such as session.mean(loss)"
@@ -32,7 +32,13 @@ def decide(seen_: Observations) -> list[Finding]:
                 advice="do what the message says",
             )
         ]
-    found = [*_idle(seen_), *data_findings(seen_), *_one_process(seen_), *_ranks(seen_), *_division(seen_)]
+    found = [
+        *_idle(seen_),
+        *data_findings(seen_),
+        *_one_process(seen_),
+        *_ranks(seen_),
+        *division_findings(seen_),
+    ]
     if seen_.drift is None:
         found += _options(seen_)
     found += resumption_findings(seen_, {f.cause for f in found})
@@ -100,10 +106,6 @@ def _steps_left_out(seen_: Observations, found: list[Finding]) -> Iterator[Findi
         )  # fmt: skip
 
 
-def _n(seen_: Observations) -> str:
-    return f"{seen_.num_ranks} ranks against 1 rank"
-
-
 def _one_process(seen_: Observations) -> Iterator[Finding]:
     samples = seen_.samples
     if seen_.again.equal or samples.content_changes or samples.order_changes:
@@ -140,7 +142,7 @@ def _ranks(seen_: Observations) -> Iterator[Finding]:
             text=f"in step {step} the optimizer gets gradients that are no multiple of the sum of what backward "
             "computed "
             f"on the ranks: {residual.tensor} is off by {in_percent_or_power(residual.relative)}",
-            evidence=[*seen(_n(seen_), seen_.ranks), *again],
+            evidence=[*seen(seen_.ranks_against_one, seen_.ranks), *again],
             advice="do not change .grad between backward and step (unscaling, clipping, .data): the sum over the ranks "
             "may be going on; use the updater's clip_norm and loss_scale",
         )  # fmt: skip
@@ -160,7 +162,10 @@ def _drift(seen_: Observations) -> Iterator[Finding]:
     ranks = ", ".join(map(str, drift.ranks[:4]))
     what = f"rank {ranks} and rank 0"
     first = "" if drift.step <= 1 else f" (equal until step {drift.step - 1})"
-    evidence = [f"on {seen_.num_ranks} ranks, step {drift.step}{first}", *seen(_n(seen_), seen_.ranks)]
+    evidence = [
+        f"on {seen_.num_ranks} ranks, step {drift.step}{first}",
+        *seen(seen_.ranks_against_one, seen_.ranks),
+    ]
     if drift.phase == "option":
         values = (
             f": {drift.values[0]} on rank 0, {drift.values[1]} on rank {drift.ranks[0]}"
@@ -220,7 +225,11 @@ def cause_of_error(failure: str) -> Cause:
 
 def _refused(seen_: Observations, failure: str) -> Finding:
     """The cause of an error that only the run on several ranks has."""
-    evidence = seen(_n(seen_), seen_.ranks) if seen_.ranks.failure else seen("repeated", seen_.ranks_again)
+    evidence = (
+        seen(seen_.ranks_against_one, seen_.ranks)
+        if seen_.ranks.failure
+        else seen("repeated", seen_.ranks_again)
+    )
     return Finding(
         cause=cause_of_error(failure),
         is_difference=True,
@@ -228,110 +237,6 @@ def _refused(seen_: Observations, failure: str) -> Finding:
         evidence=evidence,
         advice="do what the message says",
     )
-
-
-def _division(seen_: Observations) -> Iterator[Finding]:
-    """Causes that make the result depend on how the samples are divided."""
-    by_ranks = not seen_.ranks.equal and seen_.ranks.failure is None
-    by_parts = seen_.micro is not None and not seen_.micro.equal
-    loss = seen_.loss
-    is_measured = seen_.again.equal and not (seen_.draws_left and loss is not None and loss.mixes is None)
-    if (by_ranks or by_parts) and loss is not None and is_measured:
-        evidence = [*seen(_n(seen_), seen_.ranks), *seen("1 rank, in 2 micro-batches", seen_.micro)]
-        if seen_.whole is not None and not seen_.ranks.equal:
-            evidence += seen(f"{seen_.num_ranks} ranks that each compute all samples", seen_.whole)
-        matters = by_ranks or seen_.splits
-        if loss.mixes is not None:
-            name, kind, relative = loss.mixes
-            yield Finding(
-                cause=Cause.BATCH_STATISTICS, is_difference=matters,
-                text=f"the outputs of {name} ({kind}) for a sample depend on the other samples that are computed "
-                "with it"
-                + ("" if matters else ", so that micro-batches differ (this recipe has none)"),
-                evidence=[
-                    f"a batch and its thirds: {name} returns other values for the same samples and inputs, by "
-                    f"{in_percent_or_power(relative)}",
-                    *evidence,
-                ],
-                advice="reduction.sync_batch_norm = true (session.sync_batch_norm), or GroupNorm or LayerNorm",
-            )  # fmt: skip
-        elif loss.kind == SUM:
-            yield _accumulation(
-                "the loss of a batch, or a term of it, is the sum of those of its parts, not their mean",
-                evidence,
-            )
-        elif (factor := _factor(seen_)) is not None:
-            what, times = factor
-            text = (
-                f"{what}: all gradients are {times:.6g} times what they should be, with the same samples and "
-                "parameters"
-            )
-            yield _accumulation(text, evidence)
-        elif loss.kind != MEAN and len(set(loss.part_sizes)) > 1:
-            sizes = ", ".join(map(str, loss.part_sizes[:6]))
-            yield _accumulation(
-                f"the step computes a batch in parts of {sizes} samples, and its loss is not the mean over the samples",
-                evidence,
-            )
-        elif loss.kind == MIXED:
-            yield Finding(
-                cause=Cause.LOSS_WEIGHTS, is_difference=matters,
-                text="the loss is a sum of means over different things, such as over all samples and over those of one "
-                "class",
-                evidence=[
-                    f"a batch and its thirds: the loss is {in_percent_or_power(loss.off)} off the mean over the "
-                    "samples, but copies of some samples change it as they change a sum of two means with other "
-                    "weights",
-                    *evidence,
-                ],
-                advice="divide each term by what is proportional to the samples, such as the mean number over the data "
-                "instead of the batch's own",
-            )  # fmt: skip
-        elif loss.kind == WEIGHTED and loss.weights is not None:
-            a, b = loss.weights
-            counted = "what the task's weights count" if loss.is_weighed else "samples"
-            yield Finding(
-                cause=Cause.LOSS_WEIGHTS, is_difference=matters,
-                text=f"the loss is a mean over something other than {counted} (such as tokens that are not padding)",
-                evidence=[
-                    f"a batch and its thirds: the loss is {in_percent_or_power(loss.off)} off the mean over "
-                    f"{counted}, but "
-                    f"is a mean with other weights: two parts of as many samples weigh {a:.3g} and {b:.3g}",
-                    *evidence,
-                ],
-                advice="return (loss, weight) from the task's loss, or give the task weight(fields); in a loop of your "
-                "own, pass the rank's share of all counted elements as weight to updater.backward",
-            )  # fmt: skip
-        elif loss.kind == WHOLE:
-            yield Finding(
-                cause=Cause.BATCH_STATISTICS, is_difference=matters,
-                text="the loss of a batch is no mean over parts of it: it compares samples of the batch with each "
-                "other, "
-                "or uses statistics of them",
-                evidence=[f"a batch and its thirds: off the mean by {in_percent_or_power(loss.off)}", *evidence],
-                advice="gather what it compares from all ranks, or keep the samples of a rank and its "
-                "micro-batches fixed",
-            )  # fmt: skip
-        elif loss.kind == MEAN and by_ranks and _begins_with_gradients(seen_):
-            yield Finding(
-                cause=Cause.GRADIENTS, is_difference=True,
-                text="the loss of a batch is the mean of the losses of its parts, and yet the gradient is not: each "
-                "rank changes its gradients by what depends on its own samples, before they are summed",
-                evidence=evidence,
-                advice="look for hooks that clip or normalise gradients, autograd functions, and detached values of "
-                "the batch in the loss; use the updater's clip_norm, or change gradients in the optimizer's step, "
-                "which gets their sum",
-            )  # fmt: skip
-    yield from _randomness(seen_)
-
-
-def _begins_with_gradients(seen_: Observations) -> bool:
-    """Whether the first thing that the division of the samples changes is a gradient of the first step."""
-    if seen_.drift is not None or seen_.tampered is not None or seen_.low_precision or seen_.draws_left:
-        return False
-    found = [c.earliest for c in (seen_.ranks, seen_.micro) if c is not None and not c.equal]
-    all_applied = seen_.ranks.applied == seen_.ranks.expected
-    return all_applied and all(f is not None and f.kind == "gradient" and f.step == 1 for f in found)
 
 
 def _options(seen_: Observations) -> Iterator[Finding]:
@@ -356,52 +261,6 @@ def _options(seen_: Observations) -> Iterator[Finding]:
             evidence=seen(f"{what} against 1 rank", comparison), advice=advice,
         )  # fmt: skip
         return
-
-
-def _factor(seen_: Observations) -> tuple[str, float] | None:
-    """Returns by what number all gradients of the first step are off, and where; None if by no one number."""
-    compared = {_n(seen_): seen_.ranks, "1 rank, in 2 micro-batches": seen_.micro}
-    for what, comparison in compared.items():
-        factor = comparison.factor if comparison is not None else None
-        if factor is not None and abs(factor - 1) > 1e-6:
-            return what, factor
-    return None
-
-
-def _accumulation(text: str, evidence: list[str]) -> Finding:
-    return Finding(
-        cause=Cause.ACCUMULATION, is_difference=True, text=text, evidence=evidence,
-        advice="return the mean over the samples, and weigh each part by its share of the batch "
-        "(updater.backward(loss, "
-        "weight=...)) when gradients are accumulated",
-    )  # fmt: skip
-
-
-def _randomness(seen_: Observations) -> Iterator[Finding]:
-    if seen_.no_dropout and not seen_.draws_left:
-        yield Finding(
-            cause=Cause.RANDOM, is_difference=False,
-            text="dropout draws other random numbers on each rank, as it should; numbers of ranks and "
-            "micro-batches were "
-            "compared with dropout off",
-            evidence=[f"training uses the generator of {', '.join(seen_.draws)}; without dropout none"],
-        )  # fmt: skip
-    if not seen_.draws_left or seen_.reseeded is None or seen_.reseeded.equal:
-        return
-    if seen_.samples.content_changes or seen_.samples.content_unstable:
-        return  # the data draw
-    differ = (seen_.drift is None and not seen_.ranks.equal) or (
-        seen_.micro is not None and not seen_.micro.equal
-    )
-    yield Finding(
-        cause=Cause.RANDOM, is_difference=differ,
-        text=f"training draws random numbers ({', '.join(seen_.draws_left)}) that are not dropout's, and each rank "
-        "draws its "
-        "own: runs on other numbers of ranks differ by them",
-        evidence=[*seen("1 rank with other random numbers", seen_.reseeded), *seen(_n(seen_), seen_.ranks)],
-        advice="if that is meant, compare runs statistically; else derive them from the sample's number, not from "
-        "the rank",
-    )  # fmt: skip
 
 
 def _evaluation(seen_: Observations) -> Iterator[Finding]:
@@ -520,7 +379,7 @@ def _unexplained(seen_: Observations, found: list[Finding]) -> Iterator[Finding]
                 advice="sum what it is computed from over the ranks",
             )  # fmt: skip
         elif "micro" in what and seen_.ranks.equal:
-            yield _accumulation(
+            yield accumulation(
                 f"{what}: {describe(first) if first else comparison.failure}, though the loss of a batch is the mean "
                 "of those of its parts: the step does something for each micro-batch that belongs once to each step, "
                 "such as clipping, weight decay or the optimizer's step",

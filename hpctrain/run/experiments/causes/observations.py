@@ -102,6 +102,10 @@ class Observations:
     repeats_intended: bool = False
 
     @property
+    def ranks_against_one(self) -> str:
+        return f"{self.num_ranks} ranks against 1 rank"
+
+    @property
     def is_idle(self) -> bool:
         """Whether no run applied a step."""
         found = [comparison for comparison in self.compared().values() if comparison.steps]
