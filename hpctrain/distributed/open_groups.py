@@ -55,11 +55,22 @@ def open_process_group(
             f"torch.distributed needs MPI under its ranks, this session's backend is {world.backend}: install mpi4py",
             agreed=True,
         )
-    if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
+    _register()
     _open.ranks, _open.close, _open.traffic = (world, topology), close, Traffic(topology)
     _open.store = _SharedStore(_store_on_rank_0(world, topology, timeout=timedelta(seconds=timeout_s)))
     _initialize(BACKEND, store=_open.store, world=world)
+
+
+def _register() -> None:
+    """Registers the backend, once in a process."""
+    if BACKEND.upper() in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
+    # PyTorch 2.15 and newer attach a recorder of operations to the groups of every backend that is not in this set. It
+    # asks for a backend in C++, and would see nothing: it follows PyTorch's dispatcher, which calls no group in Python.
+    without_recorder = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if without_recorder is not None:
+        without_recorder.add(BACKEND)
 
 
 def _forget_meshes() -> None:
