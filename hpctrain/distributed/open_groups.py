@@ -18,7 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 from hpctrain.comm import Traffic, TwoLevel, World, broadcast_json, make_two_level
 from hpctrain.distributed.host_address import address_of_rank_0
 from hpctrain.distributed.process_group import CommunicatorGroup
-from hpctrain.errors import LaunchError, UsageError
+from hpctrain.errors import CommunicationError, LaunchError, UsageError
 from hpctrain.topology import Topology
 
 BACKEND = "hpctrain"
@@ -37,7 +37,7 @@ def open_process_group(
     """Initialises `torch.distributed` over the ranks of `world`. Collective.
 
     device: on the CPU, groups over hpctrain's communicators; on CUDA, NCCL, and gloo for tensors in host memory.
-    timeout_s: of NCCL's operations, and of the store's. close: called when `destroy_process_group` has ended the groups
+    timeout_s: of NCCL's operations, and of waiting in the store. close: called when `destroy_process_group` has ended the groups
     on the CPU.
     Sets in the environment, where it is not set, what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
     MASTER_ADDR, MASTER_PORT); on the CPU also ACCELERATE_USE_CPU, without which Hugging Face accelerate takes each rank
@@ -55,11 +55,25 @@ def open_process_group(
             f"torch.distributed needs MPI under its ranks, this session's backend is {world.backend}: install mpi4py",
             agreed=True,
         )
-    if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
+    _register()
     _open.ranks, _open.close, _open.traffic = (world, topology), close, Traffic(topology)
-    _open.store = _SharedStore(_store_on_rank_0(world, topology, timeout=timedelta(seconds=timeout_s)))
+    limit = timedelta(seconds=timeout_s)
+    _open.store = _SharedStore(
+        _store_on_rank_0(world, topology, timeout=limit), rank=world.rank, num_ranks=world.num_ranks, limit=limit
+    )
     _initialize(BACKEND, store=_open.store, world=world)
+
+
+def _register() -> None:
+    """Registers the backend, once in a process."""
+    if BACKEND.upper() in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
+    # PyTorch 2.15 and newer attach a recorder of operations to the groups of every backend that is not in this set. It
+    # asks for a backend in C++, and would see nothing: it follows PyTorch's dispatcher, which calls no group in Python.
+    without_recorder = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if without_recorder is not None:
+        without_recorder.add(BACKEND)
 
 
 def _forget_meshes() -> None:
@@ -221,11 +235,15 @@ class _SharedStore(Store):
     """A store of all ranks, to which this rank connects when something uses it first.
 
     Only groups of other backends and programs of their own do. PyTorch calls the methods, under these names.
+    limit: of `wait`, if the caller's own is longer (Gloo's is half an hour); after it CommunicationError is raised.
     """
 
-    def __init__(self, connect: Callable[[], Store]) -> None:
+    def __init__(self, connect: Callable[[], Store], *, rank: int, num_ranks: int, limit: timedelta) -> None:
         super().__init__()
         self._connected = functools.cache(connect)
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._limit = limit
 
     def set(self, key: str, value: Any) -> None:
         self._connected().set(key, value)
@@ -243,7 +261,32 @@ class _SharedStore(Store):
         return self._connected().compare_set(key, expected_value, desired_value)
 
     def wait(self, keys: list[str], *timeout: timedelta) -> None:
-        self._connected().wait(keys, *timeout)
+        store = self._connected()
+        if timeout and timeout[0] <= self._limit:
+            store.wait(keys, timeout[0])
+            return
+        store.set(_groups_key(self._rank), str(_num_groups()))
+        try:
+            store.wait(keys, self._limit)
+        except RuntimeError as error:
+            raise CommunicationError(self._missing(store, keys)) from error
+
+    def _missing(self, store: Store, keys: list[str]) -> str:
+        """Returns what is said of `keys` that no rank has set within the limit."""
+        missing = ", ".join(key for key in keys if not store.check([key]))
+        made = {
+            rank: store.get(_groups_key(rank)).decode()
+            for rank in range(self._num_ranks)
+            if store.check([_groups_key(rank)])
+        }
+        counts = ", ".join(f"rank {rank}: {count}" for rank, count in made.items())
+        return (
+            f"waited {self._limit.total_seconds():g} s in torch.distributed's store for {missing}, "
+            "which no rank has set. A group of another backend than hpctrain's, such as gloo, waits so for its ranks: "
+            "each must make it, after equally many groups, as these give it its name. Groups made on the ranks that "
+            f"have waited: {counts}. From PyTorch 2.14 on new_group(use_local_synchronization=True) counts on the "
+            "group's own ranks only: make such groups after those of other backends, or without that argument"
+        )
 
     def deleteKey(self, key: str) -> bool:  # noqa: N802
         return self._connected().delete_key(key)
@@ -253,6 +296,15 @@ class _SharedStore(Store):
 
     def clone(self) -> Store:
         return self._connected().clone()  # type: ignore[attr-defined]
+
+
+def _groups_key(rank: int) -> str:
+    return f"hpctrain/groups made/{rank}"
+
+
+def _num_groups() -> int:
+    """Returns how many groups this rank has made, by which PyTorch names the next one."""
+    return int(dist.distributed_c10d._world.group_count)
 
 
 def _initialize(backend: str, *, store: Store, world: World, **options: Any) -> None:

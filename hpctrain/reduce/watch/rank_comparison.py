@@ -107,7 +107,7 @@ class RankComparison:
             mine = self._found[_NUM_FOR_ALL:] if number else self._found[:_NUM_FOR_ALL]
             value = 0
             if self._comm.rank in members:
-                value = xxhash.xxh3_64_intdigest(repr(mine)) >> (64 - self._bits)
+                value = xxhash.xxh3_64_intdigest(repr(mine).encode()) >> (64 - self._bits)
             numbers |= {f"{_SUM}{number}": float(value), f"{_SQUARES}{number}": float(value * value)}
         return numbers
 
@@ -292,7 +292,7 @@ def _layout(model: torch.nn.Module) -> dict[str, Box | None]:
 def _sets_of_ranks(layout: Mapping[str, Box | None], comm: Collective) -> list[list[int]]:
     """Returns the ranks that have the same layout as another. Collective."""
     found_on: dict[str, list[int]] = {}
-    for place, found in enumerate(all_gather_json(comm, xxhash.xxh3_64_hexdigest(repr(layout)))):
+    for place, found in enumerate(all_gather_json(comm, xxhash.xxh3_64_hexdigest(repr(layout).encode()))):
         found_on.setdefault(found, []).append(place)
     return [members for members in found_on.values() if len(members) > 1]
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import hpctrain
 from hpctrain.errors import CommunicationError
 
+RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
@@ -301,7 +302,10 @@ def in_small_pieces() -> None:
 
 
 def groups() -> None:
-    """Groups of some ranks, made while others do other things; the same ranks twice; in another order."""
+    """Groups of some ranks, made while others do other things; the same ranks twice; in another order.
+
+    After it ranks name groups of other backends differently: see "names".
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     even = dist.new_group(list(range(0, size, 2)), use_local_synchronization=True)
     if rank % 2 == 0:
@@ -387,12 +391,17 @@ if __name__ == "__main__":
         if session.rank == 1:
             time.sleep(3600)
         dist.all_reduce(torch.ones(3))
+    if sys.argv[1:2] == ["names"]:
+        session = hpctrain.init_process_group(timeout_s=8)
+        if session.rank == 0:
+            dist.new_group([0], use_local_synchronization=RELEASE >= (2, 14))
+        dist.new_group(backend="gloo")
     if sys.argv[1:2] == ["pieces"]:
         in_small_pieces()
     session = hpctrain.init_process_group(timeout_s=300)
     if sys.argv[1:2] == ["mismatch"]:
         dist.all_reduce(torch.ones(3 + session.rank))
-    for case in (reductions, movements, messages, groups, refusals, callbacks, lengths, others, endings):
+    for case in (reductions, movements, messages, others, groups, refusals, callbacks, lengths, endings):
         case()
     messages_of_a_transport(session)
     dist.destroy_process_group()

@@ -44,6 +44,14 @@ def test_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
     assert re.search(r"rank 1 .*operations_program", done.stderr, re.DOTALL), done.stderr
 
 
+def test_gloo_groups_that_ranks_name_differently_end_the_run_and_are_explained() -> None:
+    done = run_command(2, [*OPERATIONS, "names"], timeout_s=300)
+    assert done.returncode == ExitCode.COMMUNICATION, done.stderr
+    assert "waited 8 s in torch.distributed's store" in done.stderr
+    assert "use_local_synchronization=True" in done.stderr
+    assert re.search(r"have waited: (rank 0: 3, rank 1: 2|rank [01]: [23])\. From", done.stderr), done.stderr
+
+
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.thorough), 4])
 def test_models_train_as_in_one_process(num_ranks: int, tmp_path: Path) -> None:
     two_nodes = {"HPCTRAIN_RANKS_PER_NODE": "2"} if num_ranks == 4 else {}
