@@ -22,7 +22,11 @@ warnings.filterwarnings("ignore")
 MOST_SHARD_BYTES = 64 << 20
 LEAST_SHARDS = 4  # at least one per worker
 # By fork, as by default before Python 3.14: what the peers hand to their workers cannot all be pickled.
-FORKED: dict[str, Any] = {"num_workers": WORKERS, "persistent_workers": True, "multiprocessing_context": "fork"}
+FORKED: dict[str, Any] = {
+    "num_workers": WORKERS,
+    "persistent_workers": True,
+    "multiprocessing_context": "fork",
+}
 
 
 def _streaming() -> Any:
