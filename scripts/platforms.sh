@@ -45,7 +45,10 @@ inside() {
   local root=$roots/$1 folder
   cp -L /etc/resolv.conf "$root/etc/resolv.conf"
   for folder in /etc/pip.conf /etc/xdg/pip /etc/ssl/certs/ca-certificates.crt; do
-    if [[ -e $folder ]]; then mkdir -p "$root$(dirname "$folder")"; cp -rL --remove-destination "$folder" "$root$(dirname "$folder")/"; fi
+    # Not again if it is the same: another command may start in that root at this moment.
+    if [[ -e $folder ]] && ! diff -rq "$folder" "$root$folder" >/dev/null 2>&1; then
+      mkdir -p "$root$(dirname "$folder")"; cp -rL --remove-destination "$folder" "$root$(dirname "$folder")/"
+    fi
   done
   # shellcheck disable=SC2016,SC2086
   unshare --mount --propagation private --pid --fork --kill-child bash -euc '
