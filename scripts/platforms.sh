@@ -45,19 +45,21 @@ inside() {
   local root=$roots/$1 folder
   cp -L /etc/resolv.conf "$root/etc/resolv.conf"
   for folder in /etc/pip.conf /etc/xdg/pip /etc/ssl/certs/ca-certificates.crt; do
-    if [[ -e $folder ]]; then mkdir -p "$root$(dirname "$folder")"; cp -rL --remove-destination "$folder" "$root$(dirname "$folder")/"; fi
+    # Not again if it is the same: another command may start in that root at this moment.
+    if [[ -e $folder ]] && ! diff -rq "$folder" "$root$folder" >/dev/null 2>&1; then
+      mkdir -p "$root$(dirname "$folder")"; cp -rL --remove-destination "$folder" "$root$(dirname "$folder")/"
+    fi
   done
   # shellcheck disable=SC2016,SC2086
   unshare --mount --propagation private --pid --fork --kill-child bash -euc '
-    root=$1 checkout=$2 command=$3; shift 3
+    root=$1 command=$2; shift 2
     mount --bind "$root" "$root"
     cd "$root"
-    mkdir -p before mnt/checkout
+    mkdir -p before
     mount -t proc proc proc
     mount --rbind /sys sys
     mount --rbind /dev dev
     mount -t tmpfs -o size=50% tmpfs dev/shm
-    mount --bind "$checkout" mnt/checkout
     for folder; do mkdir -p ".$folder"; mount --rbind "$folder" ".$folder"; done
     pivot_root . before
     umount -l /before
@@ -66,7 +68,7 @@ inside() {
     while IFS= read -r name; do keep+=("$name=${!name}"); done < <(compgen -e | grep -E "^(PIP_|HPCTRAIN_|https?_proxy|no_proxy|OMPI_ALLOW)" || true)
     exec env -i HOME=/root TERM=dumb LANG=C.UTF-8 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
       "${keep[@]}" bash -c "$command"
-  ' inside "$root" "$PWD" "$2" ${PLATFORMS_BIND:-}
+  ' inside "$root" "$2" ${PLATFORMS_BIND:-}
 }
 
 # step RELEASE WHAT COMMAND: runs the command in the clone, and adds a row to the table.
@@ -86,8 +88,11 @@ try() {
   rows=()
   make_root "$1"
   : > "$roots/$1.log"
-  inside "$1" "rm -rf /root/hpctrain /root/.cache/hpctrain && git config --global --add safe.directory '*' &&
-    git clone -q /mnt/checkout /root/hpctrain" || fail "$1: no clone"
+  # From out here: the repository of a worktree lies elsewhere. HOME: what is set for this clone is of that root alone.
+  local home=$roots/$1/root
+  rm -rf "$home/hpctrain" "$home/.cache/hpctrain"
+  HOME=$home git config --global --replace-all safe.directory '*'
+  HOME=$home git clone -q --no-hardlinks "$PWD" "$home/hpctrain" || fail "$1: no clone"
   step "$1" "make demo, nothing cached" "make demo"
   step "$1" "make demo again" "make demo"
   step "$1" "what is there" "source .venv/bin/activate; hpctrain doctor; python -V; gcc --version | head -n 1; mpirun --version | head -n 1;

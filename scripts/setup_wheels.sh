@@ -5,7 +5,7 @@ install_wheels() {
   local py_tag machine mpi_version hdf5_key numpy_major mpi4py_version
   machine=$(uname -m)
   find_nccl
-  if [[ $torch_cuda != cpu && $no_nccl_because ]]; then say "Horovod without NCCL: $no_nccl_because"; fi
+  if ! without horovod && [[ $torch_cuda != cpu && $no_nccl_because ]]; then say "Horovod without NCCL: $no_nccl_because"; fi
   # The site's own builds stay, unless they are ours of before, or cannot do what is needed.
   local horovod_stays='' h5py_stays=
   if [[ $site_because ]]; then

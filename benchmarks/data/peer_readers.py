@@ -21,6 +21,12 @@ from benchmarks.data.serve import Reader
 warnings.filterwarnings("ignore")
 MOST_SHARD_BYTES = 64 << 20
 LEAST_SHARDS = 4  # at least one per worker
+# By fork, as by default before Python 3.14: what the peers hand to their workers cannot all be pickled.
+FORKED: dict[str, Any] = {
+    "num_workers": WORKERS,
+    "persistent_workers": True,
+    "multiprocessing_context": "fork",
+}
 
 
 def _streaming() -> Any:
@@ -86,7 +92,7 @@ class StreamingReader(FromLoader):
 def open_reader(method: str, kind: Kind, *, directory: str) -> Reader:
     if method == "streaming":
         dataset = Streamed(local=directory, shuffle=True, batch_size=kind.batch)
-        loader = DataLoader(dataset, batch_size=kind.batch, num_workers=WORKERS, persistent_workers=True)
+        loader = DataLoader(dataset, batch_size=kind.batch, **FORKED)
         return StreamingReader(loader, dataset=dataset)
     urls = sorted(glob.glob(f"{directory}/shard-*.tar"))
     pipeline = webdataset.WebDataset(urls, shardshuffle=len(urls), workersplitter=webdataset.split_by_worker)
@@ -96,7 +102,7 @@ def open_reader(method: str, kind: Kind, *, directory: str) -> Reader:
     else:
         pipeline = pipeline.to_tuple("npy").map(lambda found: (found[0].astype(np.int32),))
     pipeline = pipeline.batched(kind.batch)
-    loader = webdataset.WebLoader(pipeline, batch_size=None, num_workers=WORKERS, persistent_workers=True)
+    loader = webdataset.WebLoader(pipeline, batch_size=None, **FORKED)
     return FromLoader(
         loader, around=next(stage for stage in loader.pipeline if isinstance(stage, DataLoader))
     )

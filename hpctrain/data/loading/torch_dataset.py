@@ -5,7 +5,7 @@
 
 The first yields samples, in the order that DataLoader's sampler chooses. The second yields the batches of a
 `Loader`, which are the same for any number of ranks, and its state can be saved. Both may be used with
-`num_workers`; under MPI that needs `multiprocessing_context="spawn"`, and `num_workers=0` is faster.
+`num_workers`; under MPI that needs `multiprocessing_context="spawn"` before Python 3.14, and `num_workers=0` is faster.
 """
 
 from __future__ import annotations
