@@ -100,7 +100,8 @@ class FirstFailure:
     def _weigh(self, failure: RankFailure) -> int:
         if failure.exit_code == ExitCode.STOPPED_EARLY:
             return 3
-        if failure.signal is None and failure.exit_code == LOST_PEER_CODE and self._lost_peer:
+        has_lost_peer = self._lost_peer or self._step_ends  # then what it says may be lost
+        if failure.signal is None and failure.exit_code == LOST_PEER_CODE and has_lost_peer:
             return 1
         return 2 if self._step_ends and failure.exit_code not in CAUSES else 4
 

@@ -14,6 +14,7 @@ from tests.cluster.plan import MEMORY_GROUPS
 from tests.cluster.training_jobs import output
 from tests.memory_group import memory_group
 from tests.ranks_launcher import REPOSITORY
+from tests.runbook import find_shown
 
 pytestmark = pytest.mark.launches
 
@@ -69,3 +70,4 @@ def test_a_rank_that_the_kernel_has_killed_for_want_of_memory_gives_137(
     found = ends(limited, tmp_path, "fill_memory", "--nodes=2", "--ntasks-per-node=2", "--mem=500M")
     assert found == {(137, 0): TRIALS}, output(tmp_path)
     assert output(tmp_path).count(": Out Of Memory") == TRIALS
+    find_shown(output(tmp_path), ": Out Of Memory", page="f6-out-of-memory.md")

@@ -67,6 +67,13 @@ ENDINGS = {
             "srun: error: hpct0: task 1: Exited with exit code 14",
         ),
     ),
+    "a peer of Open MPI 5 was killed, which no rank could say": Ending(
+        code=14, right=137,
+        lines=(
+            _CANCELLED, _ABORTED, "srun: error: hpct1: task 3: Killed", "srun: error: hpct1: task 2: Killed",
+            "srun: error: hpct0: task 0: Exited with exit code 14", "srun: error: hpct0: task 1: Killed",
+        ),
+    ),
     "a peer of Open MPI 5 is gone, and nothing says how": Ending(
         code=14, right=137, lines=(*_LOST_PEER, "srun: error: hpct0: task 1: Exited with exit code 14")
     ),
