@@ -57,11 +57,12 @@ def _make() -> tuple[Path, int]:
 def _remove(group: Path) -> None:
     deadline_s = time.monotonic() + 300
     while group.exists():
-        for pid in _read(group / "cgroup.procs").split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-        with contextlib.suppress(OSError):  # busy until the kernel has taken the last process out
-            group.rmdir()
+        for each in sorted((group, *group.rglob("*/")), reverse=True):  # groups within it come first
+            for pid in _read(each / "cgroup.procs").split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            with contextlib.suppress(OSError):  # busy until the kernel has taken the last process out
+                each.rmdir()
         assert time.monotonic() < deadline_s, f"{group} cannot be removed"
         time.sleep(0.05)
 

@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import final
+
+from hpctrain.errors import ExitCode
 
 # Open MPI 4 and 5 report a rank that was ended by a signal; srun also one that exited with a code.
 _OPEN_MPI = re.compile(
     rb"process rank (?P<rank>\d+) with PID \d+ on node (?P<node>\S+) exited on\s+signal (?P<signal>\d+)"
 )
-_SRUN = re.compile(rb"srun: error: (?P<node>\S+): tasks? (?P<rank>[\d,-]+): (?P<text>[A-Z][a-z0-9 ]+)")
+_SRUN = re.compile(
+    rb"srun: error: (?P<node>\S+): tasks? (?P<rank>[\d,-]+): (?P<text>Out Of Memory|[A-Z][a-z0-9 ]+)"
+)
 _SRUN_CODE = re.compile(r"Exited with exit code (\d+)")
 # The ranks' own line at an early end that is no failure.
 STOPPED = re.compile(r"hpctrain: stopped after step \d+ of \d+ \((?P<reason>[^)]*)\); the state is saved")
+# The ranks are being ended by Slurm or srun: who is killed after this line need not be who failed.
+STEP_ENDS = re.compile(
+    r"srun: (Job step aborted|Terminating (StepId|job step)|launch/slurm: .*Terminating|Force Terminated)"
+    r"|slurmstepd\S*: error: \*\*\* (STEP|JOB) \S+ ON \S+ CANCELLED AT"
+)
+# Of Open MPI 5's TCP transport, on a rank that has lost another one. It then leaves with 14, MPI_ERR_UNKNOWN.
+LOST_PEER = re.compile(r"An error occurred in Socket closed")
+LOST_PEER_CODE = 14
+# Exit codes that no rank has because another one has failed.
+CAUSES = frozenset(
+    {
+        ExitCode.USAGE, ExitCode.DATA, ExitCode.CHECKPOINT, ExitCode.LAUNCH, ExitCode.DIVERGED,
+        ExitCode.OUT_OF_MEMORY,
+    }
+)  # fmt: skip
+_OUT_OF_MEMORY = "Out Of Memory"  # a signal number of Slurm's own, for a rank that the kernel has killed
 _SIGNALS = {text: number for number in signal.valid_signals() if (text := signal.strsignal(number))}
 
 
@@ -31,7 +52,8 @@ def find_failure(line: bytes) -> RankFailure | None:
     """Returns the failure reported in this line of a launcher's output, or in two that were joined by a space; None for
     any other line.
 
-    srun's `Terminated` is ignored: srun ends the remaining ranks in this way after another one has failed.
+    srun's `Terminated` is ignored: srun ends the remaining ranks in this way after another one has failed. Its `Out Of
+    Memory` is SIGKILL.
     """
     match = _OPEN_MPI.search(line)
     if match is not None:
@@ -43,8 +65,45 @@ def find_failure(line: bytes) -> RankFailure | None:
     left = _SRUN_CODE.match(text)
     if left is not None:
         return RankFailure(rank=match["rank"].decode(), node=_node(match), exit_code=int(left[1]))
-    number = _SIGNALS.get(text)
+    number = signal.SIGKILL if text == _OUT_OF_MEMORY else _SIGNALS.get(text)
     return None if number is None or number == signal.SIGTERM else _ended(match, number=number)
+
+
+@final
+class FirstFailure:
+    """Follows what a launcher and its ranks print, and keeps the failure that the others follow from.
+
+    A rank that stopped (75) is kept only if no other has failed by itself. Less than that count ranks that end once
+    srun ends the step, and the least an Open MPI 5 that has lost a peer; that is reported as 137.
+    """
+
+    def __init__(self) -> None:
+        self.failure: RankFailure | None = None
+        self._weight = 0
+        self._step_ends = False
+        self._lost_peer = False
+
+    def saw(self, line: bytes, *, before: bytes = b"") -> None:
+        """Takes one line of the launcher's output. before: the one before; Open MPI 5 breaks its report in two."""
+        text = line.decode(errors="replace")
+        self._step_ends = self._step_ends or STEP_ENDS.search(text) is not None
+        self._lost_peer = self._lost_peer or LOST_PEER.search(text) is not None
+        failure = find_failure(line) or find_failure(before + b" " + line)
+        if failure is None:
+            return
+        weight = self._weigh(failure)
+        if weight == 1:
+            failure = replace(failure, exit_code=128 + signal.SIGKILL)
+        if weight > self._weight:
+            self.failure, self._weight = failure, weight
+
+    def _weigh(self, failure: RankFailure) -> int:
+        if failure.exit_code == ExitCode.STOPPED_EARLY:
+            return 3
+        has_lost_peer = self._lost_peer or self._step_ends  # then what it says may be lost
+        if failure.signal is None and failure.exit_code == LOST_PEER_CODE and has_lost_peer:
+            return 1
+        return 2 if self._step_ends and failure.exit_code not in CAUSES else 4
 
 
 def signal_name(number: int) -> str:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from hpctrain.errors import ExitCode, LaunchError
-from hpctrain.launch.command import LaunchPlan
-from hpctrain.launch.failure import STOPPED, RankFailure, find_failure, signal_name
+from hpctrain.launch.command import Launcher, LaunchPlan
+from hpctrain.launch.failure import STOPPED, FirstFailure, RankFailure, signal_name
 from hpctrain.launch.hydra_ranks import HydraRanks
 
 # mpirun takes so long to handle signals itself, and to start ranks that get them.
@@ -145,8 +145,10 @@ def run_launch(
     failure = watch.failure
     if failure is not None and failure.signal is not None:
         _say(out, f"rank {failure.rank} on {failure.node} was ended by {signal_name(failure.signal)}")
-    if failure is not None and exit_code in (128 + signal.SIGTERM, 128 + signal.SIGKILL):
-        # srun returns the highest code of all ranks, including those that it ended because another one failed.
+    ended = exit_code in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
+    if failure is not None and (ended or (plan.launcher is Launcher.SRUN and exit_code > 0)):
+        # srun returns the highest code of all ranks, including those that stopped (75) and those that it ended because
+        # another one failed (137); and 1 if one was killed for want of memory.
         exit_code = failure.exit_code
     if hydra is not None and failure is not None:
         if failure.signal is None:
@@ -230,7 +232,7 @@ class _Watch:
         observer: Observer | None = None,
         hydra: HydraRanks | None = None,
     ) -> None:
-        self.failure: RankFailure | None = None
+        self._first = FirstFailure()
         self.has_stopped = False  # the ranks have said so
         self.stop_asked = False
         self.has_killed = False
@@ -248,6 +250,11 @@ class _Watch:
         self._stop_at_s: float | None = None
         self._asked_s: float | None = None  # when the ranks were asked to stop
         self._kill_at_s: float | None = None
+
+    @property
+    def failure(self) -> RankFailure | None:
+        """The first failure that was reported: the cause, from which the others follow."""
+        return self._first.failure
 
     def until_exit(self) -> int:
         """Waits for the launcher and for processes that it left. Returns its exit code, -n for signal n."""
@@ -288,11 +295,10 @@ class _Watch:
     def _follow(self, copy: _Copy) -> None:
         for line in copy.lines():
             self.has_stopped = self.has_stopped or _STOPPED.search(line) is not None
-            # The first failure is the cause; the others follow from it. Open MPI 5 breaks its line in two.
             if not self._ending:
-                self.failure = self.failure or find_failure(line) or find_failure(copy.before + b" " + line)
-                if self._hydra is not None:
-                    self.failure = self.failure or self._hydra.find_failure(line)
+                self._first.saw(line, before=copy.before)
+                if self._hydra is not None and self._first.failure is None:
+                    self._first.failure = self._hydra.find_failure(line)
             if self._observer is not None:
                 self._observer.saw_line(line)
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.errors import ExitCode
-from hpctrain.launch import RankFailure, signal_name
+from hpctrain.launch import CAUSES, RankFailure, signal_name
 from hpctrain.supervise import signs
 from hpctrain.supervise.causes import Cause, Diagnosis
 
@@ -85,6 +85,8 @@ def _wanted_end(evidence: Evidence) -> Diagnosis | None:
     left_s = float("inf") if evidence.time_limit is None else evidence.time_limit - evidence.ended
     if evidence.exit_code is None and left_s < _AT_THE_LIMIT_S:
         return Diagnosis(cause=Cause.WALL_CLOCK, reason="the time limit of the job was over")
+    if evidence.exit_code in CAUSES:
+        return None  # a rank failed while the others stopped
     if not evidence.signals and (
         evidence.exit_code != ExitCode.STOPPED_EARLY or evidence.overdue_s is not None
     ):
@@ -185,8 +187,9 @@ def _who_failed(evidence: Evidence) -> Diagnosis | None:
         reason = f"a rank was ended by {signal_name(int(hydra['signal']))}"
         return Diagnosis(cause=Cause.LOST_RANK, reason=reason, nodes=(node["node"],) if node else ())
     if victim is None and own is None and peer is not None:
-        reason = f"the other ranks have lost the connection to a rank on {peer['node']}"
-        return Diagnosis(cause=Cause.LOST_RANK, reason=reason, nodes=(peer["node"],))
+        on = f" on {peer['node']}" if peer["node"] else ""
+        reason = f"the other ranks have lost the connection to a rank{on}"
+        return Diagnosis(cause=Cause.LOST_RANK, reason=reason, nodes=(peer["node"],) if peer["node"] else ())
     if evidence.overdue_s is not None:
         return Diagnosis(
             cause=Cause.HANG, reason=f"training had not begun {evidence.overdue_s:.0f} s after the launch"

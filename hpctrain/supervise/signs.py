@@ -8,7 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from hpctrain.launch import STOPPED as STOPPED, RankFailure, find_failure
+from hpctrain.errors import ExitCode
+from hpctrain.launch import (
+    LOST_PEER,
+    LOST_PEER_CODE,
+    STEP_ENDS as STEP_ENDS,
+    STOPPED as STOPPED,
+    RankFailure,
+    find_failure,
+)
 
 _NODE = r"(?P<node>[\w.\[\],-]+)"
 
@@ -16,11 +24,6 @@ _NODE = r"(?P<node>[\w.\[\],-]+)"
 TIME_LIMIT = re.compile(r"CANCELLED AT \S+ DUE TO TIME LIMIT")
 PREEMPTED = re.compile(r"CANCELLED AT \S+ DUE TO PREEMPTION|DUE TO JOB REQUEUE|CANCELLED DUE TO PREEMPTION")
 NODE_FAILURE = re.compile(r"CANCELLED AT \S+ DUE TO NODE FAILURE")
-# The ranks are being ended by Slurm or srun: who is killed after this line need not be who failed.
-STEP_ENDS = re.compile(
-    r"srun: (Job step aborted|Terminating (StepId|job step)|launch/slurm: .*Terminating|Force Terminated)"
-    r"|slurmstepd\S*: error: \*\*\* (STEP|JOB) \S+ ON \S+ CANCELLED AT"
-)
 STEP_CANCELLED = re.compile(r"slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED AT")
 # Slurm's PMIx plugin names the rank whose connection broke: it is the one that died.
 PMIX_LOST = re.compile(
@@ -29,8 +32,9 @@ PMIX_LOST = re.compile(
 
 MPI_ABORT = re.compile(r"MPI_ABORT was invoked on rank (?P<rank>\d+)")
 MPI_ABORT_CODE = re.compile(r"^with errorcode (?P<code>\d+)\.$")
-# Open MPI's TCP transport: a rank on that host has gone, or the whole host has. srun need not notice it.
-PEER_GONE = re.compile(rf"^\s*Peer host:\s+{_NODE}\s*$")
+# Open MPI's TCP transport: a rank on that host has gone, or the whole host has. srun need not notice it. Open MPI 5
+# does not always name the host.
+PEER_GONE = re.compile(rf"^\s*Peer host:\s+{_NODE}\s*$|{LOST_PEER.pattern}")
 
 # A node is gone, or cannot be reached.
 _LOST_NODE = [
@@ -55,7 +59,8 @@ STEPD_GONE = re.compile(
 
 OUT_OF_MEMORY = re.compile(
     r"ran out of memory.* in a micro-batch of one sample"
-    r"|\boom[-_ ]?kill|Out Of Memory|OutOfMemoryError|\bMemoryError\b|std::bad_alloc|[Cc]annot allocate memory"
+    r"|\boom[-_ ]?kill|Out Of Memory|[Ee]xceeded (job |step )?memory limit"
+    r"|OutOfMemoryError|\bMemoryError\b|std::bad_alloc|[Cc]annot allocate memory"
     r"|can't allocate memory|CUDA out of memory|CUDA error: out of memory|hipErrorOutOfMemory"
     r"|CUBLAS_STATUS_ALLOC_FAILED|Unable to allocate .* for an array"
 )
@@ -99,13 +104,16 @@ def is_telling(line: str) -> bool:
 def failures_in(lines: Sequence[str]) -> Iterator[tuple[int, RankFailure]]:
     """Yields the ranks that the launcher reports as failed, each with the index of its line.
 
-    Open MPI 5 breaks its line in two.
+    Not those that stopped, nor those that left because they lost a peer. Open MPI 5 breaks its line in two.
     """
+    lost_peer = any(LOST_PEER.search(line) for line in lines)
     for index, line in enumerate(lines):
         failure = find_failure(line.encode())
         if failure is None and line.endswith("exited on") and index + 1 < len(lines):
             failure = find_failure(f"{line} {lines[index + 1]}".encode())
-        if failure is not None:
+        if failure is None or failure.exit_code == ExitCode.STOPPED_EARLY:
+            continue
+        if not (lost_peer and failure.exit_code == LOST_PEER_CODE):
             yield index, failure
 
 

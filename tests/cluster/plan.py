@@ -18,6 +18,7 @@ from tests.cluster.gluster_volume import Volume
 
 HEAD = "hpct-head"
 TMP = Path("/tmp")
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")  # of version 1
 _NETWORK = "10.77.0"
 _FIRST_NODE_ADDRESS = 10
 MAX_NODES = 64
@@ -35,6 +36,8 @@ class ClusterPlan:
     rate: of each node's link, in both directions, as tc writes it (`200mbit`, `1gbit`); None: not shaped.
     cores_per_node: what Slurm is told; all nodes share the machine's real ones.
     volumes: of GlusterFS, stored by the nodes and mounted in every place.
+    memory_group: folder of a control group, version 1, below which each node has one of its own. With it Slurm keeps
+    jobs within their --mem; without it there are no control groups, as they belong to the machine.
     Raises ValueError when a field is out of range.
     """
 
@@ -43,6 +46,7 @@ class ClusterPlan:
     rate: str | None = "1gbit"
     cores_per_node: int = 2
     volumes: tuple[Volume, ...] = ()
+    memory_group: Path | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_nodes <= MAX_NODES:
@@ -110,10 +114,17 @@ def files(plan: ClusterPlan) -> Mapping[Path, str]:
     etc = plan.directory / "etc"
     return {
         plan.slurm_conf_path: slurm_conf(plan),
-        etc / "cgroup.conf": "CgroupPlugin=autodetect\nCgroupAutomount=no\nIgnoreSystemd=yes\n",
+        etc / "cgroup.conf": cgroup_conf(plan),
         etc / "gres.conf": "".join(f"Name=gpu File={device}\n" for device in _GPU_DEVICES),
         etc / "hosts": hosts_file(plan),
     }
+
+
+def cgroup_conf(plan: ClusterPlan) -> str:
+    """Only settings that Slurm 22.05, 24.11 and newer know: others are errors in the log of each step."""
+    if plan.memory_group is not None:
+        return "CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\n"
+    return "CgroupPlugin=autodetect\nIgnoreSystemd=yes\n"
 
 
 def hosts_file(plan: ClusterPlan) -> str:
@@ -141,12 +152,11 @@ def slurm_conf(plan: ClusterPlan) -> str:
         "SlurmctldLogFile": directory / "log" / "slurmctld.log",
         "SlurmdLogFile": directory / "log" / "slurmd-%n.log",
         "MpiDefault": "pmix",
-        # No control groups: they belong to the machine, which may not let us make any.
         "ProctrackType": "proctrack/linuxproc",
-        "TaskPlugin": "task/none",
+        "TaskPlugin": "task/none" if plan.memory_group is None else "task/cgroup",
         "JobAcctGatherType": "jobacct_gather/none",
         "SelectType": "select/cons_tres",
-        "SelectTypeParameters": "CR_Core",
+        "SelectTypeParameters": "CR_Core" if plan.memory_group is None else "CR_Core_Memory",
         "SlurmdParameters": "config_overrides",  # the nodes have as many cores as this file says
         "SchedulerParameters": "batch_sched_delay=0,bf_interval=1,sched_interval=1",
         "ReturnToService": "2",
@@ -178,12 +188,21 @@ def place_setup(plan: ClusterPlan, *, place: str, shared: Sequence[Path] = ()) -
     gluster = gluster_volume.place_setup(plan.gluster_log(place)) if plan.volumes else []
     return [
         *gluster,
+        *memory_setup(plan, place=place),
         ["mount", "--bind", str(plan.directory / "etc" / "hosts"), "/etc/hosts"],
         # Ranks of two nodes must not meet in shared memory.
         ["mount", "-t", "tmpfs", "-o", "mode=1777", "hpct-shm", "/dev/shm"],
         *tmp_setup(plan, place=place, shared=shared),
         ["ip", "link", "set", "lo", "up"],
     ]
+
+
+def memory_setup(plan: ClusterPlan, *, place: str) -> list[list[str]]:
+    """A node's own control groups for memory, where it looks for those of the machine."""
+    if plan.memory_group is None or place == HEAD:
+        return []
+    group = str(plan.memory_group / place)
+    return [["mkdir", group], ["mount", "--bind", group, str(MEMORY_GROUPS)]]
 
 
 def tmp_setup(plan: ClusterPlan, *, place: str, shared: Sequence[Path]) -> list[list[str]]:

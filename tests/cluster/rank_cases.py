@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import platform
+import random
 import sys
 import time
 from collections.abc import Iterable
@@ -110,6 +111,27 @@ def time_left(directory: str) -> None:
     written.rename(Path(directory, f"{job}.json"))
 
 
+def leave(mostly: str, code_of_rank_1: str) -> None:
+    """Leave with these exit codes, at about the same time."""
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.Get_rank()
+    MPI.Finalize()
+    time.sleep(random.uniform(0, 0.3))
+    sys.exit(int(code_of_rank_1) if rank == 1 else int(mostly))
+
+
+def fill_memory() -> None:
+    """Rank 1 takes memory until the kernel kills it; the others wait for it."""
+    from mpi4py import MPI
+
+    taken = []
+    MPI.COMM_WORLD.Barrier()
+    while MPI.COMM_WORLD.Get_rank() == 1:
+        taken.append(bytearray(b"x") * (32 << 20))
+    MPI.COMM_WORLD.Barrier()
+
+
 class _Still:
     """What an updater needs of an optimizer; one of torch's takes seconds to load on so many ranks."""
 
@@ -130,5 +152,7 @@ if __name__ == "__main__":
         "reduce": reduce,
         "reduce_for_ever": reduce_for_ever,
         "time_left": time_left,
+        "leave": leave,
+        "fill_memory": fill_memory,
     }
     cases[sys.argv[1]](*sys.argv[2:])

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hpctrain.run import SlurmSection
 from hpctrain.slurm import JobScript, render_script
 from hpctrain.slurm.script import option_text, sweep_points
 from tests.ranks_launcher import REPOSITORY
+from tests.unit.launch.srun_endings import ENDINGS, Ending
 from tests.unit.slurm.jobs_to_render import KINDS, job
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -62,7 +63,7 @@ def test_shellcheck_finds_nothing_in_any_script(shellcheck: str, tmp_path: Path)
 
 def test_a_script_is_short_and_says_what_the_section_says() -> None:
     text = render_script(job("plain"))
-    assert len(code_of(text)) <= 40
+    assert len(code_of(text)) <= 57
     assert max(map(len, text.splitlines())) <= 120
     assert "\n\n\n" not in text
     assert options_of(text) == [
@@ -110,6 +111,34 @@ def test_each_kind_of_job_has_its_own_lines_and_no_others(
         assert words in text
     for words in not_there:
         assert not any(words in line for line in code_of(text)), words
+
+
+def code_decided(script: str, *, code: int, lines: Sequence[str], folder: Path) -> int:
+    """What the script's part that judges the launcher's code makes of `code`, after `lines` have been printed."""
+    start, end = script.index("failed() {"), script.index("# A busy controller")
+    output, earlier = folder / "output", b"srun: error: hpct0: task 1: Exited with exit code 4\n"
+    output.write_bytes(earlier + "".join(f"{line}\n" for line in lines).encode())
+    with output.open("ab") as stderr:
+        done = subprocess.run(
+            ["bash", "-c", f"printed={len(earlier)} code={code}\n{script[start:end]}\necho $code"],
+            stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=300, check=True,
+        )  # fmt: skip
+    return int(done.stdout)
+
+
+def test_a_script_ends_with_the_code_of_the_rank_that_failed_first(tmp_path: Path) -> None:
+    """Only what this start has printed counts, and the launcher's code where nothing says who failed."""
+    text = render_script(job("plain"))
+    cases = {**ENDINGS, "nothing is printed": Ending(code=75, right=75, lines=())}
+    found = {
+        name: code_decided(text, code=case.code, lines=case.lines, folder=tmp_path)
+        for name, case in cases.items()
+    }
+    assert found == {name: case.right for name, case in cases.items()}
+    failed = ["hpctrain: rank 1 ends the run (exit code 3), so that no other rank waits for it"]
+    text = render_script(job("mpirun"))
+    assert code_decided(text, code=75, lines=failed, folder=tmp_path) == 3
+    assert code_decided(text, code=75, lines=(), folder=tmp_path) == 75
 
 
 def test_the_combinations_of_a_sweep_reach_the_ranks_as_they_were_written(tmp_path: Path) -> None:
