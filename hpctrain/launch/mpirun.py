@@ -64,8 +64,8 @@ def mpirun_argv(
         if family is MpirunFamily.OPEN_MPI_4:
             return [*argv, "--mca", "plm", "isolated"]
         if not environ.get(_REACHABLE):
-            # Debian's Open MPI 5 prints a warning for each rank where a card has IPv4 and IPv6: its module netlink finds
-            # no pair of addresses. Ranks of one machine use shared memory. The list may exclude what is not there.
+            # Debian's Open MPI 5 prints a warning for each rank where a card has IPv4 and IPv6: its module netlink
+            # finds no pair of addresses. Ranks of one machine use shared memory. The list may exclude what is missing.
             updates[_REACHABLE] = "^netlink"
         return argv
     if hostfile is not None:
