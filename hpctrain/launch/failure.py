@@ -83,12 +83,11 @@ class FirstFailure:
         self._step_ends = False
         self._lost_peer = False
 
-    def saw(self, line: bytes, *, before: bytes = b"") -> None:
-        """Takes one line of the launcher's output. before: the one before; Open MPI 5 breaks its report in two."""
+    def saw(self, line: bytes, failure: RankFailure | None) -> None:
+        """Takes one line of the launcher's output, and the failure that it reports."""
         text = line.decode(errors="replace")
         self._step_ends = self._step_ends or STEP_ENDS.search(text) is not None
         self._lost_peer = self._lost_peer or LOST_PEER.search(text) is not None
-        failure = find_failure(line) or find_failure(before + b" " + line)
         if failure is None:
             return
         weight = self._weigh(failure)

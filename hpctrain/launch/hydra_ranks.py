@@ -1,16 +1,19 @@
 """What Hydra, the launcher of MPICH and Intel MPI, does not do by itself for the ranks that it has started.
 
 It hands SIGUSR1 on to them, and no other signal of a user: SIGUSR2 ends it, and the ranks with it. Of a rank that was
-ended by a signal MPICH's message names a process that ended, not the rank and not always the first; Intel MPI's lists
-all ranks, for all others were then killed. So the first to end is found here.
+ended by a signal MPICH's message names a process that ended, not the rank and not always the first, with the bitwise
+or of how all ranks ended; Intel MPI's lists all ranks, for all others were then killed. So the first to end is found
+here, and Linux 6.15 and newer say how it ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import select
+import struct
 import time
 from pathlib import Path
 from typing import final
@@ -19,6 +22,8 @@ from hpctrain.launch.failure import RankFailure
 
 _PROXIES = ("hydra_pmi_proxy", "hydra_bstrap_pr")  # as /proc cuts the names
 _LOOKS_FOR_S = 20.0
+# Of linux/pidfd.h: the question, of 64 bytes, the bit of the mask that asks for the exit status, and where it stands.
+_GET_INFO, _INFO_BYTES, _INFO_EXIT, _EXIT_STATUS_AT = 0xC040FF0B, 64, 8, 60
 
 _PROCESS = re.compile(rb"=\s+(?:RANK \d+ )?PID (?P<pid>\d+) RUNNING AT (?P<node>\S+)")
 _CODE = re.compile(rb"=\s+EXIT CODE: (?P<code>\d+)")
@@ -37,8 +42,8 @@ class HydraRanks:
         self._num_ranks = num_ranks
         self._until_s = time.monotonic() + _LOOKS_FOR_S
         self._ranks: dict[int, int] = {}  # process -> rank
-        self._ended: list[int] = []  # ranks, in the order in which they ended
-        self._descriptors: dict[int, int] = {}  # pidfd -> process
+        self._ended: list[tuple[int, int]] = []  # ranks and their pidfds, in the order in which they ended
+        self._descriptors: dict[int, int] = {}  # pidfd -> process, of those that run
         self._epoll = select.epoll()
         self._reported: tuple[int, str] | None = None  # process and node, of the launcher's last message
         self._code: int | None = None
@@ -50,9 +55,8 @@ class HydraRanks:
                 if pid not in self._ranks:
                     self._add(pid, rank)
         for descriptor, _ in self._epoll.poll(timeout=0):  # in the order of the events
-            self._ended.append(self._ranks[self._descriptors.pop(descriptor)])
+            self._ended.append((self._ranks[self._descriptors.pop(descriptor)], descriptor))
             self._epoll.unregister(descriptor)
-            os.close(descriptor)
 
     def send(self, number: int) -> int:
         """Sends the signal to each rank on this machine. Returns to how many."""
@@ -64,23 +68,30 @@ class HydraRanks:
         return len(self._descriptors)
 
     def find_failure(self, line: bytes) -> RankFailure | None:
-        """Returns the rank that a signal has ended first, once the launcher's lines have said so; this is the next one.
+        """Returns the rank that failed first, once the launcher's lines have said that one did; this is the next one.
 
-        Its `signal` is None where MPICH does not say it: what it says is the bitwise or of how all ranks ended, those
-        that it has killed too, or is of another process than the first.
+        Of Linux older than 6.15 only a rank that a signal ended. Its `signal` is None then where MPICH does not say it:
+        what it says is the bitwise or of how all ranks ended, those that it has killed too, or is of another process.
         """
         process = _PROCESS.search(line)
         if process is not None:
             self._reported = int(process["pid"]), process["node"].decode(errors="replace")
-        code = _CODE.search(line)
+        code, ended = _CODE.search(line), _SIGNAL.search(line)
         if code is not None:
             self._code = int(code["code"])
-        ended = _SIGNAL.search(line)
-        if ended is None or self._reported is None:
+        if self._reported is None or (code is None and ended is None):
             return None
         self.look()
         pid, node = self._reported
-        rank = self._ended[0] if self._ended else self._ranks.get(pid)
+        rank, status = self._first()
+        if status is not None and os.WIFEXITED(status):
+            return RankFailure(rank=str(rank), node=node, exit_code=os.WEXITSTATUS(status))
+        if ended is None:
+            return None
+        if status is not None:
+            number = os.WTERMSIG(status)
+            return RankFailure(rank=str(rank), node=node, exit_code=128 + number, signal=number)
+        rank = self._ranks.get(pid) if rank is None else rank
         is_first = rank is None or self._ranks.get(pid) == rank
         name = f"of process {pid}" if rank is None else str(rank)
         if ended["intel"] is not None:
@@ -96,9 +107,17 @@ class HydraRanks:
         return RankFailure(rank=name, node=node, exit_code=128 + number, signal=number)
 
     def close(self) -> None:
-        for descriptor in self._descriptors:
+        for descriptor in (*self._descriptors, *(descriptor for _, descriptor in self._ended)):
             os.close(descriptor)
         self._epoll.close()
+
+    def _first(self) -> tuple[int | None, int | None]:
+        """Returns the first rank that did not end with 0, and its wait status; each None if it is not known."""
+        for rank, descriptor in self._ended:
+            status = _status_of(descriptor)
+            if status != 0:
+                return rank, status
+        return None, None
 
     def _add(self, pid: int, rank: int) -> None:
         try:
@@ -108,6 +127,19 @@ class HydraRanks:
         self._ranks[pid] = rank
         self._descriptors[descriptor] = pid
         self._epoll.register(descriptor, select.EPOLLIN)
+
+
+def _status_of(descriptor: int) -> int | None:
+    """Returns the wait status of a process that has ended and was waited for; None if Linux does not say it."""
+    info = bytearray(_INFO_BYTES)
+    struct.pack_into("=Q", info, 0, _INFO_EXIT)
+    try:
+        fcntl.ioctl(descriptor, _GET_INFO, info)
+    except OSError:
+        return None
+    (mask,) = struct.unpack_from("=Q", info)
+    (status,) = struct.unpack_from("=i", info, _EXIT_STATUS_AT)
+    return status if mask & _INFO_EXIT else None
 
 
 def _ranks_under(launcher: int) -> list[tuple[int, int]]:

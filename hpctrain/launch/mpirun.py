@@ -11,6 +11,7 @@ from hpctrain.launch.rank_identity.identity import RANKS_PER_NODE_VARIABLE
 # mpirun passes its environment to ranks on its own machine; to other machines only the variables that are listed.
 _CARRIED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 _CARRIED_PREFIXES = ("HPCTRAIN_", "HOROVOD_", "NCCL_", "UCX_", "OMP_", "HDF5_", "TORCH_", "CUDA_")
+_REACHABLE = "OMPI_MCA_reachable"
 
 
 def mpirun_argv(
@@ -60,7 +61,12 @@ def mpirun_argv(
     # MPI for a dead rank does not handle SIGTERM, so more time would not help; and mpirun waits for it twice.
     if placement.on_one_machine and not hosts:
         # All ranks are on this machine: no ssh and no daemon, even inside an allocation.
-        argv += ["--mca", "plm", "isolated"] if family is MpirunFamily.OPEN_MPI_4 else []
+        if family is MpirunFamily.OPEN_MPI_4:
+            return [*argv, "--mca", "plm", "isolated"]
+        if not environ.get(_REACHABLE):
+            # Debian's Open MPI 5 prints a warning for each rank where a card has IPv4 and IPv6: its module netlink
+            # finds no pair of addresses. Ranks of one machine use shared memory. The list may exclude what is missing.
+            updates[_REACHABLE] = "^netlink"
         return argv
     if hostfile is not None:
         argv += ["--hostfile", hostfile]

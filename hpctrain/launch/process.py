@@ -25,7 +25,7 @@ from typing import IO, Protocol
 
 from hpctrain.errors import ExitCode, LaunchError
 from hpctrain.launch.command import Launcher, LaunchPlan
-from hpctrain.launch.failure import STOPPED, FirstFailure, RankFailure, signal_name
+from hpctrain.launch.failure import STOPPED, FirstFailure, RankFailure, find_failure, signal_name
 from hpctrain.launch.hydra_ranks import HydraRanks
 
 # mpirun takes so long to handle signals itself, and to start ranks that get them.
@@ -50,11 +50,13 @@ _HANDLED = (*STOP_SIGNALS, signal.SIGUSR2, signal.SIGCHLD)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOutcome:
     """exit_code: 128 + n if signal n ended the launcher, 130 after a second Ctrl-C. stop_asked: True if a signal asked
-    the launch to stop. signals: names of the signals that this process got meanwhile and handed on, in order."""
+    the launch to stop. signals: names of the signals that this process got meanwhile and handed on, in order.
+    failure: the first that was reported, see `Observer.saw_line`."""
 
     exit_code: int
     stop_asked: bool
     signals: tuple[str, ...] = ()
+    failure: RankFailure | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +75,9 @@ class Observer(Protocol):
     def launched(self, pid: int) -> None:
         """Called once, with the process id of mpirun or srun."""
 
-    def saw_line(self, line: bytes) -> None:
-        """Called with each line that the launcher and the ranks print to stderr, without its end."""
+    def saw_line(self, line: bytes, failure: RankFailure | None) -> None:
+        """Called with each line that the launcher and the ranks print to stderr, and under Hydra to stdout, without its
+        end. failure: that this line, or it and the one before, reports; of Hydra's ranks that which ended first."""
 
     def must_end(self) -> EndRequest | None:
         """Called about twice a second until it asks for the end of the ranks."""
@@ -151,10 +154,10 @@ def run_launch(
         # another one failed (137); and 1 if one was killed for want of memory.
         exit_code = failure.exit_code
     if hydra is not None and failure is not None:
-        if failure.signal is None:
+        if failure.signal is None and failure.exit_code > 128:
             who = f"rank {failure.rank} on {failure.node}"
             _say(out, f"{who} was the first to be ended by a signal; MPICH does not say by which")
-        # MPICH ends with n after signal n, or with the bitwise or of several.
+        # MPICH ends with n after signal n, and with the bitwise or of how several ranks ended.
         exit_code = failure.exit_code
     if hydra is not None and exit_code == ExitCode.DONE and watch.has_stopped:
         # MPICH 4 sometimes ends with 0 although all ranks left with 75.
@@ -167,7 +170,9 @@ def run_launch(
         exit_code = 128 - exit_code
     if exit_code == ExitCode.STOPPED_EARLY:
         _say(out, "stopped early: the same command resumes from the state that is saved")
-    return LaunchOutcome(exit_code=exit_code, stop_asked=watch.stop_asked, signals=tuple(watch.signals))
+    return LaunchOutcome(
+        exit_code=exit_code, stop_asked=watch.stop_asked, signals=tuple(watch.signals), failure=failure
+    )
 
 
 def resolve_command(program: str) -> str:
@@ -295,12 +300,14 @@ class _Watch:
     def _follow(self, copy: _Copy) -> None:
         for line in copy.lines():
             self.has_stopped = self.has_stopped or _STOPPED.search(line) is not None
+            # Open MPI 5 breaks its line in two.
+            failure = find_failure(line) or find_failure(copy.before + b" " + line)
+            if failure is None and self._hydra is not None:
+                failure = self._hydra.find_failure(line)
             if not self._ending:
-                self._first.saw(line, before=copy.before)
-                if self._hydra is not None and self._first.failure is None:
-                    self._first.failure = self._hydra.find_failure(line)
+                self._first.saw(line, failure)
             if self._observer is not None:
-                self._observer.saw_line(line)
+                self._observer.saw_line(line, failure)
 
     def _pass_signals(self, numbers: bytes) -> None:
         for number in numbers:

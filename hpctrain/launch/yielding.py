@@ -94,7 +94,7 @@ def restart_environment(
     num_cpus: number of hardware threads that all ranks of this host share; None if unknown.
     """
     row = find_launcher(environ)
-    if row is None or not row.may_be_open_mpi or library is None or num_cpus is None:
+    if row is None or not (row.may_be_open_mpi or row.is_hydra) or library is None or num_cpus is None:
         return None
     if RESTARTED_VARIABLE in environ or LIBRARY_STEM in environ.get(PRELOAD_VARIABLE, ""):
         return None
@@ -102,13 +102,12 @@ def restart_environment(
         num_ranks = identify(environ, socket.gethostname()).host_size
     except LaunchError:
         return None  # the command itself reports it
-    if num_ranks is None or num_ranks <= num_cpus or not yields(environ):
+    if num_ranks is None or num_ranks <= num_cpus or (row.may_be_open_mpi and not yields(environ)):
         return None
-    return {
-        PRELOAD_VARIABLE: with_preload(environ, library),
-        YIELD_VARIABLE: environ.get(YIELD_VARIABLE) or "1",
-        RESTARTED_VARIABLE: "1",
-    }
+    added = {PRELOAD_VARIABLE: with_preload(environ, library), RESTARTED_VARIABLE: "1"}
+    if row.may_be_open_mpi:  # the others yield without being asked
+        added[YIELD_VARIABLE] = environ.get(YIELD_VARIABLE) or "1"
+    return added
 
 
 def restart_with_sleep() -> None:

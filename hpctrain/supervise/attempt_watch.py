@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import final
 
 from hpctrain.errors import ExitCode
-from hpctrain.launch import EndRequest, find_failure
+from hpctrain.launch import EndRequest, RankFailure
 from hpctrain.supervise.log_lines import LogLines
 from hpctrain.supervise.node_watch import NodeWatch
 from hpctrain.supervise.run_progress import RunProgress
@@ -40,7 +40,6 @@ class AttemptWatch:
         self.lost_at: float | None = None
         self.silent_nodes: tuple[str, ...] = ()
         self.overdue = False
-        self._before = b""  # the line before; Open MPI 5 breaks its report in two
         self._has_begun = False
         self._kill_after_s = kill_after_s
         self._progress = progress
@@ -52,14 +51,12 @@ class AttemptWatch:
     def launched(self, pid: int) -> None:
         self._nodes.launched(pid)
 
-    def saw_line(self, line: bytes) -> None:
+    def saw_line(self, line: bytes, failure: RankFailure | None) -> None:
         if self.overdue:
             return
         self.log.add(line)
         if self.lost_at is not None:
             return
-        failure = find_failure(line) or find_failure(self._before + b" " + line)
-        self._before = line
         if failure is not None and failure.exit_code == ExitCode.STOPPED_EARLY:
             return  # the other ranks have saved too, and are about to end
         if failure is not None or says_a_loss(line.decode(errors="replace")):

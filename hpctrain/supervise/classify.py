@@ -38,7 +38,8 @@ class Evidence:
     """What is known about the end of an attempt.
 
     exit_code: of mpirun or srun, 128 + n for signal n; None: not known, since the supervisor was ended too. lines:
-    that the launcher and the ranks printed to stderr, in order, and our own last records, as lines. ended,
+    that the launcher and the ranks printed to stderr, in order, and our own last records, as lines. failure: the rank
+    that `hpctrain launch` found to have failed first; it is used where Hydra does not name one. ended,
     time_limit: epoch; the limit is None if there is none. signals: names of those that asked the supervisor to stop,
     in order. nodes: of the attempt, in Slurm's order. silent_nodes: those that do not answer any more.
     answering_nodes: those that did after the end. oom_nodes: on which the kernel has ended processes for want of
@@ -48,6 +49,7 @@ class Evidence:
 
     exit_code: int | None
     lines: Sequence[str] = ()
+    failure: RankFailure | None = None
     ended: float = 0.0
     time_limit: float | None = None
     signals: Sequence[str] = ()
@@ -159,7 +161,7 @@ def _by_counter(found: Diagnosis | None, evidence: Evidence) -> Diagnosis | None
     """Returns what the kernel's counter says of a rank that was killed, or that ended without a word; None if something
     else ended the ranks. found: what the lines say."""
     says_nothing = found is None or (found.cause is Cause.LOST_RANK and "(SIG" not in found.reason)
-    first = _first_failure(evidence.lines)
+    first = _first_failure(evidence.lines) or _hydra_failure(evidence)
     was_killed = first is not None and first.signal == signal.SIGKILL
     of_a_killed_process = found is not None and re.search(r"SIGKILL|signal: Killed", found.reason) is not None
     if not evidence.oom_nodes or not (says_nothing or was_killed or of_a_killed_process):
@@ -177,14 +179,15 @@ def _who_failed(evidence: Evidence) -> Diagnosis | None:
     own, text = _first(signs.RANK_ENDS, lines), _error_text(lines)
     if own is not None and int(own["code"]) != ExitCode.COMMUNICATION and not _is_consequence(lines):
         return _by_code(int(own["code"]), text=text or own.string, evidence=evidence)
-    victim = _victim(lines)
-    if victim is not None and victim.signal is not None:
-        reason = f"rank {victim.rank} on {victim.node} was ended by {signal_name(victim.signal)}"
-        return Diagnosis(cause=Cause.LOST_RANK, reason=reason, nodes=(victim.node,))
     hydra, peer = _first(signs.HYDRA_SIGNAL, lines), _first(signs.PEER_GONE, lines)
-    if hydra is not None:
+    victim = _victim(lines) or _hydra_failure(evidence)
+    if victim is not None and (victim.signal is not None or (hydra is not None and victim.exit_code > 128)):
+        by = "a signal" if victim.signal is None else signal_name(victim.signal)
+        reason = f"rank {victim.rank} on {victim.node} was ended by {by}"
+        return Diagnosis(cause=Cause.LOST_RANK, reason=reason, nodes=(victim.node,))
+    if hydra is not None and victim is None:
         node = _first(signs.HYDRA_NODE, lines)
-        reason = f"a rank was ended by {signal_name(int(hydra['signal']))}"
+        reason = f"a rank was ended by {signal_name(int(hydra['mpich'] or hydra['intel']))}"
         return Diagnosis(cause=Cause.LOST_RANK, reason=reason, nodes=(node["node"],) if node else ())
     if victim is None and own is None and peer is not None:
         on = f" on {peer['node']}" if peer["node"] else ""
@@ -254,6 +257,11 @@ def _victim(lines: Sequence[str]) -> RankFailure | None:
                     return replace(failure, exit_code=int(abort_code["code"]), signal=None)
                 return failure
     return _first_failure(lines)
+
+
+def _hydra_failure(evidence: Evidence) -> RankFailure | None:
+    """Returns the rank that `hpctrain launch` found where Hydra says that a signal has ended one."""
+    return None if _first(signs.HYDRA_SIGNAL, evidence.lines) is None else evidence.failure
 
 
 def _first_failure(lines: Sequence[str]) -> RankFailure | None:

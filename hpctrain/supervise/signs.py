@@ -86,8 +86,9 @@ BROKEN_CONNECTION = re.compile(
 )
 
 MPIRUN_EXIT_CODE = re.compile(r"^\s+Exit code:\s+\d+")
-HYDRA_SIGNAL = re.compile(r"EXIT STRING: .*\(signal (?P<signal>\d+)\)")
-HYDRA_NODE = re.compile(rf"=\s+PID \d+ RUNNING AT {_NODE}")
+# MPICH's and Intel MPI's forms. Neither says which rank ended first; `hpctrain launch` finds out.
+HYDRA_SIGNAL = re.compile(r"EXIT STRING: .*\(signal (?P<mpich>\d+)\)|=\s+KILLED BY SIGNAL: (?P<intel>\d+)")
+HYDRA_NODE = re.compile(rf"=\s+(?:RANK \d+ )?PID \d+ RUNNING AT {_NODE}")
 
 _TELLING = (
     TIME_LIMIT, PREEMPTED, NODE_FAILURE, STEP_ENDS, PMIX_LOST, MPI_ABORT, MPI_ABORT_CODE, PEER_GONE, STEPD_GONE,

@@ -236,6 +236,7 @@ class Supervisor:
         diagnosis = classify(
             Evidence(
                 exit_code=outcome.exit_code,
+                failure=outcome.failure,
                 lines=lines if announced is None else (*lines, announced),
                 ended=ended,
                 time_limit=self._allocation.time_limit,

@@ -17,12 +17,16 @@ import pytest
 
 from hpctrain.data import pack_arrays, read_manifest
 from hpctrain.errors import ExitCode
-from tests.ranks_launcher import CommandResult, Launched, run_command, start_command
+from tests.ranks_launcher import CommandResult, Launched, has_horovod, run_command, start_command
 from tests.runbook import find_shown
 
 pytestmark = pytest.mark.launches
 
 HPCTRAIN = str(Path(sys.executable).with_name("hpctrain"))
+HOROVOD = pytest.param(
+    "horovod",
+    marks=pytest.mark.skipif(not has_horovod(), reason="Horovod is not installed: hpctrain runs without it"),
+)
 
 RECIPE = """
 [run]
@@ -90,7 +94,7 @@ def is_alive(pid: int) -> bool:
 # ---------------------------------------------------------------------- lost ranks, F3
 
 
-@pytest.mark.parametrize("backend", ["horovod", "mpi"])
+@pytest.mark.parametrize("backend", [HOROVOD, "mpi"])
 def test_a_killed_rank_ends_all_and_the_last_checkpoint_resumes(where: Path, backend: str) -> None:
     words = ["launch", "-n", "4", "--ranks-per-node", "2", "--", "hpctrain", "train", "recipe.toml"]
     with start_command(None, [HPCTRAIN, *words, "--set", f"run.backend={backend}"], cwd=where) as launched:
@@ -113,7 +117,7 @@ def test_a_killed_rank_ends_all_and_the_last_checkpoint_resumes(where: Path, bac
 
 
 # With mpi also test_hangs.py and tests/ranks/comm/test_deadline.py.
-@pytest.mark.parametrize("backend", ["horovod", pytest.param("mpi", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("backend", [HOROVOD, pytest.param("mpi", marks=pytest.mark.thorough)])
 def test_a_rank_that_does_not_come_is_named_and_ends_the_run_with_code_6(where: Path, backend: str) -> None:
     write_recipe(where, task="OneRankSleeps")
     result = train(where, "run.timeout_s=4", f"run.backend={backend}")
@@ -123,7 +127,7 @@ def test_a_rank_that_does_not_come_is_named_and_ends_the_run_with_code_6(where: 
 
 
 # With mpi also tests/ranks/supervise/test_supervise.py.
-@pytest.mark.parametrize("backend", ["horovod", pytest.param("mpi", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("backend", [HOROVOD, pytest.param("mpi", marks=pytest.mark.thorough)])
 def test_a_bug_on_one_rank_is_shown_with_its_rank_and_ends_all(where: Path, backend: str) -> None:
     write_recipe(where, task="OneRankRaises")
     result = train(where, f"run.backend={backend}", num_ranks=3)

@@ -80,6 +80,7 @@ class Environment:
         self.environ = {
             **os.environ,
             "PATH": f"{path / 'bin'}:{os.environ['PATH']}",
+            "LD_LIBRARY_PATH": str(path / "lib"),  # of Debian's MPICH, which is unpacked there
             "PYTHONPATH": str(REPOSITORY),
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hpctrain.comm.backends.mpi4py_failure import explain_failure
+
 _MARK = "hpctrain-mpi-facts "
 _LEVELS = ("single", "funneled", "serialized", "multiple")
 _FORK_STATES = ("disabled", "enabled", "unneeded")  # enum ibv_fork_status
@@ -42,12 +44,12 @@ def probe_mpi4py() -> dict[str, Any]:
     try:
         return {"version": importlib.metadata.version("mpi4py")}
     except importlib.metadata.PackageNotFoundError:
-        return {"error": "not installed"}
+        return {"error": "mpi4py is not installed"}
 
 
 def probe_started_mpi() -> dict[str, Any]:
-    """Returns `library` and `standard` of MPI, or `error`; if it is started also `thread_level`, `num_ranks`,
-    `transports` and `rdma_fork`.
+    """Returns `library` and `standard` of MPI, or `error` and `remedy`; if it is started also `thread_level`,
+    `num_ranks`, `transports` and `rdma_fork`.
 
     Does not start MPI.
     """
@@ -57,7 +59,7 @@ def probe_started_mpi() -> dict[str, Any]:
             mpi4py.rc.initialize = False  # Horovod may have started it; it is only queried here
         mpi: Any = importlib.import_module("mpi4py.MPI")
     except Exception as error:
-        return {"error": f"mpi4py cannot be loaded: {_first_line(error)}"}
+        return dict(zip(("error", "remedy"), explain_failure(error), strict=True))
     facts = {
         "library": mpi.Get_library_version().strip("\x00 \n").split("\n")[0].split(", package")[0],
         "standard": ".".join(map(str, mpi.Get_version())),
@@ -135,7 +137,7 @@ def main() -> None:
         importlib.import_module("mpi4py.MPI")
         facts = probe_started_mpi()
     except Exception as error:
-        facts = {"error": f"mpi4py cannot be loaded: {_first_line(error)}"}
+        facts = dict(zip(("error", "remedy"), explain_failure(error), strict=True))
     print(_MARK + json.dumps(facts), flush=True)
 
 

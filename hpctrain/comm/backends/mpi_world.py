@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
+from hpctrain.comm.backends.mpi4py_failure import explain_failure
 from hpctrain.comm.backends.mpi_group import MpiGroup, make_collective_files
 from hpctrain.comm.backends.mpi_messages.peers import MpiMessages
 from hpctrain.comm.backends.mpi_messages.pieces import MOST_BYTES
@@ -55,9 +56,8 @@ def _import_mpi(*, initialize: bool = True) -> Any:
         elif initialize:
             take_over_finalizing(MPI)
     except (ImportError, RuntimeError) as error:
-        raise LaunchError(
-            f"mpi4py cannot be loaded ({error}): install it (make setup), or choose another backend"
-        ) from error
+        found, remedy = explain_failure(error)
+        raise LaunchError(f"{found}; {remedy}, or choose another backend") from error
     return MPI
 
 

@@ -34,8 +34,8 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 class LauncherVariables:
     """One row of the table: the names of a launcher's variables. Of several names the first one that is set counts.
 
-    may_be_open_mpi: its ranks may use Open MPI, or a library made from it. cure: advice for starting the ranks
-    correctly.
+    may_be_open_mpi: its ranks may use Open MPI, or a library made from it. is_hydra: they use MPICH or Intel MPI.
+    cure: advice for starting the ranks correctly.
     """
 
     name: str
@@ -48,6 +48,7 @@ class LauncherVariables:
     tasks_per_node: str | None = None
     host_name: str | None = None
     may_be_open_mpi: bool = False
+    is_hydra: bool = False
     cure: str = "start the ranks again with the launcher of the MPI library in use"
 
 
@@ -123,6 +124,7 @@ LAUNCHERS: tuple[LauncherVariables, ...] = (
         num_ranks=("PMI_SIZE",),
         local_rank=("MPI_LOCALRANKID",),
         local_size=("MPI_LOCALNRANKS",),
+        is_hydra=True,
     ),
     LauncherVariables(
         name="MPICH",
@@ -131,6 +133,7 @@ LAUNCHERS: tuple[LauncherVariables, ...] = (
         num_ranks=("PMI_SIZE",),
         local_rank=("MPI_LOCALRANKID",),
         local_size=("MPI_LOCALNRANKS",),
+        is_hydra=True,
     ),
     LauncherVariables(
         name="Flux",

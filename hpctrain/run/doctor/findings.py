@@ -108,12 +108,15 @@ def _several_ranks(facts: Facts) -> bool:
 def _mpi(facts: Facts) -> Finding:
     mpi = facts["mpi"]
     if "error" in mpi:
-        remedy = "make setup installs mpi4py; on a cluster load the MPI module that it was built with first"
+        remedy = mpi.get(
+            "remedy",
+            "make setup installs mpi4py; on a cluster load the MPI module that it was built with first",
+        )
         if "cannot start" in mpi["error"] or "did not start" in mpi["error"]:
             return problem("MPI", mpi["error"], cure_for(facts["launcher"].get("launcher", "none")))
         if _several_ranks(facts) and "error" in facts["horovod"]:
-            return problem("MPI", f"mpi4py: {mpi['error']}, and there is no Horovod either", remedy)
-        return warning("MPI", f"mpi4py: {mpi['error']}", remedy)
+            return problem("MPI", f"{mpi['error']}, and there is no Horovod either", remedy)
+        return warning("MPI", mpi["error"], remedy)
     if "library" not in mpi:
         return ok("MPI", f"mpi4py {mpi['version']} (MPI was not started)")
     text = f"{mpi['library']} (MPI {mpi['standard']}), mpi4py {mpi['version']}"

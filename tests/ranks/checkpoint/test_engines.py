@@ -16,8 +16,6 @@ pytestmark = pytest.mark.launches
 def test_both_engines_write_the_same_bytes_and_every_rank_hears_of_an_error(
     tmp_path: Path, num_ranks: int, backend: str
 ) -> None:
-    if backend == "horovod":
-        pytest.importorskip("horovod.torch")
     outputs = run_ranks(num_ranks, engines_of_every_size, str(tmp_path), backend=backend).outputs
     for output in outputs:
         assert output["wrong"] == []

@@ -11,12 +11,14 @@ from hpctrain.checkpoint.loading.check_structure import read_structure
 from hpctrain.checkpoint.operations.verify import verify
 from hpctrain.comm.backends.serial_world import SerialWorld
 from tests.ranks.checkpoint import save_cases as cases
-from tests.ranks_launcher import run_command, run_ranks
+from tests.ranks_launcher import has_horovod, run_command, run_ranks
 
 pytestmark = pytest.mark.launches
 
 # In this order every launch loads what other numbers of ranks have saved: 4 on 1, 4 and 1 on 3, and so on.
 LAUNCHES = [("mpi", 4), ("horovod", 1), ("mpi", 3), ("horovod", 2), ("mpi", 1), ("horovod", 3)]
+if not has_horovod():
+    LAUNCHES = [launch for launch in LAUNCHES if launch[0] == "mpi"]
 
 
 @pytest.fixture(scope="module")

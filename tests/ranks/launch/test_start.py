@@ -64,6 +64,7 @@ def test_a_rank_that_exits_alone_with_code_0_says_that_it_waits() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.skipif(not h5py.get_config().mpi, reason="h5py is not parallel: hpctrain does not need it")
 def test_a_parallel_file_that_is_open_when_the_program_ends_is_written(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
     done = run_command(2, [*RANK, "file_at_exit", str(path)], expect=0, timeout_s=300)

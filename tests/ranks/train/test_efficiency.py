@@ -37,7 +37,7 @@ from tests.efficiency_tasks import (
     SLOW_RANK,
     STEPS,
 )
-from tests.ranks_launcher import is_open_mpi, run_command
+from tests.ranks_launcher import is_open_mpi, run_command, skip_without_horovod
 
 pytestmark = pytest.mark.launches
 
@@ -278,6 +278,7 @@ def test_a_trace_has_all_ranks_on_one_clock(run: Run, folder: Path) -> None:
 
 
 def test_horovods_timeline_lies_within_our_spans_of_the_same_reductions(folder: Path) -> None:
+    skip_without_horovod()
     (folder / "horovod.toml").write_text(HOROVOD)
     words = [HPCTRAIN, "launch", "-n", "2", "--", HPCTRAIN, "train", "horovod.toml"]
     timeline = folder / "timeline.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks_launcher import REPOSITORY, run_command
+from tests.ranks_launcher import REPOSITORY, run_command, skip_without_horovod
 
 pytestmark = pytest.mark.launches
 
@@ -59,6 +59,7 @@ def test_a_plain_horovod_script_changes_in_at_most_five_lines() -> None:
 
 
 def test_the_users_own_loop_trains_as_the_horovod_script_does(tmp_path: Path) -> None:
+    skip_without_horovod()
     ours = python(str(EXAMPLES / "own_loop.py"), where=tmp_path, num_ranks=2)
     theirs = python(str(EXAMPLES / "own_loop_horovod.py"), where=tmp_path, num_ranks=2)
     losses = [sorted(map(float, re.findall(r"epoch 2 loss ([\d.]+)", text))) for text in (ours, theirs)]

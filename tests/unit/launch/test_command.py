@@ -113,6 +113,15 @@ def test_open_mpi_5_has_no_isolated_start() -> None:
     assert "plm isolated" not in words
 
 
+def test_open_mpi_5_warns_of_no_addresses_on_one_machine_unless_the_user_has_chosen_a_module() -> None:
+    newer = dataclasses.replace(MACHINE, mpirun=OPEN_MPI_5)
+    name = "OMPI_MCA_reachable"
+    assert plan(machine=newer).env_updates[name] == "^netlink"
+    assert name not in plan(machine=newer, environ={name: "weighted"}).env_updates
+    assert name not in plan(machine=newer, hosts=["a", "b"], ranks_per_node=2).env_updates
+    assert name not in plan().env_updates
+
+
 def test_hosts_are_real_nodes_filled_in_blocks_and_get_the_environment() -> None:
     environ = {"PATH": "/bin", "HPCTRAIN_RANKS_PER_NODE": "1", "HOROVOD_CYCLE_TIME": "1", "HOME": "/root"}
     planned = plan(6, hosts=["a", "b"], ranks_per_node=4, environ=environ)

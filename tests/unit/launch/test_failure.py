@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.launch.failure import FirstFailure
+from hpctrain.launch.failure import FirstFailure, find_failure
 from tests.unit.launch.srun_endings import ENDINGS
 
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_the_rank_that_failed_first_gives_the_code(name: str) -> None:
-    first = FirstFailure()
+    first, line_of = FirstFailure(), b""
     for line in ENDINGS[name].lines:
-        first.saw(line.encode())
+        before, line_of = line_of, line.encode()
+        first.saw(line_of, find_failure(line_of) or find_failure(before + b" " + line_of))
     assert first.failure is not None
     assert first.failure.exit_code == ENDINGS[name].right

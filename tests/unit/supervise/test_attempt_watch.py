@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.launch import RankFailure
 from hpctrain.supervise.attempt_watch import AttemptWatch
 from hpctrain.supervise.node_watch import NodeWatch
 from hpctrain.supervise.run_progress import RunProgress
@@ -35,7 +36,7 @@ def test_training_that_begins_in_time_is_told_once(tmp_path: Path, begins: list[
     (tmp_path / "starts.jsonl").write_text(_START)
     assert watch.must_end() is None
     assert watch.must_end() is None
-    watch.saw_line(b"hpctrain: a warning")
+    watch.saw_line(b"hpctrain: a warning", None)
     assert begins == [5]
     assert watch.log.lines() == ("hpctrain: a warning",)
 
@@ -44,13 +45,14 @@ def test_what_ranks_do_while_they_are_ended_for_a_late_start_does_not_count(
     tmp_path: Path, begins: list[int]
 ) -> None:
     watch = watch_in(tmp_path, begins=begins, start_within_s=0.0)
-    watch.saw_line(b"before")
+    watch.saw_line(b"before", None)
     request = watch.must_end()
     assert request is not None
     assert request.reason == "training does not begin"
     (tmp_path / "starts.jsonl").write_text(_START)
     watch.saw_line(
-        b"mpirun noticed that process rank 0 with PID 7 on node vm exited on signal 15 (Terminated)."
+        b"mpirun noticed that process rank 0 with PID 7 on node vm exited on signal 15 (Terminated).",
+        RankFailure(rank="0", node="vm", exit_code=143, signal=15),
     )
     assert watch.must_end() is not None
     watch.look_for_begin()

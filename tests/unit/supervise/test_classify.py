@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.launch import RankFailure
 from hpctrain.supervise.causes import Cause
 from hpctrain.supervise.classify import Evidence, classify
 from hpctrain.supervise.log_lines import LogLines
@@ -69,6 +70,29 @@ def test_sigterm_is_a_preemption_where_slurm_says_so_and_else_somebodys_wish(
     for preempted, cause in ((True, Cause.PREEMPTION), (False, Cause.CANCELLED)):
         evidence = Evidence(exit_code=75, lines=lines, signals=signals, preempted=preempted)
         assert classify(evidence).cause is cause
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        "=   KILLED BY SIGNAL: 9 (Killed)",
+        "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)",
+    ],
+)
+def test_of_hydras_ranks_the_one_is_named_that_the_launch_has_found(ends: str) -> None:
+    lines = ["=   RANK 0 PID 7 RUNNING AT n018", ends]  # Intel MPI lists all ranks
+    first = RankFailure(rank="1", node="n017", exit_code=139, signal=11)
+    for failure, said, node in (
+        (first, "rank 1 on n017 was ended by signal 11 (SIGSEGV)", "n017"),
+        (RankFailure(rank="1", node="n017", exit_code=143), "rank 1 on n017 was ended by a signal", "n017"),
+        (None, "a rank was ended by signal 9 (SIGKILL: often ", "n018"),
+    ):
+        found = classify(Evidence(exit_code=139, lines=lines, failure=failure))
+        assert found.cause is Cause.LOST_RANK
+        assert found.reason.startswith(said)
+        assert found.nodes == (node,)
+    said_nothing = classify(Evidence(exit_code=1, lines=["NameError: name"], failure=first))
+    assert said_nothing.cause is not Cause.LOST_RANK  # Hydra has said nothing of a signal
 
 
 def test_0_is_a_finished_run_whatever_was_printed() -> None:
