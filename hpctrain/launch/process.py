@@ -146,7 +146,14 @@ def run_launch(
         )
         exit_code = watch.until_exit()
     failure = watch.failure
-    if failure is not None and failure.signal is not None:
+    ignores_stop = watch.stop_asked and failure is not None and failure.signal == stop_signal
+    if ignores_stop:
+        _say(
+            out,
+            f"the program does not handle {stop_signal.name}, which asks it to save and stop, and ended unsaved: "
+            "docs/guides/own-loop.md has the lines (StopRequest)",
+        )
+    elif failure is not None and failure.signal is not None:
         _say(out, f"rank {failure.rank} on {failure.node} was ended by {signal_name(failure.signal)}")
     ended = exit_code in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
     if failure is not None and (ended or (plan.launcher is Launcher.SRUN and exit_code > 0)):
@@ -162,6 +169,8 @@ def run_launch(
     if hydra is not None and exit_code == ExitCode.DONE and watch.has_stopped:
         # MPICH 4 sometimes ends with 0 although all ranks left with 75.
         exit_code = ExitCode.STOPPED_EARLY
+    if ignores_stop:
+        exit_code = 128 + signal.Signals[watch.signals[0]]
     if watch.interrupted and exit_code not in (ExitCode.DONE, ExitCode.STOPPED_EARLY):
         exit_code = 128 + signal.SIGINT
     if exit_code < 0:

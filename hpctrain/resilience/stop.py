@@ -15,7 +15,7 @@ from typing import Any, final
 from hpctrain.errors import LaunchError
 from hpctrain.launch import identify
 from hpctrain.resilience.second_signal import SecondSignal
-from hpctrain.resilience.stop_signals import DEFAULT_STOP_SIGNALS, SignalName
+from hpctrain.resilience.stop_signals import DEFAULT_STOP_SIGNALS, SignalName, keep_from_children
 
 # One request may arrive more than once: from Slurm and from srun, to which the batch script passes it on; and at a
 # time limit Slurm sends SIGTERM twice. A signal this long after the first one is a second request.
@@ -84,18 +84,14 @@ class StopRequest:
             reader = self._second.reader
         os.register_at_fork(after_in_child=self._forget_in_child)
         threading.Thread(target=self._read, args=(reader,), name="hpctrain-signals", daemon=True).start()
+        keep_from_children(self._previous)
         return self
 
     def restore(self) -> None:
         """Restores the previous signal handlers."""
-        if self._writer < 0:
-            return
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._previous_fd)
-        os.close(self._writer)  # ends the thread
-        self._writer = -1
-        self._previous.clear()
+        if self._writer >= 0:
+            self._restore()
+            keep_from_children(())
 
     def request(self, reason: str) -> None:
         """Requests a stop from inside the program. The first reason is kept."""
@@ -103,11 +99,20 @@ class StopRequest:
 
     # ------------------------------------------------------------------ details
 
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_fd)
+        os.close(self._writer)  # ends the thread
+        self._writer = -1
+        self._previous.clear()
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.request(signal.Signals(number).name)
 
     def _read(self, reader: int) -> None:
         handled = set(self._previous)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
         with os.fdopen(reader, "rb", buffering=0) as pipe:
             while numbers := pipe.read(64):
                 for byte in numbers:
@@ -147,7 +152,7 @@ class StopRequest:
     def _forget_in_child(self) -> None:
         """A forked child, such as a worker of torch's DataLoader, must not report its own signals to its parent."""
         if self._writer >= 0:
-            self.restore()
+            self._restore()
 
 
 def _describe_rank() -> str:

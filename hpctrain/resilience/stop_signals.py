@@ -18,6 +18,8 @@ SIGNAL_NAMES: tuple[SignalName, ...] = get_args(SignalName)
 # mpirun. SIGINT: Ctrl-C on a run of one rank. SIGHUP: the terminal was closed.
 DEFAULT_STOP_SIGNALS: tuple[SignalName, ...] = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 
+_kept_from_children: set[signal.Signals] = set()
+
 
 def hold_signals() -> None:
     """Blocks all signals that can be configured: one that arrives now is delivered by `release_signals`.
@@ -72,7 +74,21 @@ def release_signals() -> None:
     for number in _all():
         if isinstance(signal.getsignal(number), _Leave):
             signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _all())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, set(_all()) - _kept_from_children)
+
+
+def keep_from_children(numbers: Iterable[signal.Signals]) -> None:
+    """Blocks these signals, but SIGTERM, in this thread, and unblocks those of the last call. Other threads get them.
+
+    mpirun, srun and terminals send a stop signal to the processes that a rank has started too, and it would end workers
+    of torch's DataLoader before the rank has saved. A process has the mask of the thread that started it, whether it is
+    forked or runs another program. SIGTERM is what ends such workers.
+    """
+    before = set(_kept_from_children)
+    _kept_from_children.clear()
+    _kept_from_children.update(number for number in numbers if number != signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, before - _kept_from_children)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _kept_from_children)
 
 
 def ignore_signals(names: Iterable[SignalName]) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -26,10 +27,18 @@ def test_a_stop_signal_is_remembered_and_the_handlers_come_back(number: signal.S
     try:
         assert not stop.requested
         os.kill(os.getpid(), number)
+        wait_until_requested(stop)
         assert stop.signal_name == number.name
     finally:
         stop.restore()
     assert signal.getsignal(number) is before
+
+
+def wait_until_requested(stop: StopRequest) -> None:
+    """A signal comes to another thread than the one that sends it."""
+    deadline = time.monotonic() + 300
+    while not stop.requested and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def test_only_the_signals_that_are_named_are_handled() -> None:
@@ -39,6 +48,7 @@ def test_only_the_signals_that_are_named_are_handled() -> None:
         assert signal.getsignal(signal.SIGUSR1) is before[0]
         assert signal.getsignal(signal.SIGTERM) is not before[1]
         os.kill(os.getpid(), signal.SIGXCPU)
+        wait_until_requested(stop)
         assert stop.signal_name == "SIGXCPU"
     finally:
         stop.restore()
@@ -49,6 +59,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
     stop = StopRequest().install()
     try:
         os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0.2)
         assert not stop.requested
     finally:
         stop.restore()
@@ -183,6 +194,43 @@ time.sleep(0.2)
 print("ready", flush=True)
 print(os.waitstatus_to_exitcode(status), stop.requested, flush=True)
 """
+
+
+_CHILDREN = """
+import multiprocessing, os, signal, subprocess, sys, time
+from hpctrain.resilience import StopRequest
+program = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+def wait(): time.sleep(600)
+if __name__ == "__main__":
+    os.setpgid(0, 0)
+    stop = StopRequest().install()
+    forked = multiprocessing.get_context("fork").Process(target=wait, daemon=True)
+    forked.start()
+    spawned = subprocess.Popen(program, stdin=subprocess.PIPE)  # as multiprocessing's "spawn" starts them
+    print("ready", flush=True)
+    for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+        os.killpg(0, number)
+    while not stop.requested:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    print(forked.is_alive(), spawned.poll(), flush=True)
+    forked.terminate()
+    forked.join()
+    spawned.communicate()
+    stop.restore()
+    restored = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    print(forked.exitcode, spawned.returncode, sorted(restored), flush=True)
+"""
+
+
+def test_a_stop_signal_to_the_process_group_ends_no_child(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(_CHILDREN)
+    with running(
+        "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')", str(tmp_path / "program.py")
+    ) as process:
+        assert process.stdout is not None
+        printed = process.stdout.read()
+    assert printed == "True None\n-15 0 []\n"
 
 
 def test_a_forked_child_dies_of_its_own_signal_and_asks_the_parent_for_nothing() -> None:
