@@ -25,7 +25,9 @@ def main(behaviour: str, directory: Path) -> int:
         got.append(signal.Signals(number).name)
         (directory / f"{got[-1]}-{identity.rank}").touch()
 
-    if behaviour != "stubborn":
+    if behaviour == "plain":
+        pass
+    elif behaviour != "stubborn":
         signal.signal(signal.SIGUSR1, note)
         signal.signal(signal.SIGUSR2, note)
     else:

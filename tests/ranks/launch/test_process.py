@@ -87,6 +87,21 @@ def test_a_stop_reaches_every_rank_as_sigusr1_and_ends_with_75(
     assert "stopped early: the same command resumes" in result.stderr
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_program_that_handles_no_stop_ends_with_the_code_of_the_signal(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    with start(2, "plain", tmp_path) as launched:
+        launched.process.send_signal(number)
+        result = launched.wait(timeout_s=300)
+    assert result.returncode == code, result.stderr
+    assert (
+        "the program does not handle SIGUSR1, which asks it to save and stop, and ended unsaved"
+        in result.stderr
+    )
+    assert "was ended by signal" not in result.stderr
+
+
 def test_a_rank_killed_by_a_signal_is_named(tmp_path: Path) -> None:
     result = run_command(None, launch_argv(3, "die", tmp_path), expect=137)
     assert "rank 1 on" in result.stderr
