@@ -37,8 +37,8 @@ def open_process_group(
     """Initialises `torch.distributed` over the ranks of `world`. Collective.
 
     device: on the CPU, groups over hpctrain's communicators; on CUDA, NCCL, and gloo for tensors in host memory.
-    timeout_s: of NCCL's operations, and of waiting in the store. close: called when `destroy_process_group` has ended the groups
-    on the CPU.
+    timeout_s: of NCCL's operations, and of waiting in the store. close: called when `destroy_process_group` has ended
+    the groups on the CPU.
     Sets in the environment, where it is not set, what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
     MASTER_ADDR, MASTER_PORT); on the CPU also ACCELERATE_USE_CPU, without which Hugging Face accelerate takes each rank
     for a program of its own. Raises UsageError if torch.distributed is initialised already, LaunchError without MPI.
@@ -59,7 +59,10 @@ def open_process_group(
     _open.ranks, _open.close, _open.traffic = (world, topology), close, Traffic(topology)
     limit = timedelta(seconds=timeout_s)
     _open.store = _SharedStore(
-        _store_on_rank_0(world, topology, timeout=limit), rank=world.rank, num_ranks=world.num_ranks, limit=limit
+        _store_on_rank_0(world, topology, timeout=limit),
+        rank=world.rank,
+        num_ranks=world.num_ranks,
+        limit=limit,
     )
     _initialize(BACKEND, store=_open.store, world=world)
 
