@@ -68,7 +68,7 @@ NAMES_OF_RELEASES: dict[str, tuple[tuple[int, int], Callable[[], object]]] = {
 }  # fmt: skip
 # Of a module, a state and a parameter of FSDP2.
 NAMES_OF_FSDP: dict[str, Callable[[Any, Any, Any], object]] = {
-    "_fsdp_param_groups": lambda module, state, parameter: state._fsdp_param_groups,
+    "_fsdp_param_groups": lambda module, state, parameter: state._fsdp_param_groups[0],
     "_get_fsdp_state": lambda module, state, parameter: module._get_fsdp_state,
     "_is_root": lambda module, state, parameter: state._is_root,
     "_root_post_backward_final_callback": lambda _, state, parameter: state._root_post_backward_final_callback,
@@ -149,7 +149,7 @@ def test_a_private_name_of_some_releases_is_there(name: str) -> None:
 
 def test_private_names_of_fsdp2_are_there() -> None:
     fsdp = pytest.importorskip("torch.distributed.fsdp")
-    if not hasattr(getattr(fsdp, "FSDPModule", None), "set_custom_all_gather"):
+    if not hasattr(getattr(fsdp, "FSDPModule", None), "reset_iter_state"):
         pytest.skip("hpctrain does not use an FSDP2 this old")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
