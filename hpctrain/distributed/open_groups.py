@@ -24,6 +24,8 @@ from hpctrain.topology import Topology
 BACKEND = "hpctrain"
 # Smaller sums go over all ranks at once: within the node and between the nodes costs more messages.
 _TWO_LEVEL_BYTES = 1 << 16
+# Older ones name groups in C++ alone, so that groups in Python have no name.
+_OLDEST = (2, 6)
 
 
 def open_process_group(
@@ -41,7 +43,8 @@ def open_process_group(
     the groups on the CPU.
     Sets in the environment, where it is not set, what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
     MASTER_ADDR, MASTER_PORT); on the CPU also ACCELERATE_USE_CPU, without which Hugging Face accelerate takes each rank
-    for a program of its own. Raises UsageError if torch.distributed is initialised already, LaunchError without MPI.
+    for a program of its own. Raises UsageError if torch.distributed is initialised already, LaunchError without MPI or
+    if PyTorch is too old.
     """
     if dist.is_initialized():
         raise UsageError("torch.distributed is initialised already: call destroy_process_group before")
@@ -53,6 +56,13 @@ def open_process_group(
     if world.backend not in ("mpi", "serial"):
         raise LaunchError(
             f"torch.distributed needs MPI under its ranks, this session's backend is {world.backend}: install mpi4py",
+            agreed=True,
+        )
+    if torch.__version__ < _OLDEST:
+        raise LaunchError(
+            f"torch.distributed on CPUs needs PyTorch {_OLDEST[0]}.{_OLDEST[1]} or newer, this is {torch.__version__}: "
+            "update it. hpctrain's own updaters and recipes work with it, without shard = 'parameters', tensor and "
+            "pipeline",
             agreed=True,
         )
     _register()

@@ -33,7 +33,7 @@ def init_process_group(
     Sets what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) in the
     environment, where it is not set, for libraries that look there; with tensors in host memory also
     ACCELERATE_USE_CPU, without which Hugging Face accelerate takes each rank for a program of its own.
-    Raises UsageError if torch.distributed is initialised already, LaunchError without MPI.
+    Raises UsageError if torch.distributed is initialised already, LaunchError without MPI or if PyTorch is too old.
     """
     if dist.is_initialized():
         raise UsageError("torch.distributed is initialised already: call destroy_process_group before")
@@ -50,7 +50,7 @@ def init_process_group(
     if watch_folder is not None:
         session.world.publish_in(Path(watch_folder))
     open_process_group(
-        session.world, session.topology, timeout_s=timeout_s,
+        session.world, session.topology, timeout_s=session.world.limits.settings.timeout_s,
         device=session.device if device != "cpu" else torch.device("cpu"),
         close=session.close if made_here else None,
     )  # fmt: skip

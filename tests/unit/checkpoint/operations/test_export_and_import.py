@@ -267,7 +267,7 @@ def test_what_would_be_lost_or_never_end_is_refused(tmp_path: Path) -> None:
     for tensors, expected in (
         ({1: torch.ones(2), "1": torch.zeros(2)}, "equal as strings"),
         ({"a": torch.ones(1).expand(2**45)}, "more than 16 times as long"),
-        ({"a": nested}, "nested tensor"),
+        ({"a": nested}, "nested.tensor"),  # torch 2.15 refuses to load it: _rebuild_nested_tensor
     ):
         torch.save(tensors, tmp_path / "x.pt")
         with pytest.raises(CheckpointError, match=expected):
