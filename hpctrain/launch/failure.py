@@ -69,6 +69,9 @@ def find_failure(line: bytes) -> RankFailure | None:
     return None if number is None or number == signal.SIGTERM else _ended(match, number=number)
 
 
+_CAUSE = 4
+
+
 @final
 class FirstFailure:
     """Follows what a launcher and its ranks print, and keeps the failure that the others follow from.
@@ -82,6 +85,11 @@ class FirstFailure:
         self._weight = 0
         self._step_ends = False
         self._lost_peer = False
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether the rank has failed by itself: neither stopped nor ended because of another one."""
+        return self._weight == _CAUSE
 
     def saw(self, line: bytes, failure: RankFailure | None) -> None:
         """Takes one line of the launcher's output, and the failure that it reports."""
@@ -102,7 +110,7 @@ class FirstFailure:
         has_lost_peer = self._lost_peer or self._step_ends  # then what it says may be lost
         if failure.signal is None and failure.exit_code == LOST_PEER_CODE and has_lost_peer:
             return 1
-        return 2 if self._step_ends and failure.exit_code not in CAUSES else 4
+        return 2 if self._step_ends and failure.exit_code not in CAUSES else _CAUSE
 
 
 def signal_name(number: int) -> str:

@@ -25,7 +25,14 @@ from typing import IO, Protocol
 
 from hpctrain.errors import ExitCode, LaunchError
 from hpctrain.launch.command import Launcher, LaunchPlan
-from hpctrain.launch.failure import STOPPED, FirstFailure, RankFailure, find_failure, signal_name
+from hpctrain.launch.failure import (
+    LOST_PEER_CODE,
+    STOPPED,
+    FirstFailure,
+    RankFailure,
+    find_failure,
+    signal_name,
+)
 from hpctrain.launch.hydra_ranks import HydraRanks
 
 # mpirun takes so long to handle signals itself, and to start ranks that get them.
@@ -154,9 +161,13 @@ def run_launch(
             "docs/guides/own-loop.md has the lines (StopRequest)",
         )
     elif failure is not None and failure.signal is not None:
-        _say(out, f"rank {failure.rank} on {failure.node} was ended by {signal_name(failure.signal)}")
-    ended = exit_code in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
-    if failure is not None and (ended or (plan.launcher is Launcher.SRUN and exit_code > 0)):
+        # srun names ranks that ended alike together, with those that it has killed afterwards.
+        who = f"rank {failure.rank}" if failure.rank.isdigit() else f"at least one of ranks {failure.rank}"
+        _say(out, f"{who} on {failure.node} was ended by {signal_name(failure.signal)}")
+    decides = exit_code in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
+    if plan.launcher is Launcher.SRUN and exit_code > 0:
+        decides = decides or watch.is_cause or exit_code == LOST_PEER_CODE
+    if failure is not None and decides:
         # srun returns the highest code of all ranks, including those that stopped (75) and those that it ended because
         # another one failed (137); and 1 if one was killed for want of memory.
         exit_code = failure.exit_code
@@ -269,6 +280,11 @@ class _Watch:
     def failure(self) -> RankFailure | None:
         """The first failure that was reported: the cause, from which the others follow."""
         return self._first.failure
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether that rank has certainly failed by itself."""
+        return self._first.is_cause
 
     def until_exit(self) -> int:
         """Waits for the launcher and for processes that it left. Returns its exit code, -n for signal n."""

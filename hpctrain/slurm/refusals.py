@@ -37,8 +37,8 @@ _CHANGES = (
     ),
     (
         r"More processors requested|node configuration is not available|CPU count per node|more tasks than",
-        "no node has this: compare slurm.tasks_per_node x slurm.cpus_per_task, gpus_per_task and constraint with "
-        "`sinfo --format='%P %D %c %m %G %f'`",
+        "no node has this, or too few have: compare slurm.tasks_per_node x slurm.cpus_per_task, gpus_per_task, "
+        "constraint and slurm.nodes with `sinfo --format='%P %D %c %m %G %f'`",
     ),
     (r"nvalid feature", "set slurm.constraint to features that `sinfo --format='%P %f'` lists"),
     (r"generic resource|nvalid GRES", "gpus_per_task: `sinfo --format='%P %G'` shows the GPUs of the nodes"),

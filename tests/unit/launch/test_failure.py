@@ -16,3 +16,13 @@ def test_the_rank_that_failed_first_gives_the_code(name: str) -> None:
         first.saw(line_of, find_failure(line_of) or find_failure(before + b" " + line_of))
     assert first.failure is not None
     assert first.failure.exit_code == ENDINGS[name].right
+
+
+def test_who_is_ended_because_of_another_is_no_cause() -> None:
+    """Then the launcher's own code counts, unless it is that of ranks that were killed."""
+    first = FirstFailure()
+    for line in (b"srun: Job step aborted: Waiting up to 7 seconds", b"srun: error: hpct0: task 0: Killed"):
+        first.saw(line)
+    assert not first.is_cause
+    first.saw(b"srun: error: hpct0: task 1: Exited with exit code 3")
+    assert first.is_cause

@@ -79,7 +79,10 @@ def test_a_command_that_does_not_answer_is_ended_and_asked_again(tmp_path: Path)
         ("Invalid qos specification", "set slurm.qos"),
         ("Requested time limit is invalid (missing or exceeds some limit)", "lower slurm.time"),
         ("Node count specification invalid", "lower slurm.nodes"),
-        ("Requested node configuration is not available", "no node has this: compare slurm.tasks_per_node"),
+        (
+            "Requested node configuration is not available",
+            "no node has this, or too few have: compare slurm.tasks_per_node",
+        ),
         ("Invalid feature specification", "set slurm.constraint"),
         ("Invalid generic resource (gres) specification", "gpus_per_task"),
         ("Requested reservation is invalid", "set slurm.reservation"),
