@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.ranks.comm import comm_cases
-from tests.ranks_launcher import run_command, run_ranks
+from tests.ranks_launcher import run_command, run_ranks, variables_of_another_mpi
 
 pytestmark = pytest.mark.launches
 needs_horovod = pytest.mark.skipif(
@@ -169,7 +169,7 @@ def test_without_any_library_the_message_says_what_to_install() -> None:
 
 def test_variables_of_another_launch_are_found_out() -> None:
     """Started alone, with variables that say rank 1 of 4: MPI counts one rank."""
-    env = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+    env = variables_of_another_mpi(rank=1, num_ranks=4)
     code = "from hpctrain.comm import open_world; open_world('mpi')"
     result = run_command(None, [sys.executable, "-c", code], env=env)
     assert result.returncode != 0
