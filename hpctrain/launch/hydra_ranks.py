@@ -106,6 +106,12 @@ class HydraRanks:
         number = number if self._code is None else self._code
         return RankFailure(rank=name, node=node, exit_code=128 + number, signal=number)
 
+    def first_code(self) -> int | None:
+        """Returns the exit code of the first rank that did not end with 0; None if Linux does not say it."""
+        self.look()
+        _, status = self._first()
+        return os.WEXITSTATUS(status) if status is not None and os.WIFEXITED(status) else None
+
     def close(self) -> None:
         for descriptor in (*self._descriptors, *(descriptor for _, descriptor in self._ended)):
             os.close(descriptor)

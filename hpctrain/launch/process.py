@@ -157,9 +157,11 @@ def run_launch(
             _say(out, f"{who} was the first to be ended by a signal; MPICH does not say by which")
         # MPICH ends with n after signal n, and with the bitwise or of how several ranks ended.
         exit_code = failure.exit_code
-    if hydra is not None and exit_code == ExitCode.DONE and watch.has_stopped:
+    if hydra is not None and exit_code == ExitCode.DONE:
         # MPICH 4 sometimes ends with 0 although all ranks left with 75.
-        exit_code = ExitCode.STOPPED_EARLY
+        exit_code = ExitCode.STOPPED_EARLY if watch.has_stopped else hydra.first_code() or ExitCode.DONE
+    if hydra is not None:
+        hydra.close()
     if watch.interrupted and exit_code not in (ExitCode.DONE, ExitCode.STOPPED_EARLY):
         exit_code = 128 + signal.SIGINT
     if exit_code < 0:
@@ -282,8 +284,6 @@ class _Watch:
         self._follow_all()
         for copy in self._copies:
             copy.stream.close()
-        if self._hydra is not None:
-            self._hydra.close()
         return int(self._child.returncode)
 
     def _follow_all(self) -> None:

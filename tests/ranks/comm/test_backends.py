@@ -105,6 +105,7 @@ def test_an_algorithm_of_horovods_makes_auto_horovod_beside_mpi() -> None:
         assert found["reason"] == "nccl-torus was asked for"
 
 
+@needs_horovod
 def test_auto_falls_back_to_mpi_on_all_ranks_and_says_where_horovod_is_missing() -> None:
     for found in (output["missing on ranks 1 and 2"] for output in opened_over_mpi()):
         assert found["backend"] == found["reductions"] == "mpi"
