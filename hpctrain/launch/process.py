@@ -155,6 +155,12 @@ def run_launch(
         if failure.signal is None and failure.exit_code > 128:
             who = f"rank {failure.rank} on {failure.node}"
             _say(out, f"{who} was the first to be ended by a signal; MPICH does not say by which")
+        if failure.signal == signal.SIGKILL and (left := hydra.left_before()):
+            _say(
+                out,
+                f"before that rank {left[0]} had left with exit code 0: if it did so without MPI_Finalize (os._exit), "
+                "its mpirun has killed the others for that",
+            )
         # MPICH ends with n after signal n, and with the bitwise or of how several ranks ended.
         exit_code = failure.exit_code
     if hydra is not None and exit_code == ExitCode.DONE:
