@@ -9,7 +9,7 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -181,11 +181,18 @@ def about_this_run(repository: Path, *, benchmark: str) -> dict[str, Any]:
         },
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "horovod", "mpi4py", "numpy")},
+            **{name: _version(name) for name in ("torch", "horovod", "mpi4py", "numpy")},
             "mpi": _mpi_version(),
         },
         "commit": git("rev-parse", "HEAD") + ("+changes" if changed else ""),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None  # Horovod is optional
 
 
 def _processor() -> str:

@@ -80,6 +80,22 @@ def is_open_mpi() -> bool:
     return _family() in (MpirunFamily.OPEN_MPI_4, MpirunFamily.OPEN_MPI_5)
 
 
+def launcher_name() -> str:
+    """The launcher of `mpirun`, as hpctrain calls it."""
+    if is_open_mpi():
+        return "Open MPI"
+    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
+    return "Intel MPI" if "Intel" in version.stdout else "MPICH"
+
+
+def variables_of_another_mpi(*, rank: int, num_ranks: int) -> dict[str, str]:
+    """What the launcher of an MPI other than that of `mpirun` sets in a rank of one node."""
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    if not is_open_mpi():
+        names = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    return dict(zip(names, map(str, (rank, num_ranks) * 2), strict=True))
+
+
 def has_horovod() -> bool:
     return importlib.util.find_spec("horovod") is not None
 

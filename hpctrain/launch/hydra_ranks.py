@@ -15,6 +15,7 @@ import re
 import select
 import struct
 import time
+from itertools import takewhile
 from pathlib import Path
 from typing import final
 
@@ -105,6 +106,16 @@ class HydraRanks:
             return RankFailure(rank=name, node=node, exit_code=128 + number)
         number = number if self._code is None else self._code
         return RankFailure(rank=name, node=node, exit_code=128 + number, signal=number)
+
+    def left_before(self) -> list[int]:
+        """Returns the ranks that ended with 0 before the first that did not."""
+        return [rank for rank, _ in takewhile(lambda ended: _status_of(ended[1]) == 0, self._ended)]
+
+    def first_code(self) -> int | None:
+        """Returns the exit code of the first rank that did not end with 0; None if Linux does not say it."""
+        self.look()
+        _, status = self._first()
+        return os.WEXITSTATUS(status) if status is not None and os.WIFEXITED(status) else None
 
     def close(self) -> None:
         for descriptor in (*self._descriptors, *(descriptor for _, descriptor in self._ended)):

@@ -151,7 +151,27 @@ def run_launch(
         watch = _Watch(
             child, wakeup, out, copies=copies, stop_signal=stop_signal, observer=observer, hydra=hydra
         )
-        exit_code = watch.until_exit()
+        exit_code = _exit_code(watch.until_exit(), watch, plan, hydra=hydra, stop_signal=stop_signal, out=out)
+        if hydra is not None:
+            hydra.close()
+    return LaunchOutcome(
+        exit_code=exit_code,
+        stop_asked=watch.stop_asked,
+        signals=tuple(watch.signals),
+        failure=watch.failure,
+    )
+
+
+def _exit_code(
+    exit_code: int,
+    watch: _Watch,
+    plan: LaunchPlan,
+    *,
+    hydra: HydraRanks | None,
+    stop_signal: signal.Signals,
+    out: IO[str],
+) -> int:
+    """Says how the launch ended, and returns its exit code. exit_code: of the launcher, -n after signal n."""
     failure = watch.failure
     ignores_stop = watch.stop_asked and failure is not None and failure.signal == stop_signal
     if ignores_stop:
@@ -171,15 +191,8 @@ def run_launch(
         # srun returns the highest code of all ranks, including those that stopped (75) and those that it ended because
         # another one failed (137); and 1 if one was killed for want of memory.
         exit_code = failure.exit_code
-    if hydra is not None and failure is not None:
-        if failure.signal is None and failure.exit_code > 128:
-            who = f"rank {failure.rank} on {failure.node}"
-            _say(out, f"{who} was the first to be ended by a signal; MPICH does not say by which")
-        # MPICH ends with n after signal n, and with the bitwise or of how several ranks ended.
-        exit_code = failure.exit_code
-    if hydra is not None and exit_code == ExitCode.DONE and watch.has_stopped:
-        # MPICH 4 sometimes ends with 0 although all ranks left with 75.
-        exit_code = ExitCode.STOPPED_EARLY
+    if hydra is not None:
+        exit_code = _exit_code_of_hydra(exit_code, watch, hydra, out=out)
     if ignores_stop:
         exit_code = 128 + signal.Signals[watch.signals[0]]
     if watch.interrupted and exit_code not in (ExitCode.DONE, ExitCode.STOPPED_EARLY):
@@ -190,9 +203,27 @@ def run_launch(
         exit_code = 128 - exit_code
     if exit_code == ExitCode.STOPPED_EARLY:
         _say(out, "stopped early: the same command resumes from the state that is saved")
-    return LaunchOutcome(
-        exit_code=exit_code, stop_asked=watch.stop_asked, signals=tuple(watch.signals), failure=failure
-    )
+    return exit_code
+
+
+def _exit_code_of_hydra(exit_code: int, watch: _Watch, hydra: HydraRanks, *, out: IO[str]) -> int:
+    failure = watch.failure
+    if failure is not None:
+        if failure.signal is None and failure.exit_code > 128:
+            who = f"rank {failure.rank} on {failure.node}"
+            _say(out, f"{who} was the first to be ended by a signal; MPICH does not say by which")
+        if failure.signal == signal.SIGKILL and (left := hydra.left_before()):
+            _say(
+                out,
+                f"before that rank {left[0]} had left with exit code 0: if it did so without MPI_Finalize (os._exit), "
+                "its mpirun has killed the others for that",
+            )
+        # MPICH ends with n after signal n, and with the bitwise or of how several ranks ended.
+        exit_code = failure.exit_code
+    if exit_code == ExitCode.DONE:
+        # MPICH 4 sometimes ends with 0 although all ranks left with 75.
+        exit_code = ExitCode.STOPPED_EARLY if watch.has_stopped else hydra.first_code() or ExitCode.DONE
+    return exit_code
 
 
 def resolve_command(program: str) -> str:
@@ -314,8 +345,6 @@ class _Watch:
         self._follow_all()
         for copy in self._copies:
             copy.stream.close()
-        if self._hydra is not None:
-            self._hydra.close()
         return int(self._child.returncode)
 
     def _follow_all(self) -> None:

@@ -153,6 +153,12 @@ def exits(there: Environment) -> None:
         run.expect(3)
 
 
+def leaves(there: Environment) -> None:
+    with there.start(*there.program("leaves")) as run:
+        if run.code() == 0:
+            raise Unkept("code 0")
+
+
 def ended_by(name: str) -> Callable[[Environment], None]:
     number = signal.Signals[name]
 
@@ -229,6 +235,7 @@ def killed_mpirun(there: Environment) -> None:
 CELLS: dict[str, Callable[[Environment], None]] = {
     "starts and ends: 0": sound,
     "a rank exits with 3: 3": exits,
+    "a rank leaves with 0 and without MPI_Finalize: not 0": leaves,
     "SIGKILL of a rank: 137, named": ended_by("SIGKILL"),
     "SIGSEGV of a rank: 139, named": ended_by("SIGSEGV"),
     "SIGABRT of a rank: 134, named": ended_by("SIGABRT"),

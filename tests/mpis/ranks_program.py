@@ -21,6 +21,8 @@ def main(case: str) -> None:
             os.kill(os.getpid(), signal.Signals[case])
         if case == "exit" and session.rank == CULPRIT:
             sys.exit(3)
+        if case == "leaves" and session.rank == CULPRIT:
+            os._exit(0)
         if case == "ignores":
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
                 signal.signal(number, signal.SIG_IGN)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.ranks.comm import comm_cases
-from tests.ranks_launcher import run_command, run_ranks
+from tests.ranks_launcher import run_command, run_ranks, variables_of_another_mpi
 
 pytestmark = pytest.mark.launches
 needs_horovod = pytest.mark.skipif(
@@ -105,6 +105,7 @@ def test_an_algorithm_of_horovods_makes_auto_horovod_beside_mpi() -> None:
         assert found["reason"] == "nccl-torus was asked for"
 
 
+@needs_horovod
 def test_auto_falls_back_to_mpi_on_all_ranks_and_says_where_horovod_is_missing() -> None:
     for found in (output["missing on ranks 1 and 2"] for output in opened_over_mpi()):
         assert found["backend"] == found["reductions"] == "mpi"
@@ -169,7 +170,7 @@ def test_without_any_library_the_message_says_what_to_install() -> None:
 
 def test_variables_of_another_launch_are_found_out() -> None:
     """Started alone, with variables that say rank 1 of 4: MPI counts one rank."""
-    env = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+    env = variables_of_another_mpi(rank=1, num_ranks=4)
     code = "from hpctrain.comm import open_world; open_world('mpi')"
     result = run_command(None, [sys.executable, "-c", code], env=env)
     assert result.returncode != 0

@@ -12,12 +12,25 @@ from typing import Any
 
 import pytest
 
-from tests.ranks_launcher import REPOSITORY, CommandResult, run_command
+from tests.ranks_launcher import (
+    REPOSITORY,
+    CommandResult,
+    is_open_mpi,
+    launcher_name,
+    run_command,
+    variables_of_another_mpi,
+)
 
 pytestmark = pytest.mark.launches
 
 DOCTOR = [sys.executable, "-m", "hpctrain.cli.doctor"]
-MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none"]
+MPIRUN = ["mpirun", *(["--oversubscribe", "--bind-to", "none"] if is_open_mpi() else [])]
+RANK = "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"
+
+
+def with_another(rank: int, begin: str, argv: list[str]) -> list[str]:
+    """The command, before which this rank alone runs `begin`: Debian's mpirun 5.0.7 crashes with two programs."""
+    return ["sh", "-c", f'if [ "{RANK}" = {rank} ]; then {begin}; fi; exec "$@"', "sh", *argv]
 
 
 def broken(directory: Path, *packages: str) -> str:
@@ -64,10 +77,10 @@ def test_alone_a_problem_ends_with_5_and_its_remedy(tmp_path: Path) -> None:
 
 
 def test_ranks_are_merged_into_one_report_and_differences_named(tmp_path: Path) -> None:
-    # Two programs in one launch: rank 2 has another environment, as on a node that was set up differently.
-    other = ["env", f"PYTHONPATH={broken(tmp_path, 'h5py')}", "OMP_NUM_THREADS=2"]
-    doctor = [*DOCTOR, "--json"]
-    result = run_command(None, [*MPIRUN, "-n", "2", *doctor, ":", "-n", "1", *other, *doctor], expect=5)
+    # Rank 2 has another environment, as on a node that was set up differently.
+    other = f"export PYTHONPATH={broken(tmp_path, 'h5py')}:$PYTHONPATH OMP_NUM_THREADS=2"
+    doctor = with_another(2, other, [*DOCTOR, "--json"])
+    result = run_command(None, [*MPIRUN, "-n", "3", *doctor], expect=5)
     report = report_of(result)
     problems = [finding["text"] for finding in report["findings"] if finding["level"] == "problem"]
     warnings = [finding["text"] for finding in report["findings"] if finding["level"] == "warning"]
@@ -87,9 +100,9 @@ def test_ranks_without_any_library_to_meet_through_each_tell_their_own(tmp_path:
 
 
 def test_a_launcher_of_another_mpi_is_reported_and_not_taken_for_many_ranks() -> None:
-    # What MPICH's mpiexec gives its ranks, while the MPI library here is Open MPI: each rank is alone. The same happens
-    # in a container whose MPI does not understand the launcher outside.
-    environ = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+    # Such as what MPICH's mpiexec gives its ranks, while the MPI library here is Open MPI: each rank is alone. The same
+    # happens in a container whose MPI does not understand the launcher outside.
+    environ = variables_of_another_mpi(rank=1, num_ranks=4)
     result = run_command(None, DOCTOR, env={**environ, "APPTAINER_CONTAINER": "/a.sif"}, expect=5)
     assert "rank 1 of 4" in result.stderr
     assert "The MPI library in the container /a.sif does not understand the launcher" in result.stderr
@@ -102,17 +115,17 @@ def test_ranks_whose_container_lets_no_variables_in_learn_that_they_are_not_alon
     # As `apptainer exec --cleanenv`, whose runtime stays outside of the container as the parent.
     kept = [f"PATH={os.environ['PATH']}", f"PYTHONPATH={REPOSITORY}", "APPTAINER_CONTAINER=/a.sif"]
     inside = shlex.join(["unshare", "--mount", "env", "-i", *kept, *DOCTOR, "--json"])
-    run_command(2, ["sh", "-c", f"{inside} > {tmp_path}/$OMPI_COMM_WORLD_RANK; sleep 2; exit 5"], expect=5)
+    run_command(2, ["sh", "-c", f"{inside} > {tmp_path}/{RANK}; sleep 2; exit 5"], expect=5)
     for rank in range(2):
         findings = json.loads((tmp_path / str(rank)).read_text())["findings"]
         (finding,) = (finding for finding in findings if finding["topic"] == "launcher")
         assert finding["level"] == "problem"
         assert "no launcher's variables are set in the container /a.sif" in finding["text"]
-        assert f"Open MPI started this process as rank {rank} of 2" in finding["text"]
+        assert f"{launcher_name()} started this process as rank {rank} of 2" in finding["text"]
 
 
 def test_ranks_that_never_come_are_not_waited_for_for_ever() -> None:
-    argv = [*MPIRUN, "-n", "1", *DOCTOR, "--timeout-s", "4", ":", "-n", "1", "sleep", "60"]
+    argv = [*MPIRUN, "-n", "2", *with_another(1, "exec sleep 60", [*DOCTOR, "--timeout-s", "4"])]
     result = run_command(None, argv, timeout_s=300, expect=5)
     assert "the ranks did not connect" in result.stderr
     assert "no answer within 4 s" in result.stderr

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.ranks_launcher import Launched, run_command, start_command
+from tests.ranks_launcher import Launched, is_open_mpi, launcher_name, run_command, start_command
 
 pytestmark = pytest.mark.launches
 
+STARTER = "mpirun" if is_open_mpi() else "mpiexec.hydra"
 LAUNCH = [sys.executable, "-m", "hpctrain.cli.launch"]  # the root of the commands loads torch: slower
 
 
@@ -59,7 +60,7 @@ def test_the_exit_code_is_passed_on_and_emulated_nodes_are_seen(tmp_path: Path) 
     result = run_command(None, argv, env={"OMP_NUM_THREADS": ""}, expect=7)
     ranks = ranks_of(tmp_path)
     assert [(r["launcher"], r["rank"], r["num_ranks"]) for r in ranks] == [
-        ("Open MPI", n, 3) for n in range(3)
+        (launcher_name(), n, 3) for n in range(3)
     ]
     assert [r["node_name"].rpartition("/")[2] for r in ranks] == ["0", "0", "1"]
     assert [(r["local_rank"], r["local_size"], r["emulated"]) for r in ranks] == [
@@ -68,7 +69,7 @@ def test_the_exit_code_is_passed_on_and_emulated_nodes_are_seen(tmp_path: Path) 
         (0, 1, True),
     ]
     assert {r["omp"] for r in ranks} == {str(max(1, len(os.sched_getaffinity(0)) // 3))}
-    assert "mpirun -n 3" in result.stderr
+    assert f"{STARTER} -n 3" in result.stderr
     assert "HPCTRAIN_RANKS_PER_NODE=2" in result.stderr
 
 
@@ -126,9 +127,10 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
 def test_no_rank_outlives_what_started_it(tmp_path: Path, victim: str) -> None:
     with start(2, "wait", tmp_path) as launched:
         ranks = [r["pid"] for r in ranks_of(tmp_path)]
-        mpirun = int(Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        launch = launched.process.pid
+        mpirun = int(Path(f"/proc/{launch}/task/{launch}/children").read_text().split()[0])
         # Open MPI 5's mpirun becomes prterun.
-        assert any(name in Path(f"/proc/{mpirun}/cmdline").read_text() for name in ("mpirun", "prterun"))
+        assert any(name in Path(f"/proc/{mpirun}/cmdline").read_text() for name in (STARTER, "prterun"))
         os.kill(launched.process.pid if victim == "hpctrain launch" else mpirun, signal.SIGKILL)
         result = launched.wait(timeout_s=300)
         wait_for(lambda: not any(alive(pid) for pid in [mpirun, *ranks]), timeout_s=100)
@@ -136,9 +138,9 @@ def test_no_rank_outlives_what_started_it(tmp_path: Path, victim: str) -> None:
 
 
 def test_a_dry_run_prints_a_line_that_a_shell_can_run(tmp_path: Path) -> None:
-    words = ["bash", "-c", 'touch "$0/ran as $OMPI_COMM_WORLD_RANK"', str(tmp_path)]
+    words = ["bash", "-c", 'touch "$0/ran as ${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"', str(tmp_path)]
     line = run_command(None, [*LAUNCH, "-n", "2", "--dry-run", "--", *words], expect=0).stdout
-    assert "mpirun -n 2" in line
+    assert f"{STARTER} -n 2" in line
     assert not list(tmp_path.iterdir())
     run_command(None, ["bash", "-c", line], expect=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ran as 0", "ran as 1"]
