@@ -25,7 +25,7 @@ BACKEND = "hpctrain"
 # Smaller sums go over all ranks at once: within the node and between the nodes costs more messages.
 _TWO_LEVEL_BYTES = 1 << 16
 # Older ones name groups in C++ alone, so that groups in Python have no name.
-_OLDEST = (2, 6)
+_OLDEST = "2.6"
 
 
 def open_process_group(
@@ -60,7 +60,7 @@ def open_process_group(
         )
     if torch.__version__ < _OLDEST:
         raise LaunchError(
-            f"torch.distributed on CPUs needs PyTorch {_OLDEST[0]}.{_OLDEST[1]} or newer, this is {torch.__version__}: "
+            f"torch.distributed on CPUs needs PyTorch {_OLDEST} or newer, this is {torch.__version__}: "
             "update it. hpctrain's own updaters and recipes work with it, without shard = 'parameters', tensor and "
             "pipeline",
             agreed=True,

@@ -41,7 +41,7 @@ NAMES: dict[str, Callable[[], object]] = {
     "_disabled_torch_function_impl": lambda: torch._C._disabled_torch_function_impl,
     "_distributed_c10d": lambda: [getattr(torch._C._distributed_c10d, n) for n in ("HashStore", "Store", "TCPStore")],
     "_dynamo": lambda: importlib.util.find_spec("torch._dynamo").name,  # type: ignore[union-attr]
-    "_execution_engine": lambda: torch.autograd.Variable._execution_engine.queue_callback,  # type: ignore[attr-defined]
+    "_execution_engine": lambda: torch.autograd.Variable._execution_engine.queue_callback,
     "_foreach_copy_": lambda: torch._foreach_copy_,
     "_foreach_lerp_": lambda: torch._foreach_lerp_,
     "_foreach_mul_": lambda: torch._foreach_mul_,
@@ -51,7 +51,7 @@ NAMES: dict[str, Callable[[], object]] = {
     "_non_persistent_buffers_set": lambda: nn.Module()._non_persistent_buffers_set,
     "_parameters": lambda: nn.Module()._parameters,
     "_plugins": lambda: dist.Backend._plugins,
-    "_post_accumulate_grad_hooks": lambda: torch.ones(1)._post_accumulate_grad_hooks,  # type: ignore[attr-defined]
+    "_post_accumulate_grad_hooks": lambda: torch.ones(1)._post_accumulate_grad_hooks,
     "_python_dispatch": lambda: module("torch.utils._python_dispatch").TorchDispatchMode,
     "_pytree": lambda: [getattr(module("torch.utils._pytree"), n) for n in ("tree_leaves", "tree_map")],
     "_schema": lambda: torch.ops.aten.mm.default._schema.arguments,
@@ -151,10 +151,10 @@ def test_private_names_of_fsdp2_are_there() -> None:
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(getattr(fsdp, "FSDPModule", None), "reset_iter_state"):
         pytest.skip("hpctrain does not use an FSDP2 this old")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=module("torch.distributed").HashStore(), rank=0, world_size=1)
     try:
         model: Any = nn.Linear(2, 2)
-        fsdp.fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        fsdp.fully_shard(model, mesh=module("torch.distributed").init_device_mesh("cpu", (1,)))
         model(torch.ones(1, 2)).sum().backward()
         state = model._get_fsdp_state()
         parameter = state._fsdp_param_groups[0].fsdp_params[0]
