@@ -42,9 +42,7 @@ def ends(cluster: Cluster, folder: Path, case: str, *options: str) -> Counter[tu
 
 @pytest.mark.trials
 @pytest.mark.timeout(300 + 60 * TRIALS)
-def test_a_rank_that_failed_beside_others_that_stopped_fails_the_job(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_rank_that_failed_while_others_stopped_fails_the_job(cluster: Cluster, tmp_path: Path) -> None:
     found = ends(cluster, tmp_path, "leave 75 3", "--nodes=2", "--ntasks-per-node=2")
     assert found == {(3, 0): TRIALS}, output(tmp_path)
     assert "queueing it again" not in output(tmp_path)

@@ -25,7 +25,7 @@ _LOST_PEER = (
 )
 
 ENDINGS = {
-    "a rank failed beside others that stopped": Ending(
+    "a rank failed while others stopped": Ending(
         code=75, right=3,
         lines=(
             _STOPPED, "srun: error: hpct1: tasks 2-3: Exited with exit code 75",
