@@ -1,3 +1,0 @@
-#!/bin/bash
-srun --wait=25 python oom_tmp.py mpi
-echo "srun rc $?"
