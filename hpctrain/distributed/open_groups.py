@@ -24,8 +24,9 @@ from hpctrain.topology import Topology
 BACKEND = "hpctrain"
 # Smaller sums go over all ranks at once: within the node and between the nodes costs more messages.
 _TWO_LEVEL_BYTES = 1 << 16
-# Older ones name groups in C++ alone, so that groups in Python have no name.
-_OLDEST = "2.6"
+# The oldest that was seen to work. With 2.6 DDP waits without end when it compares the shapes of parameters, and up to
+# 2.5 groups in Python have no name.
+_OLDEST = "2.8"
 
 
 def open_process_group(

@@ -15,8 +15,8 @@ from hpctrain.run.torch_distributed.initialize import init_process_group
 
 def test_a_pytorch_that_is_too_old_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     with start() as session:
-        monkeypatch.setattr(torch, "__version__", TorchVersion("2.5.1"))
-        with pytest.raises(LaunchError, match=r"needs PyTorch 2.6 or newer, this is 2.5.1: update it"):
+        monkeypatch.setattr(torch, "__version__", TorchVersion("2.6.0+cu124"))
+        with pytest.raises(LaunchError, match=r"needs PyTorch 2.8 or newer, this is 2.6.0\+cu124: update it"):
             init_process_group(session)
 
 
