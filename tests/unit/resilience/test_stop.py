@@ -272,7 +272,8 @@ if len(sys.argv) > 2:
     stop = StopRequest([sys.argv[2]]).install()
     release_signals()
 print("ready", flush=True)
-time.sleep(600)
+while True:  # a handler of Python does not run within a call that began just after the signal
+    time.sleep(0.05)
 """
 
 
