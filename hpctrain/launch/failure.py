@@ -69,15 +69,16 @@ def find_failure(line: bytes) -> RankFailure | None:
     return None if number is None or number == signal.SIGTERM else _ended(match, number=number)
 
 
-_CAUSE = 4
+# By which a reported failure replaces an earlier one.
+_LOST_ITS_PEER, _WAS_ENDED, _STOPPED_EARLY, _CAUSE = range(1, 5)
 
 
 @final
 class FirstFailure:
     """Follows what a launcher and its ranks print, and keeps the failure that the others follow from.
 
-    A rank that stopped (75) is kept only if no other has failed by itself. Less than that count ranks that end once
-    srun ends the step, and the least an Open MPI 5 that has lost a peer; that is reported as 137.
+    In this order: a rank that failed by itself; one that stopped (75); one that ended after srun had begun to end the
+    step; one that Open MPI 5 ended since it lost a peer, which is reported as 137. Of equals the first is kept.
     """
 
     def __init__(self) -> None:
@@ -99,18 +100,18 @@ class FirstFailure:
         if failure is None:
             return
         weight = self._weigh(failure)
-        if weight == 1:
+        if weight == _LOST_ITS_PEER:
             failure = replace(failure, exit_code=128 + signal.SIGKILL)
         if weight > self._weight:
             self.failure, self._weight = failure, weight
 
     def _weigh(self, failure: RankFailure) -> int:
         if failure.exit_code == ExitCode.STOPPED_EARLY:
-            return 3
+            return _STOPPED_EARLY
         has_lost_peer = self._lost_peer or self._step_ends  # then what it says may be lost
         if failure.signal is None and failure.exit_code == LOST_PEER_CODE and has_lost_peer:
-            return 1
-        return 2 if self._step_ends and failure.exit_code not in CAUSES else _CAUSE
+            return _LOST_ITS_PEER
+        return _WAS_ENDED if self._step_ends and failure.exit_code not in CAUSES else _CAUSE
 
 
 def signal_name(number: int) -> str:

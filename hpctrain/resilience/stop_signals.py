@@ -78,7 +78,9 @@ def release_signals() -> None:
 
 
 def keep_from_children(numbers: Iterable[signal.Signals]) -> None:
-    """Blocks these signals, but SIGTERM, in this thread, and unblocks those of the last call. Other threads get them.
+    """Blocks these signals except SIGTERM in this thread, and unblocks what the last call blocked.
+
+    Threads that were started before still get the signals.
 
     mpirun, srun and terminals send a stop signal to the processes that a rank has started too, and it would end workers
     of torch's DataLoader before the rank has saved. A process has the mask of the thread that started it, whether it is

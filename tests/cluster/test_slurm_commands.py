@@ -235,10 +235,10 @@ def test_slurm_checks_a_job_without_taking_it(cluster: Cluster, folder: Path) ->
 
 def test_a_job_that_waits_says_why(cluster: Cluster, folder: Path) -> None:
     number = submit(cluster, folder, *sets(nodes=2, options='["--hold"]'))
-    told = slurm(cluster, folder, "status").stdout.splitlines()
-    assert told[0] == f"digits: job {number} PENDING, 2 nodes asked for"
-    assert "it is held" in told[1]
-    assert told[2] == "  no step yet"
+    lines = slurm(cluster, folder, "status").stdout.splitlines()
+    assert lines[0] == f"digits: job {number} PENDING, 2 nodes asked for"
+    assert "it is held" in lines[1]
+    assert lines[2] == "  no step yet"
     assert f"job {number} (PENDING): cancelled" in slurm(cluster, folder, "cancel").stdout
     assert cluster.job(number)["JobState"] == "CANCELLED"
 

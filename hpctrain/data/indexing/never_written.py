@@ -1,4 +1,4 @@
-"""Finds datasets with samples that were never written and that have no value either."""
+"""Refuses datasets of which some samples were never written and have no fill value."""
 
 from __future__ import annotations
 

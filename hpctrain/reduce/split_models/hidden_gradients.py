@@ -15,9 +15,11 @@ from hpctrain.reduce.data_parallel.pending_gradient import NOT_READABLE_SPLIT, P
 
 @final
 class HiddenGradients:
-    """The gradients of `parameters`. While they are hidden `.grad` refuses every use, as does `optimizer.step`, but a
-    backward adds to what is hidden. They are hidden when a backward ends that is not in `given_back`. Does not
-    communicate."""
+    """Hides the gradients of `parameters`, and gives them back. Does not communicate.
+
+    While they are hidden every use of a `.grad` raises GradientsInUse, as does `optimizer.step`; another backward adds
+    to the hidden gradients. A backward outside of a `given_back` block hides them when it ends.
+    """
 
     def __init__(self, parameters: Sequence[torch.Tensor], *, optimizer: torch.optim.Optimizer) -> None:
         self._parameters = list(parameters)
@@ -33,7 +35,7 @@ class HiddenGradients:
 
     @contextmanager
     def given_back(self, *, hides: bool = True) -> Iterator[None]:
-        """Within it each `.grad` is the gradient. hides: whether they are hidden at its end."""
+        """In the block each `.grad` is the real gradient. hides: whether the end of the block hides them again."""
         self.give_back()
         before, self._paused = self._paused, True
         try:

@@ -67,19 +67,19 @@ def test_a_rank_whose_python_is_held_ends_with_code_6_and_a_word(tmp_path: Path)
     process = start(tmp_path, "2", "hold", "0")
     wait_for(tmp_path / "ready", process)
     try:
-        _, told = process.communicate(timeout=300)
+        _, printed = process.communicate(timeout=300)
     finally:
         process.kill()
-    assert process.returncode == 6, told
-    assert "rank 0 on" in told
-    assert "its Python interpreter is blocked inside the communication library" in told
+    assert process.returncode == 6, printed
+    assert "rank 0 on" in printed
+    assert "its Python interpreter is blocked inside the communication library" in printed
 
 
 def test_a_rank_that_holds_the_lock_outside_any_operation_lives_on(tmp_path: Path) -> None:
     process = start(tmp_path, "4", "hold outside", "0")
-    stdout, told = process.communicate(timeout=300)
-    assert (process.returncode, stdout) == (0, "done\n"), told
-    assert told == ""
+    stdout, printed = process.communicate(timeout=300)
+    assert (process.returncode, stdout) == (0, "done\n"), printed
+    assert printed == ""
 
 
 def test_a_suspended_rank_goes_on(tmp_path: Path) -> None:
@@ -88,6 +88,6 @@ def test_a_suspended_rank_goes_on(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(8)  # longer than _SUSPENDED_AFTER_S and the limit
     os.kill(process.pid, signal.SIGCONT)
-    stdout, told = process.communicate(timeout=300)
-    assert (process.returncode, stdout) == (0, "done\n"), told
-    assert told == ""
+    stdout, printed = process.communicate(timeout=300)
+    assert (process.returncode, stdout) == (0, "done\n"), printed
+    assert printed == ""
