@@ -230,7 +230,7 @@ def _inspect(
     if layout is None:
         raise DataError(f"{where} holds {describe(dataset.id.get_type())}, {_NO_DTYPE}")
     check_n_bit(layout, where=where)
-    check_written(dataset, where=where)
+    check_written(dataset, plist, where=where)
     dtype, shape = _element(dataset, layout, request, where)
     if request.member is not None:
         where = f"field {request.name!r}, {path}:{request.member} of {file.filename},"

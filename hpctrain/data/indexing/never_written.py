@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     import h5py
 
 
-def check_written(dataset: h5py.Dataset, *, where: str) -> None:
+def check_written(dataset: h5py.Dataset, plist: h5py.h5p.PropDCID, *, where: str) -> None:
     """Raises DataError if elements of a table with references were never written and have no fill value.
 
     HDF5 leaves the reader's memory as it is for such elements (fill time "never", or an undefined fill value). h5py
     gives it zeros, but for types with references uninitialised memory: rows then have values of other rows (h5py 3.16
-    with HDF5 1.10.8 and 2.0.0). Only for these datasets HDF5 counts the chunks, and reads their index to do so.
+    with HDF5 1.10.8 and 2.0.0). plist: with which the dataset was created. Only for these datasets HDF5 counts the
+    chunks, and reads their index to do so.
     """
     import h5py
 
-    plist = dataset.id.get_create_plist()
     is_filled = (
         plist.get_fill_time() != h5py.h5d.FILL_TIME_NEVER
         and plist.fill_value_defined() != h5py.h5d.FILL_VALUE_UNDEFINED
