@@ -4,9 +4,25 @@ import re
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 root = Path(__file__).parent
 version = re.search(r'__version__ = "([^"]+)"', (root / "hpctrain" / "version.py").read_text()).group(1)
+
+PROGRAM = "hpctrain.launch.fork_server._fork_client"
+
+
+class BuildParts(build_ext):
+    """Builds shared libraries, and one program."""
+
+    def build_extension(self, ext: Extension) -> None:
+        if ext.name != PROGRAM:
+            super().build_extension(ext)
+            return
+        objects = self.compiler.compile(ext.sources, output_dir=self.build_temp)
+        place = Path(self.get_ext_fullpath(ext.name))
+        self.compiler.link_executable(objects, place.name, output_dir=str(place.parent))
+
 
 setup(
     name="hpctrain",
@@ -60,7 +76,10 @@ setup(
             optional=True,
         ),
         Extension("hpctrain.launch._yield_by_sleep", ["hpctrain/launch/_yield_by_sleep.c"], optional=True),
+        # A program, with the file name of a module: what stands for a rank that is forked (launch/fork_server).
+        Extension(PROGRAM, ["hpctrain/launch/fork_server/_fork_client.c"], optional=True),
     ],
+    cmdclass={"build_ext": BuildParts},
     install_requires=[
         "torch>=2.3",
         "numpy>=1.24",
@@ -80,7 +99,7 @@ setup(
         "horovod": ["horovod==0.28.1"],
         "demo": ["scikit-learn>=1.3"],
         "formats": [
-            "hdf5plugin>=4",
+            "hdf5plugin>=4.2",
             "numcodecs>=0.12",
             "pandas>=2",
             "pyarrow>=14",

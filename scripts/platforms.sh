@@ -77,7 +77,7 @@ step() {
   say "$1: $2"
   inside "$1" "cd /root/hpctrain && { $3; }" >"$roots/$1.step" 2>&1 || code=$?
   cat "$roots/$1.step" >> "$roots/$1.log"
-  counts=$(grep -E '^=+ .*(passed|failed|error).* =+$' "$roots/$1.step" | tail -n 1 | tr -d '=' | sed 's/^ *//; s/ *$//') || true
+  counts=$(grep -E '^(=+ )?[0-9]+ (passed|failed|skipped|error).*( =+)?$' "$roots/$1.step" | tail -n 1 | tr -d '=' | sed 's/^ *//; s/ *$//') || true
   rows+=("| $1 | $2 | $code | $((SECONDS - began)) s | ${counts} |")
   printf '%s\n' "${rows[-1]}"
   if ((code)); then tail -n 15 "$roots/$1.step" >&2; failed=yes; fi

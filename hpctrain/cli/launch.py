@@ -11,7 +11,15 @@ from typing import Annotated, Optional
 import typer
 
 from hpctrain.errors import LaunchError
-from hpctrain.launch import Launcher, plan_launch, read_hosts, resolve_command, run_plan, survey_machine
+from hpctrain.launch import (
+    ForkServer,
+    Launcher,
+    plan_launch,
+    read_hosts,
+    resolve_command,
+    run_plan,
+    survey_machine,
+)
 
 LAUNCH_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -47,6 +55,21 @@ def launch_command(
     stop_signal: Annotated[
         StopSignal, typer.Option("--stop-signal", help="What Ctrl-C and SIGTERM become for the ranks.")
     ] = StopSignal.SIGUSR1,
+    fork_server: Annotated[
+        bool,
+        typer.Option(
+            "--fork-server",
+            help="Fork ranks from one process of each node, which has imported their libraries once.",
+        ),
+    ] = False,
+    preload: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            "--preload",
+            metavar="MODULE",
+            help="With --fork-server: imported before it forks; may be repeated.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
 ) -> None:
     """Start the ranks of a command, print the launcher's command line, and forward signals and the exit code.
@@ -55,11 +78,14 @@ def launch_command(
     hpctrain launch -n 4 -- hpctrain train recipe.toml
     hpctrain launch -n 4 --ranks-per-node 2 -- python train.py         one machine emulates two nodes
     hpctrain launch -n 8 --ranks-per-node 4 --host a,b -- hpctrain train recipe.toml
+    hpctrain launch -n 48 --fork-server -- hpctrain train recipe.toml      imports once a node, not once a rank
 
     Ctrl-C or SIGTERM asks the ranks to save and stop (exit code 75); a second Ctrl-C ends them at once.
     """
     if host is not None and hostfile is not None:
         raise LaunchError("--host and --hostfile both name the machines: give one of them")
+    if preload and not fork_server:
+        raise LaunchError("--preload names what a fork server imports: give --fork-server too")
     plan = plan_launch(
         [resolve_command(command[0]), *command[1:]],
         num_ranks=num_ranks,
@@ -69,6 +95,7 @@ def launch_command(
         launcher=launcher,
         hosts=_read_hosts(host, hostfile),
         hostfile=str(hostfile) if hostfile is not None else None,
+        fork_server=ForkServer(preload=preload or ()) if fork_server else None,
     )
     if dry_run:
         for note in plan.notes:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hpctrain.errors import LaunchError
+from hpctrain.launch.fork_server.plan import ForkServer, plan_fork_server
 from hpctrain.launch.machine import Machine, MpirunFamily, Srun
 from hpctrain.launch.mpirun import mpirun_argv
 from hpctrain.launch.placement import Placement, place_ranks
@@ -59,6 +60,7 @@ def plan_launch(
     hosts: Sequence[str] = (),
     hostfile: str | None = None,
     nodes: Sequence[str] = (),
+    fork_server: ForkServer | None = None,
 ) -> LaunchPlan:
     """Plans the start of `num_ranks` ranks of `command`.
 
@@ -66,6 +68,8 @@ def plan_launch(
     may hold fewer. On one machine `ranks_per_node` emulates nodes: the ranks read HPCTRAIN_RANKS_PER_NODE.
     If `hostfile`, the file that `hosts` were read from, is given, it is passed to mpirun instead of a list.
     nodes: those of a Slurm allocation that are to be used, by name; none: as many as are needed, chosen by Slurm.
+    fork_server: if given, ranks are forked from one process a node if the command is a Python program; a note says
+    whether they are.
 
     Raises LaunchError if the ranks cannot be placed, the launcher is not installed, or this process is
     itself one of several ranks.
@@ -85,6 +89,10 @@ def plan_launch(
     chosen = _choose(launcher, environ=environ, machine=machine, has_hosts=bool(hosts), notes=notes)
     placement = place_ranks(num_ranks, ranks_per_node, environ=environ, hosts=hosts or nodes, notes=notes)
     updates, removed = _common_environment(placement, environ)
+    words: tuple[str, ...] = ()
+    if fork_server is not None:
+        words, note = plan_fork_server(fork_server, command, updates=updates)
+        notes.append(note)
     if chosen is Launcher.SRUN:
         argv = srun_argv(
             placement,
@@ -106,7 +114,7 @@ def plan_launch(
             notes=notes,
         )
     return LaunchPlan(
-        argv=(*argv, *command),
+        argv=(*argv, *words, *command),
         launcher=chosen,
         num_ranks=num_ranks,
         emulated=placement.emulated,

@@ -27,6 +27,8 @@ STARTERS = {
 }
 # A library that Open MPI loads in MPI_Init.
 _LOADED_BY_INIT = "/mca_pml_"
+# Set in a rank that a fork server has forked: the process id of what the launcher started in its place.
+CLIENT_VARIABLE = "HPCTRAIN_FORKED_FOR"
 # Set in a rank by `hpctrain.start`, for the processes that it starts: the process id of the rank.
 RANK_PID_VARIABLE = "HPCTRAIN_RANK_PID"
 
@@ -54,10 +56,10 @@ def find_launcher_process(environ: Mapping[str, str]) -> LauncherProcess:
     if row is None:
         return LauncherProcess(pid=None)
     try:
-        pid = _parent("self")
+        pid = _above("self")
         while pid > 0 and _name(pid) not in STARTERS and variable_of(pid, row.rank) is not None:
             between.append(pid)
-            pid = _parent(pid)
+            pid = _above(pid)
     except (OSError, ValueError, IndexError):
         pid = 0
     return LauncherProcess(pid=pid or None, between=tuple(between))
@@ -107,7 +109,7 @@ def _descendants(root: int, parents: Mapping[int, int]) -> Iterator[int]:
         yield from level
 
 
-def variable_of(pid: int, name: str) -> str | None:
+def variable_of(pid: int | str, name: str) -> str | None:
     """Returns the value with which a variable was set when the process began; None without it, or without leave."""
     start = name.encode() + b"="
     try:
@@ -133,6 +135,13 @@ def _read(pid: int, name: str) -> str:
 
 def _name(pid: int) -> str:
     return _read(pid, "comm").strip()
+
+
+def _above(pid: int | str) -> int:
+    """Returns the parent, of a forked rank that of its client."""
+    client = variable_of(pid, CLIENT_VARIABLE) or ""
+    marked = variable_of(_parent(pid), CLIENT_VARIABLE)
+    return _parent(int(client)) if client.isdigit() and marked != client else _parent(pid)
 
 
 def _parent(pid: int | str) -> int:

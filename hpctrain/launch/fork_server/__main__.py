@@ -1,0 +1,20 @@
+"""The fork server's program: `python OPTIONS .../fork_server/__main__.py COMMAND...`, started by `_fork_client.c`.
+
+A process that it forks leaves `serve` and runs COMMAND below, so that it ends as Python ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+del sys.path[0]  # this folder
+
+
+from hpctrain.launch.fork_server.run_program import run_program  # noqa: E402
+from hpctrain.launch.fork_server.serve import serve  # noqa: E402
+
+if __name__ == "__main__":
+    program = serve(sys.argv[1:], directory=os.getcwd())
+    if program is not None:
+        run_program(program)

@@ -1,0 +1,177 @@
+"""What a forked process takes over from the client that stands for it: all that a new program would have got."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import io
+import os
+import random
+import resource
+import select
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.launch.fork_server.likeness import limits, read_environ, read_status
+from hpctrain.launch.fork_server.plan import FOR_CLIENT
+from hpctrain.launch.rank_identity.launcher_process import CLIENT_VARIABLE
+
+_PR_SET_NAME = 15
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A client's. mask: the signals that were blocked when it began, as bits of /proc. leash: an end of a pipe whose
+    other end is closed when the client ends. descriptors: number -> where this process has a copy."""
+
+    pid: int
+    mask: int
+    leash: int
+    descriptors: Mapping[int, int]
+
+
+def become(request: Request, *, title: str, command: Sequence[str], keep: set[int]) -> None:
+    """Makes this process, which has just been forked, what the client's program would be. Raises OSError.
+
+    keep: open descriptors that belong to libraries. command: the words of /proc/PID/cmdline.
+    """
+    os.setpgid(0, 0)  # a signal to the client's group reaches this process through the client, and once
+    _die_with(request.leash)
+    client = request.pid
+    _take_descriptors(request, keep=keep)
+    with contextlib.suppress(OSError):  # as a user in Slurm's control group of another task of the same step
+        _join_cgroups(client)
+    os.sched_setaffinity(0, os.sched_getaffinity(client))
+    for limit in limits():
+        resource.setrlimit(limit, resource.prlimit(client, limit))
+    os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, client))
+    Path("/proc/self/oom_score_adj").write_bytes(Path(f"/proc/{client}/oom_score_adj").read_bytes())
+    status = read_status(client)
+    os.umask(int(status["Umask"], 8))
+    os.chdir(os.readlink(f"/proc/{client}/cwd"))
+    environ = read_environ(client)
+    for name in FOR_CLIENT:
+        environ.pop(name, None)
+    environ[CLIENT_VARIABLE] = str(client)
+    os.environ.clear()
+    os.environ.update(environ)
+    _show(command, environ)
+    _libc.prctl(_PR_SET_NAME, os.fsencode(title)[:15], 0, 0, 0)
+    _seed()
+    _open_streams()
+    _take_signals(ignored=int(status["SigIgn"], 16), blocked=request.mask)
+
+
+def _die_with(leash: int) -> None:
+    """Has the kernel kill this process when all other ends of the pipe are closed, which is when the client ends."""
+    fcntl.fcntl(leash, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(leash, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(leash, fcntl.F_SETFL, fcntl.fcntl(leash, fcntl.F_GETFL) | os.O_ASYNC)
+    ended = select.poll()
+    ended.register(leash, 0)
+    if ended.poll(0):
+        os._exit(1)
+
+
+def _take_descriptors(request: Request, *, keep: set[int]) -> None:
+    wanted = {request.leash, *request.descriptors, *keep}
+    for number, copy in request.descriptors.items():
+        os.dup2(copy, number, inheritable=True)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in wanted:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
+def _join_cgroups(client: int) -> None:
+    for theirs, ours in zip(_cgroups(client), _cgroups(os.getpid()), strict=True):
+        if theirs != ours:
+            (theirs / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def _cgroups(pid: int) -> list[Path]:
+    found = []
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        found.append(Path("/sys/fs/cgroup", controllers.removeprefix("name=")) / path.lstrip("/"))
+    return found
+
+
+def _seed() -> None:
+    """Gives this process random numbers of its own. PyTorch begins with a constant."""
+    random.seed()
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.seed()
+    if (processes := sys.modules.get("multiprocessing.process")) is not None:
+        current = processes.current_process()
+        current.authkey = os.urandom(32)
+
+
+def _open_streams() -> None:
+    """Opens standard streams as Python does when it starts."""
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED")) or any(
+        "u" in word for word in sys.orig_argv[1:2] if word.startswith("-")
+    )
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            terminal = os.isatty(number)
+            os.fstat(number)
+        except OSError:
+            setattr(sys, name, None)
+            continue
+        before = getattr(sys, f"__{name}__")
+        unbuffered = is_unbuffered and mode == "w"
+        raw = open(number, mode + "b", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+        stream = io.TextIOWrapper(
+            raw,
+            encoding=before.encoding,
+            errors=before.errors,
+            newline=None if mode == "r" else "\n",
+            line_buffering=mode == "w" and (terminal or number == 2),
+            write_through=unbuffered,
+        )
+        setattr(stream, "mode", mode)  # noqa: B010  (read-only for mypy)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _take_signals(*, ignored: int, blocked: int) -> None:
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if number in (32, 33):  # of the C library
+            continue
+        if ignored >> (number - 1) & 1 and number not in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_IGN)
+        elif number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+        elif number not in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(
+        signal.SIG_SETMASK, [number for number in signal.valid_signals() if blocked >> (number - 1) & 1]
+    )
+
+
+def _show(command: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Puts the command line and the variables where the kernel shows them to others: in /proc/PID/cmdline and environ.
+
+    The C library has copies of the variables by now.
+    """
+    # The numbers of proc(5): arg_start 48, arg_end 49, env_start 50, env_end 51.
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    first_word, last_word, first_variable, last_variable = (
+        int(fields[number - 3]) for number in (48, 49, 50, 51)
+    )
+    words = b"".join(os.fsencode(word) + b"\0" for word in command)
+    variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environ.items())
+    _fill(first_word, last_word, words)
+    _fill(first_variable, last_variable, variables)
+
+
+def _fill(first: int, end: int, content: bytes) -> None:
+    room = end - first
+    content = content[: room - 1]
+    ctypes.memmove(first, content + bytes(room - len(content)), room)

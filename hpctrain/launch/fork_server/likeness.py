@@ -1,0 +1,138 @@
+"""Whether a process that the launcher has started could be forked from another: both must have been started alike."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# Variables that differ between ranks and that nothing reads before a rank's own work begins. All others must be equal:
+# the dynamic linker, allocators, OpenMP and Python read theirs when a process starts.
+_PER_RANK = re.compile(
+    r"(PMIX|PMI|OMPI|OPAL|ORTE|PRTE|MPI|MPIR|HYDRA|HYDI|I_MPI|MV2|MVP|SLURM|SLURMD|PALS|ALPS|FLUX|JSM|HPCTRAIN)_.*|PMI_.*"
+    r"|MPI_LOCAL.*|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|ZE_AFFINITY_MASK|GPU_DEVICE_ORDINAL|TMPDIR|PWD|OLDPWD|SHLVL|_"
+)
+_NAMESPACES = ("mnt", "pid", "net", "uts", "ipc", "user", "cgroup")
+# Slurm makes one for each task of a step; what it limits are the step's.
+_TASK = re.compile(r"/task_(\d+|special)(?=/|$)")
+# Who a process is, of /proc/PID/status.
+_STATUS = (
+    "Uid",
+    "Gid",
+    "Groups",
+    "CapInh",
+    "CapPrm",
+    "CapEff",
+    "CapBnd",
+    "CapAmb",
+    "NoNewPrivs",
+    "Seccomp",
+    "Mems_allowed_list",
+)
+
+
+def is_per_rank(name: str) -> bool:
+    """Whether an environment variable may differ between a server and what is forked from it. Pure."""
+    return _PER_RANK.fullmatch(name) is not None
+
+
+def read_environ(pid: int) -> dict[str, str]:
+    """Returns the variables with which a process was started. Raises OSError."""
+    items = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    pairs = (os.fsdecode(item).partition("=") for item in items if b"=" in item)
+    return {name: value for name, _, value in pairs}
+
+
+def read_status(pid: int) -> dict[str, str]:
+    """Returns the fields of /proc/PID/status. Raises OSError."""
+    lines = (line.partition(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {name: value.strip() for name, _, value in lines}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likeness:
+    """What two processes must have in common. cgroups: without Slurm's part for a task."""
+
+    environ: Mapping[str, str]
+    status: Mapping[str, str]
+    namespaces: Mapping[str, str]
+    root: str
+    cgroups: str
+    policy: str
+    hard_limits: tuple[int, ...]
+    nice: int
+    out_of_memory_score: int
+
+    @classmethod
+    def of(cls, pid: int) -> Likeness:
+        """Raises OSError if the process has ended or is another user's."""
+        status = read_status(pid)
+        return cls(
+            environ={name: value for name, value in read_environ(pid).items() if not is_per_rank(name)},
+            status={name: status.get(name, "") for name in _STATUS},
+            namespaces={name: _link(pid, f"ns/{name}") for name in _NAMESPACES},
+            root=_link(pid, "root"),
+            cgroups=_TASK.sub("", Path(f"/proc/{pid}/cgroup").read_text()),
+            policy=_memory_policy(pid),
+            hard_limits=tuple(resource.prlimit(pid, limit)[1] for limit in limits()),
+            nice=os.getpriority(os.PRIO_PROCESS, pid),
+            out_of_memory_score=int(Path(f"/proc/{pid}/oom_score_adj").read_text()),
+        )
+
+    def why_unlike(self, other: Likeness) -> str | None:
+        """Returns why `other` cannot be forked from this process; None if it can. Pure."""
+        names = sorted(
+            name
+            for name in {*self.environ, *other.environ}
+            if self.environ.get(name) != other.environ.get(name)
+        )
+        if names:
+            return f"the environment variable {', '.join(names[:3])} differs between ranks of this node"
+        for name, value in self.status.items():
+            if other.status[name] != value:
+                return f"{name} in /proc/PID/status differs between ranks of this node"
+        if self.namespaces != other.namespaces or self.root != other.root:
+            return "ranks of this node are in different namespaces"
+        if self.cgroups != other.cgroups:
+            return "ranks of this node are in different control groups"
+        if self.policy != other.policy:
+            return "the memory policy differs between ranks of this node"
+        if any(_less(mine, theirs) for mine, theirs in zip(self.hard_limits, other.hard_limits, strict=True)):
+            return "a rank of this node may have more of a resource than another (ulimit -H)"
+        if other.nice < self.nice or other.out_of_memory_score < self.out_of_memory_score:
+            return "a rank of this node has a higher priority than another"
+        return None
+
+
+def limits() -> list[int]:
+    """The resource limits of Linux, as numbers of `resource`."""
+    return [
+        getattr(resource, name)
+        for name in sorted(dir(resource))
+        if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"
+    ]
+
+
+def _less(mine: int, theirs: int) -> bool:
+    if mine == resource.RLIM_INFINITY:
+        return False
+    return theirs == resource.RLIM_INFINITY or mine < theirs
+
+
+def _link(pid: int, name: str) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/{name}")
+    except FileNotFoundError:
+        return ""
+
+
+def _memory_policy(pid: int) -> str:
+    """Returns the NUMA policy of a process's first mapping, which is its default; empty without NUMA."""
+    try:
+        with open(f"/proc/{pid}/numa_maps") as file:
+            return file.readline().split()[1]
+    except (FileNotFoundError, IndexError):
+        return ""

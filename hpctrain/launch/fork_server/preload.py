@@ -1,0 +1,147 @@
+"""What a fork server imports before it forks, and whether it may fork then."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import gc
+import importlib
+import importlib.machinery
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hpctrain.launch.fork_server.program import Program
+
+# Libraries that start no thread, no MPI and no CUDA when they are imported, with what programs use of them.
+_KNOWN = {
+    "torch": ("torch", "torch.nn", "torch.optim", "torch.utils.data", "torch.distributed"),
+    "numpy": ("numpy",),
+    "hpctrain": ("hpctrain.run.session", "torch.utils.data"),
+}
+# What `hpctrain train` uses.
+_TRAINING = (
+    "hpctrain.run.training",
+    "hpctrain.run.recipe.schema",
+    "hpctrain.cli.train",
+    "torch.utils.data",
+    "torch.optim",
+    "typer",
+)
+_LIBRARIES_OF_MPI = ("libmpi.so", "libmpich.so", "libmpi_abi.so", "libmpi_cray.so")
+
+
+def prepare_path(program: Program, *, directory: str) -> None:
+    """Puts into sys.path what the program will have there: its folder, or that of `-m`. directory: the current one."""
+    if sys.flags.safe_path if hasattr(sys.flags, "safe_path") else False:
+        return
+    first = (
+        directory
+        if program.script is None
+        else os.path.dirname(os.path.realpath(os.path.join(directory, program.script)))
+    )
+    sys.path.insert(0, first)
+
+
+def modules_for(program: Program, *, directory: str, preload: Sequence[str]) -> list[str]:
+    """Returns what to import for a program: known libraries that it imports, and what the user names.
+
+    Reads the program's file; nothing of the user's is imported for that.
+    """
+    if program.script is not None and Path(program.script).name == "hpctrain":
+        found = [*_TRAINING]
+    else:
+        named = _imports(_file_of(program, directory=directory))
+        found = [name for known, names in _KNOWN.items() if known in named for name in names]
+    return [*found, *preload]
+
+
+def _file_of(program: Program, *, directory: str) -> Path | None:
+    if program.script is not None:
+        return Path(directory, program.script)
+    assert program.module is not None
+    path: Sequence[str] | None = None
+    spec = None
+    for count in range(1, program.module.count(".") + 2):
+        name = ".".join(program.module.split(".")[:count])
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or ())
+    if spec is not None and path:
+        spec = importlib.machinery.PathFinder.find_spec(f"{program.module}.__main__", path)
+    return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def _imports(file: Path | None) -> set[str]:
+    """Returns the top packages that a file imports anywhere."""
+    try:
+        tree = ast.parse(file.read_bytes()) if file is not None else ast.Module(body=[], type_ignores=[])
+    except (OSError, SyntaxError, ValueError):
+        return set()
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def import_all(names: Iterable[str]) -> str | None:
+    """Imports modules. Returns why the server cannot be used then; None if it can."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            return f"{name} cannot be imported before ranks are forked ({type(error).__name__}: {error})"
+        if (found := _what_runs()) is not None:
+            return f"importing {name} has started {found}"
+    return None
+
+
+def settle() -> None:
+    """Makes as many pages as can be stay shared with what is forked."""
+    gc.collect()
+    gc.freeze()
+
+
+def _what_runs() -> str | None:
+    if len(os.listdir("/proc/self/task")) > 1:
+        # OpenBLAS ends its threads before each fork, and starts them again when they are needed.
+        if (pid := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        if len(os.listdir("/proc/self/task")) > 1:
+            return "threads"
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+        return "CUDA"
+    if any(
+        "/dev/nvidia" in _target(name) or "/dev/kfd" in _target(name) for name in os.listdir("/proc/self/fd")
+    ):
+        return "a GPU's driver"
+    if _mpi_runs():
+        return "MPI"
+    return None
+
+
+def _target(name: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}")
+    except OSError:
+        return ""
+
+
+def _mpi_runs() -> bool:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    paths = {
+        line.split(maxsplit=5)[5] for line in maps if any(f"/{name}" in line for name in _LIBRARIES_OF_MPI)
+    }
+    for path in paths:
+        flag = ctypes.c_int(0)
+        ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW).MPI_Initialized(ctypes.byref(flag))
+        if flag.value:
+            return True
+    return False

@@ -1,0 +1,87 @@
+"""Which command lines are programs of this Python, which a process that has imported their libraries can become."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+# Options of Python without a value: the server is started with the same ones.
+_OPTIONS = "bBdEiIOPqsSuv"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """python: of the interpreter, an absolute path. options: of Python. Either script, a file's path as given, or
+    module, of `-m`. arguments: what follows. title: its file's name, as `ps` shows it."""
+
+    python: str
+    options: tuple[str, ...]
+    script: str | None = None
+    module: str | None = None
+    arguments: tuple[str, ...] = ()
+    title: str = "python"
+
+
+def read_program(command: Sequence[str]) -> Program | str:
+    """Returns the Python program that a command line runs, or why it is none that can be forked.
+
+    Reads a script's first line, nothing else.
+    """
+    found = shutil.which(command[0])
+    if found is None:
+        return f"{command[0]} is no program"
+    if PurePath(found).name.startswith("python"):
+        return _of_python(found, command[1:], title=PurePath(found).name)
+    python = _interpreter_of(Path(found))
+    if python is None:
+        return f"{PurePath(found).name} is no Python program"
+    # A script on the PATH is given to Python with its whole path.
+    return _checked(
+        Program(
+            python=python, options=(), script=found, arguments=tuple(command[1:]), title=PurePath(found).name
+        )
+    )
+
+
+def _of_python(python: str, words: Sequence[str], *, title: str) -> Program | str:
+    options: list[str] = []
+    for at, word in enumerate(words):
+        rest = tuple(words[at + 1 :])
+        if word == "-m" and rest:
+            return _checked(
+                Program(
+                    python=python, options=tuple(options), module=rest[0], arguments=rest[1:], title=title
+                )
+            )
+        if not word.startswith("-"):
+            return _checked(
+                Program(python=python, options=tuple(options), script=word, arguments=rest, title=title)
+            )
+        if word == "-" or not set(word[1:]) <= set(_OPTIONS):
+            return f"Python's option {word} is not known here"
+        options.append(word)
+    return "Python has no program to run"
+
+
+def _interpreter_of(script: Path) -> str | None:
+    """Returns the Python of a script's first line; None if there is none without options."""
+    try:
+        with script.open("rb") as file:
+            line = file.readline(512)
+    except OSError:
+        return None
+    words = os.fsdecode(line[2:].strip()).split() if line.startswith(b"#!") else []
+    if len(words) == 2 and PurePath(words[0]).name == "env":
+        words = [shutil.which(words[1]) or ""]
+    return words[0] if len(words) == 1 and PurePath(words[0]).name.startswith("python") else None
+
+
+def _checked(program: Program) -> Program | str:
+    here, there = Path(sys.executable), Path(program.python)
+    if there.parent.absolute() != here.parent.absolute() or os.path.realpath(there) != os.path.realpath(here):
+        return f"{there} is another Python than hpctrain's ({here})"
+    return program

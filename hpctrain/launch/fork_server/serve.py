@@ -1,0 +1,45 @@
+"""From the server's start to a forked rank: import, check, serve, become."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from hpctrain.launch.fork_server.become import become
+from hpctrain.launch.fork_server.likeness import Likeness, is_per_rank
+from hpctrain.launch.fork_server.plan import PRELOAD_VARIABLE
+from hpctrain.launch.fork_server.preload import import_all, modules_for, prepare_path, settle
+from hpctrain.launch.fork_server.program import Program, read_program
+from hpctrain.launch.fork_server.server import LISTENS_AT, Server, ignore_signals
+
+
+def serve(command: Sequence[str], *, directory: str) -> Program | None:
+    """Runs the server. Returns None when it has ended, and in each rank that it has forked the program to run."""
+    ignore_signals()
+    own = Likeness.of(os.getpid())
+    preload = [name for name in os.environ.get(PRELOAD_VARIABLE, "").split(",") if name]
+    for name in [*os.environ]:
+        if is_per_rank(name):
+            del os.environ[name]
+    found = read_program(command)
+    program, refusal = (None, found) if isinstance(found, str) else (found, None)
+    if program is not None:
+        prepare_path(program, directory=directory)
+        refusal = import_all(modules_for(program, directory=directory, preload=preload))
+    settle()
+    server = Server(LISTENS_AT, program=program, own=own, refusal=refusal)
+    keep = {int(name) for name in os.listdir("/proc/self/fd") if int(name) < 200} - {0, 1, 2}
+    forked = server.run()
+    if forked is None:
+        return None
+    words = _words(forked.program)
+    become(forked.request, title=forked.program.title, command=words, keep=keep)
+    return forked.program
+
+
+def _words(program: Program) -> list[str]:
+    start = [program.python, *program.options]
+    if program.module is not None:
+        return [*start, "-m", program.module, *program.arguments]
+    assert program.script is not None
+    return [*start, program.script, *program.arguments]

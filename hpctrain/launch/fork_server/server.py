@@ -1,0 +1,239 @@
+"""The fork server of a node: it has imported what the ranks need, and forks one for each client that asks.
+
+The client is `_fork_client.c`, which says what they send each other. One thread, which waits in `poll`.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.launch.fork_server.become import Request
+from hpctrain.launch.fork_server.likeness import Likeness, read_environ, read_status
+from hpctrain.launch.fork_server.plan import LINGER_VARIABLE
+from hpctrain.launch.fork_server.program import Program, read_program
+from hpctrain.launch.rank_identity.identity import identify
+
+LISTENS_AT = 3
+# Descriptors of the server: a rank needs the small numbers.
+_FROM = 200
+_MOST_DESCRIPTORS = 64
+_CREDENTIALS = struct.Struct("3i")
+# How often it looks whether clients are suspended, and how long it waits for ranks if their number is not known.
+_LOOK_S, _IDLE_S = 1.0, 5.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rank:
+    client: int
+    connection: socket.socket
+    pid: int
+    pidfd: int
+    suspended: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forked:
+    """What `Server.run` returns in a process that it has forked."""
+
+    request: Request
+    command: list[str]
+    program: Program
+
+
+class Server:
+    """program: that the server has imported libraries for. own: of the server when it began. refusal: why it cannot
+    fork; then it tells the clients so."""
+
+    def __init__(
+        self, listening: int, *, program: Program | None, own: Likeness, refusal: str | None
+    ) -> None:
+        self._listening = socket.socket(fileno=_move(listening))
+        self._path = Path(self._listening.getsockname())
+        self._program = program
+        self._own = own
+        self._refusal = refusal
+        self._ranks: list[_Rank] = []
+        self._num_served = 0
+        self._expected: int | None = None
+        self._linger_s = 0.0
+        self._idle_since_s = time.monotonic()
+        self._looked_s = 0.0
+        self._said = False
+
+    def run(self) -> Forked | None:
+        """Serves until nobody needs it. Returns None then, and what to become in each process that it has forked."""
+        while True:
+            waiting = select.poll()
+            waiting.register(self._listening, select.POLLIN)
+            for rank in self._ranks:
+                waiting.register(rank.pidfd, select.POLLIN)
+                waiting.register(rank.connection, select.POLLIN)
+            ready = {number for number, _ in waiting.poll(self._wait_ms())}
+            for rank in [*self._ranks]:
+                if rank.pidfd in ready:
+                    self._end(rank)
+                elif rank.connection.fileno() in ready:
+                    signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
+            if self._listening.fileno() in ready:
+                forked = self._serve(self._listening.accept()[0])
+                if forked is not None:
+                    return forked
+            self._follow_suspended()
+            if self._is_done() and self._close():
+                return None
+
+    def _wait_ms(self) -> int:
+        return int(1000 * (_LOOK_S if self._ranks else 0.1))
+
+    def _is_done(self) -> bool:
+        if self._ranks:
+            self._idle_since_s = time.monotonic()
+            return False
+        all_served = self._expected is not None and self._num_served >= self._expected
+        limit_s = self._linger_s if all_served else max(self._linger_s, _IDLE_S)
+        return time.monotonic() - self._idle_since_s >= limit_s
+
+    def _close(self) -> bool:
+        """Removes the socket, unless a client has just come. The lock is what clients hold while they connect."""
+        lock = self._path.with_name(self._path.name + ".lock")
+        try:
+            with lock.open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                waiting = select.poll()
+                waiting.register(self._listening, select.POLLIN)
+                if waiting.poll(0):
+                    return False
+                log = self._path.with_name(self._path.name + ".log")
+                if log.exists() and log.stat().st_size == 0:
+                    log.unlink()
+                self._path.unlink(missing_ok=True)
+                lock.unlink()
+        except OSError:
+            pass
+        return True
+
+    def _serve(self, connection: socket.socket) -> Forked | None:
+        connection = socket.socket(fileno=_move(connection.detach()))
+        try:
+            request, command, refusal = self._receive(connection)
+        except (OSError, ValueError):  # the client has ended
+            connection.close()
+            return None
+        self._num_served += 1
+        pid = 0
+        if refusal is None:
+            # Nothing is buffered, and no other thread runs: `preload` has looked.
+            pid = os.fork()
+            if pid == 0:
+                program = read_program(command)
+                assert isinstance(program, Program)
+                return Forked(request=request, command=command, program=program)
+            pidfd = _move(os.pidfd_open(pid))
+            self._ranks.append(_Rank(client=request.pid, connection=connection, pid=pid, pidfd=pidfd))
+            with contextlib.suppress(OSError):
+                socket.send_fds(connection, [f"s{pid}".encode()], [pidfd])
+        else:
+            text = "" if self._said else refusal
+            self._said = True
+            with contextlib.suppress(OSError):
+                connection.send(b"r" + text.encode())
+            connection.close()
+        for number in (request.leash, *request.descriptors.values()):
+            os.close(number)
+        return None
+
+    def _receive(self, connection: socket.socket) -> tuple[Request, list[str], str | None]:
+        """Returns the request, the client's command, and why it is refused. Raises OSError, ValueError."""
+        pid, uid, _ = _CREDENTIALS.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        if uid != os.geteuid():
+            raise ValueError("a client of another user")
+        connection.settimeout(5.0)
+        size = array.array("i").itemsize
+        data, passed, _, _ = socket.recv_fds(connection, 4 * (3 + _MOST_DESCRIPTORS), 1 + _MOST_DESCRIPTORS)
+        connection.settimeout(None)
+        passed = [_move(number) for number in passed]
+        numbers = array.array("i", data[: len(data) // size * size])
+        if len(numbers) < 3 or len(numbers) != 3 + numbers[2] or len(passed) != 1 + numbers[2]:
+            for number in passed:
+                os.close(number)
+            raise ValueError("not a client's request")
+        mask = struct.unpack("=Q", data[:8])[0]
+        request = Request(
+            pid=pid, mask=mask, leash=passed[0], descriptors=dict(zip(numbers[3:], passed[1:], strict=True))
+        )
+        words = [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]]
+        command = words[words.index("--") + 1 :]
+        environ = read_environ(pid)
+        self._linger_s = float(environ.get(LINGER_VARIABLE) or 0.0)
+        if self._expected is None:
+            with contextlib.suppress(Exception):
+                self._expected = identify(environ, socket.gethostname()).host_size
+        return request, command, self._refusal or self._why_not(pid, command)
+
+    def _why_not(self, pid: int, command: list[str]) -> str | None:
+        program = read_program(command)
+        if isinstance(program, str):
+            return program
+        mine = self._program
+        if mine is None or (program.options, program.script, program.module) != (
+            mine.options,
+            mine.script,
+            mine.module,
+        ):
+            return "another program's ranks are forked on this node"
+        return self._own.why_unlike(Likeness.of(pid))
+
+    def _end(self, rank: _Rank) -> None:
+        _, status = os.waitpid(rank.pid, 0)
+        with contextlib.suppress(OSError):
+            rank.connection.send(f"e{status}".encode())
+        rank.connection.close()
+        os.close(rank.pidfd)
+        self._ranks.remove(rank)
+        self._idle_since_s = time.monotonic()
+
+    def _follow_suspended(self) -> None:
+        """Suspends ranks whose clients are suspended: a client cannot hand SIGSTOP on."""
+        if time.monotonic() - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = time.monotonic()
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):
+                suspended = read_status(rank.client)["State"].startswith("T")
+                if suspended and not rank.suspended:
+                    signal.pidfd_send_signal(rank.pidfd, signal.SIGSTOP)
+                elif rank.suspended and not suspended:
+                    signal.pidfd_send_signal(rank.pidfd, signal.SIGCONT)
+                rank.suspended = suspended
+
+
+def _move(number: int) -> int:
+    """Returns a copy of a descriptor with a number that no rank needs, and closes it."""
+    moved = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _FROM)
+    os.close(number)
+    return moved
+
+
+def ignore_signals() -> None:
+    """A batch system sends signals to all processes of a job: the ranks' end ends the server."""
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGTSTP,
+    ):
+        signal.signal(number, signal.SIG_IGN)
