@@ -270,7 +270,7 @@ int main(int argc, char **argv)
 {
     const char *key = getenv(KEY), *reason;
     static char text[MOST_TEXT], log[256];
-    int numbers[MOST_DESCRIPTORS], leash[2], count, connection = -1, pidfd = -1, last = 1;
+    int numbers[MOST_DESCRIPTORS], leash[2], count, connection = -1, pidfd = -1, last = 1, tries = 0;
     pid_t server = 0, rank = 0;
     sigset_t all;
     while (last < argc && strcmp(argv[last], "--") != 0) last++;
@@ -290,16 +290,22 @@ int main(int argc, char **argv)
     memset(spaces, ' ', sizeof spaces - 1);
     sigfillset(&all);
     sigprocmask(SIG_SETMASK, &all, NULL);
-    reason = connect_to_server(words, key, &connection, &server, log, sizeof log);
-    if (reason != NULL) start_here(reason);
-    if (pipe2(leash, O_CLOEXEC) != 0 || hand_over(connection, numbers, count, leash[0]) != 0) start_here("the fork server has ended");
-    close(leash[0]);
-    switch (await_answer(connection, server, &rank, &pidfd, text)) {
-    case 's': break;
-    case 'r': start_here(text); /* fall through */
-    default:
-        if (*text == '\0') snprintf(text, sizeof text, "the fork server has ended; what it said: %s", log);
-        start_here(text);
+    for (;;) {
+        char answer = 0;
+        reason = connect_to_server(words, key, &connection, &server, log, sizeof log);
+        if (reason != NULL) start_here(reason);
+        if (pipe2(leash, O_CLOEXEC) != 0) start_here("it has too many open files");
+        if (hand_over(connection, numbers, count, leash[0]) == 0) answer = await_answer(connection, server, &rank, &pidfd, text);
+        close(leash[0]);
+        if (answer == 's') break;
+        if (answer == 'r' || *text != '\0') start_here(text);
+        close(connection);
+        close(leash[1]);
+        /* It may have ended while this process connected; the next one is started. */
+        if (++tries == 2) {
+            snprintf(text, sizeof text, "the fork server has ended; what it said is in %s", log);
+            start_here(text);
+        }
     }
     int signals = signalfd(-1, &all, SFD_CLOEXEC | SFD_NONBLOCK);
     stand_for(rank, pidfd, signals, connection, server);

@@ -126,13 +126,15 @@ def _open_streams() -> None:
             continue
         before = getattr(sys, f"__{name}__")
         unbuffered = is_unbuffered and mode == "w"
-        raw = open(number, mode + "b", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+        file = io.FileIO(number, mode, closefd=False)
+        file.name = f"<{name}>"
+        raw = file if unbuffered else io.BufferedReader(file) if mode == "r" else io.BufferedWriter(file)
         stream = io.TextIOWrapper(
             raw,
             encoding=before.encoding,
             errors=before.errors,
             newline=None if mode == "r" else "\n",
-            line_buffering=mode == "w" and (terminal or number == 2),
+            line_buffering=not is_unbuffered and (terminal or number == 2),
             write_through=unbuffered,
         )
         setattr(stream, "mode", mode)  # noqa: B010  (read-only for mypy)

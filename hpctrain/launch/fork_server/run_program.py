@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import runpy
 import sys
@@ -15,7 +16,9 @@ def run_program(program: Program) -> None:
     """Runs the program as `__main__`. Exceptions are printed as Python prints them; raises SystemExit then."""
     start = [program.python, *program.options]
     main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = __builtins__
+    main.__dict__["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        main.__dict__["__annotations__"] = {}
     sys.modules["__main__"] = main
     try:
         if program.module is not None:

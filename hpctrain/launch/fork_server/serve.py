@@ -28,6 +28,7 @@ def serve(command: Sequence[str], *, directory: str) -> Program | None:
         refusal = import_all(modules_for(program, directory=directory, preload=preload))
     settle()
     server = Server(LISTENS_AT, program=program, own=own, refusal=refusal)
+    server.remove_abandoned()
     keep = {int(name) for name in os.listdir("/proc/self/fd") if int(name) < 200} - {0, 1, 2}
     forked = server.run()
     if forked is None:

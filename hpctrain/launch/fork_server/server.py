@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import os
 import select
@@ -27,6 +28,7 @@ LISTENS_AT = 3
 # Descriptors of the server: a rank needs the small numbers.
 _FROM = 200
 _MOST_DESCRIPTORS = 64
+_KIND = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 _CREDENTIALS = struct.Struct("3i")
 # How often it looks whether clients are suspended, and how long it waits for ranks if their number is not known.
 _LOOK_S, _IDLE_S = 1.0, 5.0
@@ -103,6 +105,14 @@ class Server:
         limit_s = self._linger_s if all_served else max(self._linger_s, _IDLE_S)
         return time.monotonic() - self._idle_since_s >= limit_s
 
+    def remove_abandoned(self) -> None:
+        """Removes what servers of this user that were killed have left on this node."""
+        for path in self._path.parent.glob("*.lock"):
+            with contextlib.suppress(OSError), path.open("r+b") as file, socket.socket(*_KIND) as tried:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if tried.connect_ex(str(path.with_suffix(""))) in (errno.ECONNREFUSED, errno.ENOENT):
+                    _remove(path.with_suffix(""))
+
     def _close(self) -> bool:
         """Removes the socket, unless a client has just come. The lock is what clients hold while they connect."""
         lock = self._path.with_name(self._path.name + ".lock")
@@ -113,11 +123,7 @@ class Server:
                 waiting.register(self._listening, select.POLLIN)
                 if waiting.poll(0):
                     return False
-                log = self._path.with_name(self._path.name + ".log")
-                if log.exists() and log.stat().st_size == 0:
-                    log.unlink()
-                self._path.unlink(missing_ok=True)
-                lock.unlink()
+                _remove(self._path)
         except OSError:
             pass
         return True
@@ -217,6 +223,13 @@ class Server:
                 elif rank.suspended and not suspended:
                     signal.pidfd_send_signal(rank.pidfd, signal.SIGCONT)
                 rank.suspended = suspended
+
+
+def _remove(socket_path: Path) -> None:
+    """Removes a server's files. Call it with the lock. Raises OSError."""
+    socket_path.unlink(missing_ok=True)
+    socket_path.with_name(socket_path.name + ".log").unlink(missing_ok=True)
+    socket_path.with_name(socket_path.name + ".lock").unlink()
 
 
 def _move(number: int) -> int:

@@ -1,0 +1,286 @@
+"""Ranks that are forked from a server are what they would be if each had started by itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.launch.fork_server.plan import ForkServer, find_client, plan_fork_server
+from tests.ranks_launcher import run_command
+
+pytestmark = [
+    pytest.mark.launches,
+    pytest.mark.skipif(find_client() is None, reason="the program that stands for a rank was not compiled"),
+]
+
+PROGRAM = str(Path(__file__).with_name("forked_rank.py"))
+FOLDER = Path(f"/dev/shm/hpctrain-fork-{os.geteuid()}")
+LIMIT_S = 300
+# Of the launch, not of the rank.
+_OWN = "HPCTRAIN_FORKED_FOR"
+_numbers = itertools.count()
+
+
+@contextmanager
+def a_key() -> Iterator[str]:
+    """A key of which nothing is left afterwards."""
+    key = f"test-{os.getpid()}-{next(_numbers)}"
+    yield key
+    end_s = time.monotonic() + LIMIT_S
+    while FOLDER.is_dir() and list(FOLDER.glob(f"{key}-*")):
+        assert time.monotonic() < end_s, [path.name for path in FOLDER.glob(f"{key}-*")]
+        time.sleep(0.05)
+
+
+def forked(
+    *words: str, key: str, lingers_s: float = 0.0, preload: tuple[str, ...] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """The command line of a client, and its variables."""
+    updates: dict[str, str] = {}
+    command = [sys.executable, *words]
+    before, _ = plan_fork_server(
+        ForkServer(key=key, lingers_s=lingers_s, preload=preload), command, updates=updates
+    )
+    assert before
+    return [*before, *command], {**os.environ, **updates}
+
+
+def start(command: list[str], environ: Mapping[str, str], **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def state_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+
+
+def server_of(key: str) -> int:
+    return int(next(iter(FOLDER.glob(f"{key}-*.lock"))).read_text())
+
+
+def waiting_rank(key: str, directory: Path, case: str = "wait") -> tuple[subprocess.Popen[str], int]:
+    """A client, and the rank that it stands for, which waits."""
+    directory.mkdir()
+    command, environ = forked(PROGRAM, case, str(directory / "pid"), key=key)
+    client = start(command, environ)
+    wait_for(lambda: (directory / "pid").exists() and bool((directory / "pid").read_text()))
+    return client, int((directory / "pid").read_text())
+
+
+def test_a_forked_process_has_all_that_a_started_one_has(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    cores = sorted(os.sched_getaffinity(0))
+
+    def before() -> None:
+        os.umask(0o027)
+        os.nice(3)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (500, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        os.sched_setaffinity(0, cores[-1:])
+        os.setpgid(0, 0)
+        os.dup2(reading, 7)
+
+    words = (PROGRAM, "describe", "descriptor", "two words")
+    found = []
+    with a_key() as key:
+        command, environ = forked(*words, key=key)
+        for argv, variables in (
+            ([sys.executable, *words], dict(os.environ)),
+            (command, environ),
+            (command, environ),
+        ):
+            os.write(writing, b"from the pipe")
+            process = start(
+                argv,
+                variables,
+                stdin=subprocess.PIPE,
+                cwd=tmp_path,
+                preexec_fn=before,
+                pass_fds=(7,) if argv else (),
+            )
+            out, err = process.communicate("input\n", timeout=LIMIT_S)
+            assert (process.returncode, err) == (0, "")
+            found.append((process.pid, json.loads(out)))
+    (_, cold), *warm = found
+    assert cold["descriptor 7"] == "from the pipe"
+    assert cold["status"]["Cpus_allowed_list"] == str(cores[-1])
+    for client, rank in warm:
+        assert rank["pid"] != client
+        assert rank["variables"].pop(_OWN) == str(client)
+        rank["shown variables"].remove(f"{_OWN}={client}")
+        differ = {name for name in cold if cold[name] != rank[name]}
+        assert differ == {"pid", "drawn"}, {name: (cold[name], rank[name]) for name in differ}
+    drawn = [number for _, rank in found for number in rank["drawn"]]
+    assert len(set(drawn)) == len(drawn)
+
+
+@pytest.mark.parametrize("case", ["exit", "text", "raise", "none", "SIGKILL", "SIGSEGV", "SIGINT"])
+def test_it_ends_as_it_would_have(case: str) -> None:
+    cold = subprocess.run([sys.executable, PROGRAM, case], capture_output=True, text=True, timeout=LIMIT_S)
+    with a_key() as key:
+        command, environ = forked(PROGRAM, case, key=key)
+        warm = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (warm.returncode, warm.stdout) == (cold.returncode, cold.stdout)
+    if case != "SIGINT":  # its traceback also has the server's lines
+        assert warm.stderr == cold.stderr
+
+
+def test_modules_and_their_arguments(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__main__.py").write_text(
+        "import sys\nprint(sys.argv, sys.path[0], __name__, __spec__.name)\n"
+    )
+    results = []
+    for module in ("package", "package.__main__"):
+        with a_key() as key:
+            command, environ = forked("-m", module, "-x", key=key)
+            for argv, variables in (
+                ([sys.executable, "-m", module, "-x"], dict(os.environ)),
+                (command, environ),
+            ):
+                done = subprocess.run(
+                    argv, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
+                )
+                assert (done.returncode, done.stderr) == (0, "")
+                results.append(done.stdout)
+    assert results[0] == results[1]
+    assert results[2] == results[3]
+
+
+def test_the_client_and_the_rank_end_and_wait_together(tmp_path: Path) -> None:
+    with a_key() as key:
+        client, rank = waiting_rank(key, tmp_path / "killed")
+        server = server_of(key)
+        client.kill()
+        wait_for(lambda: state_of(rank) == "gone" and state_of(server) in ("gone", "Z"))
+        client.communicate()
+    with a_key() as key:
+        client, rank = waiting_rank(key, tmp_path / "suspended", "handle")
+        client.send_signal(signal.SIGSTOP)
+        wait_for(lambda: state_of(rank) == "T")
+        client.send_signal(signal.SIGCONT)
+        wait_for(lambda: state_of(rank) == "S")
+        client.send_signal(signal.SIGTERM)
+        out, err = client.communicate(timeout=LIMIT_S)
+        assert (client.returncode, out, err) == (5, "at exit\n", "")
+    with a_key() as key:
+        client, rank = waiting_rank(key, tmp_path / "killed rank")
+        os.kill(rank, signal.SIGKILL)
+        assert client.wait(LIMIT_S) == -signal.SIGKILL
+        client.communicate()
+
+
+def test_the_end_of_the_server_is_the_end_of_its_ranks_and_a_suspended_one_holds_up_none(
+    tmp_path: Path,
+) -> None:
+    with a_key() as key:
+        client, rank = waiting_rank(key, tmp_path / "suspended", "handle")
+        os.kill(server_of(key), signal.SIGTERM)  # a batch system's, to all processes of a job
+        os.kill(server_of(key), signal.SIGSTOP)
+        client.send_signal(signal.SIGTERM)
+        assert client.wait(LIMIT_S) == 5
+        client.communicate()
+    key = f"test-{os.getpid()}-{next(_numbers)}"
+    client, rank = waiting_rank(key, tmp_path / "killed", "handle")
+    os.kill(server_of(key), signal.SIGKILL)
+    _, err = client.communicate(timeout=LIMIT_S)
+    assert client.returncode == -signal.SIGKILL
+    assert f"the fork server of this node was ended, and with it process {rank}, a rank" in err
+    wait_for(lambda: state_of(rank) == "gone")
+    # The next server removes what it has left.
+    with a_key() as other:
+        command, environ = forked(PROGRAM, "exit", key=other)
+        assert (
+            subprocess.run(command, env=environ, stdout=subprocess.DEVNULL, timeout=LIMIT_S).returncode == 3
+        )
+    assert not list(FOLDER.glob(f"{key}-*"))
+
+
+def test_what_cannot_be_forked_starts_by_itself_and_says_why(tmp_path: Path) -> None:
+    (tmp_path / "threads.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    )
+    (tmp_path / "named.py").write_text("VALUE = 7\n")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\n"
+        "print(os.environ.get('VALUE'), 'HPCTRAIN_FORKED_FOR' not in os.environ, 'named' in sys.modules)\n"
+    )
+
+    def run(key: str, *, preload: tuple[str, ...] = (), **variables: str) -> tuple[str, str]:
+        command, environ = forked(str(program), key=key, lingers_s=60.0, preload=preload)
+        done = subprocess.run(
+            command,
+            env={**environ, **variables},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0
+        return done.stdout, done.stderr
+
+    with a_key() as key:
+        assert run(key) == ("None False False\n", "")
+        out, err = run(key, VALUE="1")
+        assert (out, "variable VALUE differs between ranks" in err) == (
+            "1 True False\n",
+            True,
+        )
+        assert run(key, SLURM_PROCID="1", CUDA_VISIBLE_DEVICES="3") == ("None False False\n", "")
+        os.kill(server_of(key), signal.SIGKILL)
+        assert run(key, HPCTRAIN_FORK_SERVER_LINGERS_S="0") == ("None False False\n", "")  # by the next one
+    with a_key() as key:
+        assert run(key, preload=("named",), HPCTRAIN_FORK_SERVER_LINGERS_S="0") == ("None False True\n", "")
+    with a_key() as key:
+        out, err = run(key, preload=("threads",), HPCTRAIN_FORK_SERVER_LINGERS_S="0")
+        assert (out, "importing threads has started threads" in err) == ("None True False\n", True)
+    with a_key() as key:
+        out, err = run(key, preload=("no_such",), HPCTRAIN_FORK_SERVER_LINGERS_S="0")
+        assert (out, "no_such cannot be imported before ranks are forked" in err) == (
+            "None True False\n",
+            True,
+        )
+
+
+def test_a_training_is_the_same_and_leaves_nothing(tmp_path: Path, packed_digits: Path) -> None:
+    recipe = Path(__file__).parents[3] / "examples/digits.toml"
+    losses = []
+    for name, options in (("cold", []), ("warm", ["--fork-server"])):
+        command = [
+            sys.executable, "-m", "hpctrain.cli.main", "launch", "-n", "3", *options, "--",
+            "hpctrain", "train", str(recipe), "--set", "run.epochs=1", "--set", f"run.directory={tmp_path / name}",
+            "--set", f"data.train={packed_digits / 'train'}", "--set", f"data.held_out={packed_digits / 'test'}",
+        ]  # fmt: skip
+        result = run_command(None, command, expect=0)
+        assert ("ranks are forked from one process of each node" in result.stderr) == (name == "warm")
+        assert "starts by itself" not in result.stderr
+        lines = (tmp_path / name / "metrics/rank-00000.jsonl").read_text().splitlines()
+        losses.append([json.loads(line).get("loss") for line in lines])
+    assert losses[0] == losses[1]
+    assert not [path.name for path in FOLDER.iterdir() if path.name.startswith(f"{os.getpid()}-")]
