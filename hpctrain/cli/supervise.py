@@ -13,6 +13,9 @@ import typer
 
 from hpctrain.errors import UsageError
 
+# Longer than checks of nodes take between two attempts.
+_SERVER_LINGERS_S = 120.0
+
 
 def supervise_command(
     command: Annotated[
@@ -69,6 +72,13 @@ def supervise_command(
     check_timeout_s: Annotated[
         float, typer.Option(min=1, help="A node that has not answered the checks by then is not used.")
     ] = 30.0,
+    fork_server: Annotated[
+        bool,
+        typer.Option(
+            "--fork-server",
+            help="Fork ranks from one process of each node, as `hpctrain launch` does; restarts import nothing again.",
+        ),
+    ] = False,
 ) -> None:
     """Start the ranks of a command, watch them, and start them again after a lost rank or node.
 
@@ -79,7 +89,7 @@ def supervise_command(
     In Slurm: in the batch script of a job that was submitted with --no-kill.
     Exit codes: 0 done; 75 queue the job again; 76 do not; 2 usage; 5 the ranks cannot be launched.
     """
-    from hpctrain.launch import refuse_program_on_stdin, resolve_command, survey_machine
+    from hpctrain.launch import ForkServer, refuse_program_on_stdin, resolve_command, survey_machine
     from hpctrain.supervise import Limits, SupervisedRun, Supervisor, find_allocation
 
     refuse_program_on_stdin(command)  # a second start would find it read
@@ -107,6 +117,7 @@ def supervise_command(
         ],
         check_script=None if check is None else str(check.absolute()),
         check_timeout_s=check_timeout_s,
+        fork_server=ForkServer(lingers_s=_SERVER_LINGERS_S) if fork_server else None,
     )
     limits = Limits(
         max_restarts=max_restarts,

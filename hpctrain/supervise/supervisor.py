@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import final
 
 from hpctrain.errors import ExitCode, GivenUp
-from hpctrain.launch import STOP_SIGNALS, Machine, plan_launch, run_launch
+from hpctrain.launch import STOP_SIGNALS, ForkServer, Machine, plan_launch, run_launch
 from hpctrain.resilience import OUT_OF_MEMORY_VARIABLE
 from hpctrain.supervise.allocation import Allocation, nodes_now, was_preempted
 from hpctrain.supervise.attempt_record import close_open_attempt, record_begin_of_training, record_end
@@ -55,6 +55,7 @@ class SupervisedRun:
     command: of each rank. again: words that are added to it from the job's second attempt on. num_ranks: at most;
     fewer if too few nodes are left. ranks_per_node: outside Slurm, less than `num_ranks` emulates nodes. checkpoints:
     folder of finished checkpoints. start_within_s: from the launch to the begin of training; None: not limited.
+    fork_server: for all attempts, see `plan_launch`.
     """
 
     command: Sequence[str]
@@ -67,6 +68,7 @@ class SupervisedRun:
     check_paths: Sequence[str] = ()
     check_script: str | None = None
     check_timeout_s: float = 30.0
+    fork_server: ForkServer | None = None
 
 
 @final
@@ -212,6 +214,7 @@ class Supervisor:
             environ=environ,
             machine=self._machine,
             nodes=nodes if in_slurm else (),
+            fork_server=run.fork_server,
         )
         self._ledger.add(attempt)
         say(f"attempt {attempt.number}: {num_ranks} ranks on {', '.join(nodes)}")

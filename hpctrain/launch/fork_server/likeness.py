@@ -16,8 +16,9 @@ _PER_RANK = re.compile(
     r"|MPI_LOCAL.*|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|ZE_AFFINITY_MASK|GPU_DEVICE_ORDINAL|TMPDIR|PWD|OLDPWD|SHLVL|_"
 )
 _NAMESPACES = ("mnt", "pid", "net", "uts", "ipc", "user", "cgroup")
-# Slurm makes one for each task of a step; what it limits are the step's.
-_TASK = re.compile(r"/task_(\d+|special)(?=/|$)")
+# Slurm makes one for each task of a step; what it limits are the step's, but for GPUs that it gives to single tasks.
+_TASK = re.compile(r"/task_(\d+|special)(?=/|$)", re.MULTILINE)
+_GPUS_OF_TASKS = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
 # Who a process is, of /proc/PID/status.
 _STATUS = (
     "Uid",
@@ -69,13 +70,14 @@ class Likeness:
     @classmethod
     def of(cls, pid: int) -> Likeness:
         """Raises OSError if the process has ended or is another user's."""
-        status = read_status(pid)
+        status, environ = read_status(pid), read_environ(pid)
+        cgroups = Path(f"/proc/{pid}/cgroup").read_text()
         return cls(
-            environ={name: value for name, value in read_environ(pid).items() if not is_per_rank(name)},
+            environ={name: value for name, value in environ.items() if not is_per_rank(name)},
             status={name: status.get(name, "") for name in _STATUS},
             namespaces={name: _link(pid, f"ns/{name}") for name in _NAMESPACES},
             root=_link(pid, "root"),
-            cgroups=_TASK.sub("", Path(f"/proc/{pid}/cgroup").read_text()),
+            cgroups=cgroups if any(environ.get(name) for name in _GPUS_OF_TASKS) else _TASK.sub("", cgroups),
             policy=_memory_policy(pid),
             hard_limits=tuple(resource.prlimit(pid, limit)[1] for limit in limits()),
             nice=os.getpriority(os.PRIO_PROCESS, pid),

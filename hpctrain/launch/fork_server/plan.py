@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from hpctrain.launch.fork_server.program import read_program
+from hpctrain.launch.rank_identity.launcher_process import process_key
 
 # The server's name on each node: one for each launch, or for those of one supervisor.
 KEY_VARIABLE = "HPCTRAIN_FORK_SERVER"
 # For how many seconds a server waits for other clients when its last rank has ended.
 LINGER_VARIABLE = "HPCTRAIN_FORK_SERVER_LINGERS_S"
+# The process that will start others, as `process_key` has it: when it has ended the server waits for nobody.
+OWNER_VARIABLE = "HPCTRAIN_FORK_SERVER_OWNER"
 # What it imports besides: names of modules, separated by commas.
 PRELOAD_VARIABLE = "HPCTRAIN_FORK_SERVER_PRELOAD"
 _ROOM_VARIABLE = "HPCTRAIN_FORK_SERVER_ROOM"  # of the client for the server
 _WAIT_VARIABLE = "HPCTRAIN_FORK_SERVER_WAIT_S"  # how long a client waits for the server
+_CLIENT_STEM = "_fork_client"
 # Not for the ranks.
-FOR_CLIENT = (KEY_VARIABLE, LINGER_VARIABLE, PRELOAD_VARIABLE, _ROOM_VARIABLE, _WAIT_VARIABLE)
+FOR_CLIENT = (KEY_VARIABLE, LINGER_VARIABLE, OWNER_VARIABLE, PRELOAD_VARIABLE, _ROOM_VARIABLE, _WAIT_VARIABLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkServer:
     """Asks that ranks are forked from one process a node. key: servers are shared by launches with the same one.
-    lingers_s: how long a server waits for the next launch. preload: modules that it imports besides the known ones."""
+    lingers_s: how long a server waits for the next launch of this process. preload: modules that it imports besides the
+    known ones."""
 
     key: str = field(default_factory=lambda: f"{os.getpid()}-{secrets.token_hex(4)}")
     lingers_s: float = 0.0
@@ -53,14 +58,12 @@ def plan_fork_server(
     updates[KEY_VARIABLE] = asked.key
     if asked.lingers_s:
         updates[LINGER_VARIABLE] = f"{asked.lingers_s:g}"
+        updates[OWNER_VARIABLE] = f"{socket.gethostname()}:{process_key(os.getpid())}"
     if asked.preload:
         updates[PRELOAD_VARIABLE] = ",".join(asked.preload)
     server = Path(__file__).with_name("__main__.py")
     words = (client, str(Path(program.python).absolute()), *program.options, str(server), "--")
     return words, "ranks are forked from one process of each node (docs/guides/starting.md)"
-
-
-_CLIENT_STEM = "_fork_client"
 
 
 def find_client(directory: Path = Path(__file__).parent) -> str | None:
@@ -70,10 +73,3 @@ def find_client(directory: Path = Path(__file__).parent) -> str | None:
         if os.access(path, os.X_OK):
             return str(path)
     return None
-
-
-def is_forked(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a rank that was forked. environ: of this process."""
-    from hpctrain.launch.rank_identity.launcher_process import CLIENT_VARIABLE
-
-    return CLIENT_VARIABLE in environ and "hpctrain.launch.fork_server.serve" in sys.modules

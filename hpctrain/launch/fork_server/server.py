@@ -20,9 +20,10 @@ from pathlib import Path
 
 from hpctrain.launch.fork_server.become import Request
 from hpctrain.launch.fork_server.likeness import Likeness, read_environ, read_status
-from hpctrain.launch.fork_server.plan import LINGER_VARIABLE
+from hpctrain.launch.fork_server.plan import LINGER_VARIABLE, OWNER_VARIABLE
 from hpctrain.launch.fork_server.program import Program, read_program
 from hpctrain.launch.rank_identity.identity import identify
+from hpctrain.launch.rank_identity.launcher_process import process_key
 
 LISTENS_AT = 3
 # Descriptors of the server: a rank needs the small numbers.
@@ -68,6 +69,7 @@ class Server:
         self._num_served = 0
         self._expected: int | None = None
         self._linger_s = 0.0
+        self._owner = ""  # of another node, or none
         self._idle_since_s = time.monotonic()
         self._looked_s = 0.0
         self._said = False
@@ -102,7 +104,10 @@ class Server:
             self._idle_since_s = time.monotonic()
             return False
         all_served = self._expected is not None and self._num_served >= self._expected
-        limit_s = self._linger_s if all_served else max(self._linger_s, _IDLE_S)
+        lingers_s = self._linger_s
+        if self._owner and process_key(int(self._owner.partition("-")[0])) != self._owner:
+            lingers_s = 0.0
+        limit_s = lingers_s if all_served else max(lingers_s, _IDLE_S)
         return time.monotonic() - self._idle_since_s >= limit_s
 
     def remove_abandoned(self) -> None:
@@ -183,6 +188,8 @@ class Server:
         command = words[words.index("--") + 1 :]
         environ = read_environ(pid)
         self._linger_s = float(environ.get(LINGER_VARIABLE) or 0.0)
+        host, _, owner = environ.get(OWNER_VARIABLE, "").partition(":")
+        self._owner = owner if host == socket.gethostname() else ""
         if self._expected is None:
             with contextlib.suppress(Exception):
                 self._expected = identify(environ, socket.gethostname()).host_size

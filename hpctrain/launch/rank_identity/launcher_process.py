@@ -43,10 +43,15 @@ class LauncherProcess:
 
     def key(self) -> str | None:
         """Returns a text that only this launcher's process on this machine has, until the machine starts again."""
-        try:
-            return f"{self.pid}-{_stat(self.pid)[19]}" if self.pid is not None else None
-        except (OSError, IndexError):
-            return None
+        return None if self.pid is None else process_key(self.pid)
+
+
+def process_key(pid: int) -> str | None:
+    """Returns a text that only this process has until the machine starts again; None if it has ended."""
+    try:
+        return f"{pid}-{_stat(pid)[19]}"
+    except (OSError, IndexError):
+        return None
 
 
 def find_launcher_process(environ: Mapping[str, str]) -> LauncherProcess:
