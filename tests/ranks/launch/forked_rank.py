@@ -60,7 +60,11 @@ def described() -> dict[str, object]:
 def main(case: str) -> None:
     if case == "describe":
         drawn = [random.random(), float(np.random.random())]
-        print(json.dumps({"pid": os.getpid(), "drawn": drawn, **described()}))
+        text = json.dumps({"pid": os.getpid(), "drawn": drawn, **described()})
+        if "files" in sys.argv:  # lines of several ranks would be mixed
+            Path(f"rank-{os.environ['SLURM_PROCID']}").write_text(text)
+        else:
+            print(text)
         return
     atexit.register(print, "at exit", flush=True)
     if case == "exit":

@@ -1,0 +1,62 @@
+"""Ranks that srun starts, on two nodes: forked from a server on each, they are what they would be without."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.launch.fork_server.plan import find_client
+from tests.cluster import Cluster
+from tests.stop_trials import prepare
+
+pytestmark = [
+    pytest.mark.launches,
+    pytest.mark.skipif(find_client() is None, reason="the program that stands for a rank was not compiled"),
+]
+
+PROGRAM = Path(__file__).parents[1] / "ranks" / "launch" / "forked_rank.py"
+# Of a step, of a server, or of a process.
+DIFFER = ("SLURM_STEP", "SLURM_SRUN_COMM", "SLURM_PMIXP_", "SLURM_TASK_PID", "PMIX_", "HPCTRAIN_FORKED_FOR")
+
+
+def kept(rank: dict[str, Any]) -> dict[str, Any]:
+    rank["variables"] = {k: v for k, v in rank["variables"].items() if not k.startswith(DIFFER)}
+    shown = (item for item in rank.pop("shown variables") if not item.startswith(DIFFER))
+    # Slurm's tasks of a node are one process group; a forked rank has one of its own.
+    return {**rank, "shown": list(shown), "pid": None, "drawn": None, "leads its group": None}
+
+
+def test_ranks_of_srun_are_the_same_forked_or_started(cluster: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    hpctrain = Path(sys.executable).with_name("hpctrain")
+    launch = f"{hpctrain} launch -n 4 --ranks-per-node 2"
+    program = f"{sys.executable} {PROGRAM} describe files"
+    script.write_text(
+        "#!/bin/bash\nulimit -Sn 700; umask 027\n"
+        f"{launch} -- {program} 2> cold.err || exit 9\nmkdir cold; mv rank-? cold\n"
+        f"{launch} --fork-server -- {program} 2> warm.err || exit 8\nmkdir warm; mv rank-? warm\n"
+        f"{launch} --fork-server -- {sys.executable} {PROGRAM} exit > exit 2> exit.err; [[ $? == 3 ]] || exit 7\n"
+        f"{launch} --fork-server -- {hpctrain} train recipe.toml > train 2> train.err || exit 6\n"
+        "srun --ntasks-per-node=1 --ntasks=2 find /dev/shm/ -path '*hpctrain-fork*' -type f > left\n"
+    )
+    prepare(tmp_path)
+    (tmp_path / "seen").mkdir()
+    job = cluster.submit(
+        ["--nodes=2", "--ntasks-per-node=2", str(script)], cwd=tmp_path, env={"SEEN": str(tmp_path / "seen")}
+    )
+    end = cluster.wait_for(job, timeout_s=300)
+    said = "".join(path.read_text() for path in sorted(tmp_path.glob("*.err")))
+    assert (end.state, end.exit_code) == ("COMPLETED", 0), said
+    assert "starts by itself" not in said
+    ranks = {}
+    for name in ("cold", "warm"):
+        ranks[name] = [kept(json.loads((tmp_path / name / f"rank-{rank}").read_text())) for rank in range(4)]
+    for rank, (cold, warm) in enumerate(zip(ranks["cold"], ranks["warm"], strict=True)):
+        differ = {name: (cold[name], warm[name]) for name in cold if cold[name] != warm[name]}
+        assert not differ, (rank, differ)
+    assert "finished at step" in (tmp_path / "train").read_text()
+    assert (tmp_path / "left").read_text() == ""
