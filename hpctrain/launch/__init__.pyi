@@ -56,6 +56,8 @@ from .rank_identity.launcher_process import (
     describe_outer_rank as describe_outer_rank,
     find_launcher_process as find_launcher_process,
     processes_of_ranks as processes_of_ranks,
+    seconds_since_start as seconds_since_start,
+    was_forked as was_forked,
 )
 from .rank_identity.launchers import cure_for as cure_for, find_launcher as find_launcher
 from .stdin_program import refuse_program_on_stdin as refuse_program_on_stdin

@@ -15,6 +15,7 @@ import torch
 
 from hpctrain.comm import all_gather_json
 from hpctrain.data import Dataset
+from hpctrain.launch import seconds_since_start, was_forked
 from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.reduction import Reduction
 from hpctrain.run.session import Session
@@ -63,6 +64,7 @@ def environment_record(session: Session, *, commit: str | None) -> dict[str, Any
         **versions_record(),
         "commit": commit,
         "launcher": session.identity.launcher,
+        "start": {"forked": was_forked(os.environ), "seconds": _rounded(seconds_since_start(os.environ))},
         "backend": session.world.reduction_backend,
         "backend_reason": session.backend_reason,
         "topology": session.topology.describe(),
@@ -70,6 +72,10 @@ def environment_record(session: Session, *, commit: str | None) -> dict[str, Any
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         **lists,
     }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 2)
 
 
 def reduction_record(recipe: Recipe, reduction: Reduction | None) -> dict[str, Any]:

@@ -6,6 +6,8 @@ The launcher is the nearest ancestor that is one of the known programs, or that 
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +54,24 @@ def process_key(pid: int) -> str | None:
         return f"{pid}-{_stat(pid)[19]}"
     except (OSError, IndexError):
         return None
+
+
+def was_forked(environ: Mapping[str, str]) -> bool:
+    """Whether this process is, or descends from, a rank that a fork server has forked. environ: of this process."""
+    return CLIENT_VARIABLE in environ
+
+
+def seconds_since_start(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> float | None:
+    """Returns how long ago this rank's program was started, of a forked rank its client; None if that is not known.
+
+    environ: of this process, which is the rank.
+    """
+    try:
+        fields = (proc / environ.get(CLIENT_VARIABLE, "self") / "stat").read_text().rpartition(")")[2].split()
+        started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
 
 def find_launcher_process(environ: Mapping[str, str]) -> LauncherProcess:

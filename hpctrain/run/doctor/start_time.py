@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hpctrain.comm import describe_ranks
+from hpctrain.launch import seconds_since_start
 from hpctrain.run.doctor.finding import Facts, Finding, ok, warning
 from hpctrain.storage import filesystem_of
 
@@ -25,12 +25,11 @@ def read_start(*, proc: Path = Path("/proc")) -> dict[str, Any]:
     """
     filesystem = filesystem_of(Path(sys.prefix))
     facts: dict[str, Any] = {"kind": filesystem.kind, "is_shared": filesystem.is_shared, "prefix": sys.prefix}
-    try:
-        fields = (proc / "self/stat").read_text().rpartition(")")[2].split()
-        started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        facts["seconds"] = round(time.clock_gettime(time.CLOCK_BOOTTIME) - started_s, 2)
-    except (OSError, IndexError, ValueError):
+    seconds = seconds_since_start(os.environ, proc=proc)
+    if seconds is None:
         facts["error"] = "the system does not tell when the process was started"
+    else:
+        facts["seconds"] = round(seconds, 2)
     return facts
 
 
@@ -50,7 +49,10 @@ def judge_start(facts_by_rank: Sequence[Facts]) -> list[Finding]:
     )
     text = f"{seconds[rank]:.1f} s until everything was imported from {start['kind']}{where}"
     if start["is_shared"] and seconds[rank] > _SLOW_SHARED_S:
-        remedy = "`hpctrain stage-environment` packs the environment, to be unpacked on the nodes' own disks"
+        remedy = (
+            "`hpctrain stage-environment` packs the environment, to be unpacked on the nodes' own disks; "
+            "`hpctrain launch --fork-server` imports once on each node"
+        )
         return [warning("start of Python", text, remedy)]
     if seconds[rank] > _SLOW_LOCAL_S:
         remedy = "the node's disk is slow, or its cores are busy with something else: see `top` there"

@@ -281,6 +281,9 @@ def test_a_training_is_the_same_and_leaves_nothing(tmp_path: Path, packed_digits
         assert ("ranks are forked from one process of each node" in result.stderr) == (name == "warm")
         assert "starts by itself" not in result.stderr
         lines = (tmp_path / name / "metrics/rank-00000.jsonl").read_text().splitlines()
+        start = json.loads((tmp_path / name / "environment.json").read_text())["start"]
+        assert start["forked"] == (name == "warm")
+        assert start["seconds"] > 0
         losses.append([json.loads(line).get("loss") for line in lines])
     assert losses[0] == losses[1]
     assert not [path.name for path in FOLDER.iterdir() if path.name.startswith(f"{os.getpid()}-")]
