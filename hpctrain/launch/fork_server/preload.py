@@ -24,10 +24,13 @@ _KNOWN = {
 _TRAINING = (
     "hpctrain.run.training",
     "hpctrain.run.recipe.schema",
-    "hpctrain.cli.train",
-    "torch.utils.data",
+    "hpctrain.cli.commands",
+    "hpctrain.comm.backends.mpi_world",
+    "hpctrain.tasks",
+    "numpy.random",
     "torch.optim",
-    "typer",
+    "torch.profiler",
+    "torch.utils.data",
 )
 _LIBRARIES_OF_MPI = ("libmpi.so", "libmpich.so", "libmpi_abi.so", "libmpi_cray.so")
 
