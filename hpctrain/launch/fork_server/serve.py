@@ -10,7 +10,7 @@ from hpctrain.launch.fork_server.likeness import Likeness, is_per_rank
 from hpctrain.launch.fork_server.plan import PRELOAD_VARIABLE
 from hpctrain.launch.fork_server.preload import import_all, modules_for, prepare_path, settle
 from hpctrain.launch.fork_server.program import Program, read_program
-from hpctrain.launch.fork_server.server import LISTENS_AT, Server, ignore_signals
+from hpctrain.launch.fork_server.server import LISTENS_AT, Server, cannot_fork, ignore_signals
 
 
 def serve(command: Sequence[str], *, directory: str) -> Program | None:
@@ -25,7 +25,7 @@ def serve(command: Sequence[str], *, directory: str) -> Program | None:
     program, refusal = (None, found) if isinstance(found, str) else (found, None)
     if program is not None:
         prepare_path(program, directory=directory)
-        refusal = import_all(modules_for(program, directory=directory, preload=preload))
+        refusal = cannot_fork() or import_all(modules_for(program, directory=directory, preload=preload))
     settle()
     server = Server(LISTENS_AT, program=program, own=own, refusal=refusal)
     server.remove_abandoned()

@@ -28,7 +28,7 @@ from hpctrain.launch.rank_identity.launcher_process import process_key
 LISTENS_AT = 3
 # Descriptors of the server: a rank needs the small numbers.
 _FROM = 200
-_MOST_DESCRIPTORS = 64
+_MOST_DESCRIPTORS, _MOST_TEXT = 64, 900  # of a message
 _KIND = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 _CREDENTIALS = struct.Struct("3i")
 # How often it looks whether clients are suspended, and how long it waits for ranks if their number is not known.
@@ -72,7 +72,7 @@ class Server:
         self._owner = ""  # of another node, or none
         self._idle_since_s = time.monotonic()
         self._looked_s = 0.0
-        self._said = False
+        self._said = self._has_shown = False
 
     def run(self) -> Forked | None:
         """Serves until nobody needs it. Returns None then, and what to become in each process that it has forked."""
@@ -141,27 +141,41 @@ class Server:
             connection.close()
             return None
         self._num_served += 1
-        pid = 0
         if refusal is None:
+            self._show_log(request)
             # Nothing is buffered, and no other thread runs: `preload` has looked.
-            pid = os.fork()
-            if pid == 0:
-                program = read_program(command)
-                assert isinstance(program, Program)
-                return Forked(request=request, command=command, program=program)
-            pidfd = _move(os.pidfd_open(pid))
-            self._ranks.append(_Rank(client=request.pid, connection=connection, pid=pid, pidfd=pidfd))
-            with contextlib.suppress(OSError):
-                socket.send_fds(connection, [f"s{pid}".encode()], [pidfd])
-        else:
+            try:
+                pid = os.fork()
+            except OSError as error:  # the ranks that run must not end for that
+                refusal = f"no process could be forked ({error.strerror})"
+            else:
+                if pid == 0:
+                    program = read_program(command)
+                    assert isinstance(program, Program)
+                    return Forked(request=request, command=command, program=program)
+                pidfd = _move(os.pidfd_open(pid))
+                self._ranks.append(_Rank(client=request.pid, connection=connection, pid=pid, pidfd=pidfd))
+                with contextlib.suppress(OSError):
+                    socket.send_fds(connection, [f"s{pid}".encode()], [pidfd])
+        if refusal is not None:
             text = "" if self._said else refusal
             self._said = True
             with contextlib.suppress(OSError):
-                connection.send(b"r" + text.encode())
+                connection.send(b"r" + text.encode()[:_MOST_TEXT])
             connection.close()
         for number in (request.leash, *request.descriptors.values()):
             os.close(number)
         return None
+
+    def _show_log(self, request: Request) -> None:
+        """Writes what libraries have printed when they were imported to the first rank's stderr."""
+        if self._has_shown or 2 not in request.descriptors:
+            return
+        self._has_shown = True
+        with contextlib.suppress(OSError):
+            printed = self._path.with_name(self._path.name + ".log").read_bytes()
+            if printed:
+                os.write(request.descriptors[2], printed)
 
     def _receive(self, connection: socket.socket) -> tuple[Request, list[str], str | None]:
         """Returns the request, the client's command, and why it is refused. Raises OSError, ValueError."""
@@ -244,6 +258,15 @@ def _move(number: int) -> int:
     moved = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _FROM)
     os.close(number)
     return moved
+
+
+def cannot_fork() -> str | None:
+    """Returns why this system cannot have a fork server; None if it can."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError):
+        return "Linux is older than 5.3, or does not let a process open another one"
+    return None
 
 
 def ignore_signals() -> None:
