@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -288,3 +289,49 @@ def test_a_training_is_the_same_and_leaves_nothing(tmp_path: Path, packed_digits
         losses.append([json.loads(line).get("loss") for line in lines])
     assert losses[0] == losses[1]
     assert not [path.name for path in FOLDER.iterdir() if path.name.startswith(f"{os.getpid()}-")]
+
+
+@pytest.mark.thorough
+def test_kills_at_any_moment_leave_nothing_and_give_the_right_codes(tmp_path: Path) -> None:
+    drawn = random.Random(7)
+    for trial in range(int(os.environ.get("HPCTRAIN_TRIALS", "40"))):
+        case = (drawn.choice(["client", "rank", "server"]), drawn.choice(["SIGKILL", "SIGTERM", "SIGSTOP"]))
+        with a_key() as key:
+            (tmp_path / key).mkdir()
+            clients = []
+            for number in range(2):
+                command, environ = forked(PROGRAM, "wait", str(tmp_path / key / str(number)), key=key)
+                clients.append(start(command, environ))
+            delay_s = drawn.uniform(0, 0.5)
+            wait_for(lambda key=key: len(list((tmp_path / key).iterdir())) == 2)  # type: ignore[misc]
+            ranks = [int((tmp_path / key / str(number)).read_text() or 0) for number in range(2)]
+            server = server_of(key)
+            time.sleep(delay_s)
+            number = signal.Signals[case[1]]
+            os.kill(
+                {"client": clients[0].pid, "rank": ranks[0] or clients[0].pid, "server": server}[case[0]],
+                number,
+            )
+            expected = [-signal.SIGKILL, -signal.SIGKILL]
+            if case == ("server", "SIGKILL"):
+                pass
+            elif case[0] != "server" and case[1] != "SIGSTOP":
+                expected[0] = -number
+                assert clients[0].wait(LIMIT_S) == -number, (trial, case)
+                clients[1].send_signal(signal.SIGTERM)
+                expected[1] = -signal.SIGTERM
+            elif case[0] == "server":
+                expected = [-signal.SIGTERM, -signal.SIGTERM]
+                for client in clients:
+                    client.send_signal(signal.SIGTERM)
+            else:
+                for client in clients:
+                    client.kill()
+            assert [client.wait(LIMIT_S) for client in clients] == expected, (trial, case)
+            for client in clients:
+                client.communicate()
+            for pid in (*ranks, server):
+                wait_for(lambda pid=pid: state_of(pid) in ("gone", "Z"))  # type: ignore[misc]
+            if case == ("server", "SIGKILL"):
+                command, environ = forked(PROGRAM, "exit", key=key)  # removes what is left
+                subprocess.run(command, env=environ, stdout=subprocess.DEVNULL, timeout=LIMIT_S)
