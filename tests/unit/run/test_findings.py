@@ -37,7 +37,7 @@ def facts_of_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
         environ = {**MPIRUN, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)}
         found = inspect_rank(run_directory=directory, environ=environ, hostname="host")
         found["cores"].update(usable=list(range(8)), of_machine=8, num_numa_nodes=1, share=share(range(8)))
-        found["torch"]["threads"] = 2
+        found["torch"].update(threads=2, cuda=None)  # a build for CUDA finds no device here
         found["mpi"] = {
             "version": "4.1.2",
             "library": "Open MPI",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shutil
 from pathlib import Path
@@ -41,7 +42,7 @@ def test_records_hold_what_the_docs_say_and_no_secrets(where: Path, monkeypatch:
     for path in (where / "run").rglob("*.json*"):
         assert "hush" not in path.read_text()
     starts = list(read_records(where / "run" / "starts.jsonl"))
-    assert starts[0]["environment"]["packages"]["torch"] == torch.__version__
+    assert starts[0]["environment"]["packages"]["torch"] == importlib.metadata.version("torch")
     assert starts[0]["recipe"]["optimizer"]["lr"] == 0.01
 
 
