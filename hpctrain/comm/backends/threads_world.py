@@ -47,6 +47,9 @@ from hpctrain.topology import Topology
 
 T = TypeVar("T")
 
+# With NumPy 1, PyTorch 2.3 may wait for ever if its first conversion of an array comes from two threads at once.
+torch.from_numpy(np.empty(0))
+
 
 def _same(tensors: Sequence[torch.Tensor], *, operation: str, members: Sequence[int]) -> str | None:
     """Returns an error message if the ranks' buffers differ in length or dtype, else None."""

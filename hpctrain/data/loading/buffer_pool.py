@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 # Smaller tensors are allocated on the heap, which keeps its pages.
 _SMALLEST_BYTES = 64 << 10
 
+# With NumPy 1, PyTorch 2.3 may wait for ever if its first conversion of an array comes from two threads at once.
+torch.from_numpy(np.empty(0))
+
 
 class BatchMemory:
     """Allocates tensors whose memory is reused when nothing refers to it any more. Thread-safe.
