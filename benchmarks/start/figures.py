@@ -11,6 +11,7 @@ from benchmarks.results_file import Record, over_rounds
 from benchmarks.start.kinds import NAMES, NOTHING, UP, WITHOUT
 from benchmarks.start.memory import Memory
 from benchmarks.start.paths import Operations
+from benchmarks.start.ranks import INIT
 from benchmarks.start.runs import Compared
 
 # Of the project's goals. Numbers of ranks that have none may not be slower.
@@ -81,16 +82,20 @@ def epoch_records(found: Sequence[Compared]) -> list[Record]:
     return records
 
 
-def processor_records(found: Mapping[str, Mapping[int, Sequence[float]]]) -> list[Record]:
+def processor_records(found: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]]) -> list[Record]:
     """Returns the record of figure 2. found: see `runs.processor_seconds`."""
-    further = {kind: further_rank(by_ranks) for kind, by_ranks in found.items()}
+    every = {
+        end: {kind: further_rank(by_ranks) for kind, by_ranks in kinds.items()}
+        for end, kinds in found.items()
+    }
+    further = every[INIT]
     return [
         Record(
             id="start.2",
-            what="processor seconds that a further rank costs until it has started MPI and left, with a fork server; "
-            f"without: {median(further[WITHOUT]):.2f}",
+            what="processor seconds that a further rank costs until it has started MPI, with a fork server; without: "
+            f"{median(further[WITHOUT]):.2f}",
             value=median(further[NOTHING]), bar=MOST_CPU_S, sense="at most", unit="s",
-            samples={"further_s": further, "cpu_s": found}, rounds=len(further[NOTHING]),
+            samples={"further_s": every, "cpu_s": found}, rounds=len(further[NOTHING]),
             range=(min(further[NOTHING]), max(further[NOTHING])),
         )
     ]  # fmt: skip

@@ -11,6 +11,7 @@ from benchmarks import results_page
 from benchmarks.start.figures import digits, ratios, spread
 from benchmarks.start.kinds import NAMES, NOTHING, UP, WITHOUT
 from benchmarks.start.memory import CLIENTS, RANKS, SERVER
+from benchmarks.start.ranks import INIT, LEFT
 
 
 def refresh(page: Path, content: Mapping[str, Any]) -> None:
@@ -61,16 +62,22 @@ def epochs(samples: Mapping[str, Any]) -> str:
 
 def processor(samples: Mapping[str, Any]) -> str:
     """Returns the table of processor seconds by number of ranks."""
-    cpu_s, further_s = samples["cpu_s"], samples["further_s"]
-    rows = ["| ranks | without, s | with a fork server, s | without / with |", "| --- | --- | --- | --- |"]
-    pairs = {
-        **{num_ranks: (cpu_s[WITHOUT][num_ranks], cpu_s[NOTHING][num_ranks]) for num_ranks in cpu_s[WITHOUT]},
-        "each further rank": (further_s[WITHOUT], further_s[NOTHING]),
-    }
-    for name, (without, forked) in pairs.items():
-        rows.append(
-            f"| {name} | {_spread(without)} | {_spread(forked)} | {_spread(ratios(without, forked))} |"
-        )
+    rows = [
+        "| ranks | until MPI has started, without, s | with a fork server, s | without / with "
+        "| until Python has ended, without, s | with a fork server, s | without / with |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in (*samples["cpu_s"][INIT][WITHOUT], "each further rank"):
+        cells = [name]
+        for end in (INIT, LEFT):
+            without, forked = (
+                samples["further_s"][end][kind]
+                if name == "each further rank"
+                else samples["cpu_s"][end][kind][name]
+                for kind in (WITHOUT, NOTHING)
+            )
+            cells += [_spread(without), _spread(forked), _spread(ratios(without, forked))]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.start.kinds import NAMES, NOTHING, UP, WITHOUT, Launches, alone
+from benchmarks.start.ranks import INIT, LEFT
 from benchmarks.starting import (
     REPOSITORY,
     Ended,
@@ -141,24 +142,25 @@ def epochs(place: Workplace, *, num_ranks: int, rounds: int, seed: int) -> Compa
 
 def processor_seconds(
     place: Workplace, *, sizes: Sequence[int], rounds: int, seed: int
-) -> dict[str, dict[int, list[float]]]:
-    """Figure 2. Returns kind -> number of ranks -> processor seconds of each round, of all processes of a launch whose
-    ranks start MPI and leave. In turns. Raises RunFailed, also if a process has stayed."""
+) -> dict[str, dict[str, dict[int, list[float]]]]:
+    """Figure 2. Returns INIT or LEFT -> kind -> number of ranks -> processor seconds of each round, of all processes of
+    a launch whose ranks start MPI and leave. In turns. Raises RunFailed, also if a process has stayed."""
     draw = random.Random(seed)
-    every = [(kind, num_ranks) for kind in (WITHOUT, NOTHING) for num_ranks in sizes]
-    found: dict[str, dict[int, list[float]]] = {
-        kind: {num_ranks: [] for num_ranks in sizes} for kind in (WITHOUT, NOTHING)
+    every = list(itertools.product((INIT, LEFT), (WITHOUT, NOTHING), sizes))
+    found: dict[str, dict[str, dict[int, list[float]]]] = {
+        end: {kind: {num_ranks: [] for num_ranks in sizes} for kind in (WITHOUT, NOTHING)}
+        for end in (INIT, LEFT)
     }
     result = place.directory / "usage.json"
     for _ in range(rounds):
-        for kind, num_ranks in draw.sample(every, len(every)):
+        for end, kind, num_ranks in draw.sample(every, len(every)):
             what = f"{num_ranks} ranks that start and leave, {NAMES[kind]}"
-            argv = alone(kind, ranks_command(), num_ranks=num_ranks)
+            argv = alone(kind, ranks_command(end), num_ranks=num_ranks)
             run_command([sys.executable, "-m", "benchmarks.start.usage", str(result), *argv], what=what)
             used = json.loads(result.read_text())
             if used["code"] != 0 or used["left"]:
                 raise RunFailed(f"{what}: exit code {used['code']}, processes that stayed: {used['left']}")
-            found[kind][num_ranks].append(used["cpu_s"])
+            found[end][kind][num_ranks].append(used["cpu_s"])
     return found
 
 
@@ -168,15 +170,16 @@ def starts(place: Workplace) -> list[Start]:
     for kind in (WITHOUT, NOTHING):
         folder = place.directory / f"ranks-{kind}"
         folder.mkdir()
-        argv = alone(kind, [*ranks_command(), str(folder)], num_ranks=2)
+        argv = alone(kind, [*ranks_command(INIT), str(folder)], num_ranks=2)
         done = run_command(argv, what=f"2 ranks, {NAMES[kind]}")
         ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
         found.append(start_of(argv, done, variables={}, ranks=ranks, directory=place.directory))
     return found
 
 
-def ranks_command() -> list[str]:
-    return [sys.executable, "-m", "benchmarks.start.ranks"]
+def ranks_command(end: str) -> list[str]:
+    """end: INIT or LEFT."""
+    return [sys.executable, "-m", "benchmarks.start.ranks", end]
 
 
 def run_command(argv: Sequence[str], *, what: str, environ: Mapping[str, str] | None = None) -> Ended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -43,9 +44,9 @@ def test_all_ways_of_a_start_are_timed_and_give_the_same_results(tmp_path: Path)
 def test_processor_time_paths_and_memory_are_measured(tmp_path: Path) -> None:
     content = measured("2,4" if paths.why_not() else "2,3,4", tmp_path)
     records = {record["id"]: record["samples"] for record in content["records"]}
-    for kind in ("without", "nothing"):
-        assert set(records["start.2"]["cpu_s"][kind]) == {"1", "2"}
-        assert records["start.2"]["cpu_s"][kind]["1"][0] > 0
+    for end, kind in itertools.product(("init", "left"), ("without", "nothing")):
+        assert set(records["start.2"]["cpu_s"][end][kind]) == {"1", "2"}
+        assert records["start.2"]["cpu_s"][end][kind]["1"][0] > 0
     without, forked = content["figures"]["start.2"]["started"]["2 ranks"]
     assert without["ranks"] == forked["ranks"]  # the same cores, threads and variables
     (memory,) = records["start.4"]["nothing"]

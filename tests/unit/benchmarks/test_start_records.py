@@ -24,6 +24,7 @@ from benchmarks.start.kinds import NOTHING, UP, WITHOUT, Launches
 from benchmarks.start.memory import CLIENTS, RANKS, SERVER, Memory
 from benchmarks.start.page import measured, tables
 from benchmarks.start.paths import Operations, count
+from benchmarks.start.ranks import INIT, LEFT
 from benchmarks.start.runs import Compared, Epoch, results_of
 from benchmarks.starting import LAUNCH, REPOSITORY
 
@@ -101,13 +102,15 @@ def test_a_further_rank_is_the_slope_of_each_round() -> None:
     without = {2: [5.0, 6.0], 4: [9.0, 10.0], 8: [17.0, 18.0]}
     forked = {2: [3.1, 3.0], 4: [3.3, 3.4], 8: [3.7, 4.2]}
     assert further_rank(without) == pytest.approx([2.0, 2.0])
-    (record,) = processor_records({WITHOUT: without, NOTHING: forked})
+    left = {num_ranks: [2 * seconds for seconds in rounds] for num_ranks, rounds in forked.items()}
+    (record,) = processor_records(
+        {INIT: {WITHOUT: without, NOTHING: forked}, LEFT: {WITHOUT: without, NOTHING: left}}
+    )
     assert record.value == pytest.approx(0.15)
     assert not record.holds
-    assert (
-        "| each further rank | 2.00 (2.00 to 2.00) | 0.150 (0.125 to 0.175) |"
-        in (tables(as_read([record]))["processor"])
-    )
+    made = tables(as_read([record]))["processor"]
+    assert "| each further rank | 2.00 (2.00 to 2.00) | 0.150 (0.125 to 0.175) |" in made
+    assert "| 2.00 (2.00 to 2.00) | 0.300 (0.250 to 0.350) |" in made
 
 
 def test_quartiles() -> None:
