@@ -9,6 +9,7 @@ the next launch are others, for which the command has no options.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from unittest import mock
 
@@ -20,7 +21,8 @@ def main(key: str, lingers_s: str, *words: str) -> None:
     from hpctrain.cli import launch
     from hpctrain.cli.main import main as command
 
-    shared = functools.partial(ForkServer, key=key, lingers_s=float(lingers_s))
+    # The server may outlive this process, but not the one that starts the launches.
+    shared = functools.partial(ForkServer, key=key, lingers_s=float(lingers_s), owner=os.getppid())
     with mock.patch.object(launch, "ForkServer", shared):
         command()
 

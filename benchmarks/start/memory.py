@@ -10,18 +10,18 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import psutil
 
-from benchmarks.start.kinds import NAMES, alone
+from benchmarks.start.kinds import NAMES, alone, is_server
 from benchmarks.start.runs import STARTS_BY_ITSELF, TIMEOUT_S, RunFailed, Workplace
 from benchmarks.start.task import FOLDER_VARIABLE, GO, STEPS_VARIABLE
 from benchmarks.starting import REPOSITORY, user_environment
 
 RANKS, CLIENTS, SERVER = "ranks", "clients", "server"
 _STEPS_PER_EPOCH = 22
-_CLIENT, _SERVER = "_fork_client.", "fork_server/__main__.py"  # in their command lines
+_CLIENT = "_fork_client."  # in a command line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def _read(launcher: int, *, ranks: set[int]) -> Memory:
             role = RANKS
         elif _CLIENT in words[0]:
             role = CLIENTS
-        elif PurePath(words[0]).name.startswith("python") and any(word.endswith(_SERVER) for word in words):
+        elif is_server(words):
             role = SERVER
         else:  # mpirun
             continue

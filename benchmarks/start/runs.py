@@ -28,6 +28,7 @@ from hpctrain.telemetry import read_records
 
 TIMEOUT_S = 900.0
 _LAST_LINES = 15
+_SERVER_ENDS_IN_S = 30.0
 # Of a rank that a fork server refuses, in its output.
 STARTS_BY_ITSELF = "this rank starts by itself"
 _LAST_LINE = re.compile(r"finished at step \d+, .* loss (\S+), accuracy (\S+); records in")
@@ -124,6 +125,8 @@ def epochs(place: Workplace, *, num_ranks: int, rounds: int, seed: int) -> Compa
                 return by.argv(kind, command, num_ranks=num_ranks)
 
             found.append((number, kind, place.epoch(argv_of, num_ranks=num_ranks, what=what)))
+            if kind != WITHOUT:
+                _expect_server(launches, present=kind == NOTHING, what=what)
     first = next(epoch for _, kind, epoch in found if kind == WITHOUT)
     return Compared(
         num_ranks=num_ranks,
@@ -138,6 +141,17 @@ def epochs(place: Workplace, *, num_ranks: int, rounds: int, seed: int) -> Compa
         num_runs=len(found),
         num_records=sum(map(len, first.results)),
     )
+
+
+def _expect_server(launches: Launches, *, present: bool, what: str) -> None:
+    """Raises RunFailed if a launch has left no server, or if one stays that nobody needs."""
+    if present:
+        time.sleep(0.5)  # one that waits for nobody ends sooner
+    until_s = time.monotonic() + _SERVER_ENDS_IN_S
+    while (launches.server() is not None) != present:
+        if present or time.monotonic() > until_s:
+            raise RunFailed(f"{what}: " + ("the server has ended" if present else "the server has not ended"))
+        time.sleep(0.05)
 
 
 def processor_seconds(
