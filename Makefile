@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup plan bundle cluster-setup test trials trials-slurm trials-bundle platforms mpis newest oldest test-fast lint demo picture report-picture docs site check-gpu pack-gpu-check bench bench-reduction bench-data bench-checkpoint bench-step bench-growth bench-overhead bench-parallel bench-prediction clean distclean
+.PHONY: help setup plan bundle cluster-setup test trials trials-slurm trials-bundle platforms mpis newest oldest test-fast lint demo picture report-picture docs site check-gpu pack-gpu-check bench bench-reduction bench-data bench-checkpoint bench-step bench-growth bench-overhead bench-parallel bench-prediction bench-start clean distclean
 
 # The environment that is active, or the one that `make setup` makes.
 VENV ?= .venv
@@ -108,6 +108,9 @@ bench-parallel: setup ## split models against one rank, formulas and torch's pee
 
 bench-prediction: setup ## predicted against measured steps on four nodes: docs/benchmarks/prediction.md; ten minutes, alone on the machine, as root
 	$(BIN)python -m benchmarks.prediction --output benchmarks/results/prediction.json
+
+bench-start: setup ## starting 1 to 48 ranks, without and with a fork server: docs/benchmarks/start.md; half an hour, alone on the machine
+	$(BIN)python -m benchmarks.start --output benchmarks/results/start.json
 
 check-gpu: setup ## what hpctrain does on a GPU, compared with the CPU: docs/gpu.md; without a GPU the parts that need none
 	$(BIN)python -m benchmarks.gpu

@@ -18,9 +18,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LAUNCH = [sys.executable, "-m", "hpctrain.cli.main", "launch"]  # what the command `hpctrain launch` runs
 # A launcher around this process sets these: the ranks would take themselves for its ranks.
 _OUTER_LAUNCHER = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "PRTE_", "ORTE_", "HPCTRAIN_", "HOROVOD_")
-# Variables by which a rank can be made faster or slower. HPCTRAIN_RANK_PID is a number of the process, no setting.
+# Variables by which a rank can be made faster or slower. RANK_PID and FORKED_FOR are numbers of processes.
 _RECORDED = re.compile(
-    r"LD_PRELOAD$|GLOO_|OMP_|MKL_|KMP_|HOROVOD_|HPCTRAIN_(?!RANK_PID$)|MALLOC_|UCX_|TORCH_"
+    r"LD_PRELOAD$|GLOO_|OMP_|MKL_|KMP_|HOROVOD_|HPCTRAIN_(?!RANK_PID$|FORKED_FOR$)|MALLOC_|UCX_|TORCH_"
     r"|SLURM_PMIX_FENCE$|SLURM_OVERCOMMIT$|OMPI_MCA_(mpi|btl|pml|coll|mtl|osc|opal|rmaps|hwloc)_"
 )
 _SAID_BY_LAUNCH = "hpctrain launch: "

@@ -31,11 +31,12 @@ FOR_CLIENT = (KEY_VARIABLE, LINGER_VARIABLE, OWNER_VARIABLE, PRELOAD_VARIABLE, _
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkServer:
     """Asks that ranks are forked from one process a node. key: servers are shared by launches with the same one.
-    lingers_s: how long a server waits for the next launch of this process. preload: modules that it imports besides the
-    known ones."""
+    lingers_s: how long a server waits for the next launch. owner: a process of this machine; when it has ended, servers
+    wait no longer. preload: modules that they import besides the known ones."""
 
     key: str = field(default_factory=lambda: f"{os.getpid()}-{secrets.token_hex(4)}")
     lingers_s: float = 0.0
+    owner: int = field(default_factory=os.getpid)
     preload: Sequence[str] = ()
 
 
@@ -58,7 +59,7 @@ def plan_fork_server(
     updates[KEY_VARIABLE] = asked.key
     if asked.lingers_s:
         updates[LINGER_VARIABLE] = f"{asked.lingers_s:g}"
-        updates[OWNER_VARIABLE] = f"{socket.gethostname()}:{process_key(os.getpid())}"
+        updates[OWNER_VARIABLE] = f"{socket.gethostname()}:{process_key(asked.owner)}"
     if asked.preload:
         updates[PRELOAD_VARIABLE] = ",".join(asked.preload)
     server = Path(__file__).with_name("__main__.py")

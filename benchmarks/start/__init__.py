@@ -1,0 +1,1 @@
+"""Starting ranks, without and with a fork server: time, processor time, path operations, memory, results."""

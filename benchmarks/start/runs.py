@@ -1,0 +1,214 @@
+"""Runs of one epoch of digits, and of ranks that only start: seconds, processor seconds, results."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.start.kinds import NAMES, NOTHING, UP, WITHOUT, Launches, alone
+from benchmarks.start.ranks import INIT, LEFT
+from benchmarks.starting import (
+    REPOSITORY,
+    Ended,
+    Start,
+    run_to_end,
+    start_of,
+    user_environment,
+)
+from hpctrain.telemetry import read_records
+
+TIMEOUT_S = 900.0
+_LAST_LINES = 15
+_SERVER_ENDS_IN_S = 30.0
+# Of a rank that a fork server refuses, in its output.
+STARTS_BY_ITSELF = "this rank starts by itself"
+_LAST_LINE = re.compile(r"finished at step \d+, .* loss (\S+), accuracy (\S+); records in")
+# Fields of a run's records that are no results.
+_TIMES = ("time", "seconds")
+_RESULTS = ("step", "evaluation")
+
+
+class RunFailed(RuntimeError):
+    """A command ended with an error, or left processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epoch:
+    """seconds: from the command to its end. last_line: loss and accuracy as printed. results: of each rank the records
+    of its steps and evaluations, without times."""
+
+    seconds: float
+    last_line: tuple[str, str]
+    results: Sequence[Sequence[Mapping[str, Any]]]
+
+    def equals(self, other: Epoch) -> bool:
+        return self.last_line == other.last_line and self.results == other.results
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """What the rounds with one number of ranks gave. seconds: kind -> of each round. differing: the kinds and rounds,
+    in words, whose results are not those of the first run without a fork server. loss: of that one. num_runs: that were
+    compared. num_records: of one run."""
+
+    num_ranks: int
+    seconds: Mapping[str, Sequence[float]]
+    differing: Sequence[str]
+    loss: str
+    num_runs: int
+    num_records: int
+
+
+class Workplace:
+    """The working directory of the runs. directory: an empty folder, where digits are packed once."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._numbers = itertools.count()
+        run_command(
+            [sys.executable, "-m", "hpctrain.cli.main", "data", "pack", "digits", str(directory / "digits")],
+            what="data pack",
+        )
+
+    def training(self, *overrides: str) -> tuple[list[str], Path]:
+        """Returns a command that trains digits into a new folder, and the folder."""
+        folder = self.directory / f"run-{next(self._numbers):03d}"
+        every = [
+            f"run.directory={folder}", f"data.train={self.directory / 'digits' / 'train'}",
+            f"data.held_out={self.directory / 'digits' / 'test'}", f"run.timeout_s={TIMEOUT_S:g}", *overrides,
+        ]  # fmt: skip
+        words = [word for override in every for word in ("--set", override)]
+        return ["hpctrain", "train", str(REPOSITORY / "examples" / "digits.toml"), *words], folder
+
+    def epoch(self, argv_of: Callable[[Sequence[str]], list[str]], *, num_ranks: int, what: str) -> Epoch:
+        """Trains one epoch. argv_of: of the command of the ranks. Raises RunFailed."""
+        command, folder = self.training("run.epochs=1")
+        began_s = time.perf_counter()
+        done = run_command(argv_of(command), what=what)
+        seconds = time.perf_counter() - began_s
+        found = _LAST_LINE.search(done.stdout)
+        if found is None:
+            raise RunFailed(f"{what}: no last line with a loss\n{_tail(done)}")
+        results = [results_of(folder / "metrics" / f"rank-{rank:05d}.jsonl") for rank in range(num_ranks)]
+        return Epoch(seconds=seconds, last_line=(found[1], found[2]), results=results)
+
+
+def results_of(path: Path) -> list[dict[str, Any]]:
+    """Returns the records of a rank's steps and evaluations, without times."""
+    return [
+        {name: value for name, value in record.items() if name not in _TIMES}
+        for record in read_records(path)
+        if record["kind"] in _RESULTS
+    ]
+
+
+def epochs(place: Workplace, *, num_ranks: int, rounds: int, seed: int) -> Compared:
+    """Figures 1 and 5. In each round a run without a fork server, and two with one, of which the first starts it; which
+    comes first is drawn. Raises RunFailed."""
+    draw = random.Random(seed)
+    found: list[tuple[int, str, Epoch]] = []
+    for number in range(rounds):
+        launches = Launches()
+        for kind in draw.choice([(WITHOUT, NOTHING, UP), (NOTHING, UP, WITHOUT)]):
+            what = f"{num_ranks} ranks, {NAMES[kind]}, round {number + 1}"
+
+            def argv_of(command: Sequence[str], *, kind: str = kind, by: Launches = launches) -> list[str]:
+                return by.argv(kind, command, num_ranks=num_ranks)
+
+            found.append((number, kind, place.epoch(argv_of, num_ranks=num_ranks, what=what)))
+            if kind != WITHOUT:
+                _expect_server(launches, present=kind == NOTHING, what=what)
+    first = next(epoch for _, kind, epoch in found if kind == WITHOUT)
+    return Compared(
+        num_ranks=num_ranks,
+        seconds={
+            kind: [epoch.seconds for _, name, epoch in found if name == kind]
+            for kind in (WITHOUT, NOTHING, UP)
+        },
+        differing=[
+            f"{NAMES[kind]}, round {number + 1}" for number, kind, epoch in found if not epoch.equals(first)
+        ],
+        loss=first.last_line[0],
+        num_runs=len(found),
+        num_records=sum(map(len, first.results)),
+    )
+
+
+def _expect_server(launches: Launches, *, present: bool, what: str) -> None:
+    """Raises RunFailed if a launch has left no server, or if one stays that nobody needs."""
+    if present:
+        time.sleep(0.5)  # one that waits for nobody ends sooner
+    until_s = time.monotonic() + _SERVER_ENDS_IN_S
+    while (launches.server() is not None) != present:
+        if present or time.monotonic() > until_s:
+            raise RunFailed(f"{what}: " + ("the server has ended" if present else "the server has not ended"))
+        time.sleep(0.05)
+
+
+def processor_seconds(
+    place: Workplace, *, sizes: Sequence[int], rounds: int, seed: int
+) -> dict[str, dict[str, dict[int, list[float]]]]:
+    """Figure 2. Returns INIT or LEFT -> kind -> number of ranks -> processor seconds of each round, of all processes of
+    a launch whose ranks start MPI and leave. In turns. Raises RunFailed, also if a process has stayed."""
+    draw = random.Random(seed)
+    every = list(itertools.product((INIT, LEFT), (WITHOUT, NOTHING), sizes))
+    found: dict[str, dict[str, dict[int, list[float]]]] = {
+        end: {kind: {num_ranks: [] for num_ranks in sizes} for kind in (WITHOUT, NOTHING)}
+        for end in (INIT, LEFT)
+    }
+    result = place.directory / "usage.json"
+    for _ in range(rounds):
+        for end, kind, num_ranks in draw.sample(every, len(every)):
+            what = f"{num_ranks} ranks that start and leave, {NAMES[kind]}"
+            argv = alone(kind, ranks_command(end), num_ranks=num_ranks)
+            run_command([sys.executable, "-m", "benchmarks.start.usage", str(result), *argv], what=what)
+            used = json.loads(result.read_text())
+            if used["code"] != 0 or used["left"]:
+                raise RunFailed(f"{what}: exit code {used['code']}, processes that stayed: {used['left']}")
+            found[end][kind][num_ranks].append(used["cpu_s"])
+    return found
+
+
+def starts(place: Workplace) -> list[Start]:
+    """Returns how two ranks are started without a fork server, and with one. Raises RunFailed."""
+    found = []
+    for kind in (WITHOUT, NOTHING):
+        folder = place.directory / f"ranks-{kind}"
+        folder.mkdir()
+        argv = alone(kind, [*ranks_command(INIT), str(folder)], num_ranks=2)
+        done = run_command(argv, what=f"2 ranks, {NAMES[kind]}")
+        ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+        found.append(start_of(argv, done, variables={}, ranks=ranks, directory=place.directory))
+    return found
+
+
+def ranks_command(end: str) -> list[str]:
+    """end: INIT or LEFT."""
+    return [sys.executable, "-m", "benchmarks.start.ranks", end]
+
+
+def run_command(argv: Sequence[str], *, what: str, environ: Mapping[str, str] | None = None) -> Ended:
+    """Runs a command to its end. environ: by default that of a user. Raises RunFailed, also if a rank that was to be
+    forked was not."""
+    try:
+        done = run_to_end(argv, environ=environ or user_environment(), timeout_s=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise RunFailed(f"{what}: still running after {TIMEOUT_S:g} s, ended") from None
+    if done.returncode != 0:
+        raise RunFailed(f"{what}: exit code {done.returncode}\n{_tail(done)}")
+    if STARTS_BY_ITSELF in done.stderr:
+        raise RunFailed(f"{what}: a rank was not forked\n{_tail(done)}")
+    return done
+
+
+def _tail(done: Ended) -> str:
+    return "\n".join((done.stdout + done.stderr).splitlines()[-_LAST_LINES:])
