@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -56,7 +57,12 @@ def test_a_users_script_is_typed(tmp_path: Path) -> None:
         [sys.executable, "-m", "mypy", "--strict", str(SCRIPT), str(wrong)],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=800, check=False,
     )  # fmt: skip
-    errors = [line for line in done.stdout.splitlines() if ": error: " in line]
+    # Newer releases of numpy describe types otherwise, and then hpctrain's own files, which are read too, have errors.
+    errors = [
+        line
+        for line in done.stdout.splitlines()
+        if ": error: " in line and not line.startswith(f"hpctrain{os.sep}")
+    ]
     # By name: a message that mypy has kept from an earlier run has that run's folder in it.
     assert [line.endswith("[arg-type]") and f"{wrong.name}:" in line for line in errors] == [True] * 2, (
         done.stdout + done.stderr

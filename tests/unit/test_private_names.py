@@ -78,7 +78,16 @@ NAMES_OF_FSDP: dict[str, Callable[[Any, Any, Any], object]] = {
     "_unsharded_param": lambda module, state, parameter: parameter._unsharded_param.grad,
 }  # fmt: skip
 # Of other libraries.
-OTHERS = {"_addressof", "_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_sizeof"}
+OTHERS = {
+    "_addressof",
+    "_asdict",
+    "_current_frames",
+    "_exit",
+    "_fields",
+    "_getframe",
+    "_run_module_as_main",
+    "_sizeof",
+}
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
