@@ -85,6 +85,7 @@ OTHERS = {
     "_exit",
     "_fields",
     "_getframe",
+    "_objects",
     "_run_module_as_main",
     "_sizeof",
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -150,10 +151,22 @@ def _offset(dataset: h5py.Dataset) -> int | None:
     return offset
 
 
+def hdf5_lock() -> AbstractContextManager[object]:
+    """Returns the lock that h5py holds while it calls HDF5; a thread that has it may take it again.
+
+    For functions of the low-level interface: h5py 3.14 and older do not take it in read_direct_chunk, and threads that
+    read chunks then got errors, or ended the process.
+    """
+    from h5py._objects import phil
+
+    lock: AbstractContextManager[object] = phil
+    return lock
+
+
 class RowReader:
     """Reads datasets of one file through h5py, if they cannot be read directly. Raises OSError if it cannot be opened.
 
-    h5py serialises its calls with a lock. Must not be used after a fork.
+    The HDF5 library lets one thread in at a time: h5py serialises its calls with a lock. Must not be used after a fork.
     """
 
     def __init__(self, path: Path, *, opened: h5py.File | None = None) -> None:
@@ -189,21 +202,24 @@ class RowReader:
         Only for `ChunkAccess.PLACES`. HDF5 1.10 searches all chunks of the dataset for it.
         Raises OSError or RuntimeError.
         """
-        info = self._dataset(name).id.get_chunk_info_by_coord(first)
+        with hdf5_lock():
+            info = self._dataset(name).id.get_chunk_info_by_coord(first)
         if info.byte_offset is None:
             return None
         return ChunkPlace(int(info.byte_offset), int(info.size), int(info.filter_mask))
 
     def stored_chunk(self, name: str, *, first: tuple[int, ...]) -> tuple[int, bytes]:
         """Returns (filter mask, bytes as stored) of that chunk, found in the file's index. Raises OSError."""
-        mask, data = self._dataset(name).id.read_direct_chunk(first)
+        with hdf5_lock():
+            mask, data = self._dataset(name).id.read_direct_chunk(first)
         return int(mask), data
 
     def header_offset(self, name: str) -> int:
         """Returns the offset of the dataset's object header in bytes, relative to the end of the user block."""
         import h5py
 
-        return int(h5py.h5o.get_info(self._dataset(name).id).addr)
+        with hdf5_lock():
+            return int(h5py.h5o.get_info(self._dataset(name).id).addr)
 
     def first_is_unlimited(self, name: str) -> bool:
         """Returns whether the first dimension of a dataset may grow without a limit."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpctrain.data.hdf5.decode import can_undo, undo
-from hpctrain.data.hdf5.layout import DatasetLayout
+from hpctrain.data.hdf5.layout import DatasetLayout, hdf5_lock
 from hpctrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def _row_of_lost_chunk(dataset: h5py.Dataset, layout: DatasetLayout) -> int | No
         if read_bytes > _MAX_BYTES:
             return None
         try:
-            mask, data = dataset.id.read_direct_chunk(first)
+            with hdf5_lock():
+                mask, data = dataset.id.read_direct_chunk(first)
             read_bytes += len(data)
             if mask & 1:
                 continue
