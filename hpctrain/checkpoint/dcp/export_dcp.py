@@ -9,7 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -257,7 +257,8 @@ def _commit(
         planner_data=dict(paths),
         storage_data=storage,
         storage_meta=StorageMeta(checkpoint_id=str(target), save_id=partial.name[-16:]),
-        version=VERSION,
+        # PyTorch 2.8 has none.
+        **({"version": VERSION} if "version" in {field.name for field in fields(Metadata)} else {}),
     )
     with explained(action="write", path=partial / METADATA_FILE), open(partial / METADATA_FILE, "xb") as file:
         pickle.dump(metadata, file)
