@@ -157,6 +157,7 @@ def test_a_step_that_is_not_accepted_and_parts_of_a_model_that_are_called_alone(
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")  # PyTorch 2.15
 def test_a_scripted_model_which_takes_no_hooks(session: Session) -> None:
     model = torch.jit.script(torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)))
     updater = session.updater(model, torch.optim.SGD(model.parameters(), 0.1))
