@@ -202,7 +202,8 @@ def _who_failed(evidence: Evidence) -> Diagnosis | None:
     if victim is not None:
         return _by_code(victim.exit_code, text=text, evidence=evidence)
     cancelled = _first(signs.STEP_CANCELLED, lines)
-    if cancelled is not None and not text:
+    # Slurm 24.11 also says so when a rank ends all after a hang, before it says how any has ended.
+    if cancelled is not None and not text and _first(signs.HANG, lines) is None:
         return Diagnosis(cause=Cause.CANCELLED, reason=cancelled.string)
     code = evidence.exit_code
     says_so = text or _first(signs.MPIRUN_EXIT_CODE, lines) is not None
