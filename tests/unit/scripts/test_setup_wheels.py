@@ -164,7 +164,7 @@ def written(into: Path, name: str) -> dict[str, str]:
 def test_site_keeps_what_is_new_enough_and_gets_the_rest_as_pinned(tmp_path: Path) -> None:
     packages = environment(tmp_path / "site", cuda="12.6")
     for name, version in [
-        ("torch", "2.4.0+cu126"),
+        ("torch", "2.9.0+cu126"),
         ("numpy", "1.26.4"),
         ("typer", "0.9.0"),
         ("click", "8.1.7"),
@@ -177,11 +177,11 @@ def test_site_keeps_what_is_new_enough_and_gets_the_rest_as_pinned(tmp_path: Pat
     reported = subprocess.run(
         [*words, "--keep-installed"], check=True, capture_output=True, text=True, timeout=300
     ).stdout
-    assert "keeping torch 2.4.0+cu126" in reported
+    assert "keeping torch 2.9.0+cu126" in reported
     wanted, limits = written(tmp_path, "requirements.txt"), written(tmp_path, "constraints.txt")
     assert "torch" not in wanted
     assert "numpy" not in wanted
-    assert limits["torch"] == "torch==2.4.0+cu126"
+    assert limits["torch"] == "torch==2.9.0+cu126"
     assert limits["numpy"] == "numpy==1.26.4"
     # Stays if it serves; if another package needs a newer one, then ours and not any.
     assert re.fullmatch(r"click>=8\.1\.7,<=8\.\d\.\d", limits["click"])
