@@ -13,7 +13,7 @@ from pathlib import Path
 # the dynamic linker, allocators, OpenMP and Python read theirs when a process starts.
 _PER_RANK = re.compile(
     r"(PMIX|PMI|OMPI|OPAL|ORTE|PRTE|MPI|MPIR|HYDRA|HYDI|I_MPI|MV2|MVP|SLURM|SLURMD|PALS|ALPS|FLUX|JSM|HPCTRAIN)_.*|PMI_.*"
-    r"|MPI_LOCAL.*|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|ZE_AFFINITY_MASK|GPU_DEVICE_ORDINAL|TMPDIR|PWD|OLDPWD|SHLVL|_"
+    r"|MPI_LOCAL.*|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|ZE_AFFINITY_MASK|GPU_DEVICE_ORDINAL|PWD|OLDPWD|SHLVL|_"
 )
 _NAMESPACES = ("mnt", "pid", "net", "uts", "ipc", "user", "cgroup")
 # Slurm makes one for each task of a step; what it limits are the step's, but for GPUs that it gives to single tasks.

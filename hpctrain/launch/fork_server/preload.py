@@ -37,7 +37,7 @@ _LIBRARIES_OF_MPI = ("libmpi.so", "libmpich.so", "libmpi_abi.so", "libmpi_cray.s
 
 def prepare_path(program: Program, *, directory: str) -> None:
     """Puts into sys.path what the program will have there: its folder, or that of `-m`. directory: the current one."""
-    if sys.flags.safe_path if hasattr(sys.flags, "safe_path") else False:
+    if getattr(sys.flags, "safe_path", False):  # Python 3.11 and newer
         return
     first = (
         directory

@@ -1,4 +1,4 @@
-"""A program without MPI that says what it has got from whoever started it: `forked_rank.py CASE [OUTPUT]`."""
+"""A program without MPI that prints its arguments, variables, limits, signals and files: `forked_rank.py CASE`."""
 
 import atexit
 import json
