@@ -204,12 +204,27 @@ def _who_failed(evidence: Evidence) -> Diagnosis | None:
     cancelled = _first(signs.STEP_CANCELLED, lines)
     # Slurm 24.11 also says so when a rank ends all after a hang, before it says how any has ended.
     if cancelled is not None and not text and _first(signs.HANG, lines) is None:
-        return Diagnosis(cause=Cause.CANCELLED, reason=cancelled.string)
+        return _cancelled_or_killed(cancelled.string, lines)
     code = evidence.exit_code
     says_so = text or _first(signs.MPIRUN_EXIT_CODE, lines) is not None
     if code is None or not (says_so or code > 128 or code in ExitCode.__members__.values()):
         return None
     return _by_code(code, text=text, evidence=evidence)
+
+
+def _cancelled_or_killed(cancelled: str, lines: Sequence[str]) -> Diagnosis:
+    """Judges a step that Slurm says it has cancelled, although nobody has asked the supervisor to stop.
+
+    Slurm 24.11 prints the same for a killed rank and for `scancel JOB.STEP`: first that the step is cancelled, then that
+    a task was killed. Whoever wants the run to end can say so to the supervisor; a killed rank cannot.
+    """
+    killed = next(
+        (failure for _, failure in signs.failures_in(lines) if failure.signal == signal.SIGKILL), None
+    )
+    if killed is None:
+        return Diagnosis(cause=Cause.CANCELLED, reason=cancelled)
+    reason = f"rank {killed.rank} on {killed.node} was killed, or somebody has cancelled the step: {cancelled}"
+    return Diagnosis(cause=Cause.LOST_RANK, reason=reason, nodes=(killed.node,))
 
 
 def _by_code(code: int, *, text: str, evidence: Evidence) -> Diagnosis | None:

@@ -1,6 +1,6 @@
 """Lines that launchers, Slurm, libraries and hpctrain print when something has failed, as patterns. Pure.
 
-Slurm's lines are those of 22.05 to 24.05, Open MPI's those of 4 and 5 (PRRTE), and Hydra's (MPICH, Intel MPI).
+Slurm's lines are those of 22.05 to 24.11, Open MPI's those of 4 and 5 (PRRTE), and Hydra's (MPICH, Intel MPI).
 """
 
 from __future__ import annotations
