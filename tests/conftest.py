@@ -37,6 +37,17 @@ def packed_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where / "digits"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _cold_starts_where_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("cold") is None:
+        yield
+        return
+    from tests.ranks_launcher import cold_starts
+
+    with cold_starts():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _sessions_are_closed() -> Iterator[None]:
     yield

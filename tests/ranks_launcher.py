@@ -1,6 +1,7 @@
 """Start real ranks from a test: `run_ranks` for a function, `run_command` for a command line.
 
-Ranks are started as `hpctrain launch` starts them: the same command line, environment and preloaded library.
+Ranks are started as `hpctrain launch --fork-server` starts them: the same command line, environment and preloaded
+library. Servers are shared by all tests of a run; `cold_starts` has ranks start by themselves.
 pytest itself stays outside MPI: it would hang when one rank fails. Each launch has a time limit that ends
 every process of it, and a failure shows the last lines of each rank. This module is also what each rank runs:
 `python -m tests.ranks_launcher module:function backend args-json out-dir timeout_s num_ranks`.
@@ -21,18 +22,38 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpctrain.launch import Machine, plan_launch, survey_machine
+from hpctrain.launch import ForkServer, Machine, plan_launch, survey_machine
+from hpctrain.launch.fork_server.plan import divide_servers, plan_fork_server
 from hpctrain.launch.machine import MpirunFamily
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # What an outer launcher leaves in the environment would make the inner ranks take themselves for its ranks.
 OUTER_LAUNCHER = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "PRTE_", "ORTE_", "HPCTRAIN_", "HOROVOD_")
+# pytest's own, of which one names the test: servers are shared by launches with the same variables.
+OF_PYTEST = ("PYTEST_",)
 TAIL_LINES = 40
+# For how long a fork server waits for the next test that can use it.
+LINGERS_S = 60.0
+PRELOAD = (
+    "torch",
+    "torch.optim",
+    "torch.utils.data",
+    "hpctrain.run.training",
+    "hpctrain.run.recipe.schema",
+    "hpctrain.cli.commands",
+    "hpctrain.comm.backends.mpi_world",
+    "hpctrain.tasks",
+)
+# Single processes that are forked too: commands that start no other processes of a launch.
+FORKED_COMMANDS = ("train", "data")
+CLIENT = "_fork_client"
+_forks = os.environ.get("HPCTRAIN_TESTS_START") != "cold"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +79,7 @@ class CommandResult:
 
 def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """A user's environment: ours without an outer launcher's variables, plus `extra`."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(OUTER_LAUNCHER)}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith((*OUTER_LAUNCHER, *OF_PYTEST))}
     path = [str(REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])]
     environment.update(
         OMPI_ALLOW_RUN_AS_ROOT="1",
@@ -68,6 +89,33 @@ def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     )
     environment.update(extra or {})
     return environment
+
+
+@contextmanager
+def cold_starts() -> Iterator[None]:
+    """Ranks start by themselves meanwhile."""
+    global _forks
+    before, _forks = _forks, False
+    yield
+    _forks = before
+
+
+def _fork_server() -> ForkServer | None:
+    """The servers of this run of pytest, whose workers share them."""
+    if not _forks:
+        return None
+    owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    return ForkServer(key=f"tests-{owner}", lingers_s=LINGERS_S, owner=owner, preload=PRELOAD)
+
+
+def _as_forked(command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The command line and the environment of a single process that is forked from a server."""
+    server, updates = _fork_server(), dict[str, str]()
+    words: tuple[str, ...] = ()
+    if server is not None:
+        words, _ = plan_fork_server(server, command, updates=updates)
+        divide_servers(words, environ=environment, updates=updates)
+    return [*words, *command], {**environment, **updates}
 
 
 @functools.cache
@@ -124,7 +172,13 @@ def as_hpctrain_launch(
 
     copy_output_to: each rank's output in files of its own as well.
     """
-    plan = plan_launch(command, num_ranks=num_ranks, environ=environment, machine=_machine())
+    plan = plan_launch(
+        command,
+        num_ranks=num_ranks,
+        environ=environment,
+        machine=_machine(),
+        fork_server=_fork_server(),
+    )
     argv = list(plan.argv)
     # Open MPI 5 writes the files instead of showing the output, and of several ranks nothing at all.
     if copy_output_to is not None and _family() is MpirunFamily.OPEN_MPI_4:
@@ -135,11 +189,13 @@ def as_hpctrain_launch(
 
 @dataclass
 class Launched:
-    """A started command. Its processes share a session, which is how all of them are found and ended."""
+    """A started command. Its processes share a session, but for ranks that were forked, which know their clients: so
+    all of them are found and ended."""
 
     process: subprocess.Popen[bytes]
     directory: tempfile.TemporaryDirectory[str]
     started: float = field(default_factory=time.monotonic)
+    clients: set[bytes] = field(default_factory=set)
 
     def __enter__(self) -> Launched:
         return self
@@ -158,24 +214,41 @@ class Launched:
 
     def processes(self) -> dict[int, str]:
         """Process id -> command line of every live process of the launch, the launcher's own included."""
-        found = {}
+        found, others = {}, []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
             try:
                 # Fields after the ")" of the name: state, parent, group, session. A zombie is not alive.
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[3]) == self.process.pid and fields[0] != "Z":
-                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
-                    found[int(entry.name)] = command.decode(errors="replace").strip()
+                command = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                )
+                if fields[0] == "Z":
+                    continue
+                if int(fields[3]) != self.process.pid:
+                    others.append((entry, command))
+                    continue
+                found[int(entry.name)] = command
+                if is_client(command):
+                    self.clients.add(entry.name.encode())
             except (OSError, IndexError):
                 continue  # it ended while we looked
+        for entry, command in others if self.clients else ():
+            try:
+                variables = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if any(b"HPCTRAIN_FORKED_FOR=" + client in variables for client in self.clients):
+                found[int(entry.name)] = command
         return found
 
     def rank_processes(self) -> dict[int, int]:
         """World rank -> process id, for ranks that mpirun has started."""
         found = {}
-        for pid in self.processes():
+        for pid, command in self.processes().items():
+            if is_client(command):
+                continue
             try:
                 environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError:
@@ -190,6 +263,7 @@ class Launched:
 
     def kill(self) -> None:
         """End every process of the launch."""
+        self.processes()
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -225,9 +299,11 @@ def start_command(
     env: Mapping[str, str] | None = None,
     cwd: Path | str = REPOSITORY,
     copy_output_to: Path | None = None,
+    forks: bool = False,
 ) -> Launched:
     """Start `argv` as `hpctrain launch -n num_ranks` does, or by itself when `num_ranks` is None; do not wait.
 
+    forks: a single process too is forked from a server; it starts no processes that outlive it.
     Use it as a context manager: leaving it ends every process of the launch.
     copy_output_to: each rank's output in files of its own as well.
     """
@@ -237,6 +313,8 @@ def start_command(
         command, environment = as_hpctrain_launch(
             num_ranks, command, environment, copy_output_to=copy_output_to
         )
+    elif forks or (Path(command[0]).name == "hpctrain" and command[1:2] and command[1] in FORKED_COMMANDS):
+        command, environment = _as_forked(command, environment)
     # Files, not pipes: a process that outlives its rank would keep a pipe open, and us waiting.
     with (
         open(Path(directory.name) / "stdout", "wb") as stdout,
@@ -307,7 +385,11 @@ def run_ranks(
         command += [str(timeout_s), str(num_ranks)]
         try:
             with start_command(
-                num_ranks if under_mpirun else None, command, env=extra, copy_output_to=directory / "ranks"
+                num_ranks if under_mpirun else None,
+                command,
+                env=extra,
+                copy_output_to=directory / "ranks",
+                forks=True,
             ) as launched:
                 result = launched.wait(timeout_s=timeout_s)
         except AssertionError as error:
@@ -326,6 +408,11 @@ def run_ranks(
         stderr=result.stderr,
         wall_s=result.wall_s,
     )
+
+
+def is_client(command: str) -> bool:
+    """Whether a command line is that of the program which stands for a forked rank."""
+    return CLIENT in command.partition(" ")[0]
 
 
 def _read(path: Path) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hpctrain.errors import LaunchError
-from hpctrain.launch.fork_server.plan import ForkServer, plan_fork_server
+from hpctrain.launch.fork_server.plan import ForkServer, divide_servers, plan_fork_server
 from hpctrain.launch.machine import Machine, MpirunFamily, Srun
 from hpctrain.launch.mpirun import mpirun_argv
 from hpctrain.launch.placement import Placement, place_ranks
@@ -113,6 +113,8 @@ def plan_launch(
             hostfile=hostfile,
             notes=notes,
         )
+    kept = {name: value for name, value in environ.items() if name not in removed}
+    divide_servers(words, environ=kept, updates=updates)
     return LaunchPlan(
         argv=(*argv, *words, *command),
         launcher=chosen,

@@ -17,7 +17,7 @@ from hpctrain.telemetry import read_records
 from tests.faults.checkpoint.mounts import Mount, why_not
 from tests.ranks_launcher import CommandResult, run_command, start_command
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.cold]
 
 HPCTRAIN = str(Path(sys.executable).with_name("hpctrain"))
 LEAST_S = 4.0

@@ -5,16 +5,17 @@ A process that it forks leaves `serve` and runs COMMAND below, so that it ends a
 
 from __future__ import annotations
 
-import os
 import sys
 
+at_start = frozenset(sys.modules)
 del sys.path[0]  # this folder
 
+import os  # noqa: E402
 
 from hpctrain.launch.fork_server.run_program import run_program  # noqa: E402
 from hpctrain.launch.fork_server.serve import serve  # noqa: E402
 
 if __name__ == "__main__":
-    program = serve(sys.argv[1:], directory=os.getcwd())
+    program = serve(sys.argv[1:], directory=os.getcwd(), at_start=at_start)
     if program is not None:
         run_program(program)

@@ -64,6 +64,7 @@ class Likeness:
     cgroups: str
     policy: str
     hard_limits: tuple[int, ...]
+    scheduling: tuple[int, int]
     nice: int
     out_of_memory_score: int
 
@@ -80,6 +81,7 @@ class Likeness:
             cgroups=cgroups if any(environ.get(name) for name in _GPUS_OF_TASKS) else _TASK.sub("", cgroups),
             policy=_memory_policy(pid),
             hard_limits=tuple(resource.prlimit(pid, limit)[1] for limit in limits()),
+            scheduling=(os.sched_getscheduler(pid), os.sched_getparam(pid).sched_priority),
             nice=os.getpriority(os.PRIO_PROCESS, pid),
             out_of_memory_score=int(Path(f"/proc/{pid}/oom_score_adj").read_text()),
         )
@@ -104,6 +106,8 @@ class Likeness:
             return "the memory policy differs between ranks of this node"
         if any(_less(mine, theirs) for mine, theirs in zip(self.hard_limits, other.hard_limits, strict=True)):
             return "a rank of this node may have more of a resource than another (ulimit -H)"
+        if self.scheduling != other.scheduling:
+            return "ranks of this node are scheduled by different policies (chrt)"
         if other.nice < self.nice or other.out_of_memory_score < self.out_of_memory_score:
             return "a rank of this node has a higher priority than another"
         return None

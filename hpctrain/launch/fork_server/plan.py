@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+from hpctrain.launch.fork_server.likeness import is_per_rank
 from hpctrain.launch.fork_server.program import read_program
 from hpctrain.launch.rank_identity.launcher_process import process_key
 
@@ -30,9 +32,10 @@ FOR_CLIENT = (KEY_VARIABLE, LINGER_VARIABLE, OWNER_VARIABLE, PRELOAD_VARIABLE, _
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkServer:
-    """Asks that ranks are forked from one process a node. key: servers are shared by launches with the same one.
-    lingers_s: how long a server waits for the next launch. owner: a process of this machine; when it has ended, servers
-    wait no longer. preload: modules that they import besides the known ones."""
+    """Asks that ranks are forked from one process a node. key: launches share servers if they have the same key,
+    variables, options of Python and `preload`. lingers_s: how long a server waits for the next launch. owner: a process
+    of this machine; when it has ended, servers wait no longer. preload: modules that they import besides the known
+    ones."""
 
     key: str = field(default_factory=lambda: f"{os.getpid()}-{secrets.token_hex(4)}")
     lingers_s: float = 0.0
@@ -45,7 +48,7 @@ def plan_fork_server(
 ) -> tuple[tuple[str, ...], str]:
     """Returns the words that stand before the command, none if it is started as without, and a note that says which.
 
-    Adds to `updates` variables of the launcher's environment.
+    Adds to `updates` variables of the launcher's environment. Call `divide_servers` when it is complete.
     """
     client = find_client()
     if client is None:
@@ -65,6 +68,18 @@ def plan_fork_server(
     server = Path(__file__).with_name("__main__.py")
     words = (client, str(Path(program.python).absolute()), *program.options, str(server), "--")
     return words, "ranks are forked from one process of each node (docs/guides/starting.md)"
+
+
+def divide_servers(words: Sequence[str], *, environ: Mapping[str, str], updates: dict[str, str]) -> None:
+    """Gives launches whose ranks cannot share a server different keys. words: of `plan_fork_server`. environ: of the
+    launcher, without `updates`."""
+    if words:
+        variables = {**environ, **updates}
+        shared = sorted(f"{name}={value}" for name, value in variables.items() if not is_per_rank(name))
+        digest = hashlib.sha256(
+            os.fsencode("\0".join([*words, updates.get(PRELOAD_VARIABLE, ""), *shared]))
+        ).hexdigest()[:8]
+        updates[KEY_VARIABLE] = f"{updates[KEY_VARIABLE]}-{digest}"
 
 
 def find_client(directory: Path = Path(__file__).parent) -> str | None:

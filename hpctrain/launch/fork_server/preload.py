@@ -35,16 +35,61 @@ _TRAINING = (
 _LIBRARIES_OF_MPI = ("libmpi.so", "libmpich.so", "libmpi_abi.so", "libmpi_cray.so")
 
 
-def prepare_path(program: Program, *, directory: str) -> None:
-    """Puts into sys.path what the program will have there: its folder, or that of `-m`. directory: the current one."""
-    if getattr(sys.flags, "safe_path", False):  # Python 3.11 and newer
-        return
-    first = (
-        directory
-        if program.script is None
-        else os.path.dirname(os.path.realpath(os.path.join(directory, program.script)))
-    )
-    sys.path.insert(0, first)
+def folder_of(program: Program, *, directory: str) -> str | None:
+    """Returns the folder that a program will have first in sys.path: its own, or `directory`, the current one, for
+    `-m`; None with `-I` and `-P`."""
+    if getattr(sys.flags, "safe_path", sys.flags.isolated):  # safe_path: Python 3.11 and newer
+        return None
+    if program.script is None:
+        return directory
+    return os.path.dirname(os.path.realpath(os.path.join(directory, program.script)))
+
+
+class Imported:
+    """What a server has imported, and whether a program would have imported the same."""
+
+    def __init__(self, folder: str | None, at_start: frozenset[str]) -> None:
+        """Puts `folder`, see `folder_of`, first into sys.path. at_start: what Python imports before any program."""
+        self._folder = folder
+        self._at_start = at_start
+        self._known: dict[str | None, str | None] = {}
+        if folder is not None:
+            sys.path.insert(0, folder)
+
+    def move_to(self, folder: str | None) -> None:
+        """Has sys.path begin with the folder of the program that this process becomes."""
+        if self._folder is not None:
+            del sys.path[0]
+        if folder is not None:
+            sys.path.insert(0, folder)
+
+    def why_other(self, folder: str | None) -> str | None:
+        """Returns why a program in `folder` cannot take over what is imported; None if it can."""
+        if folder not in self._known:
+            others = (name for name in [*sys.modules] if self._is_other(name, folder))
+            other = next(others, None)
+            self._known[folder] = other and f"{other} is another module for this program"
+        return self._known[folder]
+
+    def _is_other(self, name: str, folder: str | None) -> bool:
+        if "." in name or name in self._at_start:
+            return False
+        origin = getattr(getattr(sys.modules[name], "__spec__", None), "origin", None)
+        if folder is not None:
+            there = importlib.machinery.PathFinder.find_spec(name, [folder])
+            # A folder without __init__.py gives way to a module further on.
+            if there is not None and (there.origin or origin is None):
+                if there.origin is None or origin is None:
+                    return True
+                return os.path.realpath(there.origin) != os.path.realpath(origin)
+        is_of_folder = origin is not None and self._folder is not None and _top(origin) == self._folder
+        return is_of_folder and self._folder not in sys.path[1:]
+
+
+def _top(origin: str) -> str:
+    """Returns the folder of sys.path that a module's file is in."""
+    folder, name = os.path.split(origin)
+    return os.path.dirname(folder) if name.startswith("__init__.") else folder
 
 
 def modules_for(program: Program, *, directory: str, preload: Sequence[str]) -> list[str]:

@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from hpctrain.launch.fork_server.become import become
 from hpctrain.launch.fork_server.likeness import Likeness, is_per_rank
 from hpctrain.launch.fork_server.plan import PRELOAD_VARIABLE
-from hpctrain.launch.fork_server.preload import import_all, modules_for, prepare_path, settle
+from hpctrain.launch.fork_server.preload import Imported, folder_of, import_all, modules_for, settle
 from hpctrain.launch.fork_server.program import Program, read_program
 from hpctrain.launch.fork_server.server import LISTENS_AT, Server, cannot_fork, ignore_signals
 
 
-def serve(command: Sequence[str], *, directory: str) -> Program | None:
-    """Runs the server. Returns None when it has ended, and in each rank that it has forked the program to run."""
+def serve(command: Sequence[str], *, directory: str, at_start: frozenset[str]) -> Program | None:
+    """Runs the server. Returns None when it has ended, and in each rank that it has forked the program to run.
+
+    at_start: names of the modules that Python itself had imported when it began.
+    """
     ignore_signals()
     own = Likeness.of(os.getpid())
     preload = [name for name in os.environ.get(PRELOAD_VARIABLE, "").split(",") if name]
@@ -23,17 +26,18 @@ def serve(command: Sequence[str], *, directory: str) -> Program | None:
             del os.environ[name]
     found = read_program(command)
     program, refusal = (None, found) if isinstance(found, str) else (found, None)
+    imported = Imported(None if program is None else folder_of(program, directory=directory), at_start)
     if program is not None:
-        prepare_path(program, directory=directory)
         refusal = cannot_fork() or import_all(modules_for(program, directory=directory, preload=preload))
     settle()
-    server = Server(LISTENS_AT, program=program, own=own, refusal=refusal)
+    server = Server(LISTENS_AT, program=program, imported=imported, own=own, refusal=refusal)
     server.remove_abandoned()
     keep = {int(name) for name in os.listdir("/proc/self/fd") if int(name) < 200} - {0, 1, 2}
     forked = server.run()
     if forked is None:
         return None
     words = _words(forked.program)
+    imported.move_to(forked.folder)
     become(forked.request, title=forked.program.title, command=words, keep=keep)
     return forked.program
 

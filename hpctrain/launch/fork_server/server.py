@@ -21,6 +21,7 @@ from pathlib import Path
 from hpctrain.launch.fork_server.become import Request
 from hpctrain.launch.fork_server.likeness import Likeness, read_environ, read_status
 from hpctrain.launch.fork_server.plan import LINGER_VARIABLE, OWNER_VARIABLE
+from hpctrain.launch.fork_server.preload import Imported, folder_of
 from hpctrain.launch.fork_server.program import Program, read_program
 from hpctrain.launch.rank_identity.identity import identify
 from hpctrain.launch.rank_identity.launcher_process import process_key
@@ -49,20 +50,27 @@ class Forked:
     """What `Server.run` returns in a process that it has forked."""
 
     request: Request
-    command: list[str]
     program: Program
+    folder: str | None
 
 
 class Server:
-    """program: that the server has imported libraries for. own: of the server when it began. refusal: why it cannot
-    fork; then it tells the clients so."""
+    """program: that the server has imported libraries for, and `imported` what. own: of the server when it began.
+    refusal: why it cannot fork; then it tells the clients so."""
 
     def __init__(
-        self, listening: int, *, program: Program | None, own: Likeness, refusal: str | None
+        self,
+        listening: int,
+        *,
+        program: Program | None,
+        imported: Imported,
+        own: Likeness,
+        refusal: str | None,
     ) -> None:
         self._listening = socket.socket(fileno=_move(listening))
         self._path = Path(self._listening.getsockname())
         self._program = program
+        self._imported = imported
         self._own = own
         self._refusal = refusal
         self._ranks: list[_Rank] = []
@@ -136,7 +144,7 @@ class Server:
     def _serve(self, connection: socket.socket) -> Forked | None:
         connection = socket.socket(fileno=_move(connection.detach()))
         try:
-            request, command, refusal = self._receive(connection)
+            request, program, folder, refusal = self._receive(connection)
         except (OSError, ValueError):  # the client has ended
             connection.close()
             return None
@@ -150,9 +158,8 @@ class Server:
                 refusal = f"no process could be forked ({error.strerror})"
             else:
                 if pid == 0:
-                    program = read_program(command)
-                    assert isinstance(program, Program)
-                    return Forked(request=request, command=command, program=program)
+                    assert program is not None
+                    return Forked(request=request, program=program, folder=folder)
                 pidfd = _move(os.pidfd_open(pid))
                 self._ranks.append(_Rank(client=request.pid, connection=connection, pid=pid, pidfd=pidfd))
                 with contextlib.suppress(OSError):
@@ -177,8 +184,8 @@ class Server:
             if printed:
                 os.write(request.descriptors[2], printed)
 
-    def _receive(self, connection: socket.socket) -> tuple[Request, list[str], str | None]:
-        """Returns the request, the client's command, and why it is refused. Raises OSError, ValueError."""
+    def _receive(self, connection: socket.socket) -> tuple[Request, Program | None, str | None, str | None]:
+        """Returns the request, the client's program, its folder, and why it is refused. Raises OSError, ValueError."""
         pid, uid, _ = _CREDENTIALS.unpack(
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
@@ -207,20 +214,16 @@ class Server:
         if self._expected is None:
             with contextlib.suppress(Exception):
                 self._expected = identify(environ, socket.gethostname()).host_size
-        return request, command, self._refusal or self._why_not(pid, command)
-
-    def _why_not(self, pid: int, command: list[str]) -> str | None:
         program = read_program(command)
         if isinstance(program, str):
-            return program
-        mine = self._program
-        if mine is None or (program.options, program.script, program.module) != (
-            mine.options,
-            mine.script,
-            mine.module,
-        ):
-            return "another program's ranks are forked on this node"
-        return self._own.why_unlike(Likeness.of(pid))
+            return request, None, None, self._refusal or program
+        folder = folder_of(program, directory=os.readlink(f"/proc/{pid}/cwd"))
+        return request, program, folder, self._refusal or self._why_not(pid, program, folder)
+
+    def _why_not(self, pid: int, program: Program, folder: str | None) -> str | None:
+        if self._program is None or program.options != self._program.options:
+            return "ranks of this node have different options of Python"
+        return self._imported.why_other(folder) or self._own.why_unlike(Likeness.of(pid))
 
     def _end(self, rank: _Rank) -> None:
         _, status = os.waitpid(rank.pid, 0)

@@ -12,7 +12,7 @@ from tests.ranks.checkpoint import reshape_cases as cases
 from tests.ranks_launcher import run_ranks
 from tests.unit.checkpoint.states import save_by_threads
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.cold]
 
 
 def test_processes_load_what_threads_saved_and_the_other_way_round(tmp_path: Path) -> None:

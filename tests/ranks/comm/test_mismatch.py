@@ -11,7 +11,7 @@ from hpctrain.comm.watchdog.board.run_ending import read_ending
 from tests.ranks.comm import comm_cases, model_mismatch_cases
 from tests.ranks_launcher import run_ranks
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.cold]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hpctrain.comm.collectives.agreement import all_gather_json
 from hpctrain.data import Dataset, EpochOrder, Loader, pack_arrays, read_manifest
 from tests.ranks_launcher import run_command, run_ranks
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.cold]
 NUM_SAMPLES, BATCH = 101, 12
 
 

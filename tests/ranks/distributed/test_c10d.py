@@ -12,7 +12,7 @@ import pytest
 
 from tests.ranks_launcher import run_command
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.cold]
 
 NUM_RANKS = 4
 PROGRAM = "tests.ranks.distributed.c10d_program"

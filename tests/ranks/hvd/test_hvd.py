@@ -11,7 +11,7 @@ import pytest
 
 from tests.ranks_launcher import REPOSITORY, run_command
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.cold]
 
 OPERATIONS = [sys.executable, "-m", "tests.ranks.hvd.operations_program"]
 ERRORS = [sys.executable, "-W", "default", "-m", "tests.ranks.hvd.errors_program"]

@@ -21,7 +21,7 @@ from tests.ranks_launcher import (
     variables_of_another_mpi,
 )
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.cold]
 
 DOCTOR = [sys.executable, "-m", "hpctrain.cli.doctor"]
 MPIRUN = ["mpirun", *(["--oversubscribe", "--bind-to", "none"] if is_open_mpi() else [])]

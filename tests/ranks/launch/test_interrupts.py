@@ -14,7 +14,7 @@ from hpctrain.errors import ExitCode
 from tests.interrupts import MOMENTS, SLOW_SAVES, Interrupts
 from tests.ranks_launcher import Launched, start_command
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.cold]
 
 HPCTRAIN = str(Path(sys.executable).with_name("hpctrain"))
 NUM_RANKS = 2

@@ -15,7 +15,7 @@ import pytest
 
 from tests.ranks_launcher import Launched, is_open_mpi, launcher_name, run_command, start_command
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.cold]
 
 STARTER = "mpirun" if is_open_mpi() else "mpiexec.hydra"
 LAUNCH = [sys.executable, "-m", "hpctrain.cli.launch"]  # the root of the commands loads torch: slower

@@ -13,7 +13,7 @@ import pytest
 
 from tests.ranks_launcher import rank_environment, run_command
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.cold]
 RANK = [sys.executable, "-m", "tests.ranks.launch.start_rank"]
 
 

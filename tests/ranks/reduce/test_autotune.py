@@ -10,7 +10,7 @@ import pytest
 from tests.ranks.reduce import autotune_cases
 from tests.ranks_launcher import run_ranks
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.cold]
 # For latency and bandwidth of every level and for all trials. Two are promised; a machine that other work fills was
 # seen to take 2.04, and a reduction that has begun is not aborted.
 SECONDS_AT_MOST = 20.0

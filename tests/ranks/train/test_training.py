@@ -20,7 +20,7 @@ from hpctrain.topology import Topology
 from tests.ranks.train import training_cases
 from tests.ranks_launcher import RanksResult, run_ranks
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.cold]
 
 BACKENDS = ["mpi", "horovod"]
 RANK_COUNTS = [1, 2, 3, 4]
