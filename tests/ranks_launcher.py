@@ -138,7 +138,7 @@ def launcher_name() -> str:
 
 def variables_of_another_mpi(*, rank: int, num_ranks: int) -> dict[str, str]:
     """What the launcher of an MPI other than that of `mpirun` sets in a rank of one node."""
-    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    names: tuple[str, ...] = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     if not is_open_mpi():
         names = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
     return dict(zip(names, map(str, (rank, num_ranks) * 2), strict=True))
@@ -214,7 +214,8 @@ class Launched:
 
     def processes(self) -> dict[int, str]:
         """Process id -> command line of every live process of the launch, the launcher's own included."""
-        found, others = {}, []
+        found: dict[int, str] = {}
+        others: list[tuple[Path, str]] = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
