@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.launch import ForkServer, Machine, plan_launch, survey_machine
-from hpctrain.launch.fork_server.plan import divide_servers, plan_fork_server
+from hpctrain.launch.fork_server.plan import KEY_VARIABLE, OFF, divide_servers, plan_fork_server
 from hpctrain.launch.machine import MpirunFamily
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -87,6 +87,8 @@ def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         OMP_NUM_THREADS="1",
         PYTHONPATH=os.pathsep.join(path),
     )
+    if not _forks:
+        environment[KEY_VARIABLE] = OFF
     environment.update(extra or {})
     return environment
 
@@ -113,7 +115,7 @@ def _as_forked(command: Sequence[str], environment: Mapping[str, str]) -> tuple[
     server, updates = _fork_server(), dict[str, str]()
     words: tuple[str, ...] = ()
     if server is not None:
-        words, _ = plan_fork_server(server, command, updates=updates)
+        words, _ = plan_fork_server(server, command, environ=environment, ranks_on_a_node=1, updates=updates)
         divide_servers(words, environ=environment, updates=updates)
     return [*words, *command], {**environment, **updates}
 

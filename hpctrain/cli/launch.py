@@ -56,18 +56,19 @@ def launch_command(
         StopSignal, typer.Option("--stop-signal", help="What Ctrl-C and SIGTERM become for the ranks.")
     ] = StopSignal.SIGUSR1,
     fork_server: Annotated[
-        bool,
+        Optional[bool],  # noqa: UP045
         typer.Option(
-            "--fork-server",
-            help="Fork ranks from one process of each node, which has imported their libraries once.",
+            "--fork-server/--no-fork-server",
+            help="Fork ranks from one process of each node, which has imported their libraries once. Default: for "
+            "Python programs with several ranks on a node, where there are no GPUs.",
         ),
-    ] = False,
+    ] = None,
     preload: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(
             "--preload",
             metavar="MODULE",
-            help="With --fork-server: imported before it forks; may be repeated.",
+            help="A module that is imported before ranks are forked; may be repeated.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
@@ -78,14 +79,14 @@ def launch_command(
     hpctrain launch -n 4 -- hpctrain train recipe.toml
     hpctrain launch -n 4 --ranks-per-node 2 -- python train.py         one machine emulates two nodes
     hpctrain launch -n 8 --ranks-per-node 4 --host a,b -- hpctrain train recipe.toml
-    hpctrain launch -n 48 --fork-server -- hpctrain train recipe.toml      imports once a node, not once a rank
+    hpctrain launch -n 48 --preload my_package -- python train.py      imports it once a node, not once a rank
 
     Ctrl-C or SIGTERM asks the ranks to save and stop (exit code 75); a second Ctrl-C ends them at once.
     """
     if host is not None and hostfile is not None:
         raise LaunchError("--host and --hostfile both name the machines: give one of them")
-    if preload and not fork_server:
-        raise LaunchError("--preload names what a fork server imports: give --fork-server too")
+    if preload and fork_server is False:
+        raise LaunchError("--preload names what a fork server imports: leave out --no-fork-server")
     plan = plan_launch(
         [resolve_command(command[0]), *command[1:]],
         num_ranks=num_ranks,
@@ -95,7 +96,9 @@ def launch_command(
         launcher=launcher,
         hosts=_read_hosts(host, hostfile),
         hostfile=str(hostfile) if hostfile is not None else None,
-        fork_server=ForkServer(preload=preload or ()) if fork_server else None,
+        fork_server=None
+        if fork_server is False
+        else ForkServer(preload=preload or (), by_default=fork_server is None),
     )
     if dry_run:
         for note in plan.notes:

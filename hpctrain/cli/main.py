@@ -9,19 +9,23 @@ import socket
 import sys
 from typing import Annotated
 
+from hpctrain.launch import hand_over, restart_with_sleep
 from hpctrain.resilience import hold_signals, let_interrupts_end, let_stop_end
 
 if sys.argv[1:2] == ["train"]:
-    # Before the slow imports. `train_command` releases the signals, and enables the garbage collector again.
+    # Before the slow imports, torch and MPI. `train_command` releases the signals, and enables the garbage collector
+    # again.
     hold_signals()
     gc.disable()
+    restart_with_sleep()
+    hand_over()
 elif sys.argv[1:2] in (["launch"], ["supervise"], ["check"]):
     let_interrupts_end()  # until they handle signals
 
 import typer
 
 from hpctrain.errors import HpctrainError, LaunchError
-from hpctrain.launch import STOP_VARIABLE, identify, print_and_exit, restart_with_sleep
+from hpctrain.launch import STOP_VARIABLE, identify, print_and_exit
 from hpctrain.version import __version__
 
 HELP = """Distributed PyTorch training on HPC systems, from mpirun and srun.
@@ -79,10 +83,11 @@ def root(
 
 def main() -> None:
     """Entry point of the `hpctrain` command."""
-    restart_with_sleep()  # before torch and MPI are loaded
     if sys.argv[1:2] == ["train"]:
         with contextlib.suppress(LaunchError):  # the command raises it again
             _let_stops_end()
+    else:
+        restart_with_sleep()  # before torch and MPI are loaded
     from hpctrain.cli.commands import add_commands  # slow
 
     add_commands(app)

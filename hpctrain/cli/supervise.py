@@ -73,12 +73,12 @@ def supervise_command(
         float, typer.Option(min=1, help="A node that has not answered the checks by then is not used.")
     ] = 30.0,
     fork_server: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--fork-server",
+            "--fork-server/--no-fork-server",
             help="Fork ranks from one process of each node, as `hpctrain launch` does; restarts import nothing again.",
         ),
-    ] = False,
+    ] = None,
 ) -> None:
     """Start the ranks of a command, watch them, and start them again after a lost rank or node.
 
@@ -117,7 +117,9 @@ def supervise_command(
         ],
         check_script=None if check is None else str(check.absolute()),
         check_timeout_s=check_timeout_s,
-        fork_server=ForkServer(lingers_s=_SERVER_LINGERS_S) if fork_server else None,
+        fork_server=None
+        if fork_server is False
+        else ForkServer(lingers_s=_SERVER_LINGERS_S, by_default=fork_server is None),
     )
     limits = Limits(
         max_restarts=max_restarts,

@@ -26,6 +26,7 @@ from .failure import (
     signal_name as signal_name,
 )
 from .fork_server.plan import ForkServer as ForkServer
+from .forked_start import hand_over as hand_over
 from .machine import Machine as Machine, survey_machine as survey_machine
 from .placement import place_ranks as place_ranks
 from .plain_errors import print_and_exit as print_and_exit

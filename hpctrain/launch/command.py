@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hpctrain.errors import LaunchError
-from hpctrain.launch.fork_server.plan import ForkServer, divide_servers, plan_fork_server
+from hpctrain.launch.fork_server.plan import FOR_CLIENT, ForkServer, divide_servers, plan_fork_server
 from hpctrain.launch.machine import Machine, MpirunFamily, Srun
 from hpctrain.launch.mpirun import mpirun_argv
 from hpctrain.launch.placement import Placement, place_ranks
@@ -30,7 +30,8 @@ class Launcher(str, Enum):
 class LaunchPlan:
     """A launch, ready to run. `env_updates` are set and `env_removed` unset in the launcher's environment.
 
-    is_hydra: whether the launcher is Hydra, of MPICH and Intel MPI.
+    is_hydra: whether the launcher is Hydra, of MPICH and Intel MPI. fork_words: those of `argv` that have each rank
+    forked from a server.
     """
 
     argv: tuple[str, ...]
@@ -38,15 +39,24 @@ class LaunchPlan:
     num_ranks: int
     emulated: bool
     is_hydra: bool = False
+    fork_words: tuple[str, ...] = ()
     env_updates: Mapping[str, str] = field(default_factory=dict)
     env_removed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def shell_line(self) -> str:
-        """The launch as an equivalent shell command line."""
+        """The launch as a shell command line, in which each rank starts by itself."""
         words = [f"-u {shlex.quote(name)}" for name in self.env_removed]
-        words += [f"{name}={shlex.quote(value)}" for name, value in self.env_updates.items()]
-        return " ".join([*(["env", *words] if words else []), shlex.join(self.argv)])
+        words += [
+            f"{name}={shlex.quote(value)}"
+            for name, value in self.env_updates.items()
+            if name not in FOR_CLIENT
+        ]
+        argv = [*self.argv]
+        if self.fork_words:
+            first = argv.index(self.fork_words[0])
+            del argv[first : first + len(self.fork_words)]
+        return " ".join([*(["env", *words] if words else []), shlex.join(argv)])
 
 
 def plan_launch(
@@ -69,7 +79,7 @@ def plan_launch(
     If `hostfile`, the file that `hosts` were read from, is given, it is passed to mpirun instead of a list.
     nodes: those of a Slurm allocation that are to be used, by name; none: as many as are needed, chosen by Slurm.
     fork_server: if given, ranks are forked from one process a node if the command is a Python program; a note says
-    whether they are.
+    whether they are, and why not.
 
     Raises LaunchError if the ranks cannot be placed, the launcher is not installed, or this process is
     itself one of several ranks.
@@ -91,8 +101,10 @@ def plan_launch(
     updates, removed = _common_environment(placement, environ)
     words: tuple[str, ...] = ()
     if fork_server is not None:
-        words, note = plan_fork_server(fork_server, command, updates=updates)
-        notes.append(note)
+        words, note = plan_fork_server(
+            fork_server, command, environ=environ, ranks_on_a_node=placement.ranks_on_a_node, updates=updates
+        )
+        notes += [note] if note is not None else []
     if chosen is Launcher.SRUN:
         argv = srun_argv(
             placement,
@@ -123,6 +135,7 @@ def plan_launch(
         is_hydra=chosen is Launcher.MPIRUN
         and machine.mpirun is not None
         and machine.mpirun.family is MpirunFamily.HYDRA,
+        fork_words=words,
         env_updates=updates,
         env_removed=tuple(removed),
         notes=tuple(notes),

@@ -13,11 +13,13 @@ from typing import Any
 
 from hpctrain.bench.step.plan import StepCell, recipe_of
 from hpctrain.errors import HpctrainError, LaunchError, StoppedEarly, from_exit_code
-from hpctrain.launch import Launcher, Machine, plan_launch, resolve_command, run_launch
+from hpctrain.launch import ForkServer, Launcher, Machine, plan_launch, resolve_command, run_launch
 from hpctrain.run import Recipe, to_toml
 from hpctrain.telemetry import read_records
 
 LAST_LINES = 20
+# All runs of a measurement are forked from the same servers, which wait so long for the next run.
+_SERVERS, _SERVERS_WAIT_S = f"bench-{os.getpid()}", 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +97,7 @@ def launch_run(recipe_path: Path, cell: StepCell, *, how: HowToRun, output: Path
         environ=environ,
         machine=how.machine,
         launcher=how.launcher,
+        fork_server=ForkServer(key=_SERVERS, lingers_s=_SERVERS_WAIT_S, by_default=True),
     )
     with output.open("wb") as file:
         outcome = run_launch(plan, environ=environ, messages=io.StringIO(), output=file)

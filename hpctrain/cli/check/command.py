@@ -14,7 +14,15 @@ from typing import Annotated, Any, Optional
 import typer
 
 from hpctrain.errors import DifferenceFound, ExitCode, HpctrainError, LaunchError, from_exit_code
-from hpctrain.launch import Launcher, identify, plan_launch, resolve_command, run_launch, survey_machine
+from hpctrain.launch import (
+    ForkServer,
+    Launcher,
+    identify,
+    plan_launch,
+    resolve_command,
+    run_launch,
+    survey_machine,
+)
 
 INTERRUPTED = 130  # exit code that a shell reports for a command ended by Ctrl-C
 
@@ -100,6 +108,7 @@ def _launched(
     plan = plan_launch(
         [resolve_command("hpctrain"), "check", str(recipe), *options],
         num_ranks=num_ranks, environ=os.environ, machine=survey_machine(), launcher=launcher,
+        fork_server=ForkServer(by_default=True),
     )  # fmt: skip
     sys.stderr.flush()
     with os.fdopen(os.dup(2), "wb") as output:

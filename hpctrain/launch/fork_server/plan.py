@@ -12,11 +12,13 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from hpctrain.launch.fork_server.likeness import is_per_rank
-from hpctrain.launch.fork_server.program import read_program
+from hpctrain.launch.fork_server.program import Program, read_program
 from hpctrain.launch.rank_identity.launcher_process import process_key
 
 # The server's name on each node: one for each launch, or for those of one supervisor.
 KEY_VARIABLE = "HPCTRAIN_FORK_SERVER"
+# Its value where the user wants none.
+OFF = "off"
 # For how many seconds a server waits for other clients when its last rank has ended.
 LINGER_VARIABLE = "HPCTRAIN_FORK_SERVER_LINGERS_S"
 # The process that will start others, as `process_key` has it: when it has ended the server waits for nobody.
@@ -25,6 +27,8 @@ OWNER_VARIABLE = "HPCTRAIN_FORK_SERVER_OWNER"
 PRELOAD_VARIABLE = "HPCTRAIN_FORK_SERVER_PRELOAD"
 _ROOM_VARIABLE = "HPCTRAIN_FORK_SERVER_ROOM"  # of the client for the server
 _WAIT_VARIABLE = "HPCTRAIN_FORK_SERVER_WAIT_S"  # how long a client waits for the server
+# Drivers of NVIDIA's and AMD's GPUs, and of those in WSL.
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _CLIENT_STEM = "_fork_client"
 # Not for the ranks.
 FOR_CLIENT = (KEY_VARIABLE, LINGER_VARIABLE, OWNER_VARIABLE, PRELOAD_VARIABLE, _ROOM_VARIABLE, _WAIT_VARIABLE)
@@ -35,39 +39,61 @@ class ForkServer:
     """Asks that ranks are forked from one process a node. key: launches share servers if they have the same key,
     variables, options of Python and `preload`. lingers_s: how long a server waits for the next launch. owner: a process
     of this machine; when it has ended, servers wait no longer. preload: modules that they import besides the known
-    ones."""
+    ones. by_default: only where it saves something and was tried, and the user has not switched it off."""
 
     key: str = field(default_factory=lambda: f"{os.getpid()}-{secrets.token_hex(4)}")
     lingers_s: float = 0.0
     owner: int = field(default_factory=os.getpid)
     preload: Sequence[str] = ()
+    by_default: bool = False
 
 
 def plan_fork_server(
-    asked: ForkServer, command: Sequence[str], *, updates: dict[str, str]
-) -> tuple[tuple[str, ...], str]:
+    asked: ForkServer,
+    command: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    ranks_on_a_node: int,
+    updates: dict[str, str],
+) -> tuple[tuple[str, ...], str | None]:
     """Returns the words that stand before the command, none if it is started as without, and a note that says which.
 
-    Adds to `updates` variables of the launcher's environment. Call `divide_servers` when it is complete.
+    Adds to `updates` variables of the launcher's environment, which is `environ` with them. Call `divide_servers` when
+    it is complete.
     """
+    program = read_program(command)
+    if asked.by_default and (ranks_on_a_node < 2 or isinstance(program, str)):
+        return (), None
+    why_not = why_not_by_default(environ) if asked.by_default else None
     client = find_client()
     if client is None:
-        return (
-            (),
-            f"each rank starts by itself: {_CLIENT_STEM} was not compiled (a C compiler, then make setup)",
-        )
-    program = read_program(command)
+        why_not = f"{_CLIENT_STEM} was not compiled (a C compiler, then make setup)"
     if isinstance(program, str):
-        return (), f"each rank starts by itself: {program}"
+        why_not = program
+    if why_not is not None or client is None or isinstance(program, str):
+        return (), f"each rank starts by itself: {why_not}"
     updates[KEY_VARIABLE] = asked.key
     if asked.lingers_s:
         updates[LINGER_VARIABLE] = f"{asked.lingers_s:g}"
         updates[OWNER_VARIABLE] = f"{socket.gethostname()}:{process_key(asked.owner)}"
     if asked.preload:
         updates[PRELOAD_VARIABLE] = ",".join(asked.preload)
-    server = Path(__file__).with_name("__main__.py")
-    words = (client, str(Path(program.python).absolute()), *program.options, str(server), "--")
+    words = client_words(client, program)
     return words, "ranks are forked from one process of each node (docs/guides/starting.md)"
+
+
+def client_words(client: str, program: Program) -> tuple[str, ...]:
+    """Returns the words that stand before a program's command line to have it forked. client: of `find_client`."""
+    server = Path(__file__).with_name("__main__.py")
+    return (client, str(Path(program.python).absolute()), *program.options, str(server), "--")
+
+
+def why_not_by_default(environ: Mapping[str, str]) -> str | None:
+    """Returns why ranks are not forked on this machine unless the user asks for it; None if they are."""
+    if environ.get(KEY_VARIABLE) == OFF:
+        return f"{KEY_VARIABLE}={OFF}"
+    device = next((name for name in _GPU_DEVICES if os.path.exists(name)), None)
+    return device and f"{device} is there, and forked ranks were never tried with GPUs (--fork-server)"
 
 
 def divide_servers(words: Sequence[str], *, environ: Mapping[str, str], updates: dict[str, str]) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from hpctrain.launch.fork_server.plan import ForkServer, find_client, plan_fork_server
-from tests.ranks_launcher import run_command
+from hpctrain.launch.fork_server.plan import KEY_VARIABLE, ForkServer, find_client, plan_fork_server
+from tests.ranks_launcher import cold_starts, run_command
 
 pytestmark = [
     pytest.mark.launches,
@@ -52,7 +52,11 @@ def forked(
     updates: dict[str, str] = {}
     command = [sys.executable, *words]
     before, _ = plan_fork_server(
-        ForkServer(key=key, lingers_s=lingers_s, preload=preload), command, updates=updates
+        ForkServer(key=key, lingers_s=lingers_s, preload=preload),
+        command,
+        environ=os.environ,
+        ranks_on_a_node=1,
+        updates=updates,
     )
     assert before
     return [*before, *command], {**os.environ, **updates}
@@ -272,23 +276,34 @@ def test_what_cannot_be_forked_starts_by_itself_and_says_why(tmp_path: Path) -> 
 
 def test_a_training_is_the_same_and_leaves_nothing(tmp_path: Path, packed_digits: Path) -> None:
     recipe = Path(__file__).parents[3] / "examples/digits.toml"
+    launch = [sys.executable, "-m", "hpctrain.cli.main", "launch", "-n", "3"]
     losses = []
-    for name, options in (("cold", []), ("warm", ["--fork-server"])):
+    for name, before in (
+        ("cold", [*launch, "--no-fork-server", "--"]),
+        ("warm", [*launch, "--"]),
+        ("mpirun", []),
+    ):
         command = [
-            sys.executable, "-m", "hpctrain.cli.main", "launch", "-n", "3", *options, "--",
-            "hpctrain", "train", str(recipe), "--set", "run.epochs=1", "--set", f"run.directory={tmp_path / name}",
-            "--set", f"data.train={packed_digits / 'train'}", "--set", f"data.held_out={packed_digits / 'test'}",
+            *before, "hpctrain", "train", str(recipe), "--set", "run.epochs=1",
+            "--set", f"run.directory={tmp_path / name}", "--set", f"data.train={packed_digits / 'train'}", "--set", f"data.held_out={packed_digits / 'test'}",
         ]  # fmt: skip
-        result = run_command(None, command, expect=0)
+        with cold_starts():
+            result = run_command(None if before else 3, command, env={KEY_VARIABLE: ""}, expect=0)
         assert ("ranks are forked from one process of each node" in result.stderr) == (name == "warm")
         assert "starts by itself" not in result.stderr
         lines = (tmp_path / name / "metrics/rank-00000.jsonl").read_text().splitlines()
         start = json.loads((tmp_path / name / "environment.json").read_text())["start"]
-        assert start["forked"] == (name == "warm")
+        assert start["forked"] == (name != "cold")
         assert start["seconds"] > 0
         losses.append([json.loads(line).get("loss") for line in lines])
-    assert losses[0] == losses[1]
-    assert not [path.name for path in FOLDER.iterdir() if path.name.startswith(f"{os.getpid()}-")]
+    assert losses[0] == losses[1] == losses[2]
+
+    def remains() -> list[str]:
+        """Names of files whose launcher has ended. They begin with its process number."""
+        first = ((path.name, path.name.partition("-")[0]) for path in FOLDER.iterdir())
+        return [name for name, number in first if number.isdigit() and state_of(int(number)) == "gone"]
+
+    wait_for(lambda: not remains())
 
 
 @pytest.mark.thorough

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.launch.fork_server import plan
 from hpctrain.launch.fork_server.likeness import Likeness, is_per_rank
-from hpctrain.launch.fork_server.preload import modules_for
+from hpctrain.launch.fork_server.plan import KEY_VARIABLE, ForkServer, divide_servers, plan_fork_server
+from hpctrain.launch.fork_server.preload import Imported, modules_for
 from hpctrain.launch.fork_server.program import Program, read_program
 
 
@@ -110,6 +112,7 @@ def test_a_client_that_was_started_otherwise_is_refused() -> None:
         (dataclasses.replace(own, cgroups="0::/elsewhere\n"), "control groups"),
         (dataclasses.replace(own, policy="bind:7"), "memory policy"),
         (dataclasses.replace(own, nice=own.nice - 1), "priority"),
+        (dataclasses.replace(own, scheduling=(os.SCHED_BATCH, 0)), "policies"),
     ):
         found = own.why_unlike(other)
         assert found is not None
@@ -121,3 +124,70 @@ def test_a_client_that_was_started_otherwise_is_refused() -> None:
     assert endless.why_unlike(high) is None
     for less, more in ((low, high), (high, endless)):
         assert "more of a resource" in (less.why_unlike(more) or "")
+
+
+@pytest.mark.skipif(plan.find_client() is None, reason="the program that stands for a rank was not compiled")
+def test_by_default_ranks_are_forked_where_it_saves_something_and_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_GPU_DEVICES", ())
+    python = [sys.executable, "train.py"]
+
+    def asked(command: list[str], *, ranks: int = 2, by_default: bool = True, **environ: str) -> str | None:
+        updates: dict[str, str] = {}
+        words, note = plan_fork_server(
+            ForkServer(by_default=by_default),
+            command,
+            environ=environ,
+            ranks_on_a_node=ranks,
+            updates=updates,
+        )
+        assert bool(words) == (KEY_VARIABLE in updates) == ("are forked" in (note or ""))
+        return note
+
+    assert "are forked" in (asked(python) or "")
+    assert asked(python, ranks=1) is None
+    assert asked(["true"]) is None
+    assert "HPCTRAIN_FORK_SERVER=off" in (asked(python, HPCTRAIN_FORK_SERVER="off") or "")
+    monkeypatch.setattr(plan, "_GPU_DEVICES", (str(tmp_path),))
+    assert "never tried with GPUs" in (asked(python) or "")
+    assert "are forked" in (asked(python, ranks=1, by_default=False) or "")
+    assert "is no Python program" in (asked(["true"], by_default=False) or "")
+
+
+def test_launches_that_differ_in_what_ranks_share_have_servers_of_their_own() -> None:
+    def key(*words: str, **environ: str) -> str:
+        updates = {KEY_VARIABLE: "k"}
+        divide_servers(["client", *words], environ=environ, updates=updates)
+        return updates[KEY_VARIABLE]
+
+    keys = [key(), key("-O"), key(LD_PRELOAD="x.so"), key(OMP_NUM_THREADS="2")]
+    assert len({*keys}) == len(keys)
+    assert key(OMPI_COMM_WORLD_SIZE="2", SLURM_STEP_ID="3") == keys[0]
+
+
+def test_a_program_that_would_import_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other, third = (tmp_path / name for name in ("mine", "other", "third"))
+    for folder in (mine, other, third):
+        folder.mkdir()
+    (mine / "only_mine.py").touch()
+    (other / "json").mkdir()  # without __init__.py Python takes its own
+    (third / "json.py").touch()
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    imported = Imported(str(mine), frozenset(sys.modules) - {"json"})
+    assert imported.why_other(str(mine)) is None
+    assert imported.why_other(str(other)) is None
+    assert imported.why_other(None) is None
+    assert "json is another module" in (imported.why_other(str(third)) or "")
+    __import__("only_mine")
+    sys.path.remove(str(mine))
+    try:
+        imported = Imported(str(mine), frozenset(sys.modules) - {"only_mine"})
+        assert imported.why_other(str(mine)) is None
+        assert "only_mine is another module" in (imported.why_other(str(other)) or "")
+    finally:
+        del sys.modules["only_mine"]
+    imported.move_to(str(other))
+    assert (sys.path[0], sys.path.count(str(other))) == (str(other), 1)

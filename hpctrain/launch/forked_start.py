@@ -1,0 +1,43 @@
+"""A rank of `hpctrain train` that mpirun or srun has started is forked too, without `hpctrain launch`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+
+from hpctrain.errors import LaunchError
+from hpctrain.launch.fork_server.plan import KEY_VARIABLE, client_words, find_client, why_not_by_default
+from hpctrain.launch.fork_server.program import Program, read_program
+from hpctrain.launch.process import STOP_VARIABLE
+from hpctrain.launch.rank_identity.identity import identify
+from hpctrain.launch.rank_identity.launcher_process import find_launcher_process, was_forked
+
+
+def hand_over() -> None:
+    """Becomes the program that stands for a rank, if this process is one of several ranks of its node that a launcher
+    has started. Returns if the rank starts by itself.
+
+    Call it before anything slow is imported: each rank pays for that. `hpctrain launch` has decided already.
+    """
+    environ = os.environ
+    if environ.get(KEY_VARIABLE) or STOP_VARIABLE in environ or was_forked(environ):
+        return
+    client = find_client()
+    try:
+        identity = identify(environ, socket.gethostname())
+    except LaunchError:  # it is raised again where the ranks start
+        return
+    if client is None or identity.launcher == "none" or (identity.host_size or 1) < 2:
+        return
+    key = find_launcher_process(environ).key()
+    if key is None or why_not_by_default(environ) is not None:
+        return
+    command = [sys.executable, *sys.orig_argv[1:]]
+    program = read_program(command)
+    if isinstance(program, Program):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # on failure it starts by itself
+            os.execve(client, [*client_words(client, program), *command], {**environ, KEY_VARIABLE: key})
