@@ -34,7 +34,7 @@ class Launches:
     def argv(self, kind: str, command: Sequence[str], *, num_ranks: int) -> list[str]:
         """NOTHING leaves a server, which UP finds, and which ends with the ranks of UP."""
         if kind == WITHOUT:
-            return [*LAUNCH, "-n", str(num_ranks), "--", *command]
+            return alone(WITHOUT, command, num_ranks=num_ranks)
         lingers_s = _LINGERS_S if kind == NOTHING else 0.0
         shared = [sys.executable, "-m", "benchmarks.start.launch", self.key, str(lingers_s)]
         return [*shared, "-n", str(num_ranks), "--", *command]
@@ -43,7 +43,9 @@ class Launches:
         """Returns the process id of the fork server on this machine; None if there is none."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if is_server(process.cmdline()) and process.environ().get(KEY_VARIABLE) == self.key:
+                if is_server(process.cmdline()) and process.environ().get(KEY_VARIABLE, "").startswith(
+                    f"{self.key}-"
+                ):
                     return process.pid
         return None
 
@@ -56,5 +58,5 @@ def is_server(command: Sequence[str]) -> bool:
 
 def alone(kind: str, command: Sequence[str], *, num_ranks: int) -> list[str]:
     """The command line of a user. kind: WITHOUT or NOTHING; the server of this launch ends with its ranks."""
-    forked = ["--fork-server"] if kind == NOTHING else []
-    return [*LAUNCH, "-n", str(num_ranks), *forked, "--", *command]
+    forked = "--fork-server" if kind == NOTHING else "--no-fork-server"
+    return [*LAUNCH, "-n", str(num_ranks), forked, "--", *command]

@@ -15,6 +15,7 @@ from pathlib import Path, PurePath
 from benchmarks.start.runs import Workplace, run_command
 from benchmarks.starting import REPOSITORY, user_environment
 from hpctrain.launch import ForkServer, plan_launch, resolve_command, survey_machine
+from hpctrain.launch.fork_server.plan import KEY_VARIABLE, OFF
 
 # Every system call that takes a path, and those that list a folder. -y shows the folder of a relative path.
 _STRACE = (
@@ -67,7 +68,7 @@ def measure(place: Workplace, *, num_ranks: int, forked: bool) -> Operations:
     trace = Path(f"{folder}.strace")
     argv = [*_STRACE, "-o", str(trace), *plan.argv]
     what = f"{num_ranks} ranks, {'with' if forked else 'without'} a fork server, under strace"
-    run_command(argv, what=what, environ={**environ, **plan.env_updates})
+    run_command(argv, what=what, environ={KEY_VARIABLE: OFF, **environ, **plan.env_updates})
     with trace.open(errors="replace") as lines:
         found = count(lines, roots=environment_roots(), directory=REPOSITORY)
     trace.unlink()

@@ -51,7 +51,7 @@ def judge_start(facts_by_rank: Sequence[Facts]) -> list[Finding]:
     if start["is_shared"] and seconds[rank] > _SLOW_SHARED_S:
         remedy = (
             "`hpctrain stage-environment` packs the environment, to be unpacked on the nodes' own disks; "
-            "`hpctrain launch --fork-server` imports once on each node"
+            "ranks that are forked import once on each node (docs/guides/starting.md)"
         )
         return [warning("start of Python", text, remedy)]
     if seconds[rank] > _SLOW_LOCAL_S:

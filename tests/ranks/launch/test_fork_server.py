@@ -285,7 +285,8 @@ def test_a_training_is_the_same_and_leaves_nothing(tmp_path: Path, packed_digits
     ):
         command = [
             *before, "hpctrain", "train", str(recipe), "--set", "run.epochs=1",
-            "--set", f"run.directory={tmp_path / name}", "--set", f"data.train={packed_digits / 'train'}", "--set", f"data.held_out={packed_digits / 'test'}",
+            "--set", f"run.directory={tmp_path / name}",
+            "--set", f"data.train={packed_digits / 'train'}", "--set", f"data.held_out={packed_digits / 'test'}",
         ]  # fmt: skip
         with cold_starts():
             result = run_command(None if before else 3, command, env={KEY_VARIABLE: ""}, expect=0)
