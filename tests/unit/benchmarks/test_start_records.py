@@ -169,7 +169,7 @@ def test_a_server_is_kept_for_the_second_launch_and_ends_with_it() -> None:
     }  # KEY SECONDS -n 3 -- x
     assert lines[NOTHING][1:3] == ["k", "120.0"]
     assert lines[UP][1:3] == ["k", "0.0"]
-    assert launches.argv(WITHOUT, ["x"], num_ranks=3) == [*LAUNCH, "-n", "3", "--", "x"]
+    assert launches.argv(WITHOUT, ["x"], num_ranks=3) == [*LAUNCH, "-n", "3", "--no-fork-server", "--", "x"]
 
 
 def test_the_page_says_whether_the_machine_was_busy() -> None:
