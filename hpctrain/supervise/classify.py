@@ -215,15 +215,17 @@ def _who_failed(evidence: Evidence) -> Diagnosis | None:
 def _cancelled_or_killed(cancelled: str, lines: Sequence[str]) -> Diagnosis:
     """Judges a step that Slurm says it has cancelled, although nobody has asked the supervisor to stop.
 
-    Slurm 24.11 prints the same for a killed rank and for `scancel JOB.STEP`: first that the step is cancelled, then that
-    a task was killed. Whoever wants the run to end can say so to the supervisor; a killed rank cannot.
+    Slurm 24.11 prints the same for a killed rank and for `scancel JOB.STEP`: first that the step is cancelled, then
+    that a task was killed. Who wants the run to end can say so to the supervisor; a killed rank cannot.
     """
     killed = next(
         (failure for _, failure in signs.failures_in(lines) if failure.signal == signal.SIGKILL), None
     )
     if killed is None:
         return Diagnosis(cause=Cause.CANCELLED, reason=cancelled)
-    reason = f"rank {killed.rank} on {killed.node} was killed, or somebody has cancelled the step: {cancelled}"
+    reason = (
+        f"rank {killed.rank} on {killed.node} was killed, or somebody has cancelled the step: {cancelled}"
+    )
     return Diagnosis(cause=Cause.LOST_RANK, reason=reason, nodes=(killed.node,))
 
 
