@@ -48,14 +48,22 @@ def read_group_limit(root: Path = Path("/")) -> GroupLimit | None:
 def limit_own_memory(limit: GroupLimit, *, num_sharing: int) -> tuple[int, int]:
     """Limits this process's private memory to its share of a group that `num_sharing` ranks use.
 
-    Returns this limit, and what the process has already, in bytes. RLIMIT_DATA counts what the process maps for writing
-    without sharing it: the heap, torch's tensors on the host, stacks of threads.
+    Returns this limit, and what the process uses already, in bytes. RLIMIT_DATA counts what the process maps for
+    writing without sharing it: the heap, torch's tensors on the host, stacks of threads. What is mapped at this moment
+    and was never written, as most data of torch's CUDA libraries, needs no memory: the limit allows it in addition.
     """
     share = int(USED_SHARE * limit.num_bytes / num_sharing)
+    status = Path("/proc/self/status")
+    mapped = _field_bytes(status, "VmData")
+    try:
+        used = min(mapped, _field_bytes(status, "RssAnon") + _field_bytes(status, "VmSwap"))
+    except ValueError:  # a kernel that does not count them
+        used = mapped
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    own = share if hard == resource.RLIM_INFINITY else min(share, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (own, hard))
-    return own, _field_bytes(Path("/proc/self/status"), "VmData")
+    whole = share + mapped - used
+    whole = whole if hard == resource.RLIM_INFINITY else min(whole, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (whole, hard))
+    return whole - (mapped - used), used
 
 
 def _machine_bytes(root: Path) -> int:

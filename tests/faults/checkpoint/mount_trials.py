@@ -51,6 +51,8 @@ def killed_at_random(trial: Trial, count: int) -> dict[str, Any]:
         begun_read, begun_write = os.pipe()
 
         def rank_main(world: Any, save: Callable[[Any], None] = save, begun: int = begun_write) -> None:
+            import h5py  # noqa: F401 - else by the first save of each of these forks: it takes longer than the save
+
             os.write(begun, b"b")
             save(world)
 

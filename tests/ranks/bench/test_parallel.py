@@ -76,7 +76,8 @@ def test_peers_that_divide_samples_train_what_ddp_trains(tmp_path: Path) -> None
     """On two groups of two, so that gradients are summed over groups too, for several steps."""
     result = tmp_path / "losses.json"
     methods = ["ddp", "tensor", "pipeline"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    # Without the address torchrun takes the host's name, which must then have one.
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=4"]
     run_command(
         None,
         [sys.executable, *torchrun, "-m", "tests.ranks.bench.peer_losses", str(result), *methods],

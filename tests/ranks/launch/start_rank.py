@@ -16,12 +16,12 @@ MPI_FIRST = (
 )
 
 
-def absent(timeout_s: str) -> None:
-    """Rank 0 starts at once, rank 1 never, rank 2 hangs, rank 3 starts late."""
+def absent(timeout_s: str, rank_1: str) -> None:
+    """Rank 0 starts at once, rank 1 leaves or hangs, rank 2 hangs, rank 3 starts late."""
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-    if rank == 1:
+    if rank == 1 and rank_1 == "leaves":
         sys.exit(0)
-    if rank == 2:
+    if rank in (1, 2):
         time.sleep(600)
     if rank == 3:
         time.sleep(2)

@@ -119,8 +119,10 @@ def test_the_smallest_limit_below_the_machines_memory_counts(
 
 def test_beyond_its_own_limit_a_process_gets_an_error_that_is_recognised() -> None:
     script = """
+import mmap
 import torch
 from hpctrain.resilience import GroupLimit, limit_own_memory, shortage
+never_written = mmap.mmap(-1, 3 << 30, flags=mmap.MAP_PRIVATE)  # as libraries have, and more than the limit
 own, used = limit_own_memory(GroupLimit(num_bytes=8 << 30, group="/"), num_sharing=4)
 assert own == int(0.9 * 2 * (1 << 30)), own
 assert 0 < used < own, used
