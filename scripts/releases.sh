@@ -28,11 +28,11 @@ tests=("$@")
 ((${#tests[@]})) || tests=(tests/unit tests/contract tests/ranks/comm tests/ranks/distributed/test_c10d.py tests/ranks/parallel/test_zero.py
   tests/ranks/checkpoint/test_save.py tests/ranks/train/test_training.py)
 
+pip() { "$place/bin/python" -m pip --disable-pip-version-check install -q "$@"; }
 if [[ ! -e $place/made ]]; then
   say "an environment in $place ($("$python" -V))"
   rm -rf "$place"
   "$python" -m venv "$place"
-  pip() { "$place/bin/python" -m pip --disable-pip-version-check install -q "$@"; }
   pip setuptools wheel uv
   if [[ $which == newest ]]; then
     # The names that are pinned, without their versions.
@@ -47,9 +47,10 @@ if [[ ! -e $place/made ]]; then
     "$place/bin/python" -m pip freeze --disable-pip-version-check | grep == > "$place/there"
     pip -c "$place/there" -r <(grep -E '^(pytest|hypothesis|expecttest|mfusepy|spython|tables)' requirements/test.txt)
   fi
-  pip --no-deps --no-build-isolation --editable .
   touch "$place/made"
 fi
+# Each time: the environment may be another checkout's, and what is compiled an earlier commit's.
+pip --no-deps --no-build-isolation --editable .
 "$place/bin/python" -m pip freeze --disable-pip-version-check | grep -iE '^(torch|numpy|h5py|mpi4py|pydantic|typer|xxhash)=='
 # Old releases warn of what newer ones of others took back.
 warnings=()

@@ -105,12 +105,22 @@ def _is_first_along_others(mesh: DeviceMesh) -> bool:
     is held alike along the others."""
     whole = next((noted for noted in reversed(_MESHES) if _has_part(noted, mesh)), None)
     if whole is None:  # the program's own
-        whole = mesh._get_root_mesh()
+        whole = _root_of(mesh)
     if whole.mesh_dim_names is None:
         return True  # `mesh` is the whole, since PyTorch cuts axes out by name
     others = set(whole.mesh_dim_names) - set(mesh.mesh_dim_names or ()) - {PIPELINE_AXIS}
     places = zip(whole.mesh_dim_names, whole.get_coordinate() or (), strict=True)
     return not any(index for name, index in places if name in others)
+
+
+def _root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh that `mesh` was cut out of, or itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # of PyTorch 2.8
+
+    root: DeviceMesh = _mesh_resources.get_root_mesh(mesh)  # type: ignore[attr-defined]
+    return root
 
 
 def _has_part(whole: DeviceMesh, mesh: DeviceMesh) -> bool:

@@ -27,6 +27,12 @@ def module(path: str) -> Any:
     return importlib.import_module(path)
 
 
+def root_mesh() -> object:
+    """A mesh's own method, or, in PyTorch 2.8, what knows all meshes."""
+    meshes = module("torch.distributed.device_mesh")
+    return getattr(meshes.DeviceMesh, "_get_root_mesh", None) or meshes._mesh_resources.get_root_mesh
+
+
 # Where each is.
 NAMES: dict[str, Callable[[], object]] = {
     "_BatchNorm": lambda: module("torch.nn.modules.batchnorm")._BatchNorm,
@@ -45,8 +51,9 @@ NAMES: dict[str, Callable[[], object]] = {
     "_foreach_copy_": lambda: torch._foreach_copy_,
     "_foreach_lerp_": lambda: torch._foreach_lerp_,
     "_foreach_mul_": lambda: torch._foreach_mul_,
-    "_get_root_mesh": lambda: module("torch.distributed.device_mesh").DeviceMesh._get_root_mesh,
+    "_get_root_mesh": root_mesh,
     "_make_wrapper_subclass": lambda: torch.Tensor._make_wrapper_subclass,
+    "_mesh_resources": root_mesh,
     "_modules": lambda: nn.Module()._modules,
     "_non_persistent_buffers_set": lambda: nn.Module()._non_persistent_buffers_set,
     "_parameters": lambda: nn.Module()._parameters,

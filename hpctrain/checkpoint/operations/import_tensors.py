@@ -129,7 +129,7 @@ def read_foreign(source: Path, *, key: str | None = None) -> Foreign:
 
 def _read_safetensors(source: Path) -> Foreign:
     try:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError, __version__, safe_open
     except ImportError as error:
         raise CheckpointError(
             f"reading {source.name} needs safetensors (pip install 'hpctrain[formats]'): {error}"
@@ -139,7 +139,10 @@ def _read_safetensors(source: Path) -> Foreign:
             about = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{source} is not a valid safetensors file: {error}") from error
+        raise CheckpointError(
+            f"{source} is not a valid safetensors file to safetensors {__version__}: {error}. "
+            "Newer releases know more types of tensors"
+        ) from error
     if "document" not in about or "hpctrain" not in about:
         return Foreign(tensors=tensors)
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import ExitCode
+from tests.fsdp2 import needs_fsdp2
 from tests.ranks_launcher import REPOSITORY, rank_environment
 
 EXAMPLES = REPOSITORY / "examples"
@@ -40,6 +41,7 @@ def digits(packed_digits: Path, tmp_path: Path) -> Path:
 
 
 def test_digits_are_planned_with_activations(digits: Path) -> None:
+    needs_fsdp2()
     recipe = str(EXAMPLES / "digits.toml")
     done = plan(recipe, "--ranks", "4", "--memory", "1GB", cwd=digits)
     assert "151,306 parameters, batches of 64 samples, on 1 node x 4 ranks" in done.stdout
@@ -64,6 +66,7 @@ def test_digits_are_planned_with_activations(digits: Path) -> None:
 
 
 def test_characters_are_planned_without_their_data(tmp_path: Path) -> None:
+    needs_fsdp2()
     recipe = str(EXAMPLES / "characters.toml")
     wide = ["--set", "task.options={ window = 128, width = 512, layers = 24, heads = 4 }"]
     asked = [recipe, "--ranks", "8", "--ranks-per-node", "4", *wide, "--set", "data.prefetch_mb=1"]
@@ -100,6 +103,7 @@ def test_the_recipes_own_pipeline_of_split_layers_is_marked_and_recommended_as_i
     assert "│ pipeline 2 1f1b, tensor 2 *" in text
     assert "Recommended, the first that fits: none. Leave the section [parallel] out." in text
     assert "As the recipe is now, pipeline 2 1f1b, tensor 2, it fits too." in text
+    needs_fsdp2()
     sharded = [*asked, "--set", "parallel.shard=parameters"]
     assert "│ pipeline 2 1f1b, parameters, tensor 2 *" in plan(*sharded, cwd=tmp_path).stdout
     found = document(*sharded, cwd=tmp_path)

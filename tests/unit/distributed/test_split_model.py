@@ -11,6 +11,7 @@ from hpctrain.distributed import ParallelPlan, check_plan, name_blocks, parallel
 from hpctrain.distributed.split_model import _place
 from hpctrain.errors import UsageError
 from hpctrain.topology import Topology
+from tests.fsdp2 import needs_fsdp2
 
 
 class Residual(nn.Module):
@@ -74,10 +75,6 @@ def test_names_that_are_no_blocks_are_refused(names: list[str], match: str) -> N
 
 
 def test_what_cannot_be_split_is_refused_in_words() -> None:
-    tied = nn.Sequential(Residual(), Residual())
-    tied[1].linear = tied[0].linear
-    with pytest.raises(UsageError, match=r"0\.linear\.weight and 1\.linear\.weight are one parameter"):
-        split(tied, ParallelPlan(shard="parameters"))
     normalised = nn.Sequential(Residual(nn.BatchNorm1d), Residual(nn.BatchNorm1d))
     with pytest.raises(UsageError, match=r"running statistics of 0\.norm"):
         split(normalised, ParallelPlan(activation_checkpointing="blocks"))
@@ -89,9 +86,16 @@ def test_what_cannot_be_split_is_refused_in_words() -> None:
         ParallelPlan(shard="gradients", shard_within="node")
     with pytest.raises(UsageError, match="only sharded parameters can be kept within a node"):
         ParallelPlan(tensor=2, tensor_plan={"up": "column", "down": "row"}, shard_within="node")
+    needs_fsdp2()
+    tied = nn.Sequential(Residual(), Residual())
+    tied[1].linear = tied[0].linear
+    with pytest.raises(UsageError, match=r"0\.linear\.weight and 1\.linear\.weight are one parameter"):
+        split(tied, ParallelPlan(shard="parameters"))
 
 
 def test_gradients_that_fsdp_cannot_sum_are_refused_before() -> None:
+    needs_fsdp2()
+
     def refused(model: nn.Module, match: str) -> None:
         with pytest.raises(UsageError, match=match):
             split(model, ParallelPlan(shard="parameters"))
@@ -127,6 +131,7 @@ def test_lists_of_layers_are_no_blocks() -> None:
 
 
 def test_a_plan_that_is_refused_changes_nothing() -> None:
+    needs_fsdp2()
     model = nn.Sequential(Residual(), Residual())
     model.scale = nn.Parameter(torch.ones(()))
     with pytest.raises(UsageError, match="no dimension"):

@@ -158,6 +158,8 @@ def test_a_run_that_was_killed_is_running_there(directory: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["refuses", "down", "not a store"])
 def test_a_store_that_refuses_is_an_error_with_exit_code_5(directory: Path, fault: str) -> None:
+    if fault == "not a store" and mlflow.__version__.startswith("2."):
+        pytest.skip("MLflow 2 tries for most of an hour to open a database")
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     collector = Collector(status=403)
     try:

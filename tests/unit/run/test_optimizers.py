@@ -169,17 +169,21 @@ def test_resumed_equals_never_stopped(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "parallel"),
+    ("name", "parallel"),
     [
-        (torch.optim.LBFGS, {}),
-        (torch.optim.Adafactor, {"shard": "parameters"}),
-        (torch.optim.Muon, {"shard": "optimizer"}),
-        (torch.optim.Rprop, {"tensor": 2}),
+        ("LBFGS", {}),
+        ("Adafactor", {"shard": "parameters"}),
+        ("Muon", {"shard": "optimizer"}),
+        ("Rprop", {"tensor": 2}),
     ],
 )
 def test_an_optimizer_that_the_layout_excludes_is_refused_when_the_recipe_is_built(
-    kind: type[torch.optim.Optimizer], parallel: dict[str, Any]
+    name: str, parallel: dict[str, Any]
 ) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"PyTorch {torch.__version__} has no {name}")
     model = torch.nn.Linear(4, 2, bias=False)
-    with pytest.raises(RecipeError, match=rf"section \[optimizer\]: {kind.__name__} "):
-        check_recipe_optimizer(kind(model.parameters()), ParallelSection(**parallel), model=model)
+    with pytest.raises(RecipeError, match=rf"section \[optimizer\]: {name} "):
+        check_recipe_optimizer(
+            getattr(torch.optim, name)(model.parameters()), ParallelSection(**parallel), model=model
+        )

@@ -214,6 +214,7 @@ def seen(made: Made) -> Any:
     return plain(state)
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # PyTorch 2.8's SequentialLR
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_has_the_same_values_and_types(session: Session, tmp_path: Path, name: str) -> None:
     made = CASES[name]()

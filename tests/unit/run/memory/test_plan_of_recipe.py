@@ -23,6 +23,7 @@ from hpctrain.run.memory.measuring.layer_parts import counted_messages, leave_on
 from hpctrain.run.memory.sizes import TensorMessages
 from hpctrain.topology import ParallelMesh, Topology
 from hpctrain.train.task.task import Fields
+from tests.fsdp2 import needs_fsdp2
 from tests.unit.run.memory import measured_task
 from tests.unit.run.memory.measured_task import WIDTH, Block, Splittable, Task, batch_of, runner_of
 
@@ -55,6 +56,7 @@ def way_named(found: Any, name: str) -> Any:
 
 
 def test_a_plan_has_all_ways_with_measured_activations(data: Path) -> None:
+    needs_fsdp2()
     found = planned(data)
     assert found.notes == ()
     document = memory_document(found)
@@ -100,6 +102,7 @@ def test_without_data_or_with_a_model_that_does_not_run_here_activations_are_lef
 
 
 def test_ways_that_a_run_would_refuse_are_refused_with_its_reason(data: Path) -> None:
+    needs_fsdp2()
     normalised = planned(data, task={"options": {"normalised": True}})
     refused = {way.name: way.refused for way in normalised.ways if way.refused}
     assert {name.partition(", ")[2] for name in refused} == {"selective", "blocks"}
@@ -127,6 +130,8 @@ def test_too_few_samples_are_refused_if_no_way_is_left(data: Path) -> None:
 
 
 def test_the_section_reduction_has_to_go_where_it_does_not_apply(data: Path) -> None:
+    needs_fsdp2()
+
     def dropping(**section: Any) -> set[str]:
         found = planned(data, reduction=section, task={"target": f"{measured_task.__name__}:Splittable"})
         return {way.name for way in found.ways if way.drops_reduction and "," not in way.name}
@@ -151,6 +156,7 @@ def test_ranks_per_node_come_from_the_section_slurm(data: Path) -> None:
 
 
 def test_the_lines_say_what_to_write(data: Path) -> None:
+    needs_fsdp2()
     enough = memory_lines(planned(data, memory=10**10))
     assert enough == ["* as the recipe is now", "It fits as it is, without a section [parallel]."]
     found = planned(data)
@@ -221,6 +227,7 @@ def test_a_pipeline_of_split_layers_is_planned_from_parts_of_each_layer(data: Pa
     assert part.kept[0].at(64) == pytest.approx(6 / 10 * whole.kept[0].at(64), rel=0.02)
     # A first stage of three blocks, with twice 32 samples in flight.
     assert needs.activations > 2 * 3 * part.kept[0].at(32)
+    needs_fsdp2()
     both = way_named(found, "pipeline 2 1f1b, parameters, tensor 2").needs(4)
     assert both.gathered == needs.parameters
     assert both.optimizer == pytest.approx(needs.optimizer / 2, rel=0.02)
@@ -311,6 +318,8 @@ def test_a_recipe_with_sequences_has_a_row_of_its_own(tokens: Path) -> None:
 def test_the_recipes_own_way_has_a_row_also_if_a_run_would_refuse_it(
     data: Path, target: str, parallel: dict[str, Any], name: str, reason: str
 ) -> None:
+    if parallel.get("shard") == "parameters":
+        needs_fsdp2()
     task = {"target": f"{__name__}:{target}"}
     found = planned(data, num_ranks=4, task=task, parallel=parallel, memory=10**9)
     own = way_named(found, name)
@@ -325,6 +334,7 @@ def test_the_recipes_own_way_has_a_row_also_if_a_run_would_refuse_it(
 
 
 def test_on_gpus_offloaded_parameters_are_the_last_resort(data: Path) -> None:
+    needs_fsdp2()
     parallel = {"shard": "parameters", "offload": True}
     found = planned(data, run={"device": "cuda"}, parallel=parallel)
     own = way_named(found, "parameters, offload")
