@@ -14,6 +14,9 @@ from hpctrain.launch.process import STOP_VARIABLE
 from hpctrain.launch.rank_identity.identity import identify
 from hpctrain.launch.rank_identity.launcher_process import find_launcher_process, was_forked
 
+# Apptainer sets it. `srun apptainer exec` makes a container for each rank, which has mounts of its own.
+_OWN_CONTAINER = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
+
 
 def hand_over() -> None:
     """Becomes the program that stands for a rank, if this process is one of several ranks of its node that a launcher
@@ -23,6 +26,8 @@ def hand_over() -> None:
     """
     environ = os.environ
     if environ.get(KEY_VARIABLE) or STOP_VARIABLE in environ or was_forked(environ):
+        return
+    if any(environ.get(name) for name in _OWN_CONTAINER):
         return
     client = find_client()
     try:
