@@ -119,7 +119,7 @@ def _root_of(mesh: DeviceMesh) -> DeviceMesh:
         return mesh._get_root_mesh()
     from torch.distributed.device_mesh import _mesh_resources  # of PyTorch 2.8
 
-    root: DeviceMesh = _mesh_resources.get_root_mesh(mesh)  # type: ignore[attr-defined]
+    root: DeviceMesh = _mesh_resources.get_root_mesh(mesh)
     return root
 
 
