@@ -106,7 +106,7 @@ setup(
             "pillow>=9.1",
             "safetensors>=0.4",
         ],
-        "optimizers": ["pytorch-optimizer>=3.5"],
+        "optimizers": ["pytorch-optimizer>=3.11"],
         "lightning": ["lightning>=2.4"],
         "plot": ["matplotlib>=3.7"],
         "metrics": ["prometheus-client>=0.20"],

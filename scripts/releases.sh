@@ -4,7 +4,7 @@
 #
 #   make newest                        # with PYTHON, or the Python of .venv
 #   make oldest                        # with PYTHON, or python3.10
-#   bash scripts/releases.sh newest -- tests/unit/comm      # what pytest runs instead
+#   bash scripts/releases.sh newest -- tests/unit/comm      # what pytest runs instead, always without the mark `thorough`
 #
 # Downloads torch for GPUs from PyPI, 3 GB, unless pip's settings name another place. RELEASES_IN: where the
 # environments are (default: build/releases).
@@ -55,4 +55,4 @@ pip --no-deps --no-build-isolation --editable .
 # Old releases warn of what newer ones of others took back.
 warnings=()
 if [[ $which == oldest ]]; then warnings=(-W ignore::DeprecationWarning); fi
-PATH=$place/bin:$PATH VIRTUAL_ENV=$place exec "$place/bin/python" -m pytest -q -p no:cacheprovider "${warnings[@]}" "${tests[@]}"
+PATH=$place/bin:$PATH VIRTUAL_ENV=$place exec "$place/bin/python" -m pytest -q -m "not thorough" -p no:cacheprovider "${warnings[@]}" "${tests[@]}"

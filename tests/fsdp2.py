@@ -1,12 +1,10 @@
-"""Tests of what needs an FSDP2 that is newer than the oldest PyTorch that setup.py allows."""
+"""What tests leave out where FSDP2 is too old to shard parameters, which the oldest PyTorch of setup.py is."""
 
 from __future__ import annotations
 
-import pytest
 
-
-def needs_fsdp2() -> None:
-    """Skips the rest of the calling test where FSDP2 is too old to shard parameters, with hpctrain's words for it."""
+def fsdp2_refusal() -> str:
+    """Returns with which words hpctrain refuses this PyTorch's FSDP2, or ""."""
     from torch import nn
 
     from hpctrain.distributed.fully_sharded.shard import check_shardable
@@ -15,4 +13,13 @@ def needs_fsdp2() -> None:
     try:
         check_shardable(nn.Linear(2, 2))
     except UsageError as error:
-        pytest.skip(str(error))
+        return str(error)
+    return ""
+
+
+def needs_fsdp2() -> None:
+    """Skips the rest of the calling test, with the words of the refusal."""
+    import pytest
+
+    if words := fsdp2_refusal():
+        pytest.skip(words)

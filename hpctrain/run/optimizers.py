@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -78,12 +79,20 @@ def build_decay(section: OptimizerSection) -> Decay | Callable[[int, int], float
 
 def _large_batch(name: str) -> Callable[..., torch.optim.Optimizer]:
     try:
-        return getattr(import_module("pytorch_optimizer"), name)
+        found: Callable[..., torch.optim.Optimizer] = getattr(import_module("pytorch_optimizer"), name)
     except ImportError as error:
         raise RecipeError(
             f"optimizer.name = {name.lower()} needs the package pytorch-optimizer: {error}. Install it with "
             "`pip install hpctrain[optimizers]`"
         ) from error
+    release = version("pytorch_optimizer")
+    if tuple(int(part) for part in release.split(".")[:2]) < (3, 11):
+        # LARS without weight decay in the layer's ratio, LAMB with weight decay in the gradient.
+        raise RecipeError(
+            f"optimizer.name = {name.lower()} needs pytorch-optimizer 3.11 or newer, this is {release}, which "
+            "calculates other steps. Update it with `pip install hpctrain[optimizers]`"
+        )
+    return found
 
 
 def _from_target(

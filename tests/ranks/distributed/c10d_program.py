@@ -92,7 +92,7 @@ def main(group: str, directory: Path) -> None:
         record(lines, name, "started")
         case = Case(name)
         case.rank = rank
-        common_utils.set_rng_seed()
+        common_utils.set_rng_seed(common_utils.SEED)
         outcome, message = outcome_of(case, name, skips=skips)
         record(lines, name, outcome)
         if outcome == "failed":

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.ranks_launcher import run_command
 
@@ -78,7 +79,12 @@ def run_tests(group: str, directory: Path, *, order: Sequence[str] = ()) -> dict
 
 def test_some_of_pytorchs_own_tests_pass(tmp_path: Path) -> None:
     pytest.importorskip("expecttest")
-    assert run_tests("hpctrain", tmp_path, order=SOME) == dict.fromkeys(SOME, "passed")
+    wanted = dict.fromkeys(SOME, "passed")
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13) and torch.cuda.device_count() < NUM_RANKS:
+        wanted["test_new_subgroups_with_group_param"] = (
+            "skipped"  # in PyTorch 2.8, without a GPU for each rank
+        )
+    assert run_tests("hpctrain", tmp_path, order=SOME) == wanted
 
 
 @pytest.mark.thorough

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hpctrain.comm import World
+from tests.fsdp2 import fsdp2_refusal
 from tests.ranks.parallel.parallel_cases import LATER, NODE, STEPS, WORLD, Layers, train
 from tests.ranks.parallel.sharded_reduction_cases import Overflowing
 
@@ -80,8 +81,8 @@ def train_wide(
 
 
 def everything(world: World, directory: str) -> dict[str, Any]:
-    """All cases of one launch."""
-    where, size = Path(directory), world.num_ranks
+    """All cases of one launch; without those of sharded parameters where FSDP2 is too old for them."""
+    where, size, has_fsdp2 = Path(directory), world.num_ranks, not fsdp2_refusal()
     found: dict[str, Any] = {}
 
     def run(name: str, layout: dict[str, str], **sections: Any) -> None:
@@ -94,7 +95,8 @@ def everything(world: World, directory: str) -> dict[str, Any]:
         run("again", {})
         run("later", {}, steps=LATER)
     else:
-        run("world", WORLD)
+        if has_fsdp2:
+            run("world", WORLD)
         for name, layout in layouts.items():
             run(f"fp32 {name}", layout, precision="fp32", **UNCLIPPED, **BETWEEN_STEPS)
     if size in (2, 4):
@@ -109,6 +111,8 @@ def everything(world: World, directory: str) -> dict[str, Any]:
     continued = [(entry, {}) for entry in CONTINUED[size]]
     continued += [(entry, {"precision": "fp32", **INT8}) for entry in INT8_CONTINUED[size]]
     for (ranks, name, layout), sections in continued:
+        if not has_fsdp2 and (name == "world" or layout in (WORLD, NODE)):
+            continue
         found[f"{ranks}-{name} continued"] = train_wide(
             world, where, f"{ranks}-{name}", layout, steps=LATER, **sections
         )

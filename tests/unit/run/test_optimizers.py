@@ -81,6 +81,13 @@ def test_lamb_scales_each_layer_by_its_norms() -> None:
         torch.testing.assert_close(parameter.detach(), old - lr * ratio * update)
 
 
+@pytest.mark.parametrize("name", ["lars", "lamb"])
+def test_a_release_that_steps_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("hpctrain.run.optimizers.version", lambda _: "3.10.1")
+    with pytest.raises(RecipeError, match=rf"{name} needs pytorch-optimizer 3.11 or newer, this is 3.10.1"):
+        build_optimizer(a_model(), OptimizerSection(name=name))
+
+
 def test_a_class_and_a_function_of_the_user() -> None:
     section = OptimizerSection(target="torch.optim:RMSprop", lr=0.02, options={"alpha": 0.8})
     made = build_optimizer(a_model(), section)
