@@ -16,13 +16,18 @@ MPI_FIRST = (
 )
 
 
-def absent(timeout_s: str, rank_1: str) -> None:
-    """Rank 0 starts at once, rank 1 leaves or hangs, rank 2 hangs, rank 3 starts late."""
+def absent(timeout_s: str, left: str) -> None:
+    """Rank 0 starts, rank 1 leaves, rank 2 hangs, rank 3 starts late. left: a file by which the others know that rank 1
+    has left: if one had started MPI before, Open MPI would end the run itself."""
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-    if rank == 1 and rank_1 == "leaves":
+    if rank == 1:
+        Path(f"{left}.partial").write_text(str(os.getpid()))
+        Path(f"{left}.partial").rename(left)
         sys.exit(0)
-    if rank in (1, 2):
+    if rank == 2:
         time.sleep(600)
+    while not Path(left).exists() or Path("/proc", Path(left).read_text()).exists():
+        time.sleep(0.05)
     if rank == 3:
         time.sleep(2)
     import hpctrain
