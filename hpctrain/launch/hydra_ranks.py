@@ -35,7 +35,8 @@ _SIGNAL = re.compile(rb"EXIT STRING: .*\(signal (?P<mpich>\d+)\)|=\s+KILLED BY S
 class HydraRanks:
     """The ranks of a Hydra launcher that run on this machine.
 
-    launcher: its process id. num_ranks: of the whole run. Call `look` about twice a second.
+    launcher: its process id. num_ranks: of the whole run. Call `look` twice a second, and more often while
+    `is_looking`: who ended first is known of ranks that were found before.
     """
 
     def __init__(self, launcher: int, *, num_ranks: int) -> None:
@@ -51,13 +52,17 @@ class HydraRanks:
 
     def look(self) -> None:
         """Finds ranks that have started, until all are known or for 20 s, and notes those that have ended."""
-        if len(self._ranks) < self._num_ranks and time.monotonic() < self._until_s:
+        if self.is_looking():
             for pid, rank in _ranks_under(self._launcher):
                 if pid not in self._ranks:
                     self._add(pid, rank)
         for descriptor, _ in self._epoll.poll(timeout=0):  # in the order of the events
             self._ended.append((self._ranks[self._descriptors.pop(descriptor)], descriptor))
             self._epoll.unregister(descriptor)
+
+    def is_looking(self) -> bool:
+        """Returns True while not all ranks are known, for 20 s."""
+        return len(self._ranks) < self._num_ranks and time.monotonic() < self._until_s
 
     def send(self, number: int) -> int:
         """Sends the signal to each rank on this machine. Returns to how many."""

@@ -317,6 +317,11 @@ class _Watch:
         """Whether that rank has certainly failed by itself."""
         return self._first.is_cause
 
+    def _pause_s(self) -> float:
+        """Returns after how long to look again, if nothing happens before."""
+        is_looking = self._hydra is not None and self._hydra.is_looking()
+        return 0.5 if self._stop_at_s is None and not is_looking else 0.05
+
     def until_exit(self) -> int:
         """Waits for the launcher and for processes that it left. Returns its exit code, -n for signal n."""
         with selectors.DefaultSelector() as ready:
@@ -324,7 +329,7 @@ class _Watch:
             for copy in self._copies:
                 ready.register(copy.stream, selectors.EVENT_READ, copy)
             while self._child.poll() is None:
-                for key, _ in ready.select(timeout=0.5 if self._stop_at_s is None else 0.05):
+                for key, _ in ready.select(timeout=self._pause_s()):
                     if key.fileobj is self._wakeup:
                         self._pass_signals(self._wakeup.recv(64))
                     else:
