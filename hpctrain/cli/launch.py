@@ -60,7 +60,7 @@ def launch_command(
         typer.Option(
             "--fork-server/--no-fork-server",
             help="Fork ranks from one process of each node, which has imported their libraries once. Default: for "
-            "Python programs with several ranks on a node, where there are no GPUs.",
+            "Python programs with three or more ranks on a node, where there are no GPUs.",
         ),
     ] = None,
     preload: Annotated[

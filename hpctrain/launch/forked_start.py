@@ -8,7 +8,13 @@ import socket
 import sys
 
 from hpctrain.errors import LaunchError
-from hpctrain.launch.fork_server.plan import KEY_VARIABLE, client_words, find_client, why_not_by_default
+from hpctrain.launch.fork_server.plan import (
+    KEY_VARIABLE,
+    LEAST_RANKS,
+    client_words,
+    find_client,
+    why_not_by_default,
+)
 from hpctrain.launch.fork_server.program import Program, read_program
 from hpctrain.launch.process import STOP_VARIABLE
 from hpctrain.launch.rank_identity.identity import identify
@@ -19,8 +25,8 @@ _OWN_CONTAINER = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 
 
 def hand_over() -> None:
-    """Becomes the program that stands for a rank, if this process is one of several ranks of its node that a launcher
-    has started. Returns if the rank starts by itself.
+    """Becomes the program that stands for a rank, if this process is one of three or more ranks of its node that a
+    launcher has started. Returns if the rank starts by itself.
 
     Call it before anything slow is imported: each rank pays for that. `hpctrain launch` has decided already.
     """
@@ -34,7 +40,7 @@ def hand_over() -> None:
         identity = identify(environ, socket.gethostname())
     except LaunchError:  # it is raised again where the ranks start
         return
-    if client is None or identity.launcher == "none" or (identity.host_size or 1) < 2:
+    if client is None or identity.launcher == "none" or (identity.host_size or 1) < LEAST_RANKS:
         return
     key = find_launcher_process(environ).key()
     if key is None or why_not_by_default(environ) is not None:

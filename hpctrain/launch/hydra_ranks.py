@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import final
 
 from hpctrain.launch.failure import RankFailure
+from hpctrain.launch.rank_identity.launcher_process import forked_for, is_client
 
 _PROXIES = ("hydra_pmi_proxy", "hydra_bstrap_pr")  # as /proc cuts the names
 _LOOKS_FOR_S = 20.0
@@ -46,6 +47,7 @@ class HydraRanks:
         self._ranks: dict[int, int] = {}  # process -> rank
         self._ended: list[tuple[int, int]] = []  # ranks and their pidfds, in the order in which they ended
         self._descriptors: dict[int, int] = {}  # pidfd -> process, of those that run
+        self._clients: dict[int, int] = {}  # of a fork server: process that stands for a rank -> its pidfd
         self._epoll = select.epoll()
         self._reported: tuple[int, str] | None = None  # process and node, of the launcher's last message
         self._code: int | None = None
@@ -56,13 +58,15 @@ class HydraRanks:
             for pid, rank in _ranks_under(self._launcher):
                 if pid not in self._ranks:
                     self._add(pid, rank)
+        self._find_forked()
         for descriptor, _ in self._epoll.poll(timeout=0):  # in the order of the events
             self._ended.append((self._ranks[self._descriptors.pop(descriptor)], descriptor))
             self._epoll.unregister(descriptor)
 
     def is_looking(self) -> bool:
         """Returns True while not all ranks are known, for 20 s."""
-        return len(self._ranks) < self._num_ranks and time.monotonic() < self._until_s
+        is_complete = len({*self._ranks.values()}) == self._num_ranks and not self._clients
+        return not is_complete and time.monotonic() < self._until_s
 
     def send(self, number: int) -> int:
         """Sends the signal to each rank on this machine. Returns to how many."""
@@ -143,6 +147,22 @@ class HydraRanks:
         self._ranks[pid] = rank
         self._descriptors[descriptor] = pid
         self._epoll.register(descriptor, select.EPOLLIN)
+        if is_client(pid):
+            self._clients[pid] = descriptor
+
+    def _find_forked(self) -> None:
+        """Watches forked ranks instead of the processes that stand for them: others may notice a rank's end before its
+        own one has been told of it, and be ended first."""
+        for client, descriptor in [*self._clients.items()]:
+            if descriptor not in self._descriptors or not is_client(client):
+                del self._clients[client]  # it has ended, or become the rank itself
+            elif (forked := forked_for(client)) is not None:
+                del self._clients[client]
+                self._add(forked, self._ranks[client])
+                if forked in self._ranks:
+                    self._epoll.unregister(descriptor)
+                    del self._descriptors[descriptor]
+                    os.close(descriptor)
 
 
 def _status_of(descriptor: int) -> int | None:

@@ -115,8 +115,7 @@ def run_launch(
     `messages`: stream for the command line and for notes on its end; stderr by default. `output`: file for the ranks'
     output instead of this process's stdout and stderr. `stop_signal`: sent to the launcher to stop the run.
     Replaces this process's handlers of SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 while it runs, so it must be called
-    from the main thread. The launcher runs in a separate session, so that Ctrl-C in the terminal reaches only this
-    process.
+    from the main thread. The launcher runs in a session of its own, so that Ctrl-C reaches only this process.
     Raises LaunchError if the launcher cannot be started.
     """
     out = messages if messages is not None else sys.stderr
@@ -317,11 +316,6 @@ class _Watch:
         """Whether that rank has certainly failed by itself."""
         return self._first.is_cause
 
-    def _pause_s(self) -> float:
-        """Returns after how long to look again, if nothing happens before."""
-        is_looking = self._hydra is not None and self._hydra.is_looking()
-        return 0.5 if self._stop_at_s is None and not is_looking else 0.05
-
     def until_exit(self) -> int:
         """Waits for the launcher and for processes that it left. Returns its exit code, -n for signal n."""
         with selectors.DefaultSelector() as ready:
@@ -329,7 +323,10 @@ class _Watch:
             for copy in self._copies:
                 ready.register(copy.stream, selectors.EVENT_READ, copy)
             while self._child.poll() is None:
-                for key, _ in ready.select(timeout=self._pause_s()):
+                is_soon = self._stop_at_s is not None or (
+                    self._hydra is not None and self._hydra.is_looking()
+                )
+                for key, _ in ready.select(timeout=0.05 if is_soon else 0.5):
                     if key.fileobj is self._wakeup:
                         self._pass_signals(self._wakeup.recv(64))
                     else:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain.launch.fork_server.likeness import is_per_rank
 from hpctrain.launch.fork_server.program import Program, read_program
-from hpctrain.launch.rank_identity.launcher_process import process_key
+from hpctrain.launch.rank_identity.launcher_process import CLIENT_STEM, process_key
 
 # The server's name on each node: one for each launch, or for those of one supervisor.
 KEY_VARIABLE = "HPCTRAIN_FORK_SERVER"
@@ -27,9 +27,10 @@ OWNER_VARIABLE = "HPCTRAIN_FORK_SERVER_OWNER"
 PRELOAD_VARIABLE = "HPCTRAIN_FORK_SERVER_PRELOAD"
 _ROOM_VARIABLE = "HPCTRAIN_FORK_SERVER_ROOM"  # of the client for the server
 _WAIT_VARIABLE = "HPCTRAIN_FORK_SERVER_WAIT_S"  # how long a client waits for the server
+# Fewer ranks on a node import in parallel what a server imports for them: by default they are not slower by themselves.
+LEAST_RANKS = 3
 # Drivers of NVIDIA's and AMD's GPUs, and of those in WSL.
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-_CLIENT_STEM = "_fork_client"
 # Not for the ranks.
 FOR_CLIENT = (KEY_VARIABLE, LINGER_VARIABLE, OWNER_VARIABLE, PRELOAD_VARIABLE, _ROOM_VARIABLE, _WAIT_VARIABLE)
 
@@ -62,12 +63,13 @@ def plan_fork_server(
     it is complete.
     """
     program = read_program(command)
-    if asked.by_default and (ranks_on_a_node < 2 or isinstance(program, str)):
+    saves = ranks_on_a_node >= (1 if asked.lingers_s else LEAST_RANKS)
+    if asked.by_default and (not saves or isinstance(program, str)):
         return (), None
     why_not = why_not_by_default(environ) if asked.by_default else None
     client = find_client()
     if client is None:
-        why_not = f"{_CLIENT_STEM} was not compiled (a C compiler, then make setup)"
+        why_not = f"{CLIENT_STEM} was not compiled (a C compiler, then make setup)"
     if isinstance(program, str):
         why_not = program
     if why_not is not None or client is None or isinstance(program, str):
@@ -111,7 +113,7 @@ def divide_servers(words: Sequence[str], *, environ: Mapping[str, str], updates:
 def find_client(directory: Path = Path(__file__).parent) -> str | None:
     """Returns the path of the compiled client; None if there is none."""
     for suffix in EXTENSION_SUFFIXES:
-        path = directory / f"{_CLIENT_STEM}{suffix}"
+        path = directory / f"{CLIENT_STEM}{suffix}"
         if os.access(path, os.X_OK):
             return str(path)
     return None

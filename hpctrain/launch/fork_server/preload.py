@@ -150,8 +150,7 @@ def import_all(names: Iterable[str]) -> str | None:
 
 
 def settle() -> None:
-    """Makes as many pages as can be stay shared with what is forked."""
-    gc.collect()
+    """Makes as many pages as can be stay shared with what is forked. Call it with the collector off since the start."""
     gc.freeze()
 
 

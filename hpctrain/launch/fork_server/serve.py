@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ def serve(command: Sequence[str], *, directory: str, at_start: frozenset[str]) -
     at_start: names of the modules that Python itself had imported when it began.
     """
     ignore_signals()
+    gc.disable()  # until a rank runs
     own = Likeness.of(os.getpid())
     preload = [name for name in os.environ.get(PRELOAD_VARIABLE, "").split(",") if name]
     for name in [*os.environ]:
@@ -37,6 +39,7 @@ def serve(command: Sequence[str], *, directory: str, at_start: frozenset[str]) -
     if forked is None:
         return None
     words = _words(forked.program)
+    gc.enable()
     imported.move_to(forked.folder)
     become(forked.request, title=forked.program.title, command=words, keep=keep)
     return forked.program

@@ -7,6 +7,7 @@ The launcher is the nearest ancestor that is one of the known programs, or that 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ STARTERS = {
 }
 # A library that Open MPI loads in MPI_Init.
 _LOADED_BY_INIT = "/mca_pml_"
+# File of the program that stands for a forked rank where the launcher started it, without what Python adds to it.
+CLIENT_STEM = "_fork_client"
 # Set in a rank that a fork server has forked: the process id of what the launcher started in its place.
 CLIENT_VARIABLE = "HPCTRAIN_FORKED_FOR"
 # Set in a rank by `hpctrain.start`, for the processes that it starts: the process id of the rank.
@@ -59,6 +62,30 @@ def process_key(pid: int) -> str | None:
 def was_forked(environ: Mapping[str, str]) -> bool:
     """Whether this process is, or descends from, a rank that a fork server has forked. environ: of this process."""
     return CLIENT_VARIABLE in environ
+
+
+def is_client(pid: int) -> bool:
+    """Whether this process stands for a rank that a fork server forks."""
+    try:
+        return os.readlink(f"/proc/{pid}/exe").rpartition("/")[2].startswith(CLIENT_STEM)
+    except OSError:
+        return False
+
+
+def forked_for(client: int) -> int | None:
+    """Returns the process of the rank that a client stands for; None if it was not forked yet, or has ended.
+
+    The client has a pidfd of it, of which the kernel tells the process.
+    """
+    folder = Path(f"/proc/{client}")
+    try:
+        for name in os.listdir(folder / "fd"):
+            if "[pidfd]" in os.readlink(folder / "fd" / name):
+                found = re.search(r"^Pid:\s+(\d+)$", (folder / "fdinfo" / name).read_text(), re.MULTILINE)
+                return int(found[1]) if found is not None and int(found[1]) > 0 else None
+    except OSError:
+        return None
+    return None
 
 
 def seconds_since_start(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> float | None:

@@ -133,10 +133,12 @@ def test_by_default_ranks_are_forked_where_it_saves_something_and_was_tried(
     monkeypatch.setattr(plan, "_GPU_DEVICES", ())
     python = [sys.executable, "train.py"]
 
-    def asked(command: list[str], *, ranks: int = 2, by_default: bool = True, **environ: str) -> str | None:
+    def asked(
+        command: list[str], *, ranks: int = 3, by_default: bool = True, lingers_s: float = 0.0, **environ: str
+    ) -> str | None:
         updates: dict[str, str] = {}
         words, note = plan_fork_server(
-            ForkServer(by_default=by_default),
+            ForkServer(by_default=by_default, lingers_s=lingers_s),
             command,
             environ=environ,
             ranks_on_a_node=ranks,
@@ -146,7 +148,8 @@ def test_by_default_ranks_are_forked_where_it_saves_something_and_was_tried(
         return note
 
     assert "are forked" in (asked(python) or "")
-    assert asked(python, ranks=1) is None
+    assert asked(python, ranks=2) is None
+    assert "are forked" in (asked(python, ranks=1, lingers_s=9.0) or "")
     assert asked(["true"]) is None
     assert "HPCTRAIN_FORK_SERVER=off" in (asked(python, HPCTRAIN_FORK_SERVER="off") or "")
     monkeypatch.setattr(plan, "_GPU_DEVICES", (str(tmp_path),))
