@@ -182,7 +182,7 @@ def test_the_client_and_the_rank_end_and_wait_together(tmp_path: Path) -> None:
         client, rank = waiting_rank(key, tmp_path / "killed")
         server = server_of(key)
         client.kill()
-        wait_for(lambda: state_of(rank) == "gone" and state_of(server) in ("gone", "Z"))
+        wait_for(lambda: state_of(rank) in ("gone", "Z") and state_of(server) in ("gone", "Z"))
         client.communicate()
     with a_key() as key:
         client, rank = waiting_rank(key, tmp_path / "suspended", "handle")
