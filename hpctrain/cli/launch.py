@@ -68,7 +68,7 @@ def launch_command(
         typer.Option(
             "--preload",
             metavar="MODULE",
-            help="A module that is imported before ranks are forked; may be repeated.",
+            help="A module that is imported before ranks are forked; may be repeated. Implies --fork-server.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
@@ -98,7 +98,7 @@ def launch_command(
         hostfile=str(hostfile) if hostfile is not None else None,
         fork_server=None
         if fork_server is False
-        else ForkServer(preload=preload or (), by_default=fork_server is None),
+        else ForkServer(preload=preload or (), by_default=fork_server is None and not preload),
     )
     if dry_run:
         for note in plan.notes:

@@ -151,8 +151,10 @@ class HydraRanks:
             self._clients[pid] = descriptor
 
     def _find_forked(self) -> None:
-        """Watches forked ranks instead of the processes that stand for them: others may notice a rank's end before its
-        own one has been told of it, and be ended first."""
+        """Watches forked ranks instead of the processes that stand for them.
+
+        Other ranks may notice the end of one sooner than the process that stands for it, and be ended first.
+        """
         for client, descriptor in [*self._clients.items()]:
             if descriptor not in self._descriptors or not is_client(client):
                 del self._clients[client]  # it has ended, or become the rank itself
