@@ -98,8 +98,10 @@ def cold_starts() -> Iterator[None]:
     """Ranks start by themselves meanwhile."""
     global _forks
     before, _forks = _forks, False
-    yield
-    _forks = before
+    try:
+        yield
+    finally:
+        _forks = before
 
 
 def _fork_server() -> ForkServer | None:

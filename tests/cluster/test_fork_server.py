@@ -20,7 +20,15 @@ pytestmark = [
 
 PROGRAM = Path(__file__).parents[1] / "ranks" / "launch" / "forked_rank.py"
 # Of a step, of a server, or of a process.
-DIFFER = ("SLURM_STEP", "SLURM_SRUN_COMM", "SLURM_PMIXP_", "SLURM_TASK_PID", "PMIX_", "HPCTRAIN_FORKED_FOR")
+DIFFER = (
+    "SLURM_STEP",
+    "SLURM_SRUN_COMM",
+    "SLURM_PMIXP_",
+    "SLURM_TASK_PID",
+    "PMIX_",
+    "HPCTRAIN_FORKED_FOR",
+    "HPCTRAIN_FORK_SERVER",
+)
 
 
 def kept(rank: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +45,7 @@ def test_ranks_of_srun_are_the_same_forked_or_started(cluster: Cluster, tmp_path
     program = f"{sys.executable} {PROGRAM} describe files"
     script.write_text(
         "#!/bin/bash\nulimit -Sn 700; umask 027\n"
-        f"{launch} -- {program} 2> cold.err || exit 9\nmkdir cold; mv rank-? cold\n"
+        f"{launch} --no-fork-server -- {program} 2> cold.err || exit 9\nmkdir cold; mv rank-? cold\n"
         f"{launch} --fork-server -- {program} 2> warm.err || exit 8\nmkdir warm; mv rank-? warm\n"
         f"{launch} --fork-server -- {sys.executable} {PROGRAM} exit > exit 2> exit.err; [[ $? == 3 ]] || exit 7\n"
         f"{launch} --fork-server -- {hpctrain} train recipe.toml > train 2> train.err || exit 6\n"
