@@ -284,7 +284,7 @@ def test_a_training_is_the_same_and_leaves_nothing(tmp_path: Path, packed_digits
         ("mpirun", []),
     ):
         command = [
-            *before, "hpctrain", "train", str(recipe), "--set", "run.epochs=1",
+            *before, str(Path(sys.executable).with_name("hpctrain")), "train", str(recipe), "--set", "run.epochs=1",
             "--set", f"run.directory={tmp_path / name}",
             "--set", f"data.train={packed_digits / 'train'}", "--set", f"data.held_out={packed_digits / 'test'}",
         ]  # fmt: skip
