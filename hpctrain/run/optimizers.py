@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
@@ -86,7 +87,7 @@ def _large_batch(name: str) -> Callable[..., torch.optim.Optimizer]:
             "`pip install hpctrain[optimizers]`"
         ) from error
     release = version("pytorch_optimizer")
-    if tuple(int(part) for part in release.split(".")[:2]) < (3, 11):
+    if [int(part) for part in re.findall(r"\d+", release)[:2]] < [3, 11]:
         # LARS without weight decay in the layer's ratio, LAMB with weight decay in the gradient.
         raise RecipeError(
             f"optimizer.name = {name.lower()} needs pytorch-optimizer 3.11 or newer, this is {release}, which "

@@ -29,6 +29,7 @@ _ROOM_VARIABLE = "HPCTRAIN_FORK_SERVER_ROOM"  # of the client for the server
 _WAIT_VARIABLE = "HPCTRAIN_FORK_SERVER_WAIT_S"  # how long a client waits for the server
 # Fewer ranks on a node import in parallel what a server imports for them: by default they are not slower by themselves.
 LEAST_RANKS = 3
+_BY_ITSELF = "each rank starts by itself"
 # Drivers of NVIDIA's and AMD's GPUs, and of those in WSL.
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 # Not for the ranks.
@@ -66,14 +67,13 @@ def plan_fork_server(
     saves = ranks_on_a_node >= (1 if asked.lingers_s else LEAST_RANKS)
     if asked.by_default and (not saves or isinstance(program, str)):
         return (), None
-    why_not = why_not_by_default(environ) if asked.by_default else None
+    if isinstance(program, str):
+        return (), f"{_BY_ITSELF}: {program}"
     client = find_client()
     if client is None:
-        why_not = f"{CLIENT_STEM} was not compiled (a C compiler, then make setup)"
-    if isinstance(program, str):
-        why_not = program
-    if why_not is not None or client is None or isinstance(program, str):
-        return (), f"each rank starts by itself: {why_not}"
+        return (), f"{_BY_ITSELF}: {CLIENT_STEM} was not compiled (a C compiler, then make setup)"
+    if asked.by_default and (why_not := why_not_by_default(environ)) is not None:
+        return (), f"{_BY_ITSELF}: {why_not}"
     updates[KEY_VARIABLE] = asked.key
     if asked.lingers_s:
         updates[LINGER_VARIABLE] = f"{asked.lingers_s:g}"
