@@ -72,7 +72,7 @@ def main() -> int:
     edges = {
         module: imports_of(path, known) - {module}
         for module, path in known.items()
-        if path.name != "__init__.py"
+        if path.name not in ("__init__.py", "__main__.py")
     }
     without_doors = {
         module: {other for other in others if known[other].name != "__init__.py"}
