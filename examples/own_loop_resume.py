@@ -13,13 +13,13 @@ import hpctrain
 
 EPOCHS, SEED = 6, 1
 
-with hpctrain.start() as session:
+with hpctrain.init() as session:
     loader = session.loader(session.open_dataset(sys.argv[1]), global_batch=64, seed=SEED)
     torch.manual_seed(SEED)
     model = torch.nn.Sequential(
         torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)
     )
-    updater = session.updater(model, torch.optim.Adam(model.parameters(), lr=1e-2), wire="fp16")
+    updater = session.distributed_optimizer(model, torch.optim.Adam(model.parameters(), lr=1e-2), wire="fp16")
 
     position = session.load_state(sys.argv[2], updater, loader=loader)
     if session.rank == 0:

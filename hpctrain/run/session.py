@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, final, overload
@@ -25,7 +26,7 @@ from hpctrain.comm import (
     open_world,
     starting,
 )
-from hpctrain.data import Dataset, Loader, Samples, open_together
+from hpctrain.data import Batch, Dataset, Loader, Samples, open_together
 from hpctrain.distributed import (
     ParallelPlan,
     broadcast_model,
@@ -46,6 +47,7 @@ from hpctrain.launch import (
     may_starve,
     read_cores,
 )
+from hpctrain.public_names import warn_of_old_name
 from hpctrain.reduce import (
     AUTO,
     CompareRanks,
@@ -74,6 +76,7 @@ from hpctrain.train import (
     SessionUpdater,
     Stateful,
     Trainings,
+    agreed_batches,
     communicates_in_forward,
     convert_sync_batch_norm,
 )
@@ -83,7 +86,7 @@ T = TypeVar("T")
 
 @final
 class Session:
-    """This rank's access to the run's other ranks. Made by `start`; use it as a context manager.
+    """This rank's access to the run's other ranks. Made by `init`; use it as a context manager.
 
     When the `with` block raises an error that all ranks share, rank 0 prints it once and every rank exits with its
     exit code. An error of this rank only is printed with its rank and aborts the whole job, so that no other rank
@@ -120,7 +123,7 @@ class Session:
         self._watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 
     def gather_cores(self) -> Sequence[RankCores]:
-        """Returns the cores of all ranks, by rank. Collective at the first call, unless `start` has gathered them."""
+        """Returns the cores of all ranks, by rank. Collective at the first call, unless `init` has gathered them."""
         if self._cores is None:
             found, number_of_rank = all_gather_distinct(self.world, read_cores().to_json())
             different = [RankCores.from_json(value) for value in found]
@@ -133,15 +136,29 @@ class Session:
 
     @property
     def rank(self) -> int:
+        """This rank's number, from 0 to `world_size` - 1."""
         return self.world.rank
 
     @property
-    def num_ranks(self) -> int:
+    def world_size(self) -> int:
+        """Number of ranks of the run."""
         return self.world.num_ranks
 
     @property
     def local_rank(self) -> int:
+        """This rank's number among the ranks of its node, from 0."""
         return self.topology.local_rank_of(self.rank)
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of ranks on this rank's node."""
+        return len(self.topology.ranks_by_node[self.topology.node_of(self.rank)])
+
+    @property
+    def num_ranks(self) -> int:
+        """Deprecated name of `world_size`."""
+        warn_of_old_name("session.num_ranks", use="session.world_size")
+        return self.world_size
 
     def note(self, text: str) -> None:
         """Adds a note for the user: printed once, by rank 0, and kept for the run's record."""
@@ -149,7 +166,7 @@ class Session:
         if self.rank == 0:
             tell(f"note: {text}")
 
-    def updater(
+    def distributed_optimizer(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -179,7 +196,7 @@ class Session:
         """
         shard, pipeline = shard_of(model), pipeline_of(model)
         training = self.agreed(lambda: self.trainings.parts_for(model, optimizer), os_error=UsageError)
-        layouts = layouts_of(model, num_ranks=self.num_ranks)
+        layouts = layouts_of(model, num_ranks=self.world_size)
         self.agreed(lambda: check_for_layouts(optimizer, layouts, model=model), os_error=UsageError)
         if is_sharded(model) or pipeline is not None:
             end_sums: Callable[[], object] | None = None
@@ -212,6 +229,13 @@ class Session:
         )
         self.trainings.add(updater, training)
         return self._watched(updater, model, compare_ranks)
+
+    def updater(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> SessionUpdater:
+        """Deprecated name of `distributed_optimizer`."""
+        warn_of_old_name("session.updater", use="session.distributed_optimizer")
+        return self.distributed_optimizer(model, optimizer, **options)
 
     def _watched(
         self, updater: SessionUpdater, model: torch.nn.Module, compare_ranks: CompareRanks
@@ -317,6 +341,15 @@ class Session:
             **options,
         )
 
+    def agreed_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yields `batches` with weights that count the damaged samples which any rank has skipped. Collective for each
+        batch; see `hpctrain.data.check_while_reading`."""
+        return agreed_batches(batches, comm=self.world)
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """Names the operations in the `with` block in the message that is printed when ranks wait too long in it."""
+        return self.world.doing(what)
+
     def agreed(self, function: Callable[[], T], *, os_error: type[HpctrainError]) -> T:
         """Returns what `function` returns on this rank; raises the same error on all if any fails. Collective."""
         return agreed(self.world, function, os_error=os_error)
@@ -325,7 +358,7 @@ class Session:
         """Returns the mean of a number over the ranks. Collective."""
         buffer = torch.tensor([float(value)], dtype=torch.float64)
         self.world.all_reduce(buffer)
-        return float(buffer) / self.num_ranks
+        return float(buffer) / self.world_size
 
     @overload
     def all_reduce(self, value: torch.Tensor, *, op: Operation = "sum") -> torch.Tensor: ...
@@ -340,7 +373,7 @@ class Session:
 
     def sync_batch_norm(self, model: torch.nn.Module) -> torch.nn.Module:
         """Returns `model` with batch normalisation over all ranks. Collective; see `convert_sync_batch_norm`."""
-        if self.num_ranks == 1:
+        if self.world_size == 1:
             return model
         comm = self.world.duplicate()
         model = self.agreed(lambda: convert_sync_batch_norm(model, comm), os_error=UsageError)
@@ -375,7 +408,7 @@ class Session:
 
 
 @uncaught_as_message
-def start(
+def init(
     *,
     backend: str = "auto",
     device: str = "auto",
