@@ -181,18 +181,28 @@ class Session:
     ) -> SessionUpdater:
         """Wraps `optimizer`, and copies rank 0's parameters and buffers to all ranks. Collective.
 
-        Of a model that `parallelize` has sharded: with `optimizer` or `gradients` a `ScatterUpdater`, on more than one
-        rank; with `parameters`, split layers or a pipeline a `ShardedUpdater`, for which bucket_bytes and reduction are
-        ignored; algorithm and wire are as in `reduce_gradients_by`, and ignored with split layers or a pipeline.
+        Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script: `loss.backward()`,
+        `step()` and `zero_grad()` are used as before.
 
-        Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script; `loss.backward()`,
-        `step()` and `zero_grad()` are used as before. reduction: made before by `reductions.make`; then
-        algorithm, wire and bucket_bytes are ignored. Parameters of the optimizer that are not in the model are copied
-        and saved too, unless the model is split. compare_ranks: `step` raises RanksDiffer where parameters or settings
-        of the optimizer have come to differ between ranks; "note" says so once, "off" does not compare. Raises
-        BufferMismatch on every rank, with the ranks that differ, if one has another model or trains another part of it;
-        UsageError on every rank for a model or optimizer whose state no checkpoint could hold, or that cannot be
-        stepped.
+        Args:
+            model: The model, whole or split by `parallelize`. If it is split by `shard = "optimizer"` or
+                `"gradients"`, a `ScatterUpdater` is returned on more than one rank; with sharded parameters, split
+                layers or a pipeline a `ShardedUpdater`.
+            optimizer: Its parameters that are not in the model are copied and saved too, unless the model is split.
+            algorithm: How gradients are summed; "auto" measures. For sharded parameters as in
+                `reduce_gradients_by`; ignored with split layers or a pipeline.
+            wire: The format in which gradients are sent. Ignored where `algorithm` is.
+            bucket_bytes: Bytes of gradients per message; None: chosen. Ignored for a `ShardedUpdater`.
+            loss_scale: For float16; None: no scale.
+            clip_norm: Largest norm of the mean gradient; None: no limit.
+            reduction: One that `reductions.make` has returned, instead of algorithm, wire and bucket_bytes. Ignored
+                for a `ShardedUpdater`.
+            compare_ranks: What `step` does when parameters or settings of the optimizer have come to differ between
+                ranks: "error" raises RanksDiffer, "note" says so once, "off" does not compare.
+
+        Raises BufferMismatch on every rank, with the ranks that differ, if one has another model or trains another
+        part of it; UsageError on every rank for a model or optimizer whose state no checkpoint could hold, or that
+        cannot be stepped.
         """
         shard, pipeline = shard_of(model), pipeline_of(model)
         training = self.agreed(lambda: self.trainings.parts_for(model, optimizer), os_error=UsageError)
@@ -276,12 +286,17 @@ class Session:
     ) -> Path:
         """Saves model, optimizer, updater, random generators and `position`; returns the checkpoint's path. Collective.
 
-        directory: of the checkpoints, shared by all nodes; this one gets the name of `position.step`. updater: one that
-        this session made. loader: whose dataset, order and seed `position` belongs to; `load_state` compares them.
-        options: how to save, and which older checkpoints to keep (by default the last three). also: other objects with
-        `state_dict` and `load_state_dict` by name, such as schedulers: saved in the same checkpoint, the same on every
-        rank; None: no object. Raises CheckpointError on every rank, and the older checkpoints stay, if the state cannot
-        be written or an object's differs between ranks.
+        Args:
+            directory: The folder of the checkpoints, shared by all nodes; this one is named by `position.step`.
+            updater: What `distributed_optimizer` of this session has returned.
+            position: Where training continues after a load.
+            loader: The loader to whose dataset, order and seed `position` belongs; `load_state` compares them.
+            options: How to save, and which older checkpoints to keep; by default the last three.
+            also: Other objects with `state_dict` and `load_state_dict` by name, such as schedulers. They are saved in
+                the same checkpoint, and must have the same state on every rank. None: no object.
+
+        Raises CheckpointError on every rank, and the older checkpoints stay, if the state cannot be written or an
+        object's differs between ranks.
         """
         self._finite.before_save(self.trainings.model_of(updater), step=position.step)
         return self.trainings.save(
@@ -298,10 +313,17 @@ class Session:
     ) -> Position:
         """Restores what `save_state` saved; returns where to continue. Collective.
 
-        Returns `Position()`, step 0, if there is no checkpoint yet. source: a checkpoint, or a directory of them, of
-        which the newest undamaged one is taken; any number of ranks may have saved it. also: the objects that were
-        given to `save_state`; None for one that is not to be loaded. Raises CheckpointError on every rank, with nothing
-        changed, if the checkpoint belongs to another model, optimizer, dataset, order or seed, or has other objects.
+        Returns `Position()`, step 0, if there is no checkpoint yet.
+
+        Args:
+            source: A checkpoint, or a folder of checkpoints, of which the newest undamaged one is taken. Any number of
+                ranks may have saved it.
+            updater: What `distributed_optimizer` of this session has returned.
+            loader: As in `save_state`.
+            also: The objects that `save_state` was given; None for one that is not to be loaded.
+
+        Raises CheckpointError on every rank, with nothing changed, if the checkpoint belongs to another model,
+        optimizer, dataset, order or seed, or has other objects.
         """
         return self.trainings.load(source, updater, loader=loader, also=also or {})
 
@@ -420,10 +442,20 @@ def init(
 ) -> Session:
     """Connects to the other ranks that mpirun or srun started; without a launcher, one rank. Collective.
 
-    ranks: required number of ranks. algorithm: of the reduction, if Horovod must know it when it starts
-    (nccl-hierarchical, nccl-torus). timeout_s: a collective that takes longer, or a rank that starts so much later
-    than the first, ends the run with exit code 6, and all ranks have ended by then (see `Monitored`); after
-    `session.world.publish_in(shared_folder)`, which is collective, the message names the ranks that did not take part.
+    Args:
+        backend: "auto", "mpi", "horovod" or "serial".
+        device: "auto" (CUDA if every rank has a GPU of its own, else the CPU), "cpu", "cuda", or "cuda:N", which the
+            ranks of a machine share.
+        ranks: The number of ranks that there must be; None: any.
+        threads_per_rank: Threads of PyTorch; None: OMP_NUM_THREADS, or else this rank's share of the cores.
+        timeout_s: A collective that takes longer, or a rank that starts so much later than the first, ends the run
+            with exit code 6, and all ranks have ended by then (see `Monitored`). After
+            `session.world.publish_in(shared_folder)`, which is collective, the message names the ranks that did not
+            take part.
+        algorithm: The algorithm of the reduction, if Horovod must know it when it starts (nccl-hierarchical,
+            nccl-torus).
+        environ: Variables to read the launcher's from; None: those of this process.
+
     Raises LaunchError or TopologyError if launcher, environment and communication library disagree.
     """
     postpone_dynamo()
