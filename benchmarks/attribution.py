@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpctrain import start
+from hpctrain import init
 from hpctrain.comm import World, broadcast_json
 from hpctrain.telemetry import RecordWriter, StepClock
 from hpctrain.train import EfficiencyWatch
@@ -106,11 +106,11 @@ def report(found: dict[str, float], *, num_ranks: int) -> str:
 
 def main() -> None:
     argparse.ArgumentParser(prog="python -m benchmarks.attribution", description=__doc__).parse_args()
-    with start() as session, tempfile.TemporaryDirectory() as own:
+    with init() as session, tempfile.TemporaryDirectory() as own:
         folder = Path(broadcast_json(session.world, own))
         found = measure(session.world, folder)
         if session.rank == 0:
-            print(report(found, num_ranks=session.num_ranks))
+            print(report(found, num_ranks=session.world_size))
         session.world.barrier()
 
 

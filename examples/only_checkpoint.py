@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 import hpctrain
+from hpctrain.checkpoint import State, model_items
 
-with hpctrain.start() as session:
+with hpctrain.init() as session:
     torch.manual_seed(0)  # a save compares parameters: they are the same on all ranks
     model = torch.nn.Linear(1000, 1000)
-    state = hpctrain.State(items=hpctrain.model_items(model), document={"epoch": 7})
+    state = State(items=model_items(model), document={"epoch": 7})
     saved = hpctrain.save(state, directory=Path(sys.argv[1]), step=100, comm=session.world)
 
     checkpoint = hpctrain.open_checkpoint(saved.path, comm=session.world)

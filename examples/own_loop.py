@@ -11,16 +11,16 @@ from torch.utils.data.distributed import DistributedSampler
 
 import hpctrain
 
-session = hpctrain.start()
+session = hpctrain.init()
 torch.manual_seed(0)
 images, labels = load_digits(return_X_y=True)
 data = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
-sampler = DistributedSampler(data, num_replicas=session.num_ranks, rank=session.rank, seed=0)
+sampler = DistributedSampler(data, num_replicas=session.world_size, rank=session.rank, seed=0)
 loader = DataLoader(data, batch_size=32, sampler=sampler)
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-optimizer = session.updater(model, optimizer, wire="fp16")
+optimizer = session.distributed_optimizer(model, optimizer, wire="fp16")
 
 for epoch in range(3):
     sampler.set_epoch(epoch)

@@ -11,30 +11,30 @@ from torch.nn import functional
 
 import hpctrain
 
-session = hpctrain.start()
+session = hpctrain.init()
 torch.manual_seed(0)
 images, labels = load_digits(return_X_y=True)
 image, label = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
-mine = torch.arange(len(label)) % session.num_ranks == session.rank
+mine = torch.arange(len(label)) % session.world_size == session.rank
 share = float(mine.sum()) / len(label)
 
 blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(4)]
 model = torch.nn.Sequential(*blocks, torch.nn.Linear(64, 10))
 session.parallelize(model, hpctrain.ParallelPlan(shard="parameters", activation_checkpointing="blocks"))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # of the parameters as they are now
-updater = session.updater(model, optimizer)
+optimizer = session.distributed_optimizer(model, optimizer)
 ema = hpctrain.Ema(model, decay=0.9)  # each rank averages its parts
 
-begin = session.load_state("sharded", updater, also={"ema": ema}).step
+begin = session.load_state("sharded", optimizer, also={"ema": ema}).step
 for step in range(begin, begin + 10):
     loss = functional.cross_entropy(model(image[mine]), label[mine])
-    updater.backward(loss, weight=share)
-    outcome = updater.step(sums={"loss": loss.item() * share})
+    optimizer.backward(loss, weight=share)
+    outcome = optimizer.step(sums={"loss": loss.item() * share})
     if outcome.applied:
         ema.update()
     if session.rank == 0:
         print(f"step {step} loss {outcome.sums['loss']:.6f}", flush=True)
-session.save_state("sharded", updater, hpctrain.Position(step=begin + 10), also={"ema": ema})
+session.save_state("sharded", optimizer, hpctrain.Position(step=begin + 10), also={"ema": ema})
 with ema.applied(), torch.no_grad():
     right = float((model(image[mine]).argmax(1) == label[mine]).sum())
 right = session.all_reduce({"right": right})["right"]

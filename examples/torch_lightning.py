@@ -51,7 +51,7 @@ session = hpctrain.init_process_group()
 if arguments.strategy == "ddp":
     strategy = DDPStrategy(session)
 else:
-    strategy = ModelParallelStrategy(session, data_parallel_size=session.num_ranks, tensor_parallel_size=1)
+    strategy = ModelParallelStrategy(session, data_parallel_size=session.world_size, tensor_parallel_size=1)
 trainer = lightning.Trainer(
     strategy=strategy,  # devices and num_nodes follow from mpirun or srun
     max_epochs=arguments.epochs,

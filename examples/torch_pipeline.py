@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
     session = hpctrain.init_process_group()
-    rank, num_ranks = session.rank, session.num_ranks
+    rank, num_ranks = session.rank, session.world_size
     per_rank = 2 if given.schedule in ("interleaved", "zero-bubble") else 1
     num_stages = per_rank * num_ranks
     per_stage, blocks = BLOCKS // num_stages, make_blocks()

@@ -1,11 +1,27 @@
 """hpctrain: distributed PyTorch training on HPC systems.
 
-`start` joins the ranks that mpirun or srun started; `Dataset` and `Loader` read HDF5 shards; `save` and
-`open_checkpoint` are the checkpoints. Public are the names of `hpctrain` and of its packages (`hpctrain.data` and so
-on), as their `__init__.pyi` list them; everything below a package is private. Names are loaded when they are used:
-`hpctrain --help` needs no torch.
+`init` joins the ranks that mpirun or srun started; `Dataset` and `Loader` read HDF5 shards; `save` and
+`open_checkpoint` are the checkpoints. Public are the names that this package and its public packages export, which
+are those that `__init__.pyi` imports as a whole (`checkpoint`, `data` and so on); everything else is private. Names are
+loaded when they are used: `hpctrain --help` needs no torch.
 """
 
-import lazy_loader
+from hpctrain.public_names import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    __file__,
+    old_names={
+        "start": "hpctrain.init",
+        "Updater": "hpctrain.DistributedOptimizer",
+        "FromRank0": "hpctrain.checkpoint.FromRank0",
+        "Replicated": "hpctrain.checkpoint.Replicated",
+        "SaveOptions": "hpctrain.checkpoint.SaveOptions",
+        "Shard": "hpctrain.checkpoint.Shard",
+        "State": "hpctrain.checkpoint.State",
+        "load_newest_good": "hpctrain.checkpoint.load_newest_good",
+        "model_items": "hpctrain.checkpoint.model_items",
+        "TrainingState": ("hpctrain.train.TrainingState", "session.save_state and session.load_state"),
+        "resume": ("hpctrain.train.resume", "session.load_state"),
+    },
+)

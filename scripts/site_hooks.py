@@ -12,24 +12,10 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from structure import public_modules, public_names
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# Packages without a reference page: their functions are used through the command `hpctrain`.
-WITHOUT_API = {"cli"}
 _LINK = re.compile(r"(\]\()([^)\s#]+)([^)\s]*\))")
-
-
-def public_names(package: str) -> list[str]:
-    """Returns the names in the stub `__init__.pyi` of a package; "" is `hpctrain` itself."""
-    stub = ast.parse((REPOSITORY / "hpctrain" / package / "__init__.pyi").read_text())
-    return sorted(
-        alias.name for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
-    )
-
-
-def packages_with_api() -> list[str]:
-    found = sorted(path.parent.name for path in (REPOSITORY / "hpctrain").glob("*/__init__.pyi"))
-    return ["", *(package for package in found if package not in WITHOUT_API)]
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -42,7 +28,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     for entry in reference:
         if "API" in entry:
             entry["API"] = [
-                {_dotted(package): f"reference/{package or 'hpctrain'}.md"} for package in packages_with_api()
+                {_dotted(package): f"reference/{package or 'hpctrain'}.md"} for package in public_modules()
             ]
     for entry in development:
         if "Decisions" in entry:
@@ -53,7 +39,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "index.md", content=_home()))
-    for package in packages_with_api():
+    for package in public_modules():
         files.append(
             File.generated(config, f"reference/{package or 'hpctrain'}.md", content=_reference(package))
         )
@@ -95,8 +81,11 @@ def _home() -> str:
 
 def _reference(package: str) -> str:
     module = _dotted(package)
-    entries = "\n\n".join(f"::: {module}.{name}" for name in public_names(package))
-    doc = ast.get_docstring(ast.parse((REPOSITORY / "hpctrain" / package / "__init__.py").read_text()))
+    names = [name for name in public_names(package) if package or name not in public_modules()]
+    entries = "\n\n".join(f"::: {module}.{name}" for name in names)
+    folder = REPOSITORY / "hpctrain" / package
+    source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    doc = ast.get_docstring(ast.parse(source.read_text()))
     return f"# {module}\n\n{doc}\n\n{entries}\n"
 
 

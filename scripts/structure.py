@@ -1,9 +1,9 @@
-"""Prints the structure of the tree: sizes of folders and modules, import cycles, imports of private modules.
+"""Prints the structure of the tree: sizes of folders and modules, public names, cycles, imports of private modules.
 
     python scripts/structure.py
 
 Exits with 1 if `hpctrain/` has a folder with more than 30 Python files, a module over 600 lines, an import cycle, or an
-import from another package that is not from its `__init__`.
+import from another package that is not from its `__init__`, or if there are more than 250 public names.
 """
 
 from __future__ import annotations
@@ -15,13 +15,40 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-MAX_FILES, MAX_LINES = 30, 600
+PACKAGE = REPOSITORY / "hpctrain"
+MAX_FILES, MAX_LINES, MAX_PUBLIC_NAMES = 30, 600, 250
+
+
+def public_modules() -> list[str]:
+    """Returns the public packages and modules: "", which is `hpctrain` itself, and what its stub imports as a whole."""
+    imports = [node for node in _parse(PACKAGE / "__init__.pyi") if isinstance(node, ast.ImportFrom)]
+    return ["", *(alias.name for node in imports if node.module is None for alias in node.names)]
+
+
+def public_names(module: str) -> list[str]:
+    """Returns the public names of a public module.
+
+    For a package these are the names in the `__all__` of its stub, or all names of the stub if it has no `__all__`; for
+    another module, its classes and functions.
+    """
+    if not (PACKAGE / module).is_dir():
+        kinds = (ast.ClassDef, ast.FunctionDef)
+        return sorted(node.name for node in _parse(PACKAGE / f"{module}.py") if isinstance(node, kinds))
+    stub = _parse(PACKAGE / module / "__init__.pyi")
+    for node in stub:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return sorted(ast.literal_eval(node.value))
+    return sorted(alias.name for node in stub if isinstance(node, ast.ImportFrom) for alias in node.names)
+
+
+def _parse(path: Path) -> list[ast.stmt]:
+    return ast.parse(path.read_text()).body
 
 
 def modules() -> dict[str, Path]:
     """Returns dotted name -> file; for packages their `__init__.py`."""
     found = {}
-    for path in sorted((REPOSITORY / "hpctrain").rglob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(REPOSITORY).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
@@ -72,7 +99,7 @@ def main() -> int:
     edges = {
         module: imports_of(path, known) - {module}
         for module, path in known.items()
-        if path.name != "__init__.py"
+        if path.name not in ("__init__.py", "__main__.py")
     }
     without_doors = {
         module: {other for other in others if known[other].name != "__init__.py"}
@@ -89,6 +116,8 @@ def main() -> int:
     crowded = {folder: count for folder, count in files.items() if count > MAX_FILES}
     long = {path: count for path, count in lines.items() if count > MAX_LINES}
     circles = list(cycles(without_doors))
+    names = {module or "hpctrain": len(public_names(module)) for module in public_modules()}
+    num_public = sum(names.values())
     print(f"hpctrain: {len(known)} modules in {len(files)} folders, {sum(lines.values()):,} lines")
     print(f"largest folder: {max(files.values())} files; longest module: {max(lines.values())} lines")
     print(
@@ -100,13 +129,16 @@ def main() -> int:
         )
         + ")"
     )
+    print(f"public names: {num_public} ({', '.join(f'{module} {count}' for module, count in names.items())})")
     for folder, count in crowded.items():
         print(f"too many files: {folder} has {count}, at most {MAX_FILES}")
     for path, count in long.items():
         print(f"too long: {path} has {count} lines, at most {MAX_LINES}")
     for circle in circles:
         print(f"cycle: {', '.join(circle)}")
-    return 1 if crowded or long or circles or any(past.values()) else 0
+    if num_public > MAX_PUBLIC_NAMES:
+        print(f"too many public names: {num_public}, at most {MAX_PUBLIC_NAMES}")
+    return 1 if crowded or long or circles or any(past.values()) or num_public > MAX_PUBLIC_NAMES else 0
 
 
 if __name__ == "__main__":

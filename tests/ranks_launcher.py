@@ -450,7 +450,7 @@ def _rank_main(argv: Sequence[str]) -> int:
     faulthandler.dump_traceback_later(0.9 * float(timeout_s), exit=False)
     from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
 
-    postpone_dynamo()  # as `hpctrain.start` does
+    postpone_dynamo()  # as `hpctrain.init` does
     module, _, name = target.partition(":")
     gc.disable()  # as `hpctrain train` does while it imports
     function = getattr(importlib.import_module(module), name)

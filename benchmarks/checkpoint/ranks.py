@@ -30,7 +30,7 @@ from hpctrain.bench.checkpoint.methods import (
 from hpctrain.bench.checkpoint.raw_io import BenchState, RawShare, make_state
 from hpctrain.checkpoint import load, save
 from hpctrain.checkpoint.planning.replicas import ReplicaCheck
-from hpctrain.run import Session, start
+from hpctrain.run import Session, init
 
 Settings = dict[str, Any]
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
@@ -148,7 +148,7 @@ def main(words: Sequence[str]) -> int:
     warnings.filterwarnings(
         "ignore", category=FutureWarning
     )  # from the peers, about their own future changes
-    session = start(backend="mpi", device="cpu", timeout_s=settings["timeout_s"])
+    session = init(backend="mpi", device="cpu", timeout_s=settings["timeout_s"])
     try:
         start_gloo(session.world, directory=Path(settings["meeting"]))
         results = {name: CASES[name](session, settings) for name in case.split(",")}

@@ -12,7 +12,7 @@ from torch.nn import functional
 from benchmarks.gpu.compare import require
 from benchmarks.gpu.outcome import Found, NotHere, Setting
 from hpctrain import ParallelPlan
-from hpctrain.run import Session, start
+from hpctrain.run import Session, init
 
 STEPS = 8
 VOCABULARY = 64
@@ -134,7 +134,7 @@ def largest_that(fits: Callable[[int], bool], *, at_most: int) -> int:
 def _fits(setting: Setting, plan: ParallelPlan, *, depth: int) -> bool:
     """Returns False if two steps need more of the GPU's memory than there is."""
     try:
-        with start(backend="serial", device=str(setting.device)) as session:
+        with init(backend="serial", device=str(setting.device)) as session:
             _train(session, plan, width=WIDTH, depth=depth, length=256, steps=2)
     except torch.cuda.OutOfMemoryError:
         fits = False
@@ -151,13 +151,13 @@ def _parameters_of(depth: int) -> int:
 
 
 def _compared(setting: Setting, plans: Mapping[str, ParallelPlan], *, needs: tuple[str, ...]) -> Found:
-    with start(backend="serial", device="cpu") as session:
+    with init(backend="serial", device="cpu") as session:
         expected = _losses(session, KINDS["none"])
     require(expected[-1] < 0.9 * expected[0], "nothing was learned, so nothing was compared")
     figures: dict[str, float] = {}
     worst = 0.0
     for name, plan in plans.items():
-        with start(backend="serial", device=str(setting.device)) as session:
+        with init(backend="serial", device=str(setting.device)) as session:
             losses = _losses(session, plan)
             if setting.has_gpu:
                 figures[f"MB at most, {name}"] = _peak_mb(session, plan)
@@ -188,7 +188,9 @@ def _train(
     session: Session, plan: ParallelPlan, *, width: int, depth: int, length: int, steps: int
 ) -> list[float]:
     model = session.parallelize(language_model(width=width, depth=depth).to(session.device), plan)
-    updater = session.updater(model, torch.optim.AdamW(model.parameters(), lr=1e-2 / width**0.5))
+    updater = session.distributed_optimizer(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2 / width**0.5)
+    )
     losses = []
     for step in range(steps):
         tokens = _tokens(step % 2, length=length).to(session.device)

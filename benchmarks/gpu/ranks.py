@@ -24,7 +24,7 @@ from hpctrain.reduce.collective_reducers.top_k import TopKReducer
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.reduce.contract.polling import run_to_end
-from hpctrain.run import Session, start
+from hpctrain.run import Session, init
 from hpctrain.run.reduction import ReductionPlan
 
 EXACT = (
@@ -43,7 +43,7 @@ LOW_RANK_WITHIN = 1e-3
 
 def main(words: Sequence[str]) -> None:
     device, output = words[0], Path(words[1])
-    with start(backend="mpi", device=device, timeout_s=240) as session:
+    with init(backend="mpi", device=device, timeout_s=240) as session:
         setting = Setting(device=session.device, scratch=output)
         found = {
             "reductions": _together(session, lambda: _reductions(session)),
@@ -155,7 +155,7 @@ def _train(session: Session, device: torch.device, way: str) -> torch.Tensor:
     model = small_model(width=256, depth=4).to(device)
     if way in SHARDED:
         session.parallelize(model, SHARDED[way])
-    updater = session.updater(
+    updater = session.distributed_optimizer(
         model,
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         algorithm="hierarchical" if way in SHARDED else way,
@@ -174,7 +174,9 @@ def _profile(session: Session, setting: Setting) -> dict[str, Any]:
     """Writes a trace of some steps on each rank, which the process that started the ranks evaluates."""
     width = setting.of(gpu=2048, cpu=128)
     model = small_model(width=width, depth=8).to(session.device)
-    updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.01), algorithm="flat")
+    updater = session.distributed_optimizer(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), algorithm="flat"
+    )
     inputs, labels = _samples(
         session.rank, size=setting.of(gpu=8192, cpu=64), width=width, device=session.device
     )

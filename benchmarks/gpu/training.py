@@ -11,8 +11,8 @@ from torch.nn import functional
 from benchmarks.gpu.compare import require
 from benchmarks.gpu.outcome import Found, Setting
 from benchmarks.gpu.work import small_model
-from hpctrain.reduce import StepOutcome, Updater
-from hpctrain.run import Session, start
+from hpctrain.reduce import DistributedOptimizer, StepOutcome
+from hpctrain.run import Session, init
 from hpctrain.run.compute.precision import autocast_for, loss_scale_for
 
 WIDTH = 64
@@ -32,9 +32,9 @@ def bf16(setting: Setting) -> Found:
 def _autocast(setting: Setting, precision: str) -> Found:
     """Checks that losses follow those of float32 on the CPU, and that a step with non-finite gradients changes nothing
     except the loss scale of fp16."""
-    with start(backend="serial", device="cpu") as session:
+    with init(backend="serial", device="cpu") as session:
         expected = [loss for loss, _ in _losses(session, precision="fp32", steps=STEPS)]
-    with start(backend="serial", device=str(setting.device)) as session:
+    with init(backend="serial", device=str(setting.device)) as session:
         made = list(_losses(session, precision=precision, steps=STEPS))
         _check_overflow(session, precision=precision)
     worst = max(abs(loss - wanted) for (loss, _), wanted in zip(made, expected, strict=True))
@@ -90,7 +90,7 @@ def memory(setting: Setting) -> Found:
     """Checks that memory does not grow from step to step."""
     width, size = setting.of(gpu=2048, cpu=WIDTH), setting.of(gpu=4096, cpu=128)
     steps = 30
-    with start(backend="serial", device=str(setting.device)) as session:
+    with init(backend="serial", device=str(setting.device)) as session:
         model, updater = _model(session, precision="fp32", width=width, depth=4)
         batches = [_batch(number, width=width, size=size, device=session.device) for number in range(4)]
         held = []
@@ -120,11 +120,13 @@ def memory(setting: Setting) -> Found:
     return Found(text=f"{text} hold the same memory from step 5 on", figures=figures)
 
 
-def _model(session: Session, *, precision: str, width: int, depth: int) -> tuple[torch.nn.Module, Updater]:
+def _model(
+    session: Session, *, precision: str, width: int, depth: int
+) -> tuple[torch.nn.Module, DistributedOptimizer]:
     model = small_model(width=width, depth=depth).to(session.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     scale = loss_scale_for(precision, wire="fp32", max_skipped_in_row=5)
-    return model, session.updater(model, optimizer, loss_scale=scale)
+    return model, session.distributed_optimizer(model, optimizer, loss_scale=scale)
 
 
 def _batch(number: int, *, width: int, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -123,7 +123,7 @@ class GuardsPart(Part):
         )  # fmt: skip
         fields = {"x": torch.ones(_ROWS, 1)}
         self._batch = Batch(
-            fields=fields, epoch=0, start=0, num_samples=_ROWS, global_samples=_ROWS * session.num_ranks
+            fields=fields, epoch=0, start=0, num_samples=_ROWS, global_samples=_ROWS * session.world_size
         )
 
     def attempt(self, compute: Callable[[], float]) -> float:

@@ -19,7 +19,7 @@ from benchmarks.overhead.figures import ALL, STEP_S, WITHOUT
 from benchmarks.overhead.parts import GuardsPart, Part, StopPart, StragglersPart
 from benchmarks.starting import this_rank
 from hpctrain.comm import all_gather_json
-from hpctrain.run import Session, start
+from hpctrain.run import Session, init
 from hpctrain.stragglers import COLUMNS, SlowRanks
 from hpctrain.telemetry import RecordWriter
 from hpctrain.topology import Topology
@@ -51,7 +51,9 @@ class Loop:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._model = torch.nn.Linear(WIDTH, WIDTH)
-        self._updater = session.updater(self._model, torch.optim.SGD(self._model.parameters(), lr=1e-3))
+        self._updater = session.distributed_optimizer(
+            self._model, torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        )
         self._inputs = torch.ones(8, WIDTH)
         self._matrices = [torch.eye(WIDTH) for _ in range(_MATRICES)]
         self._number = 0
@@ -95,8 +97,8 @@ class Loop:
     def _compute(self) -> float:
         began = time.perf_counter()
         loss = self._model(self._inputs).square().mean()
-        self._updater.backward(loss, weight=1 / self._session.num_ranks)
-        value = float(loss.detach()) / self._session.num_ranks
+        self._updater.backward(loss, weight=1 / self._session.world_size)
+        value = float(loss.detach()) / self._session.world_size
         self._computed_s = time.perf_counter() - began
         return value
 
@@ -187,7 +189,7 @@ CASES: dict[str, Callable[[Session, Mapping[str, Any]], Any]] = {"steps": steps,
 def main(case: str, settings_path: str, result_path: str) -> None:
     settings = json.loads(Path(settings_path).read_text())
     faulthandler.dump_traceback_later(0.95 * settings["timeout_s"], exit=False)
-    session = start(backend="mpi", device="cpu", timeout_s=settings["timeout_s"])
+    session = init(backend="mpi", device="cpu", timeout_s=settings["timeout_s"])
     try:
         result = CASES[case](session, settings)
         started = all_gather_json(session.world, this_rank())

@@ -143,7 +143,7 @@ def _held_bytes(session: Session) -> int:
     )
     own, shared = (1024 * int(rollup[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
     session.world.barrier()
-    return own + sum(all_gather_json(session.world, shared)) // session.num_ranks
+    return own + sum(all_gather_json(session.world, shared)) // session.world_size
 
 
 def _peak_bytes() -> int:
@@ -173,7 +173,7 @@ def traffic(session: Session, settings: Settings) -> dict[str, Any]:
     for layout, wire in settings["choices"]:
         samples = PIPELINE_SAMPLES if LAYOUTS[layout].pipeline > 1 else 1
         training = Training(
-            session, WORKLOADS[settings["workload"]], LAYOUTS[layout], batch=samples * session.num_ranks,
+            session, WORKLOADS[settings["workload"]], LAYOUTS[layout], batch=samples * session.world_size,
             wire=wire,
         )  # fmt: skip
         training.step(0)

@@ -49,7 +49,7 @@ def load(session: Session, settings: Settings) -> dict[str, dict[str, Any]]:
             training = _made(session, loaded, model_seed=1)
             if training.load(folder / saved) != STEPS:
                 raise RuntimeError(f"{loaded} did not begin where {saved} has ended")
-            again = training.save(folder / f"{saved}-{loaded}-{session.num_ranks}", step=STEPS)
+            again = training.save(folder / f"{saved}-{loaded}-{session.world_size}", step=STEPS)
             differ = _on_rank_0(
                 session, lambda again=again, saved=saved: _differ(again, _newest(folder / saved))
             )

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.parallel import bubble, cases, checkpoints
 from benchmarks.starting import this_rank
 from hpctrain.comm import all_gather_json
-from hpctrain.run import Session, start
+from hpctrain.run import Session, init
 
 CASES: dict[str, Callable[[Session, Mapping[str, Any]], Any]] = {
     "equality": cases.equality,
@@ -29,7 +29,7 @@ CASES: dict[str, Callable[[Session, Mapping[str, Any]], Any]] = {
 def main(case: str, settings_path: str, result_path: str) -> None:
     settings = json.loads(Path(settings_path).read_text())
     faulthandler.dump_traceback_later(0.95 * settings["timeout_s"], exit=False)
-    session = start(backend="mpi", device="cpu", threads_per_rank=1, timeout_s=settings["timeout_s"])
+    session = init(backend="mpi", device="cpu", threads_per_rank=1, timeout_s=settings["timeout_s"])
     try:
         started = all_gather_json(session.world, this_rank())
         result = CASES[case](session, settings)

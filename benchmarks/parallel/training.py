@@ -81,7 +81,9 @@ class Training:
         self.counts = self._counted(num_parameters, in_stages=plan.pipeline > 1)
         self.exposed_s = 0.0
         algorithm = AUTO if plan.shard == "parameters" else ALGORITHM
-        self._updater = session.updater(self.model, self.optimizer, algorithm=algorithm, wire=wire)
+        self._updater = session.distributed_optimizer(
+            self.model, self.optimizer, algorithm=algorithm, wire=wire
+        )
         self._stages = self._runner_of_stages(dtype) if plan.pipeline > 1 else None
 
     def _put_in_stages(self, plan: ParallelPlan) -> torch.optim.Optimizer:

@@ -19,7 +19,7 @@ from benchmarks.starting import this_rank
 from hpctrain.bench import AllReduceAsked, ReducersHere, all_reduce_document, all_reduce_on
 from hpctrain.bench.all_reduce.run import Link
 from hpctrain.comm import ReduceOp
-from hpctrain.run import Session, start
+from hpctrain.run import Session, init
 
 WARMUP_STEPS = 2
 LEAST_STEPS = 3
@@ -30,7 +30,7 @@ MOST_STEPS = 60
 def measure(session: Session, settings: dict[str, Any]) -> dict[str, Any]:
     """Times all-reduces, if settings name `sizes`, and training steps of each workload with each algorithm."""
     found: dict[str, Any] = {"steps": {}, "reductions": None, "moving": None}
-    if settings["sizes"] and session.num_ranks > 1:
+    if settings["sizes"] and session.world_size > 1:
         asked = AllReduceAsked(
             sizes_bytes=tuple(settings["sizes"]), algorithms=tuple(settings["reductions"]), wires=("fp32",),
             repeats=settings["repeats"], warmup=1,
@@ -63,7 +63,7 @@ def _processor_time_of_moving(session: Session) -> dict[str, float]:
 
     comm, topology = MPI.COMM_WORLD, session.topology
     sent, received = np.ones(MOVED_BYTES, np.uint8), np.empty(MOVED_BYTES, np.uint8)
-    after, before = (session.rank + 1) % session.num_ranks, (session.rank - 1) % session.num_ranks
+    after, before = (session.rank + 1) % session.world_size, (session.rank - 1) % session.world_size
     busy_s = began = 0.0
     for number in range(1 + MOVES):
         comm.Barrier()
@@ -91,14 +91,14 @@ def _steps(session: Session, workload: Workload, *, algorithm: str, cell_s: floa
     model = workload.make()
     batches = workload.batches(torch.Generator().manual_seed(session.rank))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    updater = session.updater(model, optimizer, algorithm=algorithm, wire="fp32")
+    updater = session.distributed_optimizer(model, optimizer, algorithm=algorithm, wire="fp32")
     steps, exposed, times = [], [], []
     began = time.perf_counter()
     number = 0
     while True:
         started = time.perf_counter()
         inputs, targets = batches[number % len(batches)]
-        updater.backward(workload.loss(model(inputs), targets), weight=1 / session.num_ranks)
+        updater.backward(workload.loss(model(inputs), targets), weight=1 / session.world_size)
         outcome = updater.step()
         number += 1
         if number > WARMUP_STEPS:
@@ -136,7 +136,7 @@ def _steps(session: Session, workload: Workload, *, algorithm: str, cell_s: floa
 def main(case: str, settings_path: str, result_path: str) -> None:
     assert case == "measure"
     settings = json.loads(Path(settings_path).read_text())
-    session = start(backend="mpi", device="cpu", threads_per_rank=1, timeout_s=settings["timeout_s"])
+    session = init(backend="mpi", device="cpu", threads_per_rank=1, timeout_s=settings["timeout_s"])
     from mpi4py import MPI
 
     try:

@@ -22,7 +22,7 @@ from benchmarks.reduction.stream import ring_shift
 from benchmarks.reduction.sweep import Sweep, run_sweep
 from benchmarks.reduction.timing import Ranks, measure
 from benchmarks.starting import this_rank
-from hpctrain.run import Session, start
+from hpctrain.run import Session, init
 
 Settings = dict[str, Any]
 
@@ -127,7 +127,7 @@ def main(case: str, settings_path: str, result_path: str) -> None:
     settings = json.loads(Path(settings_path).read_text())
     faulthandler.dump_traceback_later(0.95 * settings["timeout_s"], exit=False)
     # Not the backend horovod: its thread would communicate while other methods are timed.
-    session = start(backend="mpi", device="cpu", threads_per_rank=1, timeout_s=settings["timeout_s"])
+    session = init(backend="mpi", device="cpu", threads_per_rank=1, timeout_s=settings["timeout_s"])
     from mpi4py import MPI
 
     try:

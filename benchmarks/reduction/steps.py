@@ -174,10 +174,10 @@ def mpi_stepper(comm: Any, workload: Workload, *, seed: int) -> Stepper:
 
 def our_stepper(session: Session, workload: Workload, *, seed: int, wire: str) -> Stepper:
     model, optimizer = _fresh(workload, seed)
-    updater = session.updater(model, optimizer, wire=wire)
+    updater = session.distributed_optimizer(model, optimizer, wire=wire)
 
     def step(batch: Batch) -> None:
-        updater.backward(workload.loss(model(batch[0]), batch[1]), weight=1 / session.num_ranks)
+        updater.backward(workload.loss(model(batch[0]), batch[1]), weight=1 / session.world_size)
         updater.step()
 
     return Stepper(name=f"ours-{wire}", model=model, step=step, close=updater.close)

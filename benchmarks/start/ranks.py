@@ -15,7 +15,7 @@ INIT, LEFT = "init", "left"
 
 
 def main(end: str, directory: str | None = None) -> None:
-    with hpctrain.start(backend="mpi", device="cpu") as session:
+    with hpctrain.init(backend="mpi", device="cpu") as session:
         if directory is not None:
             import json
             from pathlib import Path

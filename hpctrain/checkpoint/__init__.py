@@ -3,6 +3,6 @@
 Every byte is hashed when written and verified when read.
 """
 
-import lazy_loader
+from hpctrain.public_names import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

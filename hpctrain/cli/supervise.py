@@ -146,8 +146,10 @@ class TrainCommand:
 def read_train_command(command: Sequence[str]) -> TrainCommand | None:
     """Returns what the supervisor needs of `hpctrain train RECIPE ...`; None for any other command.
 
-    Raises RecipeError if the recipe cannot be read.
+    `python -m hpctrain` is `hpctrain`. Raises RecipeError if the recipe cannot be read.
     """
+    if Path(command[0]).name.startswith("python") and list(command[1:3]) == ["-m", "hpctrain"]:
+        command = command[2:]
     if [Path(word).name for word in command[:2]] != ["hpctrain", "train"]:
         return None
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)

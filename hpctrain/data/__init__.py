@@ -1,5 +1,5 @@
 """HDF5 shards with a manifest, a deterministic order, and batches prepared ahead."""
 
-import lazy_loader
+from hpctrain.public_names import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

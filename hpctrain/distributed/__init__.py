@@ -1,5 +1,5 @@
 """`torch.distributed` on the ranks that mpirun or srun started: a process group over hpctrain's communicators."""
 
-import lazy_loader
+from hpctrain.public_names import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -62,3 +62,10 @@ from .tensor_parallel import (
     tensor_styles as tensor_styles,
 )
 from .work import CollectiveWork as CollectiveWork, OperationThread as OperationThread
+
+# Public. The other names are for the other packages of hpctrain.
+__all__ = [
+    "ParallelPlan",
+    "TensorPlan",
+    "parallelize",
+]

@@ -12,7 +12,7 @@ from hpctrain.distributed import two_level_sums
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.hvd.errors import HorovodValueError
 from hpctrain.hvd.group import Group
-from hpctrain.run import Session, start, uncaught_as_message
+from hpctrain.run import Session, init as init_session, uncaught_as_message
 
 _TIMEOUT_S = 600.0
 
@@ -96,7 +96,7 @@ def init(
     if _state.session is not None:
         return
     limit_s = timeout_s or float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0) or _TIMEOUT_S
-    session = start(device="cpu", timeout_s=limit_s)
+    session = init_session(device="cpu", timeout_s=limit_s)
     if session.world.backend not in ("mpi", "serial"):
         raise LaunchError(
             f"hpctrain.hvd needs MPI under its ranks, this session's backend is {session.world.backend}: install mpi4py"
@@ -106,7 +106,7 @@ def init(
         session.world.publish_in(Path(watch_folder))
     _state.session = session
     session.on_close(_close_groups)
-    global_process_set.ranks = list(range(session.num_ranks))
+    global_process_set.ranks = list(range(session.world_size))
     _make_known(global_process_set, sums_in_two_levels=True)
     for process_set in [] if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(process_set)
@@ -138,7 +138,7 @@ def is_initialized() -> bool:
 
 def size() -> int:
     """Returns the number of ranks. Raises HorovodValueError before `init`, as the functions below do."""
-    return _session().num_ranks
+    return _session().world_size
 
 
 def rank() -> int:
@@ -338,13 +338,13 @@ def _close_groups() -> None:
 
 def _check_everyone(comm: Any, session: Session) -> None:
     """Raises UsageError unless `comm` stands for all ranks."""
-    everyone = list(range(session.num_ranks))
+    everyone = list(range(session.world_size))
     if comm is None or (isinstance(comm, Iterable) and list(comm) in ([], everyone)):
         return
-    if hasattr(comm, "Get_size") and (comm.Get_size(), comm.Get_rank()) == (session.num_ranks, session.rank):
+    if hasattr(comm, "Get_size") and (comm.Get_size(), comm.Get_rank()) == (session.world_size, session.rank):
         return
     raise UsageError(
-        f"hvd.init(comm={comm}): it takes all {session.num_ranks} ranks. For operations of some ranks use "
+        f"hvd.init(comm={comm}): it takes all {session.world_size} ranks. For operations of some ranks use "
         "hvd.add_process_set"
     )
 

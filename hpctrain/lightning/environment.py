@@ -40,7 +40,7 @@ class SessionEnvironment(ClusterEnvironment):
         return identify(os.environ, socket.gethostname()).num_ranks > 1
 
     def world_size(self) -> int:
-        return self._session.num_ranks
+        return self._session.world_size
 
     def set_world_size(self, size: int) -> None:
         """Does nothing: the launcher has decided it."""

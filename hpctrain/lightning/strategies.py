@@ -64,7 +64,7 @@ class DDPStrategy(_OnRanks, strategies.DDPStrategy):
     """Lightning's DDPStrategy over `hpctrain.init_process_group`, which it calls. Collective.
 
     Trainer(accelerator="cpu", strategy=DDPStrategy()); `devices` and `num_nodes` follow from the launcher.
-    session: of `hpctrain.start` or `hpctrain.init_process_group`; None starts one, or takes that of an earlier strategy
+    session: of `hpctrain.init` or `hpctrain.init_process_group`; None starts one, or takes that of an earlier strategy
     which did. device, timeout_s, watch_folder: as
     for `init_process_group`. options: of Lightning's class, such as find_unused_parameters.
     """
@@ -72,7 +72,7 @@ class DDPStrategy(_OnRanks, strategies.DDPStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         # Nodes may have different numbers of ranks.
-        return {"num_replicas": self._session.num_ranks, "rank": self._session.rank}
+        return {"num_replicas": self._session.world_size, "rank": self._session.rank}
 
 
 class ModelParallelStrategy(_OnRanks, strategies.ModelParallelStrategy):

@@ -42,9 +42,9 @@ from .contract.optimizer_checks import (
 from .contract.polling import result_of as result_of, run_to_end as run_to_end
 from .contract.updater import (
     BackwardTimes as BackwardTimes,
+    DistributedOptimizer as DistributedOptimizer,
     ReductionObserver as ReductionObserver,
     StepOutcome as StepOutcome,
-    Updater as Updater,
 )
 from .data_parallel.all_reduce_updater import AllReduceUpdater as AllReduceUpdater
 from .data_parallel.gradient_buckets import describe_gradient as describe_gradient

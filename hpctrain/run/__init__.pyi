@@ -36,6 +36,6 @@ from .reduction import (
     ReductionPlan as ReductionPlan,
     make_reduction as make_reduction,
 )
-from .session import Session as Session, start as start
+from .session import Session as Session, init as init
 from .torch_distributed.initialize import init_process_group as init_process_group
 from .training import Resume as Resume, train as train

@@ -16,7 +16,13 @@ from hpctrain.data import Dataset, Fixed, Loader, Sequential, Shuffled
 from hpctrain.distributed import ParallelPlan, TensorPlan, end_process_group, name_blocks, pipeline_of
 from hpctrain.errors import HpctrainError, RecipeError, UsageError
 from hpctrain.launch import TERMINAL_VARIABLE
-from hpctrain.reduce import CALIBRATION_FILE, FED_BACK_WIRES, CalibrationFiles, ShardedUpdater, Updater
+from hpctrain.reduce import (
+    CALIBRATION_FILE,
+    FED_BACK_WIRES,
+    CalibrationFiles,
+    DistributedOptimizer,
+    ShardedUpdater,
+)
 from hpctrain.resilience import RecentTimes, StopPlan, give_back_large_pieces, give_back_once
 from hpctrain.run.compute.pipeline import put_in_stages
 from hpctrain.run.compute.precision import MODEL_DTYPE, autocast_for
@@ -326,7 +332,7 @@ def build_settings(recipe: Recipe, *, session: Session, steps: int) -> LoopSetti
         evaluate_every_steps=recipe.telemetry.evaluate_every_steps,
         evaluation_samples=recipe.data.evaluation_samples,
         progress_every_s=recipe.telemetry.progress_every_s,
-        on_terminal=session.num_ranks == 1 or TERMINAL_VARIABLE in os.environ,
+        on_terminal=session.world_size == 1 or TERMINAL_VARIABLE in os.environ,
     )
 
 
@@ -357,7 +363,7 @@ def build_straggler_watch(
     probe: of the nodes, before training; None if there was none.
     """
     section = recipe.stragglers
-    if not section.find or session.num_ranks == 1:
+    if not section.find or session.world_size == 1:
         return None
     return StragglerWatch(
         session.world,
@@ -388,7 +394,7 @@ def build_energy_meter(recipe: Recipe, *, session: Session) -> EnergyMeter | Non
 
 
 def build_step_trace(
-    recipe: Recipe, *, session: Session, updater: Updater, recorder: RunRecorder
+    recipe: Recipe, *, session: Session, updater: DistributedOptimizer, recorder: RunRecorder
 ) -> StepTrace:
     chosen = recipe.telemetry.trace_steps
     return StepTrace(

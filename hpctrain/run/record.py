@@ -42,7 +42,7 @@ def environment_record(session: Session, *, commit: str | None) -> dict[str, Any
         "device": str(session.device),
     }
     pid = torch.tensor([os.getpid()], dtype=torch.int32)
-    pids = session.world.all_gather(pid, counts=[1] * session.num_ranks).tolist()
+    pids = session.world.all_gather(pid, counts=[1] * session.world_size).tolist()
     found = all_gather_json(session.world, mine)
     lists: dict[str, Any] = {}
     if session.rank == 0:
@@ -175,7 +175,7 @@ def _describe_reduction(recipe: Recipe, reduction: Reduction | None) -> str:
 def print_start(recipe: Recipe, session: Session, *, reduction: Reduction | None, dataset: Dataset) -> None:
     if session.rank == 0:
         tell(
-            f"{recipe.run.name}: {session.num_ranks} rank{'s' if session.num_ranks > 1 else ''}, "
+            f"{recipe.run.name}: {session.world_size} rank{'s' if session.world_size > 1 else ''}, "
             f"{session.topology.describe()}, {_describe_backend(session, reduction)}, "
             f"{_describe_reduction(recipe, reduction)}, {session.device.type}; {dataset.num_samples:,} samples, "
             f"global batch {recipe.data.global_batch}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, final, overload
@@ -25,7 +26,7 @@ from hpctrain.comm import (
     open_world,
     starting,
 )
-from hpctrain.data import Dataset, Loader, Samples, open_together
+from hpctrain.data import Batch, Dataset, Loader, Samples, open_together
 from hpctrain.distributed import (
     ParallelPlan,
     broadcast_model,
@@ -46,6 +47,7 @@ from hpctrain.launch import (
     may_starve,
     read_cores,
 )
+from hpctrain.public_names import warn_of_old_name
 from hpctrain.reduce import (
     AUTO,
     CompareRanks,
@@ -74,6 +76,7 @@ from hpctrain.train import (
     SessionUpdater,
     Stateful,
     Trainings,
+    agreed_batches,
     communicates_in_forward,
     convert_sync_batch_norm,
 )
@@ -83,7 +86,7 @@ T = TypeVar("T")
 
 @final
 class Session:
-    """This rank's access to the run's other ranks. Made by `start`; use it as a context manager.
+    """This rank's access to the run's other ranks. Made by `init`; use it as a context manager.
 
     When the `with` block raises an error that all ranks share, rank 0 prints it once and every rank exits with its
     exit code. An error of this rank only is printed with its rank and aborts the whole job, so that no other rank
@@ -120,7 +123,7 @@ class Session:
         self._watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 
     def gather_cores(self) -> Sequence[RankCores]:
-        """Returns the cores of all ranks, by rank. Collective at the first call, unless `start` has gathered them."""
+        """Returns the cores of all ranks, by rank. Collective at the first call, unless `init` has gathered them."""
         if self._cores is None:
             found, number_of_rank = all_gather_distinct(self.world, read_cores().to_json())
             different = [RankCores.from_json(value) for value in found]
@@ -133,15 +136,29 @@ class Session:
 
     @property
     def rank(self) -> int:
+        """This rank's number, from 0 to `world_size` - 1."""
         return self.world.rank
 
     @property
-    def num_ranks(self) -> int:
+    def world_size(self) -> int:
+        """Number of ranks of the run."""
         return self.world.num_ranks
 
     @property
     def local_rank(self) -> int:
+        """This rank's number among the ranks of its node, from 0."""
         return self.topology.local_rank_of(self.rank)
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of ranks on this rank's node."""
+        return len(self.topology.ranks_by_node[self.topology.node_of(self.rank)])
+
+    @property
+    def num_ranks(self) -> int:
+        """Deprecated name of `world_size`."""
+        warn_of_old_name("session.num_ranks", use="session.world_size")
+        return self.world_size
 
     def note(self, text: str) -> None:
         """Adds a note for the user: printed once, by rank 0, and kept for the run's record."""
@@ -149,7 +166,7 @@ class Session:
         if self.rank == 0:
             tell(f"note: {text}")
 
-    def updater(
+    def distributed_optimizer(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -164,22 +181,32 @@ class Session:
     ) -> SessionUpdater:
         """Wraps `optimizer`, and copies rank 0's parameters and buffers to all ranks. Collective.
 
-        Of a model that `parallelize` has sharded: with `optimizer` or `gradients` a `ScatterUpdater`, on more than one
-        rank; with `parameters`, split layers or a pipeline a `ShardedUpdater`, for which bucket_bytes and reduction are
-        ignored; algorithm and wire are as in `reduce_gradients_by`, and ignored with split layers or a pipeline.
+        Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script: `loss.backward()`,
+        `step()` and `zero_grad()` are used as before.
 
-        Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script; `loss.backward()`,
-        `step()` and `zero_grad()` are used as before. reduction: made before by `reductions.make`; then
-        algorithm, wire and bucket_bytes are ignored. Parameters of the optimizer that are not in the model are copied
-        and saved too, unless the model is split. compare_ranks: `step` raises RanksDiffer where parameters or settings
-        of the optimizer have come to differ between ranks; "note" says so once, "off" does not compare. Raises
-        BufferMismatch on every rank, with the ranks that differ, if one has another model or trains another part of it;
-        UsageError on every rank for a model or optimizer whose state no checkpoint could hold, or that cannot be
-        stepped.
+        Args:
+            model: The model, whole or split by `parallelize`. If it is split by `shard = "optimizer"` or
+                `"gradients"`, a `ScatterUpdater` is returned on more than one rank; with sharded parameters, split
+                layers or a pipeline a `ShardedUpdater`.
+            optimizer: Its parameters that are not in the model are copied and saved too, unless the model is split.
+            algorithm: How gradients are summed; "auto" measures. For sharded parameters as in
+                `reduce_gradients_by`; ignored with split layers or a pipeline.
+            wire: The format in which gradients are sent. Ignored where `algorithm` is.
+            bucket_bytes: Bytes of gradients per message; None: chosen. Ignored for a `ShardedUpdater`.
+            loss_scale: For float16; None: no scale.
+            clip_norm: Largest norm of the mean gradient; None: no limit.
+            reduction: One that `reductions.make` has returned, instead of algorithm, wire and bucket_bytes. Ignored
+                for a `ShardedUpdater`.
+            compare_ranks: What `step` does when parameters or settings of the optimizer have come to differ between
+                ranks: "error" raises RanksDiffer, "note" says so once, "off" does not compare.
+
+        Raises BufferMismatch on every rank, with the ranks that differ, if one has another model or trains another
+        part of it; UsageError on every rank for a model or optimizer whose state no checkpoint could hold, or that
+        cannot be stepped.
         """
         shard, pipeline = shard_of(model), pipeline_of(model)
         training = self.agreed(lambda: self.trainings.parts_for(model, optimizer), os_error=UsageError)
-        layouts = layouts_of(model, num_ranks=self.num_ranks)
+        layouts = layouts_of(model, num_ranks=self.world_size)
         self.agreed(lambda: check_for_layouts(optimizer, layouts, model=model), os_error=UsageError)
         if is_sharded(model) or pipeline is not None:
             end_sums: Callable[[], object] | None = None
@@ -212,6 +239,13 @@ class Session:
         )
         self.trainings.add(updater, training)
         return self._watched(updater, model, compare_ranks)
+
+    def updater(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> SessionUpdater:
+        """Deprecated name of `distributed_optimizer`."""
+        warn_of_old_name("session.updater", use="session.distributed_optimizer")
+        return self.distributed_optimizer(model, optimizer, **options)
 
     def _watched(
         self, updater: SessionUpdater, model: torch.nn.Module, compare_ranks: CompareRanks
@@ -252,12 +286,17 @@ class Session:
     ) -> Path:
         """Saves model, optimizer, updater, random generators and `position`; returns the checkpoint's path. Collective.
 
-        directory: of the checkpoints, shared by all nodes; this one gets the name of `position.step`. updater: one that
-        this session made. loader: whose dataset, order and seed `position` belongs to; `load_state` compares them.
-        options: how to save, and which older checkpoints to keep (by default the last three). also: other objects with
-        `state_dict` and `load_state_dict` by name, such as schedulers: saved in the same checkpoint, the same on every
-        rank; None: no object. Raises CheckpointError on every rank, and the older checkpoints stay, if the state cannot
-        be written or an object's differs between ranks.
+        Args:
+            directory: The folder of the checkpoints, shared by all nodes; this one is named by `position.step`.
+            updater: What `distributed_optimizer` of this session has returned.
+            position: Where training continues after a load.
+            loader: The loader to whose dataset, order and seed `position` belongs; `load_state` compares them.
+            options: How to save, and which older checkpoints to keep; by default the last three.
+            also: Other objects with `state_dict` and `load_state_dict` by name, such as schedulers. They are saved in
+                the same checkpoint, and must have the same state on every rank. None: no object.
+
+        Raises CheckpointError on every rank, and the older checkpoints stay, if the state cannot be written or an
+        object's differs between ranks.
         """
         self._finite.before_save(self.trainings.model_of(updater), step=position.step)
         return self.trainings.save(
@@ -274,10 +313,17 @@ class Session:
     ) -> Position:
         """Restores what `save_state` saved; returns where to continue. Collective.
 
-        Returns `Position()`, step 0, if there is no checkpoint yet. source: a checkpoint, or a directory of them, of
-        which the newest undamaged one is taken; any number of ranks may have saved it. also: the objects that were
-        given to `save_state`; None for one that is not to be loaded. Raises CheckpointError on every rank, with nothing
-        changed, if the checkpoint belongs to another model, optimizer, dataset, order or seed, or has other objects.
+        Returns `Position()`, step 0, if there is no checkpoint yet.
+
+        Args:
+            source: A checkpoint, or a folder of checkpoints, of which the newest undamaged one is taken. Any number of
+                ranks may have saved it.
+            updater: What `distributed_optimizer` of this session has returned.
+            loader: As in `save_state`.
+            also: The objects that `save_state` was given; None for one that is not to be loaded.
+
+        Raises CheckpointError on every rank, with nothing changed, if the checkpoint belongs to another model,
+        optimizer, dataset, order or seed, or has other objects.
         """
         return self.trainings.load(source, updater, loader=loader, also=also or {})
 
@@ -317,6 +363,15 @@ class Session:
             **options,
         )
 
+    def agreed_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yields `batches` with weights that count the damaged samples which any rank has skipped. Collective for each
+        batch; see `hpctrain.data.check_while_reading`."""
+        return agreed_batches(batches, comm=self.world)
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """Names the operations in the `with` block in the message that is printed when ranks wait too long in it."""
+        return self.world.doing(what)
+
     def agreed(self, function: Callable[[], T], *, os_error: type[HpctrainError]) -> T:
         """Returns what `function` returns on this rank; raises the same error on all if any fails. Collective."""
         return agreed(self.world, function, os_error=os_error)
@@ -325,7 +380,7 @@ class Session:
         """Returns the mean of a number over the ranks. Collective."""
         buffer = torch.tensor([float(value)], dtype=torch.float64)
         self.world.all_reduce(buffer)
-        return float(buffer) / self.num_ranks
+        return float(buffer) / self.world_size
 
     @overload
     def all_reduce(self, value: torch.Tensor, *, op: Operation = "sum") -> torch.Tensor: ...
@@ -340,7 +395,7 @@ class Session:
 
     def sync_batch_norm(self, model: torch.nn.Module) -> torch.nn.Module:
         """Returns `model` with batch normalisation over all ranks. Collective; see `convert_sync_batch_norm`."""
-        if self.num_ranks == 1:
+        if self.world_size == 1:
             return model
         comm = self.world.duplicate()
         model = self.agreed(lambda: convert_sync_batch_norm(model, comm), os_error=UsageError)
@@ -375,7 +430,7 @@ class Session:
 
 
 @uncaught_as_message
-def start(
+def init(
     *,
     backend: str = "auto",
     device: str = "auto",
@@ -387,10 +442,20 @@ def start(
 ) -> Session:
     """Connects to the other ranks that mpirun or srun started; without a launcher, one rank. Collective.
 
-    ranks: required number of ranks. algorithm: of the reduction, if Horovod must know it when it starts
-    (nccl-hierarchical, nccl-torus). timeout_s: a collective that takes longer, or a rank that starts so much later
-    than the first, ends the run with exit code 6, and all ranks have ended by then (see `Monitored`); after
-    `session.world.publish_in(shared_folder)`, which is collective, the message names the ranks that did not take part.
+    Args:
+        backend: "auto", "mpi", "horovod" or "serial".
+        device: "auto" (CUDA if every rank has a GPU of its own, else the CPU), "cpu", "cuda", or "cuda:N", which the
+            ranks of a machine share.
+        ranks: The number of ranks that there must be; None: any.
+        threads_per_rank: Threads of PyTorch; None: OMP_NUM_THREADS, or else this rank's share of the cores.
+        timeout_s: A collective that takes longer, or a rank that starts so much later than the first, ends the run
+            with exit code 6, and all ranks have ended by then (see `Monitored`). After
+            `session.world.publish_in(shared_folder)`, which is collective, the message names the ranks that did not
+            take part.
+        algorithm: The algorithm of the reduction, if Horovod must know it when it starts (nccl-hierarchical,
+            nccl-torus).
+        environ: Variables to read the launcher's from; None: those of this process.
+
     Raises LaunchError or TopologyError if launcher, environment and communication library disagree.
     """
     postpone_dynamo()

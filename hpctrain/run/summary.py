@@ -45,7 +45,7 @@ def summarize(
     summary = {
         "name": recipe.run.name,
         "status": status,
-        "ranks": session.num_ranks,
+        "ranks": session.world_size,
         "topology": environment["topology"],
         "backend": environment["backend"],
         "algorithm": environment["algorithm"],

@@ -44,7 +44,7 @@ from hpctrain.run.recipe.load import to_toml
 from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.record import environment_record, print_start, reduction_record, working_commit
 from hpctrain.run.reduction import gradient_bytes
-from hpctrain.run.session import Session, start
+from hpctrain.run.session import Session, init
 from hpctrain.run.summary import NODES, SUMMARY, finished_summary, summarize
 from hpctrain.storage import LOST_AFTER_S, release
 from hpctrain.telemetry import ENERGY, RecordWriter, Sinks, tell, write_json
@@ -115,7 +115,7 @@ def train(
             raise task
         return task
 
-    with start(
+    with init(
         backend=recipe.run.backend,
         device=recipe.run.device,
         threads_per_rank=recipe.run.threads_per_rank,
@@ -184,7 +184,7 @@ def carry_out(
         # The optimizer already refers to the parameters, which the conversion keeps.
         parts = replace(parts, model=session.sync_batch_norm(parts.model))
     print_start(recipe, session, reduction=reduction, dataset=data.dataset)
-    updater = session.updater(
+    updater = session.distributed_optimizer(
         parts.model,
         parts.optimizer,
         algorithm=recipe.reduction.algorithm,

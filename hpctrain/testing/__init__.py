@@ -8,6 +8,10 @@
 pytest collects the inherited tests. Needs pytest.
 """
 
-import lazy_loader
+from hpctrain.public_names import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    __file__,
+    old_names={"UpdaterContract": "hpctrain.testing.DistributedOptimizerContract"},
+)

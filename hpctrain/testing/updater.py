@@ -1,4 +1,4 @@
-"""The contract of an updater: `hpctrain.reduce.Updater`."""
+"""The contract of an updater: `hpctrain.reduce.DistributedOptimizer`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ import pytest
 import torch
 
 from hpctrain.comm import World, run_threads
-from hpctrain.reduce import Updater
+from hpctrain.reduce import DistributedOptimizer
 from hpctrain.testing.on_ranks import OnRanks
 
 BATCH = 13  # no number of ranks from 2 to 4 divides it
 
 
-class UpdaterContract(OnRanks):
+class DistributedOptimizerContract(OnRanks):
     """Implement `make`. The model is small and in float64, so that N ranks equal one to 1e-10."""
 
-    def make(self, world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Updater:
+    def make(
+        self, world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> DistributedOptimizer:
         """Returns a new updater over all ranks of `world`. Collective."""
         raise NotImplementedError
 
@@ -120,7 +122,9 @@ class UpdaterContract(OnRanks):
         parameters = [parameter.detach().clone() for parameter in model.parameters()]
         return {"parameters": parameters, "losses": losses, "norms": norms, "applied": applied}
 
-    def _drop(self, model: torch.nn.Module, updater: Updater, inputs: torch.Tensor, *, fails: bool) -> None:
+    def _drop(
+        self, model: torch.nn.Module, updater: DistributedOptimizer, inputs: torch.Tensor, *, fails: bool
+    ) -> None:
         """A step with gradients that are NaN, and that is not accepted. fails: backward ends before its first layer."""
         first, *others = model.children()
         hidden = first(inputs)
@@ -140,7 +144,7 @@ class UpdaterContract(OnRanks):
         assert seen == [outcome.sums["short"]]
         assert math.isnan(outcome.grad_norm)
 
-    def _begin(self, world: World) -> tuple[torch.nn.Module, Updater, torch.optim.Optimizer]:
+    def _begin(self, world: World) -> tuple[torch.nn.Module, DistributedOptimizer, torch.optim.Optimizer]:
         random = torch.Generator().manual_seed(7)
         model = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double()
         with torch.no_grad():
@@ -154,6 +158,6 @@ def _raise(*_: object) -> None:
     raise MemoryError("of the test")
 
 
-def _whole(world: World, updater: Updater) -> dict[str, torch.Tensor]:
+def _whole(world: World, updater: DistributedOptimizer) -> dict[str, torch.Tensor]:
     """The updater's tensors as a checkpoint returns them; contracts run in one process, so parts can be passed on."""
     return {held.name: held.tensor.clone() for held in updater.state_tensors()}

@@ -31,10 +31,10 @@ def parts(session, *, sampler=None, dataset=None):
     torch.manual_seed(0)
     dataset = data() if dataset is None else dataset
     if sampler is None:
-        sampler = DistributedSampler(dataset, num_replicas=session.num_ranks, rank=session.rank, seed=0)
-    loader = DataLoader(dataset, batch_size=GLOBAL_BATCH // session.num_ranks, sampler=sampler)
+        sampler = DistributedSampler(dataset, num_replicas=session.world_size, rank=session.rank, seed=0)
+    loader = DataLoader(dataset, batch_size=GLOBAL_BATCH // session.world_size, sampler=sampler)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
-    updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     return model, updater, sampler, loader
 
 
@@ -136,14 +136,14 @@ class ContinuedSampler(Sampler):
         self.left = iter(())
 
     def __len__(self):
-        return self.num_samples // self.session.num_ranks
+        return self.num_samples // self.session.world_size
 
     def __iter__(self):
         for count in range(len(self)):
             number = next(self.left, None)
             if number is None:
                 order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(count))
-                self.left = iter(order.tolist()[self.session.rank :: self.session.num_ranks])
+                self.left = iter(order.tolist()[self.session.rank :: self.session.world_size])
                 number = next(self.left)
             yield number
 
@@ -311,11 +311,11 @@ class UnseededOrder(Sampler):
         self.session = session
 
     def __len__(self):
-        return 96 // self.session.num_ranks
+        return 96 // self.session.world_size
 
     def __iter__(self):
         order = np.random.default_rng().permutation(96).tolist()
-        return iter(order[self.session.rank :: self.session.num_ranks])
+        return iter(order[self.session.rank :: self.session.world_size])
 
 
 def unseeded_order(session):
@@ -428,8 +428,8 @@ def max_norm(session):
     """Shrinks rows of an embedding in forward."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(20, 4, max_norm=0.5), nn.Linear(4, 2))
-    updater = session.updater(model, torch.optim.SGD(model.parameters(), 0.1))
-    share = GLOBAL_BATCH // session.num_ranks
+    updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), 0.1))
+    share = GLOBAL_BATCH // session.world_size
     rows = torch.randint(0, 20, (96,), generator=torch.Generator().manual_seed(1))
 
     def step(batch):
@@ -446,7 +446,7 @@ def rate_by_ranks(session):
     """A learning rate that grows with the number of ranks."""
     model, updater, _, loader = parts(session)
     for group in updater.optimizer.param_groups:
-        group["lr"] = 0.05 * session.num_ranks
+        group["lr"] = 0.05 * session.world_size
 
     def step(batch):
         updater.zero_grad()
@@ -478,9 +478,9 @@ def evaluates_in_training_mode(session):
     """Evaluates without model.eval()."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 3))
-    updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    sampler = DistributedSampler(data(), num_replicas=session.num_ranks, rank=session.rank, seed=0)
-    loader = DataLoader(data(), batch_size=GLOBAL_BATCH // session.num_ranks, sampler=sampler)
+    updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    sampler = DistributedSampler(data(), num_replicas=session.world_size, rank=session.rank, seed=0)
+    loader = DataLoader(data(), batch_size=GLOBAL_BATCH // session.world_size, sampler=sampler)
 
     def step(batch):
         updater.zero_grad()
@@ -515,8 +515,8 @@ def tensor_batches(session):
     """A sound loop over tensors: an autoencoder."""
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
-    updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    share = GLOBAL_BATCH // session.num_ranks
+    updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    share = GLOBAL_BATCH // session.world_size
     batches = [part[session.rank * share :][:share] for part in data().tensors[0].split(GLOBAL_BATCH)]
 
     def step(batch):
@@ -533,8 +533,8 @@ def equal_samples(session):
     """A sound loop over few different tokens."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 2))
-    updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    share = GLOBAL_BATCH // session.num_ranks
+    updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    share = GLOBAL_BATCH // session.world_size
     batches = [p[session.rank * share :][:share] for p in torch.arange(160).remainder(20).split(GLOBAL_BATCH)]
 
     def step(batch):
@@ -583,9 +583,9 @@ def looped(session, loss_of, *, model=None, after_step=lambda model, updater, lo
     """A loop around `loss_of(model, x, y)`, with an optimizer that enlarges rounding. Returns also the updater."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)) if model is None else model
-    updater = session.updater(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
-    sampler = DistributedSampler(data(), num_replicas=session.num_ranks, rank=session.rank, seed=0)
-    loader = DataLoader(data(), batch_size=GLOBAL_BATCH // session.num_ranks, sampler=sampler)
+    updater = session.distributed_optimizer(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    sampler = DistributedSampler(data(), num_replicas=session.world_size, rank=session.rank, seed=0)
+    loader = DataLoader(data(), batch_size=GLOBAL_BATCH // session.world_size, sampler=sampler)
 
     def step(batch):
         updater.zero_grad()
@@ -779,7 +779,7 @@ class Stream(IterableDataset):
     """Sound: always the same batches in the same order."""
 
     def __init__(self, session):
-        self.rank, self.size = session.rank, session.num_ranks
+        self.rank, self.size = session.rank, session.world_size
 
     def __iter__(self):
         x, y = data().tensors
@@ -833,7 +833,7 @@ def new_workers(session):
 
 
 def main() -> None:
-    with hpctrain.start(timeout_s=300) as session:
+    with hpctrain.init(timeout_s=300) as session:
         for name in sys.argv[1:]:
             report = session.check(globals()[name], show=False)
             if session.rank == 0:

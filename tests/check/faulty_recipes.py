@@ -10,7 +10,7 @@ from hpctrain.run.check.check_recipe import check_with
 
 
 def main() -> None:
-    with hpctrain.start(timeout_s=300) as session:
+    with hpctrain.init(timeout_s=300) as session:
         for path in map(Path, sys.argv[1:]):
             recipe = hpctrain.load_recipe(path)
             report = check_with(session, recipe, recipe_path=path, steps=4, scratch=Path(), quiet=True)

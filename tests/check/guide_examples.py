@@ -20,7 +20,7 @@ def check(session: Any, path: Path) -> Any:
 
 def main() -> None:
     sys.path.insert(0, str(Path.cwd()))
-    with hpctrain.start(timeout_s=300) as session:
+    with hpctrain.init(timeout_s=300) as session:
         for path in map(Path, sys.argv[1:]):
             report = check(session, path)
             if session.rank == 0:

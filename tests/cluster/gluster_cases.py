@@ -15,7 +15,7 @@ from hpctrain.checkpoint import Replicated, Shard, State, load, load_newest_good
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
 from hpctrain.comm import all_gather_json, make_shared_folder, on_rank_0
 from hpctrain.errors import CheckpointError
-from hpctrain.run import start
+from hpctrain.run import init
 
 # Nobody saves without end because nobody kills anything.
 _LAST_STEP = 30
@@ -67,7 +67,7 @@ def saves(signals: str, distributed: str, dispersed: str) -> None:
     rank saw as JSON: a list for each volume and form of [step, begin, end, error or null], seconds of
     CLOCK_MONOTONIC.
     """
-    with start(backend="mpi", timeout_s=300) as session:
+    with init(backend="mpi", timeout_s=300) as session:
         world = session.world
         nodes = session.topology.node_of_rank
         found: dict[str, list[Any]] = {}
@@ -119,7 +119,7 @@ def loads(*directories: str) -> None:
 
     Rank 0 prints as JSON, for each directory, [name, what is wrong with it] of each checkpoint, newest first.
     """
-    with start(backend="mpi", timeout_s=300) as session:
+    with init(backend="mpi", timeout_s=300) as session:
         world = session.world
         found: dict[str, list[Any]] = {}
         for where in map(Path, directories):
@@ -147,7 +147,7 @@ def loads(*directories: str) -> None:
 
 def folders(where: str, num_folders: str) -> None:
     """Make folders that all ranks write to at once. Rank 0 prints as JSON what each rank could not do."""
-    with start(backend="mpi", timeout_s=300) as session:
+    with init(backend="mpi", timeout_s=300) as session:
         world = session.world
         errors: list[str] = []
         for number in range(int(num_folders)):

@@ -67,18 +67,18 @@ def reduce_for_ever(backend: str, by: str, algorithm: str, timeout_s: str, direc
     """
     import torch
 
-    from hpctrain.run import start
+    from hpctrain.run import init
 
-    session = start(backend=backend, timeout_s=float(timeout_s))
+    session = init(backend=backend, timeout_s=float(timeout_s))
     session.world.publish_in(Path(directory, "watch"))
     session.world.barrier()
     if by == "updater":  # as training reduces
         model = torch.nn.Linear(1000, 500, bias=False)
         optimizer: Any = _Still(model.parameters())
-        updater = session.updater(model, optimizer, algorithm=algorithm)
+        updater = session.distributed_optimizer(model, optimizer, algorithm=algorithm)
 
         def reduce() -> None:
-            updater.backward(model(torch.ones(1, 1000)).mean(), weight=1 / session.num_ranks)
+            updater.backward(model(torch.ones(1, 1000)).mean(), weight=1 / session.world_size)
             updater.step()
     else:
         reduce = functools.partial(session.reductions.in_place_sum(algorithm=algorithm), torch.zeros(500_000))

@@ -20,7 +20,7 @@ import os, time
 if os.environ["SLURM_PROCID"] == "1":
     time.sleep(3600)
 import hpctrain
-hpctrain.start(timeout_s=40)
+hpctrain.init(timeout_s=40)
 """
 
 

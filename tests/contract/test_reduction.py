@@ -9,13 +9,18 @@ from hpctrain.comm import World
 from hpctrain.reduce import (
     AllReduceUpdater,
     BucketReducer,
+    DistributedOptimizer,
     ReducerMaker,
     ScatterUpdater,
-    Updater,
     codec_named,
     parse_algorithm,
 )
-from hpctrain.testing import BucketReducerContract, CodecContract, EngineContract, UpdaterContract
+from hpctrain.testing import (
+    BucketReducerContract,
+    CodecContract,
+    DistributedOptimizerContract,
+    EngineContract,
+)
 from hpctrain.topology import Topology
 
 
@@ -80,17 +85,21 @@ class TestUnequalNodes(_Named):
     algorithm, nodes = "hierarchical-ring", "aaab"
 
 
-class TestAllReduceUpdater(UpdaterContract):
-    def make(self, world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Updater:
+class TestAllReduceUpdater(DistributedOptimizerContract):
+    def make(
+        self, world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> DistributedOptimizer:
         maker = ReducerMaker(world, topology=Topology.from_node_names(["a"] * world.num_ranks))
         reducer = maker.make(parse_algorithm("hierarchical"), wire="fp32")
         return AllReduceUpdater(optimizer, comm=world.duplicate(), reducer=reducer, bucket_bytes=100)
 
 
-class TestShardedOptimizer(UpdaterContract):
+class TestShardedOptimizer(DistributedOptimizerContract):
     nodes, keeps_gradients = "aabb", True
 
-    def make(self, world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Updater:
+    def make(
+        self, world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> DistributedOptimizer:
         maker = ReducerMaker(world, topology=Topology.from_node_names(list(self.nodes[: world.num_ranks])))
         if world.num_ranks == 1:  # there is nothing to shard
             whole = maker.make(parse_algorithm("flat"), wire="fp32")

@@ -76,7 +76,7 @@ class OwnSamples:
 
 def main(kind: str, timeout_s: float) -> None:
     stop = StopRequest().install()
-    with hpctrain.start(backend="serial", timeout_s=timeout_s) as session:
+    with hpctrain.init(backend="serial", timeout_s=timeout_s) as session:
         stop.leave = session.world.abort
         kinds: dict[str, dict[str, Any]] = {
             "samples": {},

@@ -13,7 +13,7 @@ CULPRIT = 1
 
 
 def main(case: str) -> None:
-    with hpctrain.start() as session:
+    with hpctrain.init() as session:
         session.mean(0.0)
         print(f"rank {session.rank} is process {os.getpid()}", flush=True)
         if case.startswith("SIG") and session.rank == CULPRIT:

@@ -1,18 +1,23 @@
-"""The public names: what a type checker and completion see is what there is, in `hpctrain` and in each package."""
+"""The public names: what a type checker and completion see is what there is; old names warn and are the new ones."""
 
 from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+from structure import public_modules, public_names
 
 import hpctrain
+from hpctrain.comm import World, run_threads
 from tests.ranks_launcher import REPOSITORY
+from tests.sessions import session_over
 
 SCRIPT = REPOSITORY / "tests" / "unit" / "typed_user_script.py"
 STUBS = sorted((REPOSITORY / "hpctrain").glob("*/__init__.pyi"))
@@ -24,6 +29,8 @@ def names_of_stub(package: str) -> list[str]:
     path = Path(import_module(package).__file__ or "").with_suffix(".pyi")
     found = []
     for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign):  # of `__all__`
+            continue
         assert isinstance(node, ast.ImportFrom)
         for alias in node.names:
             assert alias.asname == alias.name  # else it is not exported, by PEP 484
@@ -36,10 +43,80 @@ def test_what_type_checkers_and_completion_see_is_there(package: str) -> None:
     module = import_module(package)
     names = names_of_stub(package)
     assert len(names) == len(set(names)) > 0
-    assert sorted(module.__all__) == sorted(names)
-    assert set(names) <= set(dir(module))
+    short = package.removeprefix("hpctrain").removeprefix(".")
+    shown = public_names(short) if short in public_modules() else names
+    assert sorted(module.__all__) == sorted(shown)
+    assert set(shown) <= {*names, *dir(module)}
     for name in names:
         assert getattr(module, name) is not None
+
+
+def test_the_architecture_names_what_is_public() -> None:
+    text = (REPOSITORY / "docs" / "architecture.md").read_text()
+    (listed,) = re.findall(r"^\*\*Public\*\* are .*?\.(?= |\n)", text, flags=re.DOTALL | re.MULTILINE)
+    assert [name for name in public_modules() if f"`{name}`" not in listed and name] == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "use"),
+    [
+        ("hpctrain.start", "hpctrain.init", "hpctrain.init"),
+        ("hpctrain.Updater", "hpctrain.DistributedOptimizer", "hpctrain.DistributedOptimizer"),
+        *(
+            (f"hpctrain.{name}", f"hpctrain.checkpoint.{name}", f"hpctrain.checkpoint.{name}")
+            for name in (
+                "FromRank0",
+                "Replicated",
+                "SaveOptions",
+                "Shard",
+                "State",
+                "load_newest_good",
+                "model_items",
+            )
+        ),
+        (
+            "hpctrain.TrainingState",
+            "hpctrain.train.TrainingState",
+            "session.save_state and session.load_state",
+        ),
+        ("hpctrain.resume", "hpctrain.train.resume", "session.load_state"),
+        ("hpctrain.testing.UpdaterContract", *["hpctrain.testing.DistributedOptimizerContract"] * 2),
+    ],
+)
+def test_an_old_name_warns_and_is_the_new_one(old: str, new: str, use: str) -> None:
+    (package, name), (new_package, new_name) = (words.rsplit(".", 1) for words in (old, new))
+    with pytest.warns(
+        DeprecationWarning, match=f"^{re.escape(old)} is an old name.*: use {re.escape(use)}$"
+    ) as seen:
+        found = getattr(import_module(package), name)
+    assert found is getattr(import_module(new_package), new_name)
+    assert {Path(warning.filename).name for warning in seen} == {Path(__file__).name}  # where it is used
+    with pytest.warns(DeprecationWarning, match="old name"):
+        exec(f"from {package} import {name}")
+    assert name not in dir(import_module(package))
+
+
+def test_the_old_names_of_a_session_warn_and_do_the_same() -> None:
+    model = torch.nn.Linear(2, 2)
+    with hpctrain.init(backend="serial") as session:
+        assert (session.world_size, session.local_rank, session.local_world_size) == (1, 0, 1)
+        with pytest.warns(DeprecationWarning, match=r"use session\.world_size") as seen:
+            assert session.num_ranks == 1
+        assert Path(seen[0].filename).name == Path(__file__).name
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.warns(DeprecationWarning, match=r"use session\.distributed_optimizer") as seen:
+            updater = session.updater(model, optimizer, clip_norm=1.0)
+        assert Path(seen[0].filename).name == Path(__file__).name
+        assert updater.optimizer is optimizer
+        assert updater in session.trainings.updaters
+
+
+def test_a_node_has_its_own_number_of_ranks() -> None:
+    def sizes(world: World) -> tuple[int, int, int]:
+        session = session_over(world, nodes=["a", "b", "b"])
+        return session.world_size, session.local_rank, session.local_world_size
+
+    assert run_threads(3, sizes, timeout_s=300) == [(3, 0, 1), (3, 0, 2), (3, 1, 2)]
 
 
 def test_importing_the_command_line_loads_neither_torch_nor_h5py() -> None:

@@ -9,55 +9,72 @@ import hpctrain
 from hpctrain import (
     Batch,
     Dataset,
+    DistributedOptimizer,
     Ema,
-    FromRank0,
     HpctrainError,
     Loader,
+    LossScale,
     ParallelPlan,
     Position,
+    Session,
+    StopPlan,
+    StopRequest,
+    Task,
+    WallClock,
+)
+from hpctrain.checkpoint import (
+    FromRank0,
     Replicated,
     SaveOptions,
-    Session,
     Shard,
     State,
-    Task,
-    TrainingState,
-    Updater,
+    load_newest_good,
+    model_items,
 )
 
 
 def train(task: Task, directory: Path) -> list[str]:
     hpctrain.pack_arrays(directory / "data", {"x": np.zeros((8, 3), np.float32)})
     recipe = hpctrain.load_recipe(directory / "recipe.toml")
-    session: Session = hpctrain.start(backend=recipe.run.backend)
+    session: Session = hpctrain.init(backend=recipe.run.backend)
+    sizes: list[int] = [session.rank, session.world_size, session.local_rank, session.local_world_size]
     model = session.parallelize(task.build_model(), ParallelPlan(shard="parameters"))
-    updater: Updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    updater: DistributedOptimizer = session.distributed_optimizer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_scale=LossScale()
+    )
     average: Ema = Ema(model, decay=0.9)
     average.update()
     dataset: Dataset = session.open_dataset(directory / "data")
     loader: Loader = session.loader(dataset, global_batch=4)
+    stop: StopRequest = StopRequest().install()
+    clock: WallClock = WallClock.start()
+    plan: StopPlan = StopPlan(margin_s=60)
     with loader.epoch(Position().epoch) as batches:
         for batch in batches:
             one: Batch = batch
             loss = task.loss(model, one.fields)
             assert isinstance(loss, torch.Tensor)  # this task's losses have no weights
             updater.backward(loss, weight=one.weight)
-            updater.step()
+            updater.step(sums={"stop": stop.requested or plan.must_stop(clock.time_left_s())})
     weight = torch.zeros(2)
     state: State = State(
         items=[
-            *hpctrain.model_items(model),
+            *model_items(model),
             Replicated(name="weight", tensor=weight),
             FromRank0(name="buffer", tensor=weight),
             Shard(name="rows", tensor=weight, global_shape=(4,), offset=(2 * session.rank,)),
         ]
     )
+    options: SaveOptions = SaveOptions(keep=2)
     try:
         hpctrain.save(state, directory=directory, step=1, comm=session.world)
+    except hpctrain.errors.CheckpointError as error:
+        print(error, sizes, options)
     except HpctrainError as error:
-        print(error)
+        print(error.exit_code)
     torch_session: Session = hpctrain.init_process_group(session)
     print(torch_session.rank)
-    kinds: tuple[type, ...] = (TrainingState, SaveOptions, hpctrain.Compression)
-    print(kinds, hpctrain.resume, hpctrain.load_newest_good, hpctrain.__version__)
+    plan_again: hpctrain.distributed.ParallelPlan = ParallelPlan()
+    print(plan_again, hpctrain.data.verify, hpctrain.hvd.allreduce, hpctrain.testing.CodecContract)
+    print(hpctrain.lightning.DDPStrategy, hpctrain.Compression, load_newest_good, hpctrain.__version__)
     return list(hpctrain.open_checkpoint(directory / "step-00000001.h5", comm=session.world).tensors)

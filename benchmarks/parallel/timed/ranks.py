@@ -25,21 +25,21 @@ def train_ours(method: Method, workload: Language, *, batch: int, turns: Turns) 
     each layout has the same samples in a step.
     """
     from benchmarks.parallel.training import Training
-    from hpctrain.run import start
+    from hpctrain.run import init
 
-    session = start(backend="mpi", device="cpu", timeout_s=turns.idle_s)
+    session = init(backend="mpi", device="cpu", timeout_s=turns.idle_s)
     assert method.layout is not None
     training = Training(
-        session, workload, LAYOUTS[method.layout], batch=batch * session.num_ranks, wire=method.wire
+        session, workload, LAYOUTS[method.layout], batch=batch * session.world_size, wire=method.wire
     )
 
     data = session.axes.data
-    of_group = session.num_ranks // data.size
+    of_group = session.world_size // data.size
     places = range(data.index * of_group, (data.index + 1) * of_group)
 
     def step(number: int) -> Stepped:
-        fields = of_ranks(workload, places, number=number, num_ranks=session.num_ranks, samples=batch)
-        loss = training.backward_of(fields) * session.num_ranks
+        fields = of_ranks(workload, places, number=number, num_ranks=session.world_size, samples=batch)
+        loss = training.backward_of(fields) * session.world_size
         training.update()
         return Stepped(loss=loss, exposed_s=training.exposed_s)
 

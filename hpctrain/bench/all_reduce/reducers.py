@@ -83,9 +83,9 @@ class ReducersHere:
         if AUTO in (algorithm, wire):
             return self._by_measurement(algorithm, wire)
         # start_step=0: compressed from the first reduction on, as in the middle of a training run.
-        if wire == "top-k" and session.num_ranks > 1:
+        if wire == "top-k" and session.world_size > 1:
             return TopKReducer(session.world.duplicate(), topology=session.topology, start_step=0)
-        if wire == "low-rank" and session.num_ranks > 1:
+        if wire == "low-rank" and session.world_size > 1:
             return LowRankReducer(session.world.duplicate(), topology=session.topology, start_step=0)
         return self._maker.make(parse_algorithm(algorithm), wire=wire)
 

@@ -87,7 +87,7 @@ def checkpoint_command(
         write_document,
     )
     from hpctrain.checkpoint import PageCache
-    from hpctrain.run import start, working_commit
+    from hpctrain.run import init, working_commit
 
     # Checked before MPI starts: every rank finds the same mistakes in its options.
     asked = CheckpointAsked(
@@ -101,7 +101,7 @@ def checkpoint_command(
     if is_first and json_path is not None:
         check_writable(json_path, option="--json")
     commit = working_commit() if is_first else None  # runs git: forking is unsafe once MPI has started
-    with start(backend=backend, device="cpu", timeout_s=timeout_s) as session:
+    with init(backend=backend, device="cpu", timeout_s=timeout_s) as session:
         progress = MeasurementProgress(what="bench checkpoint", shown=is_first)
         with _folder_in(directory, session=session) as folder:
             measured = measure_checkpoint(asked, comm=session.world, directory=folder, progress=progress)

@@ -114,7 +114,7 @@ def allreduce_command(
         plot_all_reduce,
         write_document,
     )
-    from hpctrain.run import start, working_commit
+    from hpctrain.run import init, working_commit
 
     # Checked before MPI starts: every rank finds the same mistakes in its options.
     asked = AllReduceAsked(
@@ -134,7 +134,7 @@ def allreduce_command(
             if path is not None:
                 check_writable(path, option=option)
     commit = working_commit() if is_first else None  # runs git: forking is unsafe once MPI has started
-    with start(backend=backend, device=device, timeout_s=timeout_s, algorithm=nccl) as session:
+    with init(backend=backend, device=device, timeout_s=timeout_s, algorithm=nccl) as session:
         progress = MeasurementProgress(what="bench allreduce", shown=is_first)
         link = find_link(link_mbit, session=session)
         reducers = ReducersHere(session, gradient_bytes=in_flight * sum(asked.sizes_bytes), nccl=nccl)
@@ -149,7 +149,7 @@ def allreduce_command(
             show(all_reduce_table(found.rows, title=title), notes=[*reducers.lines(), *found.notes])
             if json_path is not None:
                 write_document(json_path, document)
-            if plot is not None and session.num_ranks > 1:
+            if plot is not None and session.world_size > 1:
                 plot_all_reduce(
                     found.rows, plot, topology=session.topology, title=title,
                     link_bytes_per_s=None if link is None else link.bytes_per_s,
@@ -270,12 +270,12 @@ def nodes_command(
     _stop_without_a_trace()
     from hpctrain.bench import check_writable, write_document
     from hpctrain.cli.bench.nodes import nodes_table
-    from hpctrain.run import probe_nodes, start
+    from hpctrain.run import init, probe_nodes
 
     is_first = identify(os.environ, socket.gethostname()).rank == 0
     if is_first and json_path is not None:
         check_writable(json_path, option="--json")
-    with start(device=device, timeout_s=timeout_s) as session:
+    with init(device=device, timeout_s=timeout_s) as session:
         found = probe_nodes(session)
         if is_first:
             lines = [finding.describe() for finding in found.findings] or ["nothing is slow"]

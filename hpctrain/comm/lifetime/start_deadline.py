@@ -199,7 +199,7 @@ def _report(found: Mapping[str, Any]) -> None:
         f"hpctrain: rank {found['rank']} on {socket.gethostname()} has waited {found['limit_s']:.1f} s in its start "
         f"for the other ranks (timeout_s = {found['timeout_s']:g}) and ends the run",
         *_describe_nodes(known, here, found),
-        f"each of the {found['num_ranks']} ranks that {found['launcher']} started must start hpctrain (hpctrain.start, "
+        f"each of the {found['num_ranks']} ranks that {found['launcher']} started must start hpctrain (hpctrain.init, "
         "hpctrain.hvd.init, init_process_group, `hpctrain train`) within that time of the first. A program that is "
         "read from standard input reaches rank 0 only: save it as a file",
     ]

@@ -99,7 +99,7 @@ def modules_for(program: Program, *, directory: str, preload: Sequence[str]) -> 
 
     Reads the program's file; nothing of the user's is imported for that.
     """
-    if program.script is not None and Path(program.script).name == "hpctrain":
+    if program.module == "hpctrain" or (program.script and Path(program.script).name == "hpctrain"):
         found = [*_TRAINING]
     else:
         named = _imports(_file_of(program, directory=directory))

@@ -34,7 +34,7 @@ _LOADED_BY_INIT = "/mca_pml_"
 CLIENT_STEM = "_fork_client"
 # Set in a rank that a fork server has forked: the process id of what the launcher started in its place.
 CLIENT_VARIABLE = "HPCTRAIN_FORKED_FOR"
-# Set in a rank by `hpctrain.start`, for the processes that it starts: the process id of the rank.
+# Set in a rank by `hpctrain.init`, for the processes that it starts: the process id of the rank.
 RANK_PID_VARIABLE = "HPCTRAIN_RANK_PID"
 
 
@@ -125,7 +125,7 @@ def describe_outer_rank(environ: Mapping[str, str]) -> str | None:
     marked = environ.get(RANK_PID_VARIABLE, "")
     for pid in find_launcher_process(environ).between:
         if str(pid) == marked:
-            return f"process {pid} ({command_of(pid)}), which has called hpctrain.start()"
+            return f"process {pid} ({command_of(pid)}), which has called hpctrain.init()"
         if _LOADED_BY_INIT in _read(pid, "maps"):
             return f"process {pid} ({command_of(pid)}), which has started MPI"
     return None

@@ -1,1 +1,2 @@
-"""The interfaces `Updater` and `BucketReducer`, the bucket plan, its check over ranks, and polling of reductions."""
+"""The interfaces `DistributedOptimizer` and `BucketReducer`, the bucket plan, its check over ranks, and polling of
+reductions."""

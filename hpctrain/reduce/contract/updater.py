@@ -1,4 +1,5 @@
-"""`Updater`, the interface between the training loop and the code that updates parameters from all ranks' gradients.
+"""`DistributedOptimizer`, the interface between the training loop and the code that updates parameters from all
+ranks' gradients.
 
 It is more general than an all-reduce: a sharded optimizer (reduce-scatter, update of the own part, all-gather), a
 parameter server and delayed updates can implement the same Protocol without changes to the training loop.
@@ -50,7 +51,7 @@ class StepOutcome:
     times: BackwardTimes | None = None
 
 
-class Updater(Protocol):
+class DistributedOptimizer(Protocol):
     """Turns the ranks' gradients into the same updated parameters on every rank."""
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:

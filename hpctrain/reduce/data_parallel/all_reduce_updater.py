@@ -47,7 +47,8 @@ from hpctrain.reduce.watch.step_watch import Watched, watched
 
 @final
 class AllReduceUpdater(Watched):
-    """`Updater` that sums gradient buckets on a separate thread while backward runs. The constructor is collective.
+    """`DistributedOptimizer` that sums gradient buckets on a separate thread while backward runs. The constructor is
+    collective.
 
     Args:
         optimizer: any torch optimizer; its parameters have the same shapes, in the same order, on every rank.
@@ -137,7 +138,8 @@ class AllReduceUpdater(Watched):
         return self._planned.buckets
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
-        """See `Updater.backward`. loss: one element, of any shape. Raises UsageError for another number of elements."""
+        """See `DistributedOptimizer.backward`. loss: one element, of any shape. Raises UsageError for another number
+        of elements."""
         scaled = self._scale.scaled(loss, weight=weight)
         self._abandon_dropped()
         self._unsent_factor, self._weighted = 1.0, True
@@ -150,7 +152,7 @@ class AllReduceUpdater(Watched):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See `Updater.no_sync`."""
+        """See `DistributedOptimizer.no_sync`."""
         before, self._syncing = self._syncing, False
         try:
             yield
@@ -168,7 +170,8 @@ class AllReduceUpdater(Watched):
         return self._optimizer.param_groups
 
     def zero_grad(self) -> None:
-        """See `Updater.zero_grad`. Same signature as the optimizer's, for scripts that use the updater in its place.
+        """See `DistributedOptimizer.zero_grad`. Same signature as the optimizer's, for scripts that use the updater
+        in its place.
 
         Between backward and `step` it waits for the sums that have begun, and is collective.
         """
@@ -207,8 +210,8 @@ class AllReduceUpdater(Watched):
         accepts: Accepts | None = None,
         divide_by: str | None = None,
     ) -> StepOutcome:
-        """See `Updater.step`. Raises UsageError also if the updater is closed, or if parameters or gradients were
-        changed since `backward` in a way that `step` cannot take into account."""
+        """See `DistributedOptimizer.step`. Raises UsageError also if the updater is closed, or if parameters or
+        gradients were changed since `backward` in a way that `step` cannot take into account."""
         plain = not self._weighted and any(p.grad is not None for p in self._parameters)
         check_divide_by(
             divide_by, sums=sums, plain=plain, wire=None if self.sums_to_one else self._reducer.wire
@@ -259,12 +262,12 @@ class AllReduceUpdater(Watched):
         """Does nothing: `step` has updated all parameters."""
 
     def observe_reductions(self, observer: ReductionObserver | None) -> None:
-        """See `Updater.observe_reductions`."""
+        """See `DistributedOptimizer.observe_reductions`."""
         if self._pipeline is not None:
             self._pipeline.observer = observer
 
     def state(self) -> dict[str, Any]:
-        """See `Updater.state`: loss scale, order of the gradients, choice of algorithms."""
+        """See `DistributedOptimizer.state`: loss scale, order of the gradients, choice of algorithms."""
         state = {"loss_scale": asdict(self._scale), "order": self._planned.order}
         return {**state, **({"reduction": self._chooser.choice_state()} if self._chooser is not None else {})}
 
@@ -283,8 +286,8 @@ class AllReduceUpdater(Watched):
         tensors: Mapping[str, torch.Tensor] | None = None,
         shapes: Shapes | None = None,
     ) -> None:
-        """See `Updater.load_state`. tensors: of the shapes and dtypes that `state_tensors` had in the saved run. Raises
-        UsageError between `backward` and `step`."""
+        """See `DistributedOptimizer.load_state`. tensors: of the shapes and dtypes that `state_tensors` had in the
+        saved run. Raises UsageError between `backward` and `step`."""
         if self._planned.filling.has_begun:
             raise UsageError("load_state was called between backward and step(): call it between steps")
         saved = state["loss_scale"]
@@ -305,7 +308,7 @@ class AllReduceUpdater(Watched):
             self._reducer.settle(applied=False, rescale=self._scale.value / saved["value"])
 
     def close(self) -> bool:
-        """See `Updater.close`. Returns False if a reduction hangs; it still uses the reducer's memory."""
+        """See `DistributedOptimizer.close`. Returns False if a reduction hangs; it still uses the reducer's memory."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

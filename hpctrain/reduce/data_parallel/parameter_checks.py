@@ -108,7 +108,7 @@ class ParameterChecks:
                 raise UsageError(
                     f"parameter {number} of the optimizer was {kind} when the updater was made and is "
                     f"{Kind.of(parameter)} now: convert or move the model (double(), half(), to()) before "
-                    "session.updater, or close this updater and make a new optimizer and updater"
+                    "session.distributed_optimizer, or close this updater and make a new optimizer and updater"
                 )
 
     def _is_elsewhere(self, parameter: torch.nn.Parameter) -> bool:

@@ -1,4 +1,4 @@
-"""Updater for optimizers that take sparse gradients only: indices and values are gathered, nothing is made dense."""
+"""The updater for optimizers that take sparse gradients only: it gathers indices and values; nothing is made dense."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from hpctrain.reduce.watch.step_watch import Watched, watched
 
 @final
 class SparseUpdater(Watched):
-    """`Updater` whose `step` sums sparse gradients (COO) over the ranks: each rank gets the entries of all, in the
-    order of the ranks, and adds up those of the same index.
+    """`DistributedOptimizer` whose `step` sums sparse gradients (COO) over the ranks: each rank gets the entries of
+    all, in the order of the ranks, and adds up those of the same index.
 
     optimizer: of parameters that all have sparse gradients, such as SparseAdam; the same on every rank. comm: all
     ranks. loss_scale, clip_norm, model: as for `AllReduceUpdater`; what holds there for `.grad` between backward and
@@ -88,7 +88,7 @@ class SparseUpdater(Watched):
         return self._optimizer.param_groups
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
-        """See `Updater.backward`. Raises UsageError for another number of elements than one."""
+        """See `DistributedOptimizer.backward`. Raises UsageError for another number of elements than one."""
         scaled = self._scale.scaled(loss, weight=weight)
         self._factor, self._weighted = 1.0, True
         if last:
@@ -99,7 +99,7 @@ class SparseUpdater(Watched):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See `Updater.no_sync`."""
+        """See `DistributedOptimizer.no_sync`."""
         before, self._syncing = self._syncing, False
         try:
             yield
@@ -107,7 +107,7 @@ class SparseUpdater(Watched):
             self._syncing = before
 
     def zero_grad(self) -> None:
-        """See `Updater.zero_grad`. Not collective."""
+        """See `DistributedOptimizer.zero_grad`. Not collective."""
         self._optimizer.zero_grad(set_to_none=True)
         self._held.clear()
         self._synchronized = self._weighted = False
@@ -138,8 +138,8 @@ class SparseUpdater(Watched):
         accepts: Accepts | None = None,
         divide_by: str | None = None,
     ) -> StepOutcome:
-        """See `Updater.step`. Raises UsageError also if the updater is closed, if parameters or gradients were changed,
-        and for a dense gradient."""
+        """See `DistributedOptimizer.step`. Raises UsageError also if the updater is closed, if parameters or
+        gradients were changed, and for a dense gradient."""
         plain = not self._weighted and any(p.grad is not None for p in self._parameters)
         check_divide_by(divide_by, sums=sums, plain=plain)
         started = time.perf_counter()
@@ -185,7 +185,7 @@ class SparseUpdater(Watched):
         """Does nothing: there are no buckets."""
 
     def state(self) -> dict[str, Any]:
-        """See `Updater.state`: the loss scale, as `AllReduceUpdater` has it."""
+        """See `DistributedOptimizer.state`: the loss scale, as `AllReduceUpdater` has it."""
         return {"loss_scale": asdict(self._scale), "order": None}
 
     def state_tensors(self) -> list[StateTensor]:
@@ -200,15 +200,15 @@ class SparseUpdater(Watched):
         tensors: Mapping[str, torch.Tensor] | None = None,
         shapes: Shapes | None = None,
     ) -> None:
-        """See `Updater.load_state`. tensors: of another updater; not used. Raises UsageError between `backward` and
-        `step`."""
+        """See `DistributedOptimizer.load_state`. tensors: of another updater; not used. Raises UsageError between
+        `backward` and `step`."""
         if self._held:
             raise UsageError("load_state was called between backward and step(): call it between steps")
         self._scale = self._scale.continued(state["loss_scale"])
         self.zero_grad()
 
     def close(self) -> bool:
-        """See `Updater.close`."""
+        """See `DistributedOptimizer.close`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -78,7 +78,7 @@ class Compression:
         raise UsageError(
             "Horovod 0.28.1 cannot sum bfloat16, and as float32 it would save nothing: use Compression.fp16, "
             "which has the same size. hpctrain's own updater sends bfloat16 over Horovod: "
-            "session.updater(model, optimizer, wire='bf16')"
+            "session.distributed_optimizer(model, optimizer, wire='bf16')"
         )
 
 

@@ -41,8 +41,8 @@ _UNITS_OF_A_BUCKET = 4
 
 @final
 class ScatterUpdater(Watched):
-    """`Updater` that reduce-scatters gradients while backward runs, and gathers the parameters that the owners updated
-    while the next forward runs: see `arriving_parameters`.
+    """`DistributedOptimizer` that reduce-scatters gradients while backward runs, and gathers the parameters that the
+    owners updated while the next forward runs: see `arriving_parameters`.
 
     Args:
         optimizer: of an update that treats each element by itself; its parameters have the same shapes, in the same
@@ -148,7 +148,8 @@ class ScatterUpdater(Watched):
         return tuple(self._plan.buckets[number] for number in self._progress.order)
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
-        """See `Updater.backward`. loss: one element, of any shape. Raises UsageError for another number of elements."""
+        """See `DistributedOptimizer.backward`. loss: one element, of any shape. Raises UsageError for another number
+        of elements."""
         scaled = self._scale.scaled(loss, weight=weight)
         self._abandon_dropped()
         self._unsent_factor, self._weighted = 1.0, True
@@ -161,7 +162,7 @@ class ScatterUpdater(Watched):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See `Updater.no_sync`."""
+        """See `DistributedOptimizer.no_sync`."""
         before, self._syncing = self._syncing, False
         try:
             yield
@@ -169,7 +170,8 @@ class ScatterUpdater(Watched):
             self._syncing = before
 
     def zero_grad(self) -> None:
-        """See `Updater.zero_grad`. Between backward and `step` it ends the sums that have begun, and is collective."""
+        """See `DistributedOptimizer.zero_grad`. Between backward and `step` it ends the sums that have begun, and is
+        collective."""
         self._drop_gradients()
         if self._progress.has_begun:
             self._abandon()
@@ -188,8 +190,8 @@ class ScatterUpdater(Watched):
         accepts: Accepts | None = None,
         divide_by: str | None = None,
     ) -> StepOutcome:
-        """See `Updater.step`. Raises UsageError also if the updater is closed, if the optimizer or the parameters were
-        exchanged, or if gradients were set since `backward`."""
+        """See `DistributedOptimizer.step`. Raises UsageError also if the updater is closed, if the optimizer or the
+        parameters were exchanged, or if gradients were set since `backward`."""
         check_open(closed=self._closed)
         plain = not self._weighted and (any(self._had) or any(p.grad is not None for p in self._parameters))
         check_divide_by(
@@ -243,19 +245,21 @@ class ScatterUpdater(Watched):
         )
 
     def wait_for_parameters(self) -> None:
-        """See `Updater.wait_for_parameters`. Raises the error of a gathering that has failed."""
+        """See `DistributedOptimizer.wait_for_parameters`. Raises the error of a gathering that has failed."""
         self._units.wait_for_parameters()
 
     def observe_reductions(self, observer: ReductionObserver | None) -> None:
-        """See `Updater.observe_reductions`: of each unit, and the gathering of its parameters under the same number."""
+        """See `DistributedOptimizer.observe_reductions`: of each unit, and the gathering of its parameters under the
+        same number."""
         self._units.observe(observer)
 
     def state(self) -> dict[str, Any]:
-        """See `Updater.state`: the loss scale, as `AllReduceUpdater` has it, so that either loads the other's."""
+        """See `DistributedOptimizer.state`: the loss scale, as `AllReduceUpdater` has it, so that either loads the
+        other's."""
         return {"loss_scale": asdict(self._scale), "order": None}
 
     def state_tensors(self) -> list[StateTensor]:
-        """Returns the residuals of error feedback. See `Updater.state_tensors`."""
+        """Returns the residuals of error feedback. See `DistributedOptimizer.state_tensors`."""
         return self._reducer.state()
 
     def rows_to_load(self, state: Mapping[str, Any], shapes: Shapes) -> dict[str, list[range]]:
@@ -267,7 +271,7 @@ class ScatterUpdater(Watched):
         tensors: Mapping[str, torch.Tensor] | None = None,
         shapes: Shapes | None = None,
     ) -> None:
-        """See `Updater.load_state`. Raises UsageError between `backward` and `step`."""
+        """See `DistributedOptimizer.load_state`. Raises UsageError between `backward` and `step`."""
         if self._progress.has_begun:
             raise UsageError("load_state was called between backward and step(): call it between steps")
         self.wait_for_parameters()
@@ -280,7 +284,7 @@ class ScatterUpdater(Watched):
             self._reducer.settle(applied=False, rescale=self._scale.value / saved["value"])
 
     def close(self) -> bool:
-        """See `Updater.close`. The optimizer gets the model's parameters back, without state.
+        """See `DistributedOptimizer.close`. The optimizer gets the model's parameters back, without state.
 
         Waits for parameters that are still being gathered. Raises the error of that, unless it has been raised before.
         """

@@ -117,7 +117,8 @@ class UnitsInFlight:
         return seconds + self._arrivals.take_waited_s()
 
     def observe(self, observer: ReductionObserver | None) -> None:
-        """See `Updater.observe_reductions`: of each unit, and the gathering of its parameters under the same number."""
+        """See `DistributedOptimizer.observe_reductions`: of each unit, and the gathering of its parameters under the
+        same number."""
         self.wait_for_parameters()
         if observer is None:
             self._pipeline.observer = None

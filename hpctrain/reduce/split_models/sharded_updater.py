@@ -44,8 +44,8 @@ from hpctrain.reduce.watch.step_watch import Watched, watched
 
 @final
 class ShardedUpdater(Watched):
-    """`Updater` of a model of which each rank holds a part. FSDP2 sums gradients of sharded parameters within backward;
-    `step` sums what is left.
+    """`DistributedOptimizer` of a model of which each rank holds a part. FSDP2 sums gradients of sharded parameters
+    within backward; `step` sums what is left.
 
     optimizer: of the parameters as they are split. comm: the world, for the norm and the small sums of a step.
     loss_scale, clip_norm: as for `AllReduceUpdater`. end_sums: called by `close`; see `reduce_gradients_by`. Forward
@@ -129,7 +129,8 @@ class ShardedUpdater(Watched):
         return self._optimizer.param_groups
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
-        """See `Updater.backward`; collective. Raises UsageError for another number of elements than one."""
+        """See `DistributedOptimizer.backward`; collective. Raises UsageError for another number of elements than
+        one."""
         if self._passes is not None and self._passes.backward_has_failed:
             raise UsageError(
                 "a backward before this one has failed and left incomplete gradients: call zero_grad() on every rank, "
@@ -154,7 +155,7 @@ class ShardedUpdater(Watched):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See `Updater.no_sync`. Whole gradients are kept until the next backward outside, or `step`."""
+        """See `DistributedOptimizer.no_sync`. Whole gradients are kept until the next backward outside, or `step`."""
         before, self._syncing = self._syncing, False
         try:
             with (
@@ -166,7 +167,7 @@ class ShardedUpdater(Watched):
             self._syncing = before
 
     def zero_grad(self) -> None:
-        """See `Updater.zero_grad`. Between `backward` and `step` collective, if layers are split."""
+        """See `DistributedOptimizer.zero_grad`. Between `backward` and `step` collective, if layers are split."""
         if self._hidden is not None:
             self._hidden.end()
         if self._shares is not None:
@@ -188,8 +189,8 @@ class ShardedUpdater(Watched):
         accepts: Accepts | None = None,
         divide_by: str | None = None,
     ) -> StepOutcome:
-        """See `Updater.step`. Raises UsageError also if the updater is closed, and on every rank if a step is accepted
-        whose backward has failed on one."""
+        """See `DistributedOptimizer.step`. Raises UsageError also if the updater is closed, and on every rank if a
+        step is accepted whose backward has failed on one."""
         if self._closed:
             raise UsageError("this updater is closed: make a new one")
         weighted = self._weighted or self._in_pipeline
@@ -272,7 +273,8 @@ class ShardedUpdater(Watched):
         """Does nothing: FSDP2's reductions are not observed."""
 
     def state(self) -> dict[str, Any]:
-        """See `Updater.state`: the loss scale, as `AllReduceUpdater` has it, so that either loads the other's."""
+        """See `DistributedOptimizer.state`: the loss scale, as `AllReduceUpdater` has it, so that either loads the
+        other's."""
         return {"loss_scale": asdict(self._scale), "order": None}
 
     def state_tensors(self) -> list[StateTensor]:
@@ -287,11 +289,11 @@ class ShardedUpdater(Watched):
         tensors: Mapping[str, torch.Tensor] | None = None,
         shapes: Shapes | None = None,
     ) -> None:
-        """See `Updater.load_state`. tensors: of another updater; not used."""
+        """See `DistributedOptimizer.load_state`. tensors: of another updater; not used."""
         self._scale = self._scale.continued(state["loss_scale"])
 
     def close(self) -> bool:
-        """See `Updater.close`. An optimizer in shares gets the model's parameters back, without state."""
+        """See `DistributedOptimizer.close`. An optimizer in shares gets the model's parameters back, without state."""
         if self._hidden is not None and not self._closed:
             self._hidden.close()
         if self._shares is not None and not self._closed:

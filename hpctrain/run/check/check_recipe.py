@@ -14,7 +14,7 @@ from hpctrain.run.experiments.causes.report import CheckReport
 from hpctrain.run.experiments.observe import Experiments
 from hpctrain.run.experiments.scratch import scratch_folder
 from hpctrain.run.recipe.schema import Recipe
-from hpctrain.run.session import Session, start
+from hpctrain.run.session import Session, init
 
 # A rank that fails alone leaves the others waiting; a check's operations are short.
 _TIMEOUT_S = 120.0
@@ -27,7 +27,7 @@ def check_recipe(recipe: Recipe, *, recipe_path: Path, steps: int, scratch: Path
     two ranks, LaunchError if no folder can be made there, CheckpointError if the checkpoints cannot be written, and the
     errors of a run that cannot start.
     """
-    with start(
+    with init(
         backend=recipe.run.backend, device=recipe.run.device, threads_per_rank=recipe.run.threads_per_rank,
         timeout_s=min(recipe.run.timeout_s, _TIMEOUT_S),
     ) as session:  # fmt: skip
@@ -45,7 +45,7 @@ def check_with(
 ) -> CheckReport:
     """As `check_recipe`, with the ranks of an open session. quiet: no lines of progress. Collective."""
     search = [Path.cwd(), recipe_path.absolute().parent]
-    if session.num_ranks < 2:
+    if session.world_size < 2:
         raise RecipeError("a check compares ranks: start it with -n 2 or more", agreed=True)
     if recipe.run.deterministic:
         set_deterministic()

@@ -14,7 +14,7 @@ from hpctrain.comm import broadcast_tensors
 from hpctrain.data import Batch, Loader
 from hpctrain.distributed import is_sharded, pipeline_of, split_of
 from hpctrain.errors import RecipeError
-from hpctrain.reduce import Updater
+from hpctrain.reduce import DistributedOptimizer
 from hpctrain.run.build import (
     build_parts,
     build_runner,
@@ -85,7 +85,7 @@ class RecipeSubject:
         }
 
     def open(self, session: Session, setting: Setting) -> RecipeTrial:
-        changed = self._changed(setting, one_rank=session.num_ranks == 1)
+        changed = self._changed(setting, one_rank=session.world_size == 1)
         return RecipeTrial(self, changed, session, setting)
 
     def _changed(self, setting: Setting, *, one_rank: bool) -> Recipe:
@@ -130,14 +130,14 @@ class RecipeTrial:
             parts = replace(parts, model=session.sync_batch_norm(parts.model))
         self.model = parts.model
         self.optimizer = parts.optimizer
-        updater = session.updater(
+        updater = session.distributed_optimizer(
             parts.model, parts.optimizer, algorithm=recipe.reduction.algorithm, wire="fp32", reduction=reduction,
             loss_scale=loss_scale_for(
                 recipe.run.precision, wire="fp32", max_skipped_in_row=recipe.optimizer.max_skipped_in_row
             ),
             clip_norm=recipe.optimizer.clip_norm, compare_ranks="off",  # as in `sum_exactly`
         )  # fmt: skip
-        self.updater: Updater = updater
+        self.updater: DistributedOptimizer = updater
         self.drawing: Axis | None = session.axes.drawing
         self.also: Mapping[str, Stateful | None] = {}
         self.is_split = (

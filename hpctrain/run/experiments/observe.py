@@ -72,7 +72,7 @@ class Experiments:
         one = self._first(first_state)
         if isinstance(one, Failure):
             return Observations(
-                num_ranks=self._session.num_ranks, steps=self._steps, tolerance=self._tolerance,
+                num_ranks=self._session.world_size, steps=self._steps, tolerance=self._tolerance,
                 double=self._trials.double, asks_double=self._subject.asks_double,
                 refused=f"{one.kind}: {one.text}", refused_step=one.step,
             )  # fmt: skip
@@ -109,7 +109,7 @@ class Experiments:
         again_compared = self._compared(one, again)
         not_finite = self._not_finite(one, ranks.natural)
         return Observations(
-            num_ranks=self._session.num_ranks, steps=self._steps, tolerance=self._tolerance, double=double,
+            num_ranks=self._session.world_size, steps=self._steps, tolerance=self._tolerance, double=double,
             asks_double=self._subject.asks_double, again=again_compared, micro=micro, resumed=resumed,
             reseeded=reseeded, no_dropout=no_dropout, draws=draws, draws_left=left,
             own_generators=generators,
@@ -229,7 +229,7 @@ class Experiments:
     # ------------------------------------------------------------------ all ranks
 
     def _on_ranks(self, one: Ran, plain: Ran, *, drop: bool) -> _OnRanks:
-        n, say = self._session.num_ranks, self._say
+        n, say = self._session.world_size, self._say
         say(f"{n} ranks")
         natural = self._run(Conditions(on_ranks=True))
         compared_run = natural if drop else self._run(Conditions(on_ranks=True, dropout=False))

@@ -68,7 +68,7 @@ def check_loop(session: Any, build: Build, *, steps: int, show: bool, scratch: P
         if session.rank == 0 and show:
             print(f"checking: {text}", file=sys.stderr, flush=True)
 
-    if session.num_ranks < 2:
+    if session.world_size < 2:
         raise UsageError(
             "a check compares ranks: start it on 2 or more (hpctrain launch -n 2 -- ...)", agreed=True
         )
@@ -121,8 +121,8 @@ class LoopTrial:
         if len(updaters) != 1:
             raise UsageError(
                 f"the function given to session.check made {len(updaters)} updaters with the session that it is "
-                "given: it "
-                "should make one, by session.updater(model, optimizer) of its argument, not of another session"
+                "given: it should make one, by session.distributed_optimizer(model, optimizer) of its argument, not of "
+                "another session"
             )
         self.updater = updaters[0]
         self.model = session.trainings.model_of(self.updater)

@@ -36,7 +36,7 @@ def sum_exactly(session: Any) -> None:
 
     They do not compare the ranks: the trials go on after a difference, and the check measures where it begins.
     """
-    session.updater = partial(_exact_updater, session.updater)
+    session.distributed_optimizer = partial(_exact_updater, session.distributed_optimizer)
 
 
 def _exact_updater(make: Any, model: torch.nn.Module, *args: Any, **options: Any) -> Any:

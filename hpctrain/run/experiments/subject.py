@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hpctrain.reduce import Updater
+from hpctrain.reduce import DistributedOptimizer
 from hpctrain.topology import Axis
 from hpctrain.train import Stateful
 
@@ -37,7 +37,7 @@ class Trial(Protocol):
     session: Any
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    updater: Updater
+    updater: DistributedOptimizer
     drawing: Axis | None
     """The ranks that draw different random numbers; see `TrainingState`."""
 

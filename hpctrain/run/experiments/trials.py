@@ -228,9 +228,9 @@ class Trials:
                             # A DataLoader draws a number when its epoch begins, which was before the stop.
                             restore_generators(loaded, device=device, otherwise=0)
                         if conditions.whole:
-                            batch = trial.repeated(batch, self.session.num_ranks)
+                            batch = trial.repeated(batch, self.session.world_size)
                         if conditions.delayed:
-                            time.sleep(_DELAY_S * ((self.session.rank + number) % self.session.num_ranks))
+                            time.sleep(_DELAY_S * ((self.session.rank + number) % self.session.world_size))
                         with recorder.step(batch) as losses:
                             losses.append(trial.step(batch, micro_batches=conditions.micro_batches))
                         number += 1

@@ -48,7 +48,7 @@ _LOOPBACK = ("127.", "localhost", "::1")
 def records_steps(ranks: str, *, session: Session) -> bool:
     """Returns True if this rank records its steps. ranks: `telemetry.ranks` of the recipe."""
     if ranks == "auto":
-        ranks = "all" if session.num_ranks <= MOST_RANKS_RECORDED else "node"
+        ranks = "all" if session.world_size <= MOST_RANKS_RECORDED else "node"
     return ranks == "all" or session.rank == 0 or (ranks == "node" and session.leads_node)
 
 
@@ -183,7 +183,7 @@ def _run_metrics(
     process, clock, num_nodes = psutil.Process(), facts.clock, session.topology.num_nodes
     given: list[Value] = [
         ("hpctrain_start_time_seconds", (), facts.started),
-        ("hpctrain_ranks", (), session.num_ranks),
+        ("hpctrain_ranks", (), session.world_size),
         ("hpctrain_nodes", (), num_nodes),
         ("hpctrain_cores", (), len(os.sched_getaffinity(0))),
     ]

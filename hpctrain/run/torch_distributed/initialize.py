@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hpctrain.distributed import open_process_group
 from hpctrain.errors import UsageError
-from hpctrain.run.session import Session, start
+from hpctrain.run.session import Session, init
 
 
 def init_process_group(
@@ -26,7 +26,7 @@ def init_process_group(
     own. An operation that takes longer than the limit ends all ranks with exit code 6.
     `torch.distributed.destroy_process_group()` closes the session if it was made here.
 
-    session: of `hpctrain.start`; None starts one. Its time limit counts, not `timeout_s`.
+    session: of `hpctrain.init`; None starts one. Its time limit counts, not `timeout_s`.
     device: `cpu`, tensors in host memory over hpctrain's communicators; `cuda`, tensors on the rank's GPU over NCCL,
     and those in host memory over gloo; `auto`, `cuda` if this session chose a GPU.
     watch_folder: a folder that all ranks see; through it that message names the missing ranks, and where they are.
@@ -46,7 +46,7 @@ def init_process_group(
         raise UsageError(f"device {device!r}: choose cpu, cuda or auto")
     made_here = session is None
     if session is None:
-        session = start(device="cpu" if device == "cpu" else device, timeout_s=timeout_s)
+        session = init(device="cpu" if device == "cpu" else device, timeout_s=timeout_s)
     if watch_folder is not None:
         session.world.publish_in(Path(watch_folder))
     open_process_group(

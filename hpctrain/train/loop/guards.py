@@ -48,8 +48,8 @@ class Guards:
         self._why_not: str | None = None  # of the step that the updater makes
 
     def accepts(self, grad_norm: float, sums: Mapping[str, float]) -> bool:
-        """For `Updater.step`: False if a rank ran out of memory, if the loss is not finite or jumps, or if no loss
-        counts."""
+        """For `DistributedOptimizer.step`: False if a rank ran out of memory, if the loss is not finite or jumps, or
+        if no loss counts."""
         if self.memory.ran_out(sums):
             return False
         if sums.get(LOSS_WEIGHT) == 0:

@@ -48,8 +48,8 @@ class MemoryGuard:
     """The number of micro-batches of a rank's share, and its change after a rank ran out of memory.
 
     The ranks agree through the sums of a step: `votes` are summed, `ran_out` reads the sums. A rank that ran out takes
-    part in all reductions of the step with what it has; no rank uses their result (`Updater.step`, accepts). So the
-    buckets that other ranks have sent by then do no harm.
+    part in all reductions of the step with what it has; no rank uses their result (`DistributedOptimizer.step`,
+    accepts). So the buckets that other ranks have sent by then do no harm.
 
     directory: of the run. recovers: False ends the run instead. rows: the most samples of a global batch on any rank.
     micro_batches: of the recipe. largest: samples of a micro-batch, from an earlier start. short_attempt: number of the

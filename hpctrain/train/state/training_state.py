@@ -31,7 +31,7 @@ from hpctrain.distributed import (
     sharded_as,
 )
 from hpctrain.errors import CheckpointError
-from hpctrain.reduce import StateTensor, Updater
+from hpctrain.reduce import DistributedOptimizer, StateTensor
 from hpctrain.topology import Axis
 from hpctrain.train.state.also import Stateful, also_items, also_states, also_tensors, load_also
 from hpctrain.train.state.ema import Ema
@@ -85,7 +85,7 @@ class TrainingState:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    updater: Updater
+    updater: DistributedOptimizer
     seed: int
     drawing: Axis | None = None
     outside: Mapping[str, torch.nn.Parameter] = field(default_factory=dict)

@@ -109,7 +109,8 @@ class LossWeights:
         self._agree(given=True, error=error)
 
     def weigh(self, returned: Any, part: Batch, *, agrees: bool = True) -> tuple[torch.Tensor, float]:
-        """Returns a loss, and its weight for `Updater.backward`. Collective where ranks agree, if it `agrees`.
+        """Returns a loss, and its weight for `DistributedOptimizer.backward`. Collective where ranks agree, if it
+        `agrees`.
 
         returned: by the task's `loss` for `part`, which has samples. agrees: False where other ranks cannot take part
         now; the unit then stays 1, and `end_step` agrees on the rest. Raises UsageError for what is no weight, on all

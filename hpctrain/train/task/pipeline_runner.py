@@ -14,7 +14,7 @@ from hpctrain.comm import Collective
 from hpctrain.data import Batch
 from hpctrain.distributed import Pipeline
 from hpctrain.errors import UsageError
-from hpctrain.reduce import Updater
+from hpctrain.reduce import DistributedOptimizer
 from hpctrain.train.task.loss_weights import LossWeights, metrics_and_weight
 from hpctrain.train.task.row_of_zeros import row_of_zeros
 from hpctrain.train.task.task import Task, takes_valid
@@ -73,7 +73,9 @@ class PipelineRunner:
         """See `Runner.bubbles`: whenever this rank's stages did not compute."""
         return self._pipeline.bubbles
 
-    def forward_backward(self, batch: Batch, updater: Updater, *, micro_batches: int = 1) -> float:
+    def forward_backward(
+        self, batch: Batch, updater: DistributedOptimizer, *, micro_batches: int = 1
+    ) -> float:
         """See `Runner.forward_backward`. updater: not called; the schedule runs backward."""
         parts = [part.to(self.device, dtype=self._dtype) for part in batch.real().split(micro_batches)]
         losses: list[torch.Tensor] = []

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from hpctrain.data import Batch
-from hpctrain.reduce import Updater
+from hpctrain.reduce import DistributedOptimizer
 from hpctrain.train.task.loss_weights import LossWeights
 
 
@@ -37,7 +37,9 @@ class Runner(Protocol):
     @property
     def weights(self) -> LossWeights: ...
 
-    def forward_backward(self, batch: Batch, updater: Updater, *, micro_batches: int = 1) -> float:
+    def forward_backward(
+        self, batch: Batch, updater: DistributedOptimizer, *, micro_batches: int = 1
+    ) -> float:
         """Computes the gradients of this rank's share of a batch, in `micro_batches` parts.
 
         Returns the loss of the share times its weight, or 0 if another rank counts the samples; over all ranks these

@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.comm import Collective
 from hpctrain.data import Batch
-from hpctrain.reduce import Updater
+from hpctrain.reduce import DistributedOptimizer
 from hpctrain.resilience import shortage
 from hpctrain.train.task.loss_weights import (
     LossWeights,
@@ -69,7 +69,9 @@ class TaskRunner:
         """True if forward is collective, as with batch normalisation over the ranks."""
         return self._communicates
 
-    def forward_backward(self, batch: Batch, updater: Updater, *, micro_batches: int = 1) -> float:
+    def forward_backward(
+        self, batch: Batch, updater: DistributedOptimizer, *, micro_batches: int = 1
+    ) -> float:
         """See `Runner.forward_backward`."""
         self.weights.begin_step()
         try:
@@ -82,7 +84,7 @@ class TaskRunner:
         self.weights.end_step()
         return loss if self.counts_samples else 0.0
 
-    def _forward_backward(self, batch: Batch, updater: Updater, *, micro_batches: int) -> float:
+    def _forward_backward(self, batch: Batch, updater: DistributedOptimizer, *, micro_batches: int) -> float:
         losses = []
         parts = [p for p in batch.split(micro_batches) if p.num_samples > 0 or self._communicates]
         self.weights.agree_before(part.to(self.device, dtype=self._dtype) for part in parts)
@@ -98,7 +100,9 @@ class TaskRunner:
                 self._take_part(part, updater, last=last)
         return float(torch.stack(losses).sum()) if losses else 0.0  # one device synchronisation for all parts
 
-    def _backward(self, part: Batch, updater: Updater, *, last: bool) -> tuple[torch.Tensor | None, float]:
+    def _backward(
+        self, part: Batch, updater: DistributedOptimizer, *, last: bool
+    ) -> tuple[torch.Tensor | None, float]:
         """Forward and backward of a micro-batch with samples. Returns its loss and weight; None if the weight is 0."""
         outputs = OutputsOf(self.model)
         with self._autocast():
@@ -114,7 +118,7 @@ class TaskRunner:
             updater.backward(outputs.zero(loss), weight=0.0, last=last)
         return None, 0.0
 
-    def _take_part(self, part: Batch, updater: Updater, *, last: bool) -> None:
+    def _take_part(self, part: Batch, updater: DistributedOptimizer, *, last: bool) -> None:
         """Forward and backward with weight 0, as those of the ranks that have samples are collective.
 
         Of samples that were computed before, or of zeros: the mean over no samples is NaN, and so would be the gradient
@@ -131,7 +135,7 @@ class TaskRunner:
             for buffer, before in buffers:
                 buffer.copy_(before)
 
-    def _backward_of_nothing(self, part: Batch, updater: Updater, *, last: bool) -> None:
+    def _backward_of_nothing(self, part: Batch, updater: DistributedOptimizer, *, last: bool) -> None:
         outputs = OutputsOf(self.model)
         with outputs.kept() if self.weights.may_be_given else nullcontext():
             loss = self.loss(part)

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from hpctrain.comm import World, make_shared_folder
 from hpctrain.errors import LaunchError
-from hpctrain.reduce import Updater
+from hpctrain.reduce import DistributedOptimizer
 from hpctrain.scaling import TRACE_FOLDER, measure_clock_offset
 from hpctrain.telemetry import RecordWriter, StepClock
 from hpctrain.topology import Topology
@@ -31,7 +31,7 @@ class StepTrace:
         *,
         steps: Sequence[range],
         directory: Path,
-        updater: Updater,
+        updater: DistributedOptimizer,
         clock: StepClock,
         say: Callable[[str], None],
     ) -> None:

@@ -52,7 +52,7 @@ def mixed_buffers(world: World, where: Path) -> dict[str, Any]:
     model = normed()
     session = session_over(world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    updater = session.updater(model, optimizer)
+    updater = session.distributed_optimizer(model, optimizer)
     torch.manual_seed(100 + world.rank)
     for _ in range(3):
         updater.backward(model(torch.randn(16, 4) + world.rank).square().mean(), weight=1 / world.num_ranks)

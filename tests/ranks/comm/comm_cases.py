@@ -16,7 +16,7 @@ import torch
 from hpctrain.comm import Monitored, World, all_gather_json, make_two_level, open_world
 from hpctrain.errors import CommunicationError, DataError, HpctrainError
 from hpctrain.run.reduction import ReductionPlan
-from hpctrain.run.session import start
+from hpctrain.run.session import init
 from hpctrain.topology import Topology
 from tests.sessions import session_over
 
@@ -296,7 +296,7 @@ def horovod_when_needed(world: World) -> dict[str, Any]:
 
 def horovod_in_a_session(world: World) -> dict[str, Any]:
     """By algorithm: what reduces, and whether Horovod runs, with the backend `horovod`. `world` is MPI's."""
-    session = start(backend="horovod", timeout_s=300)
+    session = init(backend="horovod", timeout_s=300)
     horovod = importlib.import_module("horovod.torch")
     found: dict[str, Any] = {}
     for algorithm in ("hierarchical", "auto", "flat"):

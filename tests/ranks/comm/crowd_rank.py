@@ -14,7 +14,7 @@ from hpctrain.launch.yielding import LIBRARY_STEM
 
 
 def main(backend: str, directory: Path) -> None:
-    with hpctrain.start(backend=backend, timeout_s=300) as session:
+    with hpctrain.init(backend=backend, timeout_s=300) as session:
         two_levels = make_two_level(session.world, session.topology)
         sums = set()
         for _ in range(10):

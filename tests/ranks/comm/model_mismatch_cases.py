@@ -44,7 +44,7 @@ def _making(session: Session, kind: str, *, algorithm: str) -> Callable[[], AllR
     model = _model(kind)
     trained = _model("another dtype") if kind == "another dtype is trained" else model
     optimizer = torch.optim.SGD(trained.parameters(), lr=1.0)
-    return lambda: session.updater(model, optimizer, algorithm=algorithm)
+    return lambda: session.distributed_optimizer(model, optimizer, algorithm=algorithm)
 
 
 def _stepping(updater: AllReduceUpdater, *, num_sums: int) -> Callable[[], object]:

@@ -53,8 +53,8 @@ def read_names(path: Path) -> list[str]:
 
 
 def main(group: str, directory: Path) -> None:
-    session = hpctrain.start(device="cpu", timeout_s=LIMIT_S)
-    rank, size = session.rank, session.num_ranks
+    session = hpctrain.init(device="cpu", timeout_s=LIMIT_S)
+    rank, size = session.rank, session.world_size
     # Read when PyTorch's module is imported: which tests there are to run follows from them.
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(size), TEMP_DIR=str(directory), INIT_METHOD="file://")
     from torch.testing._internal import common_distributed, common_utils

@@ -90,7 +90,7 @@ def load_again(session: hpctrain.Session, directory: Path) -> None:
     expected = torch.load(directory / "reference.pt", weights_only=True)
     checkpoint = directory / "ours" / f"step-{STEP:08}.h5"
     check(load(checkpoint, comm=session.world)[1], expected)
-    first, stop = part_of(13, part=session.rank, num_parts=session.num_ranks)
+    first, stop = part_of(13, part=session.rank, num_parts=session.world_size)
     regions = {"model/0.weight": ((first, 0), (stop - first, 7))}
     part = load(checkpoint, comm=session.world, regions=regions)[1]["model/0.weight"]
     assert torch.equal(part, expected["model/0.weight"][first:stop])

@@ -275,7 +275,7 @@ def messages_of_a_transport(session: hpctrain.Session) -> None:
     transport = session.world.transport(session.topology)
     if transport is None:
         return
-    rank, size = session.rank, session.num_ranks
+    rank, size = session.rank, session.world_size
     lengths = [1, 999, 1000, 1001, 54_321]
 
     def content(source: int, to: int, length: int) -> torch.Tensor:

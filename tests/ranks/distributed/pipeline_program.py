@@ -112,7 +112,7 @@ def check_that_messages_move_while_ranks_compute(rank: int) -> None:
 
 def main() -> None:
     session = hpctrain.init_process_group(timeout_s=300)
-    rank, size = session.rank, session.num_ranks
+    rank, size = session.rank, session.world_size
     check_that_messages_move_while_ranks_compute(rank)
     expected, expected_losses = train_alone()
     loop = [rank, size + rank]

@@ -70,7 +70,7 @@ def check(model: torch.nn.Module, expected: dict[str, torch.Tensor], what: str) 
 
 def main(directory: Path) -> None:
     session = hpctrain.init_process_group(timeout_s=300)
-    rank, size = session.rank, session.num_ranks
+    rank, size = session.rank, session.world_size
     alone = make_model()
     train(alone)
     expected = alone.state_dict()

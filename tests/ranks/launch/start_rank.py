@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-CHILD = "import hpctrain; hpctrain.start(timeout_s=60); print('the child has started')"
+CHILD = "import hpctrain; hpctrain.init(timeout_s=60); print('the child has started')"
 MPI_FIRST = (
     "from mpi4py import MPI; import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 )
@@ -32,7 +32,7 @@ def absent(timeout_s: str, left: str) -> None:
         time.sleep(2)
     import hpctrain
 
-    hpctrain.start(timeout_s=float(timeout_s))
+    hpctrain.init(timeout_s=float(timeout_s))
     print("started", flush=True)
 
 
@@ -42,10 +42,10 @@ def started(how: str) -> None:
 
     if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
         time.sleep(3)
-    with hpctrain.start(timeout_s=200):
+    with hpctrain.init(timeout_s=200):
         pass
-    session = hpctrain.start(timeout_s=200)
-    assert float(session.all_reduce(torch.ones(()))) == session.num_ranks
+    session = hpctrain.init(timeout_s=200)
+    assert float(session.all_reduce(torch.ones(()))) == session.world_size
     assert not list(Path("/dev/shm").glob(f"hpctrain-start-{os.getuid()}-*-{os.getppid()}-*"))
     if session.rank == 0:
         done = subprocess.run([sys.executable, "-c", CHILD], check=False, timeout=200)
@@ -66,7 +66,7 @@ def mpi4py_first(how: str) -> None:
 
     import hpctrain
 
-    session = hpctrain.start(timeout_s=300 if how == "3" else 30)
+    session = hpctrain.init(timeout_s=300 if how == "3" else 30)
     session.world.barrier()
     if session.rank == 1:
         raise SystemExit(int(how))
@@ -82,7 +82,7 @@ def file_at_exit(path: str) -> None:
 
     import hpctrain
 
-    session = hpctrain.start(timeout_s=300)
+    session = hpctrain.init(timeout_s=300)
     globals()["kept"] = file = h5py.File(path, "w", driver="mpio", comm=MPI.COMM_WORLD)
     file.create_dataset("x", (4,), "i8")[session.rank] = session.rank + 1
 
@@ -99,7 +99,7 @@ def one_ends(code: str) -> None:
     """All ranks end without closing the session, with one code."""
     import hpctrain
 
-    session = hpctrain.start(timeout_s=200)
+    session = hpctrain.init(timeout_s=200)
     session.world.barrier()
     print(f"rank {session.rank} ends", flush=True)
     sys.exit(int(code))

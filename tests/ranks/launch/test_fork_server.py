@@ -291,14 +291,15 @@ def test_what_cannot_be_forked_starts_by_itself_and_says_why(tmp_path: Path) -> 
 def test_a_training_is_the_same_and_leaves_nothing(tmp_path: Path, packed_digits: Path) -> None:
     recipe = Path(__file__).parents[3] / "examples/digits.toml"
     launch = [sys.executable, "-m", "hpctrain.cli.main", "launch", "-n", "3"]
+    script, module = [str(Path(sys.executable).with_name("hpctrain"))], [sys.executable, "-m", "hpctrain"]
     losses = []
-    for name, before in (
-        ("cold", [*launch, "--no-fork-server", "--"]),
-        ("warm", [*launch, "--"]),
-        ("mpirun", []),
+    for name, before, hpctrain in (
+        ("cold", [*launch, "--no-fork-server", "--"], script),
+        ("warm", [*launch, "--"], module),
+        ("mpirun", [], script),
     ):
         command = [
-            *before, str(Path(sys.executable).with_name("hpctrain")), "train", str(recipe), "--set", "run.epochs=1",
+            *before, *hpctrain, "train", str(recipe), "--set", "run.epochs=1",
             "--set", f"run.directory={tmp_path / name}",
             "--set", f"data.train={packed_digits / 'train'}", "--set", f"data.held_out={packed_digits / 'test'}",
         ]  # fmt: skip

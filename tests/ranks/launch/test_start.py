@@ -93,7 +93,7 @@ def test_a_child_of_a_rank_that_has_started_mpi_is_refused() -> None:
 @pytest.mark.thorough
 def test_a_second_program_of_a_rank_is_told_why_mpi_does_not_start(tmp_path: Path) -> None:
     script = tmp_path / "twice.sh"
-    program = "import hpctrain; s = hpctrain.start(timeout_s=100); print('started', s.rank); s.close()"
+    program = "import hpctrain; s = hpctrain.init(timeout_s=100); print('started', s.rank); s.close()"
     script.write_text(f'{sys.executable} -c "{program}"\n{sys.executable} -c "{program}"\n')
     done = run_command(2, ["bash", str(script)], expect=5, timeout_s=300)
     assert done.stdout.count("started") == 2
@@ -110,11 +110,11 @@ SLURM_SHELL = {
 @pytest.mark.parametrize(
     ("program", "extra", "code", "message"),
     [
-        ("hpctrain.start(timeout_s=90)", SLURM_SHELL, 5, r"rank 0 of 4 by Slurm's .* MPI reports rank 0 of 1"),
-        ("hpctrain.start(ranks=3)", {}, 5, "3 ranks|ranks=3|3"),
-        ("hpctrain.start(backend='gloo')", {}, 2, "no communication backend 'gloo'"),
-        ("hpctrain.start().open_dataset('/no/such/folder')", {}, 3, "/no/such/folder"),
-        ("hpctrain.start(); raise ValueError('of the program')", {}, 1, "ValueError: of the program"),
+        ("hpctrain.init(timeout_s=90)", SLURM_SHELL, 5, r"rank 0 of 4 by Slurm's .* MPI reports rank 0 of 1"),
+        ("hpctrain.init(ranks=3)", {}, 5, "3 ranks|ranks=3|3"),
+        ("hpctrain.init(backend='gloo')", {}, 2, "no communication backend 'gloo'"),
+        ("hpctrain.init().open_dataset('/no/such/folder')", {}, 3, "/no/such/folder"),
+        ("hpctrain.init(); raise ValueError('of the program')", {}, 1, "ValueError: of the program"),
     ],
 )  # fmt: skip
 def test_a_script_ends_with_a_message_and_the_documented_code(

@@ -81,7 +81,7 @@ def trained(session: Session, name: str, layout: str, **options: Any) -> list[to
         if layout != "none":
             session.parallelize(model, ParallelPlan(**PLANS[layout]))
         optimizer = getattr(torch.optim, name)(list(model.parameters()), lr=0.01, **options_of(name))
-        updater = session.updater(
+        updater = session.distributed_optimizer(
             model, optimizer, algorithm="direct" if layout == "none" else "auto", **options
         )
     except UsageError as error:

@@ -26,11 +26,11 @@ class Twins:
 
     def __init__(self, session: Session, **reduction: str) -> None:
         torch.manual_seed(5)
-        self.rank, self.num_ranks = session.rank, session.num_ranks
+        self.rank, self.num_ranks = session.rank, session.world_size
         self.alone = Layers().build_model().double()
         self.model = session.parallelize(copy.deepcopy(self.alone), ParallelPlan(shard="parameters"))
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.updater = session.updater(self.model, optimizer, **reduction)  # type: ignore[arg-type]
+        self.updater = session.distributed_optimizer(self.model, optimizer, **reduction)  # type: ignore[arg-type]
         self._optimizer = torch.optim.SGD(self.alone.parameters(), lr=0.1, momentum=0.9)
         self._number = 0
 

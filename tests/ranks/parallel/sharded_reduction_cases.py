@@ -80,13 +80,13 @@ def wide_model() -> nn.Module:
 def one_step(session: Session, plan: ParallelPlan, **reduction: str) -> tuple[int, list[float]]:
     """Returns the bytes that this rank sends to others in a step, and the gradients' norm and loss."""
     model = session.parallelize(wide_model(), plan)
-    updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1), **reduction)  # type: ignore[arg-type]
+    updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), **reduction)  # type: ignore[arg-type]
     inputs = torch.randn(8, 96, generator=torch.Generator().manual_seed(session.rank))
     traffic = group_traffic()
     assert traffic is not None
     before = traffic.num_bytes()
     loss = model(inputs).square().mean()
-    updater.backward(loss, weight=1 / session.num_ranks)
+    updater.backward(loss, weight=1 / session.world_size)
     norm = updater.step().grad_norm
     return traffic.num_bytes() - before, [norm, float(loss.detach())]
 
@@ -128,14 +128,14 @@ def refused_own_sharding(session: Session) -> str:
     from torch.distributed.fsdp import fully_shard
 
     model = wide_model()
-    fully_shard(model, mesh=init_device_mesh("cpu", (session.num_ranks,)))
-    return refusal(lambda: session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (session.world_size,)))
+    return refusal(lambda: session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
 def slow_sums(session: Session) -> dict[str, Any]:
     """Two plain backwards while sums take 50 ms: the gradients that they leave, and how many sums had ended when each
     began. At the end what one process computes."""
-    size = session.num_ranks
+    size = session.world_size
     model = session.parallelize(wide_model(), ParallelPlan(shard="parameters"))
     comm, thread = session.world.duplicate(), OperationThread("slow")
     begun: list[int] = []
@@ -206,12 +206,12 @@ def gathered(comm: Collective, part: torch.Tensor) -> torch.Tensor:
 def load_after_evaluation(session: Session, directory: Path) -> list[float]:
     """Losses of an own loop: twice the same step, from a state that was loaded after an evaluation in between."""
     model = session.parallelize(wide_model(), ParallelPlan(shard="parameters"))
-    updater = session.updater(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    updater = session.distributed_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     inputs = torch.randn(4, 96, generator=torch.Generator().manual_seed(9 + session.rank))
 
     def step() -> float:
         loss = model(inputs).square().mean()
-        updater.backward(loss, weight=1 / session.num_ranks)
+        updater.backward(loss, weight=1 / session.world_size)
         updater.step()
         return float(loss.detach())
 

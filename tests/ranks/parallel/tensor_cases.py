@@ -137,7 +137,7 @@ def own_loop(world: World, where: Path, *, tensor: int, name: str) -> dict[str, 
     if tensor > 1:
         session.parallelize(model, ParallelPlan(tensor=tensor, tensor_plan=task.tensor_plan()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    updater = session.updater(model, optimizer, clip_norm=0.3)
+    updater = session.distributed_optimizer(model, optimizer, clip_norm=0.3)
     loader = session.loader(session.open_dataset(where / "data"), global_batch=12, seed=1)
     position = session.load_state(where / name, updater, loader=loader)
     drawn = all_gather_json(world, float(torch.rand(())))
@@ -175,7 +175,7 @@ def abandoned_step(world: World) -> dict[str, Any]:
         torch.manual_seed(1)
         model = task.build_model().double()
         session.parallelize(model, ParallelPlan(tensor=2, tensor_plan=task.tensor_plan()))
-        updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
         if gives_up:
             updater.backward(task.loss(model, {"tokens": tokens}), weight=0.5)
             for last in (True, False):
@@ -197,7 +197,7 @@ def hidden_gradients(world: World) -> dict[str, Any]:
     model = task.build_model().double()
     session.parallelize(model, ParallelPlan(tensor=2, tensor_plan=task.tensor_plan()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    updater = session.updater(model, optimizer)
+    updater = session.distributed_optimizer(model, optimizer)
     parameters = list(model.parameters())
     uses: dict[str, Callable[[], object]] = {
         "clip_grad_norm_": lambda: torch.nn.utils.clip_grad_norm_(parameters, 0.1),

@@ -20,7 +20,7 @@ import torch
 import hpctrain
 
 late, at_step, seconds, folder = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4])
-session = hpctrain.start(timeout_s=4)
+session = hpctrain.init(timeout_s=4)
 session.world.publish_in(folder)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Linear(200, 2))
@@ -32,9 +32,9 @@ class Late(torch.optim.SGD):
         if session.rank == late and step == at_step:
             time.sleep(seconds)
 
-updater = session.updater(model, Late(model.parameters(), lr=0.01), bucket_bytes=20_000)
+updater = session.distributed_optimizer(model, Late(model.parameters(), lr=0.01), bucket_bytes=20_000)
 for step in range(3):
-    updater.backward(model(torch.ones(3, 200)).sum(), weight=1 / session.num_ranks)
+    updater.backward(model(torch.ones(3, 200)).sum(), weight=1 / session.world_size)
     updater.step()
     print(f"<step {step} returned>", flush=True)
 if session.rank == late:

@@ -125,11 +125,11 @@ SESSION = """
 import sys
 if {without_mpi4py}: sys.modules["mpi4py"] = None
 import torch, hpctrain
-with hpctrain.start(backend={backend!r}, timeout_s=800) as session:
+with hpctrain.init(backend={backend!r}, timeout_s=800) as session:
     model = torch.nn.Sequential(*(torch.nn.Linear(500, 500) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    updater = session.updater(model, optimizer, algorithm={algorithm!r}, bucket_bytes=500_000)
-    updater.backward(model(torch.randn(4, 500)).square().mean(), weight=1 / session.num_ranks)
+    updater = session.distributed_optimizer(model, optimizer, algorithm={algorithm!r}, bucket_bytes=500_000)
+    updater.backward(model(torch.randn(4, 500)).square().mean(), weight=1 / session.world_size)
     {then}
 """
 
@@ -156,11 +156,12 @@ def test_an_error_between_backward_and_step_ends_with_its_own_code() -> None:
 
 WIDTHS = """
 import torch, hpctrain
-with hpctrain.start(backend="mpi", timeout_s=800) as session:
+with hpctrain.init(backend="mpi", timeout_s=800) as session:
     for width in (1, 2, 3, 10, 11, 12, 13, 40, 41):
         model = torch.nn.Linear(width, width).double()
-        updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.01), algorithm="hierarchical")
-        updater.backward(model(torch.ones(2, width).double()).sum(), weight=1 / session.num_ranks)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        updater = session.distributed_optimizer(model, optimizer, algorithm="hierarchical")
+        updater.backward(model(torch.ones(2, width).double()).sum(), weight=1 / session.world_size)
         assert abs(updater.step().grad_norm - 2 * (width * (width + 1)) ** 0.5) < 1e-9, width
         updater.close()
     if session.rank == 0:

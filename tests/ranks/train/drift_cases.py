@@ -63,9 +63,9 @@ def _train(
     plan = ParallelPlan(**(split or {}))
     net: Any = session.parallelize(model(), plan)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    updater = session.updater(net, optimizer, algorithm=algorithm, wire=wire)
-    num_data, data_rank = session.num_ranks // plan.tensor, session.rank // plan.tensor
-    last = session.rank == session.num_ranks - 1
+    updater = session.distributed_optimizer(net, optimizer, algorithm=algorithm, wire=wire)
+    num_data, data_rank = session.world_size // plan.tensor, session.rank // plan.tensor
+    last = session.rank == session.world_size - 1
     finite, applied = [], []
     try:
         for step in range(1, STEPS + 1):
@@ -80,7 +80,7 @@ def _train(
                 optimizer.param_groups[0]["lr"] = 0.05
             updater.backward(net(x).square().mean(), weight=1 / num_data)
             outcome = updater.step(sums={"one": 1.0})
-            assert outcome.sums == {"one": session.num_ranks}
+            assert outcome.sums == {"one": session.world_size}
             applied.append(outcome.applied)
             finite.append(bool(net.state_dict()["0.running_mean"].isfinite().all()))
     except RanksDiffer as error:

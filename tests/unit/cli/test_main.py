@@ -14,8 +14,11 @@ HPCTRAIN = str(Path(sys.executable).with_name("hpctrain"))
 GROUPS = ("doctor", "train", "launch", "data", "checkpoint")
 
 
-def test_the_version_is_reported() -> None:
-    assert run_command(None, [HPCTRAIN, "--version"], expect=0).stdout == f"hpctrain {__version__}\n"
+@pytest.mark.parametrize(
+    "command", [[HPCTRAIN], [sys.executable, "-m", "hpctrain"]], ids=["script", "module"]
+)
+def test_the_version_is_reported(command: list[str]) -> None:
+    assert run_command(None, [*command, "--version"], expect=0).stdout == f"hpctrain {__version__}\n"
 
 
 def test_help_shows_every_group_with_an_example() -> None:

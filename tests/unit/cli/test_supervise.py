@@ -31,8 +31,11 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_run_directory_and_what_the_ranks_read_are_those_of_the_recipe(recipe: Path) -> None:
-    found = read_train_command(["/env/bin/hpctrain", "train", str(recipe), "--resume", "never"])
+@pytest.mark.parametrize("command", [["/env/bin/hpctrain"], ["/env/bin/python3", "-m", "hpctrain"]])
+def test_the_run_directory_and_what_the_ranks_read_are_those_of_the_recipe(
+    recipe: Path, command: list[str]
+) -> None:
+    found = read_train_command([*command, "train", str(recipe), "--resume", "never"])
     assert found is not None
     assert found.run_directory == Path("runs/a")
     assert found.checkpoints == Path("runs/a/checkpoints")
@@ -55,7 +58,14 @@ def test_overrides_of_the_command_line_count(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["python", "train.py"], ["hpctrain", "doctor"], ["hpctrain"], ["hpctrain", "train"]]
+    "words",
+    [
+        ["python", "train.py"],
+        ["python", "-m", "hpctrain"],
+        ["hpctrain", "doctor"],
+        ["hpctrain"],
+        ["hpctrain", "train"],
+    ],
 )
 def test_of_another_command_nothing_is_known(words: list[str]) -> None:
     assert read_train_command(words) is None

@@ -9,12 +9,12 @@ from torch.torch_version import TorchVersion
 
 from hpctrain.distributed.fully_sharded.shard import check_shardable
 from hpctrain.errors import LaunchError, UsageError
-from hpctrain.run import start
+from hpctrain.run import init
 from hpctrain.run.torch_distributed.initialize import init_process_group
 
 
 def test_a_pytorch_that_is_too_old_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    with start() as session:
+    with init() as session:
         monkeypatch.setattr(torch, "__version__", TorchVersion("2.6.0+cu124"))
         with pytest.raises(LaunchError, match=r"needs PyTorch 2.8 or newer, this is 2.6.0\+cu124: update it"):
             init_process_group(session)

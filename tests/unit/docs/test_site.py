@@ -12,9 +12,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from structure import public_modules, public_names
 
 from tests.ranks_launcher import REPOSITORY
-from tests.unit.test_front_door import PACKAGES, names_of_stub
 
 pytestmark = [
     pytest.mark.launches,
@@ -36,11 +36,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_public_name_is_in_the_reference_with_its_docstring(site: Path) -> None:
-    for package in PACKAGES:
-        page = site / "reference" / f"{package.removeprefix('hpctrain.')}.html"
-        text = page.read_text()
+    for short in public_modules():
+        text = (site / "reference" / f"{short or 'hpctrain'}.html").read_text()
+        package = f"hpctrain.{short}".rstrip(".")
         module = import_module(package)
-        for name in names_of_stub(package):
+        for name in public_names(short):
             public = getattr(module, name)
             if inspect.isclass(public) or inspect.isfunction(public):
                 assert public.__doc__, f"{package}.{name} has no docstring"

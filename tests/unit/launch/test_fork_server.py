@@ -75,6 +75,10 @@ def test_what_a_program_imports_is_found_without_running_it(
     assert {"torch", "numpy", "mine"} <= set(found)
     assert "requests" not in found
     assert modules_for(program("-m", "package.part"), directory=directory, preload=()) == ["numpy"]
+    (tmp_path / "hpctrain").write_text(f"#!{sys.executable}\n")
+    of_command = modules_for(program("hpctrain"), directory=directory, preload=())
+    assert "hpctrain.run.training" in of_command
+    assert modules_for(program("-m", "hpctrain"), directory=directory, preload=()) == of_command
     for words in (["broken.py"], ["absent.py"], ["-m", "absent.part"]):
         assert modules_for(program(*words), directory=directory, preload=()) == []
 

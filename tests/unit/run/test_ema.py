@@ -146,7 +146,7 @@ def test_an_own_loop_saves_averages_and_torch_reads_them(tmp_path: Path) -> None
         torch.manual_seed(3)
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
         model = model.to(torch.bfloat16)
-        updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
         ema = Ema(model, decay=0.9)
         begin = session.load_state(tmp_path, updater, also={"ema": ema}).step
         for _ in range(steps):

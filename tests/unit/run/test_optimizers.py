@@ -154,7 +154,7 @@ def test_resumed_equals_never_stopped(tmp_path: Path, name: str) -> None:
         session = session_over(SerialWorld())
         model = a_model()
         optimizer = build_optimizer(model, section)
-        updater = session.updater(model, optimizer)
+        updater = session.distributed_optimizer(model, optimizer)
         position = session.load_state(directory, updater)
         for step in range(position.step, num_steps):
             torch.manual_seed(step)

@@ -218,7 +218,7 @@ def seen(made: Made) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_has_the_same_values_and_types(session: Session, tmp_path: Path, name: str) -> None:
     made = CASES[name]()
-    updater = session.updater(*made[:2])
+    updater = session.distributed_optimizer(*made[:2])
     assert session.load_state(tmp_path, updater, also=made[2]).step == 0
     steps(made, updater, 3, begin=0)
     session.save_state(tmp_path, updater, Position(step=3), also=made[2])
@@ -227,7 +227,7 @@ def test_a_resumed_run_has_the_same_values_and_types(session: Session, tmp_path:
     wanted = seen(made)
 
     again = CASES[name]()
-    updater = session.updater(*again[:2])
+    updater = session.distributed_optimizer(*again[:2])
     before = [group["lr"] for group in again[1].param_groups]
     assert session.load_state(tmp_path, updater, also=again[2]).step == 3
     assert seen(again) == saved
@@ -246,7 +246,7 @@ def test_the_type_of_a_learning_rate_is_that_of_this_run(
     def made(lr: Any) -> tuple[torch.optim.Optimizer, Any]:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        return optimizer, session.updater(model, optimizer)
+        return optimizer, session.distributed_optimizer(model, optimizer)
 
     tensor = torch.tensor(0.1)
     first, other = (tensor.item(), torch.tensor(0.0)) if saved_as_float else (tensor, 0.0)
@@ -263,7 +263,7 @@ def test_a_changed_option_takes_effect_and_others_are_as_saved(session: Session,
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=weight_decay)
         scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=9)
-        return optimizer, scheduler, session.updater(model, optimizer)
+        return optimizer, scheduler, session.distributed_optimizer(model, optimizer)
 
     optimizer, scheduler, updater = made(0.1)
     optimizer.step()
@@ -280,7 +280,7 @@ def test_a_changed_option_takes_effect_and_others_are_as_saved(session: Session,
 def test_a_scheduler_that_is_not_saved_is_noted_once(session: Session, tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    updater = session.updater(model, optimizer)
+    updater = session.distributed_optimizer(model, optimizer)
     session.save_state(tmp_path, updater, Position(step=1))
     scheduler = lr_scheduler.StepLR(optimizer, 1)
     for also in ({"scheduler": scheduler}, {"scheduler": None}):
@@ -309,7 +309,7 @@ class Odd:
 
 def test_objects_that_do_not_fit_are_named(session: Session, tmp_path: Path) -> None:
     model = net()
-    updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     refused: list[tuple[Any, type[HpctrainError], str]] = [
         ({"s": 3}, UsageError, r"also\['s'\] is a int, which has no state_dict\(\)"),
         ({"a/b": Odd()}, UsageError, "no name for an object"),
@@ -349,13 +349,15 @@ def test_objects_that_do_not_fit_are_named(session: Session, tmp_path: Path) -> 
 
 def test_a_second_updater_of_the_same_parameters_is_refused(session: Session) -> None:
     model = net()
-    first = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    first = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(
         UsageError, match=r"'3\.weight' is trained by another updater of this session: call close"
     ):
-        session.updater(model, torch.optim.SGD(model[3].parameters(), lr=0.1))
+        session.distributed_optimizer(model, torch.optim.SGD(model[3].parameters(), lr=0.1))
     first.close()
-    halves = [session.updater(model, torch.optim.SGD(model[i].parameters(), lr=0.1)) for i in (0, 3)]
+    halves = [
+        session.distributed_optimizer(model, torch.optim.SGD(model[i].parameters(), lr=0.1)) for i in (0, 3)
+    ]
     model(torch.ones(6, 4)).mean().backward()
     assert all(updater.step().applied for updater in halves)
 
@@ -370,7 +372,7 @@ def test_parameters_outside_the_model_are_saved_and_the_same_on_all_ranks(tmp_pa
         weight = torch.nn.Parameter(torch.tensor(float(world.rank)))
         groups = [{"params": list(model.parameters())}, {"params": [weight], "lr": 0.05}]
         optimizer = torch.optim.Adam(groups, lr=0.1)
-        updater = session.updater(model, optimizer)
+        updater = session.distributed_optimizer(model, optimizer)
         step = session.load_state(directory, updater).step
         for number in range(step, step + count):
             x = torch.arange(8.0).view(2, 4) / (number + 1)
@@ -417,13 +419,14 @@ def test_extra_state_of_any_type_is_saved_and_loaded(session: Session, tmp_path:
         return torch.nn.Sequential(*map(Scaled, states), Scaled(io.BytesIO(b"pickled")))
 
     made = model(EXTRA)
-    updater = session.updater(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    updater = session.distributed_optimizer(made, torch.optim.SGD(made.parameters(), lr=0.1))
     path = session.save_state(tmp_path / "x", updater, Position(step=1))
     for way in ("state", "weights"):
         other = model([0] * len(EXTRA))
         if way == "state":
             session.load_state(
-                tmp_path / "x", session.updater(other, torch.optim.SGD(other.parameters(), lr=0.1))
+                tmp_path / "x",
+                session.distributed_optimizer(other, torch.optim.SGD(other.parameters(), lr=0.1)),
             )
         else:
             load_weights(other, path, comm=SerialWorld())
@@ -437,7 +440,7 @@ def test_extra_state_of_any_type_is_saved_and_loaded(session: Session, tmp_path:
     with pytest.raises(
         UsageError, match=r"'0._extra_state' of the model's state\['x'\] is a builtins.object"
     ):
-        session.updater(bad, torch.optim.SGD(bad.parameters(), lr=0.1))
+        session.distributed_optimizer(bad, torch.optim.SGD(bad.parameters(), lr=0.1))
 
 
 def test_extra_state_and_objects_that_differ_between_ranks(tmp_path: Path) -> None:
@@ -447,7 +450,7 @@ def test_extra_state_and_objects_that_differ_between_ranks(tmp_path: Path) -> No
         session = session_over(world)
         model = Scaled({"amax": [1.5] * (1 + world.rank)})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        updater = session.updater(model, optimizer)
+        updater = session.distributed_optimizer(model, optimizer)
         session.save_state(tmp_path, updater, Position(step=1))
         model.state = None
         session.load_state(tmp_path, updater)
@@ -469,7 +472,7 @@ def test_groups_of_the_same_size_say_what_differs(session: Session, tmp_path: Pa
     def updater_of(*groups: list[str], names: tuple[str, ...] = ("a", "b", "c")) -> Any:
         model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in names})
         given = [{"params": [model[name].weight for name in group]} for group in groups]
-        return session.updater(model, torch.optim.SGD(given, lr=0.1))
+        return session.distributed_optimizer(model, torch.optim.SGD(given, lr=0.1))
 
     session.save_state(tmp_path, updater_of(["a", "b"], ["c"]), Position(step=1))
     for groups, message in (
@@ -487,7 +490,7 @@ def test_groups_of_the_same_size_say_what_differs(session: Session, tmp_path: Pa
 
 def test_a_run_without_such_objects_has_no_more_tensors_than_before(session: Session, tmp_path: Path) -> None:
     model = net()
-    updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     path = session.save_state(tmp_path, updater, Position(step=1))
     checkpoint = open_checkpoint(path, comm=SerialWorld())
     assert {name for name in checkpoint.tensors if not name.startswith("generators/")} == {

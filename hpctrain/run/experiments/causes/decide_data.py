@@ -131,7 +131,7 @@ def _repeats(observed: Observations) -> Iterator[Finding]:
             cause=Cause.REPEATED, is_difference=True,
             text=f"the {ranks} ranks get the same samples{shown}{missing}",
             evidence=[f"{len(samples.repeated)} samples on more than one rank, or more often than in one process"],
-            advice="give the sampler num_replicas = session.num_ranks and rank = session.rank",
+            advice="give the sampler num_replicas = session.world_size and rank = session.rank",
         )  # fmt: skip
     elif is_padding:
         yield Finding(

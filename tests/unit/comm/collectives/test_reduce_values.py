@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hpctrain import start
+from hpctrain import init
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.comm.collectives.reduce_values import all_reduce_values
@@ -78,7 +78,7 @@ def test_other_names_and_other_shapes_are_reported_to_every_rank() -> None:
 
 
 def test_unknown_operations_and_means_of_whole_numbers_are_refused() -> None:
-    with start() as session:
+    with init() as session:
         with pytest.raises(UsageError, match="sum, mean or max"):
             session.all_reduce({"x": 1.0}, op="min")  # type: ignore[call-overload]
         with pytest.raises(UsageError, match="int64"):

@@ -404,7 +404,7 @@ def test_a_model_that_is_converted_after_the_updater_was_made_is_refused(change:
         updater.step()
 
     for backward in (True, False):
-        with pytest.raises(UsageError, match=r"before session\.updater"):
+        with pytest.raises(UsageError, match=r"before session\.distributed_optimizer"):
             on_threads(1, partial(case, backward=backward))
 
 

@@ -82,7 +82,7 @@ def session() -> Iterator[Session]:
 
 def train(session: Session, model: torch.nn.Module, steps: list[tuple[int, bool]]) -> list[bool]:
     """Returns which of the steps, with a seed for the rows and whether one is infinite, were applied."""
-    updater = session.updater(model, torch.optim.SGD(model.parameters(), 0.1))
+    updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), 0.1))
     applied = []
     for seed, bad in steps:
         with updater.no_sync():
@@ -126,7 +126,7 @@ def test_applied_steps_change_buffers_as_a_bare_loop_does(session: Session) -> N
 
 def test_what_changes_buffers_between_two_steps_is_not_undone(session: Session) -> None:
     model = Model()
-    updater = session.updater(model, torch.optim.SGD(model.parameters(), 0.1))
+    updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), 0.1))
     model(rows(0)).square().mean().backward()
     updater.step()
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_what_changes_buffers_between_two_steps_is_not_undone(session: Session) 
 
 def test_a_step_that_is_not_accepted_and_parts_of_a_model_that_are_called_alone(session: Session) -> None:
     model = Model()
-    updater = session.updater(model, torch.optim.SGD(model.parameters(), 0.1))
+    updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), 0.1))
     before = values(model)
     model.out(model.norm(rows(0))).square().mean().backward()
     assert not same(values(model), before)
@@ -160,7 +160,7 @@ def test_a_step_that_is_not_accepted_and_parts_of_a_model_that_are_called_alone(
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")  # PyTorch 2.15
 def test_a_scripted_model_which_takes_no_hooks(session: Session) -> None:
     model = torch.jit.script(torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)))
-    updater = session.updater(model, torch.optim.SGD(model.parameters(), 0.1))
+    updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), 0.1))
     for step in range(3):
         before = values(model)
         model(rows(step, bad=step == 1)).square().mean().backward()
@@ -173,7 +173,7 @@ def test_a_copy_of_the_model_has_nothing_of_the_updater_and_a_closed_one_leaves_
     session: Session,
 ) -> None:
     model = Model()
-    updater = session.updater(model, torch.optim.SGD(model.parameters(), 0.1))
+    updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), 0.1))
     ema = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
     written = io.BytesIO()
     torch.save(model.norm, written)
@@ -201,7 +201,7 @@ def test_a_buffer_that_is_too_large_to_copy_is_named(
 def test_an_end_by_divergence_names_what_is_not_finite_in_the_model(session: Session) -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
     scale = LossScale(max_skipped_in_row=0)
-    updater = session.updater(model, torch.optim.SGD(model.parameters(), 0.1), loss_scale=scale)
+    updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), 0.1), loss_scale=scale)
     model[0].running_var.fill_(torch.nan)
     model.eval()(rows(0)).square().mean().backward()
     with pytest.raises(
@@ -216,7 +216,7 @@ def test_on_three_ranks_of_which_one_has_an_infinite_sample(shard: Shard) -> Non
     def of_rank(world: World) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[bool]]:
         with session_over(world) as session:
             model = session.parallelize(Model(), ParallelPlan(shard=shard))
-            updater = session.updater(model, torch.optim.Adam(model.parameters(), 0.1))
+            updater = session.distributed_optimizer(model, torch.optim.Adam(model.parameters(), 0.1))
             applied = []
             for step in range(4):
                 before = values(model)
@@ -237,7 +237,7 @@ def test_what_is_loaded_after_a_forward_pass_without_a_step_is_what_is_put_back(
     session: Session, tmp_path: Path
 ) -> None:
     model = Model()
-    updater = session.updater(model, torch.optim.SGD(model.parameters(), 0.1))
+    updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), 0.1))
     model(rows(0)).square().mean().backward()
     updater.step()
     session.save_state(tmp_path, updater, Position(step=1))
@@ -284,8 +284,8 @@ def test_what_a_dropped_step_of_one_training_puts_into_the_model_of_another_is_p
     session: Session, where: str
 ) -> None:
     generator, judge = nets()
-    of_generator = session.updater(generator, torch.optim.SGD(generator.parameters(), 0.1))
-    of_judge = session.updater(judge, torch.optim.SGD(judge.parameters(), 0.1))
+    of_generator = session.distributed_optimizer(generator, torch.optim.SGD(generator.parameters(), 0.1))
+    of_judge = session.distributed_optimizer(judge, torch.optim.SGD(judge.parameters(), 0.1))
     applied = []
     for step in range(4):
         of_judge.zero_grad()
@@ -314,7 +314,7 @@ def test_a_grad_scaler_that_leaves_out_a_step_of_sparse_gradients(session: Sessi
             return found
 
     model = Rows()
-    updater = session.updater(model, torch.optim.SparseAdam(model.table.parameters(), 0.1))
+    updater = session.distributed_optimizer(model, torch.optim.SparseAdam(model.table.parameters(), 0.1))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for step in range(3):
         before, weights = values(model), model.table.weight.detach().clone()

@@ -44,7 +44,9 @@ def drifts(
     def of_rank(world: World) -> tuple[int, str, list[str]]:
         with session_over(world) as session:
             model = session.parallelize(made(), ParallelPlan(shard=shard))
-            updater = session.updater(model, optimizer(model.parameters(), 0.1), compare_ranks=how)
+            updater = session.distributed_optimizer(
+                model, optimizer(model.parameters(), 0.1), compare_ranks=how
+            )
             try:
                 for step in range(1, steps + 1):
                     meddle(session, model, updater, step)
@@ -264,7 +266,7 @@ def test_one_rank_compares_nothing() -> None:
     def of_rank(world: World) -> bool:
         with session_over(world) as session:
             model = net()
-            updater = session.updater(model, torch.optim.SGD(model.parameters(), 0.1))
+            updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), 0.1))
             assert isinstance(updater, AllReduceUpdater)
             assert updater.step_watch is not None
             updater.close()

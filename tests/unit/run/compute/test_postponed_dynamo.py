@@ -13,9 +13,9 @@ pytestmark = pytest.mark.launches
 
 TRAIN = """
 import sys, torch, hpctrain
-session = hpctrain.start(backend="serial")
+session = hpctrain.init(backend="serial")
 model = torch.nn.Linear(4, 2)
-updater = session.updater(model, torch.optim.Adam(model.parameters(), lr=0.1))
+updater = session.distributed_optimizer(model, torch.optim.Adam(model.parameters(), lr=0.1))
 for step in range(3):
     updater.backward(model(torch.ones(3, 4)).square().mean(), weight=1.0)
     updater.step()

@@ -1,0 +1,53 @@
+"""Names of the public packages: imported when they are first used; those of the previous version still work."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+
+import lazy_loader
+
+_ALL = re.compile(r"^__all__ = \[(.*?)\]", flags=re.DOTALL | re.MULTILINE)
+
+
+def attach(
+    package: str, file: str, *, old_names: Mapping[str, str | tuple[str, str]] | None = None
+) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """Returns `__getattr__`, `__dir__` and `__all__` of a public package, whose names its `__init__.pyi` lists.
+
+    If the stub has an `__all__`, the names in it are public, and the others are for the other packages of hpctrain.
+
+    Args:
+        package: The package's `__name__`.
+        file: The package's `__file__`, in the folder of the stub.
+        old_names: Names of the previous version, each with the dotted name to use now, or with the dotted name of a
+            private object and what to use instead of it. They can still be imported, with a DeprecationWarning, but
+            are in neither `dir()` nor the stub.
+    """
+    load, _, names = lazy_loader.attach_stub(package, file)
+    listed = _ALL.search(Path(file).with_suffix(".pyi").read_text())
+    public = re.findall(r'"(\w+)"', listed[1]) if listed is not None else names
+    old = old_names or {}
+
+    def get(name: str) -> object:
+        if name not in old:
+            return load(name)
+        found = old[name]
+        where, use = (found, found) if isinstance(found, str) else found
+        warn_of_old_name(f"{package}.{name}", use=use)
+        module, _, new_name = where.rpartition(".")
+        return getattr(import_module(module), new_name)
+
+    return get, public.copy, public.copy()
+
+
+def warn_of_old_name(old: str, *, use: str) -> None:
+    """Warns the caller's caller that the name `old` goes with the next version, and says what to use instead."""
+    warnings.warn(
+        f"{old} is an old name, which goes with the next version of hpctrain: use {use}",
+        DeprecationWarning,
+        stacklevel=3,
+    )
