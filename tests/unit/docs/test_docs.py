@@ -142,6 +142,9 @@ def test_the_layers_shown_are_those_that_are_checked() -> None:
         assert line.split("   ")[0].strip() == layer or line.startswith(f"{layer} "), (
             f"{line!r} is not {layer!r}"
         )
+    drawn = code_blocks(REPOSITORY / "docs" / "architecture.md", "mermaid")[0]
+    packages = {name for layer in checked for name in layer.split(" | ")}
+    assert packages <= set(re.findall(r"\w+", drawn))
 
 
 @pytest.mark.parametrize("name", ["build", "runtime", "test"])
