@@ -147,6 +147,20 @@ def test_the_layers_shown_are_those_that_are_checked() -> None:
     assert packages <= set(re.findall(r"\w+", drawn))
 
 
+def test_the_files_that_the_architecture_names_are_there() -> None:
+    """A name without its folders is that of a file in any folder."""
+    named = re.findall(
+        r"`([\w./-]+\.(?:py|c|md|toml|sh))`", (REPOSITORY / "docs" / "architecture.md").read_text()
+    )
+    folders = ("hpctrain", "scripts", "benchmarks", "tests")
+    files = {
+        path.as_posix() for folder in folders for path in (REPOSITORY / folder).rglob("*") if path.suffix
+    }
+    # The first is in none of these folders, the second in a run directory.
+    missing = {name for name in named if not any(file.endswith(f"/{name}") for file in files)}
+    assert missing <= {"pyproject.toml", "recipe.toml"}
+
+
 @pytest.mark.parametrize("name", ["build", "runtime", "test"])
 def test_every_requirement_has_its_reason(name: str) -> None:
     pinned = re.findall(
