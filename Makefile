@@ -70,7 +70,7 @@ test-fast: setup ## the tests that start no MPI ranks
 picture: setup ## docs/pictures/demo.svg, the picture in the README, from a run of its commands
 	$(BIN)python scripts/picture.py docs/pictures/demo.svg
 
-report-picture: setup ## docs/pictures/report.png, the report in the README, from a scaling sweep on this machine; two minutes, and Chromium
+report-picture: setup ## docs/pictures/report.png, the report in docs/first-steps.md, from a scaling sweep on this machine; two minutes, and Chromium
 	$(BIN)python scripts/report_picture.py docs/pictures/report.png
 
 site: setup ## the documentation as a site: build/site/index.html

@@ -17,6 +17,7 @@ from hpctrain.errors import ExitCode
 REPOSITORY = Path(__file__).resolve().parents[3]
 PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+GROUPS = ("data", "checkpoint", "bench", "slurm")  # commands that have commands
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
@@ -31,13 +32,15 @@ def anchors(page: Path) -> set[str]:
 
 
 def code_blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    """The code blocks of a page whose language matches the pattern `language`; "" is none."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [text for found, text in blocks if re.fullmatch(language, found)]
 
 
 def commands(page: Path) -> list[list[str]]:
     """The words of each `hpctrain ...` that the page's code blocks show, also behind a launcher's `--`."""
     found = []
-    for block in code_blocks(page, "(?:bash|sh|console)?"):
+    for block in code_blocks(page, "(bash|sh|console)?"):
         for line in block.splitlines():
             words = shlex.split(line.split("  #")[0].removeprefix("$ "), comments=True)
             starts = [place for place, word in enumerate(words) if word == "hpctrain"]
@@ -65,13 +68,17 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert fragment in anchors(linked), f"{page.name} links to {target}, which has no such heading"
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/getting-started.md"])
+def test_the_readme_is_short() -> None:
+    assert len((REPOSITORY / "README.md").read_text().split()) <= 900
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/getting-started.md", "docs/first-steps.md"])
 def test_every_command_shown_exists(name: str) -> None:
     shown = commands(REPOSITORY / name)
     assert len(shown) >= 5
     by_help: dict[tuple[str, ...], set[str]] = {}
     for words in shown:
-        group = words[1:3] if len(words) > 2 and words[1] in ("data", "checkpoint", "bench") else words[1:2]
+        group = words[1:3] if len(words) > 2 and words[1] in GROUPS else words[1:2]
         own = words[: words.index("--")] if "--" in words else words
         options = {word.split("=")[0] for word in own if re.match(r"--?[a-z]", word)}
         by_help.setdefault(tuple(group), set()).update(options)
@@ -135,6 +142,24 @@ def test_the_layers_shown_are_those_that_are_checked() -> None:
         assert line.split("   ")[0].strip() == layer or line.startswith(f"{layer} "), (
             f"{line!r} is not {layer!r}"
         )
+    drawn = code_blocks(REPOSITORY / "docs" / "architecture.md", "mermaid")[0]
+    packages = {name for layer in checked for name in layer.split(" | ")}
+    drawn_words = set(re.findall(r"\w+", drawn))
+    assert {name for name in packages if (REPOSITORY / "hpctrain" / name).is_dir()} <= drawn_words
+
+
+def test_the_files_that_the_architecture_names_are_there() -> None:
+    """A name without its folders is that of a file in any folder."""
+    named = re.findall(
+        r"`([\w./-]+\.(?:py|c|md|toml|sh))`", (REPOSITORY / "docs" / "architecture.md").read_text()
+    )
+    folders = ("hpctrain", "scripts", "benchmarks", "tests")
+    files = {
+        path.as_posix() for folder in folders for path in (REPOSITORY / folder).rglob("*") if path.suffix
+    }
+    # The first is in none of these folders, the second in a run directory.
+    missing = {name for name in named if not any(file.endswith(f"/{name}") for file in files)}
+    assert missing <= {"pyproject.toml", "recipe.toml"}
 
 
 @pytest.mark.parametrize("name", ["build", "runtime", "test"])
