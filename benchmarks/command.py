@@ -19,6 +19,7 @@ from benchmarks.results_file import Run
 from benchmarks.starting import REPOSITORY
 
 Refresh = Callable[[Path, Mapping[str, Any]], None]
+Say = Callable[[str], None]
 
 
 def parser_of(benchmark: str, *, description: str | None, figures: str) -> argparse.ArgumentParser:

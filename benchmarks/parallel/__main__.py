@@ -12,7 +12,7 @@ from benchmarks.command import finish, keep, leave_on_sigterm, open_console, par
 from benchmarks.parallel import page
 from benchmarks.parallel.runs import FIGURES, Part, Places, Say, places_for
 from benchmarks.parallel.scale import FULL, QUICK, Scale
-from benchmarks.reduction.places import RanksFailed
+from benchmarks.places import RanksFailed
 from benchmarks.results_file import Record, Run, about_this_run
 from benchmarks.starting import REPOSITORY
 from tests.cluster import why_not

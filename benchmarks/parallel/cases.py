@@ -15,7 +15,7 @@ import torch
 from benchmarks.parallel.layouts import LAYOUTS, SAME_BITS
 from benchmarks.parallel.training import Training, make_optimizer
 from benchmarks.parallel.workloads import WORKLOADS, Language, Workload
-from benchmarks.reduction.timing import Ranks
+from benchmarks.reduction.ranks import Ranks
 from hpctrain.comm import all_gather_json
 from hpctrain.run import Session
 
@@ -162,9 +162,7 @@ def traffic(session: Session, settings: Settings) -> dict[str, Any]:
     settings: `workload`; `choices`, pairs of layout and wire; `steps` that count; `pause_s`. Returns the `pause`'s
     `seconds` and `node_bytes`, and by `layout/wire` the same of the steps, with the model's `counts`.
     """
-    from mpi4py import MPI
-
-    ranks = Ranks(comm=MPI.COMM_WORLD, firsts=[node[0] for node in session.topology.groups("local")])
+    ranks = Ranks.of(session)
     before = ranks.node_bytes()
     time.sleep(settings["pause_s"])
     after = ranks.node_bytes()

@@ -25,7 +25,7 @@ from benchmarks.parallel.timed.methods import (
 )
 from benchmarks.parallel.timed.programs import Turn, on_cluster, on_node
 from benchmarks.parallel.timed.rounds import Rounds, TurnTaking, take_rounds
-from benchmarks.reduction.places import OnCluster, OneNode, RanksFailed
+from benchmarks.places import OnCluster, OneNode, RanksFailed
 from benchmarks.results_file import Record
 from benchmarks.starting import Start
 from tests.cluster import Cluster, ClusterError, ClusterPlan
@@ -63,7 +63,7 @@ class Places:
     ) -> Any:
         """Runs a case on this machine. nodes: as which the ranks are treated (emulated nodes)."""
         variables = {} if nodes == 1 else {EMULATED: str(num_ranks // nodes)}
-        place = OneNode(num_ranks=num_ranks, module=MODULE, variables=variables)
+        place = OneNode(MODULE, num_ranks=num_ranks, variables=variables)
         found = place.run(case, settings, timeout_s=timeout_s)
         self.starts += place.starts
         return found
@@ -73,7 +73,7 @@ class Places:
             raise RanksFailed(f"no cluster: {self.no_cluster}")
         if self.cluster is None:
             return None
-        return OnCluster(self.cluster, ranks_per_node=ranks_per_node, num_nodes=num_nodes, module=MODULE)
+        return OnCluster(MODULE, self.cluster, ranks_per_node=ranks_per_node, num_nodes=num_nodes)
 
 
 Part = Callable[[Places, Scale], list[Record]]

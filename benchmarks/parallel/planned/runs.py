@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.parallel.workloads import VOCABULARY
-from benchmarks.reduction.places import RanksFailed
+from benchmarks.places import RanksFailed
 from benchmarks.results_file import Record
 from benchmarks.starting import LAUNCH, run_to_end, user_environment
 from hpctrain.data import pack_arrays

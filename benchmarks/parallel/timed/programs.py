@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.parallel.timed.methods import Method
 from benchmarks.parallel.timed.waiting import END, POLL_S
-from benchmarks.reduction.places import OnCluster, RanksFailed
-from benchmarks.reduction.runs import USE_RING, YIELD
+from benchmarks.places import OnCluster, RanksFailed
+from benchmarks.reduction.suite import USE_RING, YIELD
 from benchmarks.starting import (
     LAUNCH,
     REPOSITORY,

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.parallel.timed.methods import Method
 from benchmarks.parallel.timed.programs import Command, Program, Turn
-from benchmarks.reduction.places import RanksFailed
+from benchmarks.places import RanksFailed
 from benchmarks.starting import Start
 
 # Of the loss after the warm-up steps, between methods: 16 bits on the wire change it by less, ranks that do not reduce

@@ -14,7 +14,7 @@ from benchmarks.parallel.runs import FIGURES, Places
 from benchmarks.parallel.scale import QUICK, Scale
 from benchmarks.parallel.timed.methods import METHODS, PEERS, in_turns, methods_at
 from benchmarks.parallel.timed.rounds import missing_memory, wrong_losses
-from benchmarks.reduction.places import RanksFailed
+from benchmarks.places import RanksFailed
 from benchmarks.results_file import Record
 from benchmarks.starting import REPOSITORY
 

@@ -1,14 +1,81 @@
-"""Converts measurements to records and defines their bars. Pure functions."""
+"""Gradient reduction on one node and on four, compared with peers that take turns with it in one run."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.reduction.bounds import bytes_out_of_a_node
+from benchmarks.harness import Bench, Part, Suite
+from benchmarks.places import OnCluster, OneNode
 from benchmarks.results_file import Record, over_rounds
+from benchmarks.results_page import markdown, spread
+
+Choice = tuple[str, str]
+ALGORITHMS = ("hierarchical", "hierarchical-ring", "hierarchical-flat", "direct", "ring", "flat")
+RANKS_PER_NODE = 2
+ONE_NODE_RANKS = 2
+SEED = 20
+MODULE = "benchmarks.reduction.ranks"
+# Samples of a rank in a step, by workload.
+PER_STEP = {"transformer": 6, "mlp": 16}
+# The choices called "ours" in figure 2: selected in trials during development and fixed before a run.
+OURS_16: Choice = ("hierarchical-ring", "fp16")
+OURS_8: Choice = ("hierarchical-ring", "int8")
+# Also shown in figure 2, without bars.
+OTHERS: tuple[Choice, ...] = (
+    ("hierarchical", "fp32"),
+    ("hierarchical", "bf16"),
+    ("hierarchical", "fp16"),
+    ("hierarchical", "int8"),  # rounds twice; the ring rounds at each rank that a value passes
+    ("flat", "fp32"),
+)
+# Of figure 2. Methods that call MPI_Allreduce are timed again with Open MPI's ring, which on slow links is a third
+# faster than Open MPI's own choice for eight ranks (Rabenseifner is not faster; the hierarchical `han` crashes in
+# 4.1.4).
+FAMILIES = ("ours", "mpi", "horovod", "gloo", "stream")
+RING_FAMILIES = ("ours", "mpi", "horovod")
+USE_RING = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
+# Of figure 3: plain MPI, with whose parameters `steps.check` compares all others; hpctrain, torch, Horovod.
+YIELDING_METHODS = ("mpi-fp32", "ours-fp32", "ours-fp16", "horovod-fp32", "horovod-fp16")
+STEP_METHODS = (*YIELDING_METHODS, "ddp-fp32", "ddp-fp16")
+YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+FIXED: tuple[Choice, ...] = tuple((name, wire) for wire in ("fp32", "fp16") for name in ALGORITHMS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Sizes of the measurements. others: choices of figure 2 without bars. budget_s: time for one size in figure 4,
+    after which no more rounds begin."""
+
+    bytes_numel: int = 25_000_000
+    times_numel: int = 4_194_304  # 16 MiB
+    time_rounds: int = 9
+    others: tuple[Choice, ...] = OTHERS
+    step_rounds: int = 10  # of each start
+    steps_per_block: int = 10
+    workloads: tuple[str, ...] = tuple(PER_STEP)
+    sweep_numels: tuple[int, ...] = tuple(1 << power for power in range(10, 26, 2))  # 4 KiB to 64 MiB
+    # The same choice measured twice differs by 10 to 20 % over 15 rounds, so there are as many as fit into the budget.
+    sweep_rounds: int = 101
+    # `auto` may choose a wire too, never one with fewer than 16 bits; it is compared with both wires.
+    auto: Choice = ("auto", "auto")
+    budget_s: float = 15.0
+    timeout_s: float = 900.0
+
+
+FULL = Scale()
+QUICK = replace(
+    FULL, bytes_numel=50_000, times_numel=50_000, time_rounds=1, step_rounds=1, steps_per_block=1,
+    workloads=("mlp",), sweep_numels=(1000,), sweep_rounds=3, timeout_s=120.0,
+)  # fmt: skip
+
+Measure = Callable[[Bench], list[Record]]
+
+
+# ---------------------------------------------------------------------- the records
 
 Timed = Mapping[str, Mapping[str, Any]]  # of a method: bits, seconds, node_bytes
 Blocks = Sequence[Sequence[Sequence[float]]]  # seconds, (rounds, steps, ranks)
@@ -302,3 +369,191 @@ def sweep_records(found: Mapping[str, Mapping[str, Any]], *, place: str, auto: s
 
 def size_name(num_bytes: int) -> str:
     return f"{num_bytes >> 20}MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10}KiB"
+
+
+# ---------------------------------------------------------------------- the bounds
+
+# Algorithms that sum within the node first: a node then sends as many bytes as a single rank would.
+TWO_LEVEL = ("hierarchical", "hierarchical-ring", "hierarchical-flat")
+
+
+def bytes_out_of_a_node(
+    algorithm: str, *, numel: int, elem_bytes: float, num_nodes: int, ranks_per_node: int
+) -> float:
+    """Returns the bytes of payload that leave each node when `numel` elements of `elem_bytes` bytes are summed.
+
+    two levels: 2 (C-1)/C n b for C nodes: reduce-scatter and all-gather between nodes.
+    ring over P ranks: 2 (P-1)/P n b from each rank to its neighbour; one rank of a node has its neighbour
+        on another node.
+    direct over P ranks, R on a node: each rank sends n/P elements to each of the P-R ranks on other nodes, twice.
+    flat: in fp32 the library's own algorithm, compared with the bound of the ring. MPI has no 16-bit floats, so the
+        backend exchanges slices and gathers the sums, as direct does.
+    Raises ValueError for an unknown algorithm.
+    """
+    num_ranks = num_nodes * ranks_per_node
+    whole = numel * elem_bytes
+    if algorithm in TWO_LEVEL:
+        return 2 * (num_nodes - 1) / num_nodes * whole
+    if algorithm == "flat":
+        algorithm = "ring" if elem_bytes >= 4 else "direct"
+    if algorithm == "ring":
+        return 2 * (num_ranks - 1) / num_ranks * whole if num_nodes > 1 else 0.0
+    if algorithm == "direct":
+        return 2 * ranks_per_node * (num_ranks - ranks_per_node) / num_ranks * whole
+    raise ValueError(f"no bound is known for the algorithm {algorithm!r}")
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def tables(content: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the tables of the times of all methods."""
+    found = {}
+    for record in content["records"]:
+        samples, place = record["samples"], record["id"].split(".")[2]
+        if record["id"].startswith("reduction.2.") and "seconds of all" in samples:
+            found[f"times.{place}"] = _table_of_times(samples["seconds of all"])
+        if record["id"].startswith("reduction.3.") and "slowed by" in samples:
+            found[f"steps.{place}"] = _table_of_steps(samples)
+    return found
+
+
+def _table_of_times(seconds: Mapping[str, Sequence[float]]) -> str:
+    ms = {name: [1000 * value for value in seconds[name]] for name in seconds}
+    return markdown(
+        ("", "median ms", "fastest", "slowest"),
+        ([name, *spread(ms[name], ".1f")] for name in sorted(ms, key=lambda name: median(ms[name]))),
+    )
+
+
+def _table_of_steps(samples: Mapping[str, Mapping[str, float]]) -> str:
+    slowed = samples["slowed by"]
+    steps, without = samples["median step s"], samples["without communication s"]
+    return markdown(
+        ("", "slowed by", "median step, ms", "without communication, alternating, ms"),
+        (
+            [name, f"{slowed[name] - 1:.1%}", f"{1000 * steps[name]:.1f}", f"{1000 * without[name]:.1f}"]
+            for name in sorted(slowed, key=lambda name: slowed[name])
+        ),
+    )
+
+
+# ---------------------------------------------------------------------- the suite
+
+
+def _bytes(bench: Bench) -> list[Record]:
+    place = _cluster(bench, "1gbit")
+    settings = {
+        "numel": bench.scale.bytes_numel,
+        "choices": [(name, "fp16") for name in ALGORITHMS],
+        "pause_s": 2.0,
+    }
+    found = place.run("counted_bytes", settings, timeout_s=bench.scale.timeout_s)
+    return bytes_records(
+        found,
+        numel=bench.scale.bytes_numel,
+        elem_bytes=2,
+        num_nodes=place.num_nodes,
+        ranks_per_node=RANKS_PER_NODE,
+    )
+
+
+def _times(rate: str, *, full: bool) -> Measure:
+    def measure(bench: Bench) -> list[Record]:
+        place, scale = _cluster(bench, rate), bench.scale
+        bound = bytes_out_of_a_node(
+            OURS_16[0],
+            numel=scale.times_numel,
+            elem_bytes=2,
+            num_nodes=place.num_nodes,
+            ranks_per_node=RANKS_PER_NODE,
+        )
+        settings: dict[str, Any] = {
+            "numel": scale.times_numel, "choices": [OURS_16, OURS_8, *scale.others], "stream_bytes": int(bound),
+            "num_rounds": scale.time_rounds, "seed": SEED,
+        }  # fmt: skip
+        found = place.run("buffers", {**settings, "families": FAMILIES}, timeout_s=scale.timeout_s)
+        again = {**settings, "families": RING_FAMILIES, "choices": [OURS_16]}
+        with_ring = place.run("buffers", again, timeout_s=scale.timeout_s, variables=USE_RING)
+        found |= {f"{name}{RING}": samples for name, samples in with_ring.items()}
+        return time_records(
+            found, rate=rate, ours_16="/".join(OURS_16), ours_8="/".join(OURS_8), bound_bytes=bound,
+            stream_bytes=int(bound), full=full,
+        )  # fmt: skip
+
+    return measure
+
+
+def _steps(bench: Bench) -> list[Record]:
+    """Measures training steps: with ranks as `hpctrain launch` starts them, and methods that use MPI again with ranks
+    that yield while they wait, which is faster for Horovod. hpctrain is measured in both settings too."""
+    place, scale = _one_node(bench), bench.scale
+    found: dict[str, dict[str, Any]] = {name: {} for name in scale.workloads}
+    for suffix, methods, variables in (("", STEP_METHODS, {}), (YIELDING, YIELDING_METHODS, YIELD)):
+        settings = {
+            "workloads": list(scale.workloads), "num_rounds": scale.step_rounds, "block": scale.steps_per_block,
+            "seed": SEED, "methods": methods,
+        }  # fmt: skip
+        one = place.run("training_steps", settings, timeout_s=scale.timeout_s, variables=variables)
+        for workload, of in one.items():
+            found[workload] |= {f"{method}{suffix}": times for method, times in of.items()}
+    return step_records(
+        found, samples_per_step={name: ONE_NODE_RANKS * PER_STEP[name] for name in scale.workloads}
+    )
+
+
+def _sweep(rate: str | None) -> Measure:
+    def measure(bench: Bench) -> list[Record]:
+        place, scale = _one_node(bench) if rate is None else _cluster(bench, rate), bench.scale
+        settings = {
+            "choices": FIXED, "auto": scale.auto, "numels": list(scale.sweep_numels),
+            "num_rounds": scale.sweep_rounds, "budget_s": scale.budget_s, "seed": SEED,
+        }  # fmt: skip
+        found = place.run("sweep", settings, timeout_s=scale.timeout_s)
+        return sweep_records(found, place=rate or "one-node", auto="/".join(scale.auto))
+
+    return measure
+
+
+def _one_node(bench: Bench) -> OneNode:
+    return bench.one_node(
+        MODULE, num_ranks=ONE_NODE_RANKS, variables=dict(getattr(bench.options, "variable", ()))
+    )
+
+
+def _cluster(bench: Bench, rate: str) -> OnCluster:
+    variables = dict(getattr(bench.options, "variable", ()))
+    return bench.on_cluster(MODULE, rate=rate, ranks_per_node=RANKS_PER_NODE, variables=variables)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--variable", type=_variable, action="append", default=[], metavar="NAME=VALUE",
+        help="environment variable of the ranks, for all methods: OMPI_MCA_mpi_yield_when_idle=1; may be repeated",
+    )  # fmt: skip
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: write NAME=VALUE")
+    return name, value
+
+
+SUITE = Suite(
+    name="reduction",
+    about=__doc__,
+    parts=(
+        Part(figures=("1",), title="bytes out of a node", measure=_bytes),
+        Part(figures=("2",), title="16 MB at 200 Mbit/s", measure=_times("200mbit", full=True)),
+        Part(figures=("2",), title="16 MB at 1 Gbit/s", measure=_times("1gbit", full=False)),
+        Part(figures=("3",), title="training steps on one node", measure=_steps),
+        Part(figures=("4",), title="auto on one node", measure=_sweep(None)),
+        Part(figures=("4",), title="auto at 1 Gbit/s", measure=_sweep("1gbit")),
+        Part(figures=("4",), title="auto at 200 Mbit/s", measure=_sweep("200mbit")),
+    ),
+    full=FULL,
+    quick=QUICK,
+    tables=tables,
+    options=_options,
+)

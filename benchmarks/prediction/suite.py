@@ -1,13 +1,22 @@
-"""Calibrates the model with one node and a pair of nodes, and compares predictions with measurements. Pure."""
+"""Predicted against measured steps, 1 to 8 ranks on a cluster of four nodes.
+
+The model is calibrated with one node and a pair of nodes; predictions are compared with what is measured elsewhere.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.harness import Bench, Part, Suite
+from benchmarks.places import RanksFailed
 from benchmarks.results_file import Record
+from benchmarks.results_page import markdown
 from hpctrain.scaling import (
     Fit,
     Layout,
@@ -26,6 +35,10 @@ from hpctrain.scaling import (
     timed_of,
 )
 
+CALIBRATION_RATE = "1gbit"
+ALONE = (Layout(1, 1), Layout(1, 2))
+PAIRS = (Layout(2, 1), Layout(2, 2))
+FOUR = (Layout(4, 1), Layout(4, 2))
 CORES = 2  # of the machine, which all nodes of the cluster share
 MEDIAN_BAR, WORST_BAR = 10.0, 20.0  # percent
 
@@ -178,17 +191,112 @@ def records_of(cells: Sequence[Compared], fit: Fit) -> list[Record]:
     ]  # fmt: skip
 
 
+# ---------------------------------------------------------------------- the page
+
+
+def tables(content: Mapping[str, Any]) -> dict[str, str]:
+    samples = {record["id"]: record["samples"] for record in content["records"]}.get("prediction.1.median")
+    return {} if samples is None else {"prediction.cells": table_of(samples["cells"])}
+
+
 def table_of(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the page's table of all cells."""
-    rows = [
-        "| nodes x ranks | link | model, algorithm | measured, ms | predicted, ms | error | binds |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for cell in cells:
-        seen = " (calibration)" if cell["calibrated"] else ""
-        rows.append(
-            f"| {cell['nodes']} x {cell['ranks_per_node']} | {cell['rate'] or 'none'} | {cell['cell']}{seen} "
-            f"| {1e3 * cell['measured_s']:.0f} | {1e3 * cell['predicted_s']:.0f} | {cell['error_percent']:+.0f}% "
-            f"| {cell['binds']} |"
-        )
-    return "\n".join(rows)
+    """Returns the table of all cells."""
+    return markdown(
+        ("nodes x ranks", "link", "model, algorithm", "measured, ms", "predicted, ms", "error", "binds"),
+        (
+            (
+                f"{cell['nodes']} x {cell['ranks_per_node']}", cell["rate"] or "none",
+                cell["cell"] + (" (calibration)" if cell["calibrated"] else ""), f"{1e3 * cell['measured_s']:.0f}",
+                f"{1e3 * cell['predicted_s']:.0f}", f"{cell['error_percent']:+.0f}%", cell["binds"],
+            )
+            for cell in cells
+        ),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the suite
+
+_ALGORITHMS = ("hierarchical", "hierarchical-ring", "flat")
+_REDUCTIONS = ("flat", "direct", "ring", "hierarchical", "hierarchical-ring")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Sizes of the measurements. sizes: of all-reduces, in bytes. few: fewer launches on four nodes."""
+
+    sizes: tuple[int, ...] = (4096, 65_536, 1_048_576, 4_194_304, 16_777_216)
+    repeats: int = 5
+    models: tuple[str, ...] = ("transformer", "mlp")
+    cell_s: float = 4.0
+    few: bool = False
+
+
+FULL = Scale()
+
+
+def _predict(bench: Bench) -> list[Record]:
+    kept: Path | None = bench.options.launches
+    if kept is not None and kept.exists():
+        launches = [
+            Launch(layout=Layout(*one["layout"]), rate=one["rate"], found=one["found"])
+            for one in json.loads(kept.read_text())
+        ]
+    else:
+        launches = _measure(bench, kept=kept)
+    if not all(any(launch.layout == layout for launch in launches) for layout in (*ALONE, *PAIRS)):
+        raise RanksFailed("a launch on one node or on a pair failed, with which the model is calibrated")
+    cells = compared(launches, calibration_rate=CALIBRATION_RATE)
+    records = records_of(cells, calibrated(launches)[0])
+    bench.say(f"all cells:\n{table_of(records[0].samples['cells'])}")
+    del bench.starts[1:]  # they differ in the numbers of nodes and ranks
+    return records
+
+
+def _measure(bench: Bench, *, kept: Path | None) -> list[Launch]:
+    launches: list[Launch] = []
+    for rate, layouts in {"1gbit": (*ALONE, *PAIRS, *_few(bench, FOUR)), "300mbit": _few(bench, (PAIRS[-1], *FOUR)),
+                          "100mbit": _few(bench, (PAIRS[-1], *FOUR))}.items():  # fmt: skip
+        for layout in layouts:
+            calibrates = rate == CALIBRATION_RATE and layout not in FOUR
+            place = bench.on_cluster(
+                "benchmarks.prediction.ranks",
+                rate=rate,
+                ranks_per_node=layout.ranks_per_node,
+                num_nodes=layout.nodes,
+            )
+            settings = {
+                "sizes": bench.scale.sizes if calibrates else (), "reductions": _REDUCTIONS,
+                "repeats": bench.scale.repeats, "bytes_per_s": bytes_per_s(rate),
+                "moving": calibrates and layout == PAIRS[-1], "workloads": bench.scale.models,
+                "algorithms": _ALGORITHMS, "cell_s": bench.scale.cell_s,
+            }  # fmt: skip
+            with bench.attempt(f"{layout.nodes} x {layout.ranks_per_node} at {rate}"):
+                found: Mapping[str, Any] = place.run("measure", settings, timeout_s=240)
+                launches.append(Launch(layout=layout, rate=rate, found=found))
+            if kept is not None:
+                kept.write_text(json.dumps([
+                    {"layout": [one.layout.nodes, one.layout.ranks_per_node], "rate": one.rate, "found": one.found}
+                    for one in launches
+                ]))  # fmt: skip
+    return launches
+
+
+def _few(bench: Bench, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+    return layouts[-1:] if bench.scale.few else layouts
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--launches", type=Path, metavar="PATH", help="keep what was measured, or compare it anew"
+    )
+
+
+SUITE = Suite(
+    name="prediction",
+    about=__doc__,
+    parts=(Part(figures=("1",), title="all launches", measure=_predict),),
+    full=FULL,
+    quick=replace(FULL, sizes=FULL.sizes[:4], repeats=3, models=FULL.models[:1], cell_s=1.0, few=True),
+    tables=tables,
+    options=_options,
+)

@@ -1,4 +1,4 @@
-"""Converts measurements to records and defines their bars. Pure functions."""
+"""What the agreement on a stop, the comparison of the ranks and the guards add to a step of 50 ms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks.harness import Bench, Part, Suite
 from benchmarks.results_file import Record
+from benchmarks.results_page import markdown
 
 # Of the project's goals: all parts together add less than this to a step of 50 ms.
 MOST_PERCENT = 0.5
@@ -103,3 +105,93 @@ def _record(name: str, what: str, *, seconds: float, samples: Any) -> Record:
 
 def _flat(blocks: Sequence[Sequence[float]]) -> list[float]:
     return [value for block in blocks for value in block]
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def tables(content: Mapping[str, Any]) -> dict[str, str]:
+    samples = {record["id"]: record["samples"] for record in content["records"]}
+    if "overhead.1d" not in samples:
+        return {}
+    return {"added": _table_added(samples), "windows": _table_of_windows(samples["overhead.1d"]["windows"])}
+
+
+def _table_added(samples: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the table of microseconds by part."""
+    rows = []
+    for letter, what in KINDS.values():
+        paired, own = samples[f"overhead.1{letter}"], samples[f"overhead.2{letter}"]
+        interval = f"{_us(paired['low_s'])} to {_us(paired['high_s'])}"
+        rows.append(
+            [
+                what,
+                _us(paired["median_s"]),
+                interval,
+                _us(own["wall_s"]),
+                _us(own["cpu_s"]),
+                _us(paired["windows_s"]),
+            ]
+        )
+    without = median(map(median, samples["overhead.1d"]["without_s"]))
+    rows.append(["for comparison: the model's step without them", _us(without), "", "", "", ""])
+    return markdown(
+        ("", "added to a step, µs", "95% interval", "in its own calls, µs", "of the processor, µs",
+         "what comes every ten seconds, a step's share, µs"),
+        rows,
+    )  # fmt: skip
+
+
+def _table_of_windows(seconds: Mapping[str, Sequence[float]]) -> str:
+    """Returns the table of what comes once in a window of steps."""
+    names = {
+        "stragglers": "all-gather of the times, and rank 0 judges 2 ranks",
+        "guards": "all-gather of the samples at the end of an epoch",
+    }
+    return markdown(
+        ("", "ms, mean", "least", "most"),
+        (
+            [
+                what,
+                *(
+                    f"{1e3 * value:.3f}"
+                    for value in (fmean(seconds[name]), min(seconds[name]), max(seconds[name]))
+                ),
+            ]
+            for name, what in names.items()
+        ),
+    )
+
+
+def _us(seconds: float) -> str:
+    return f"{1e6 * seconds:.1f}"
+
+
+# ---------------------------------------------------------------------- the suite
+
+_RANKS = "benchmarks.overhead.ranks"
+_TIMEOUT_S = 280.0
+# Five kinds of steps of 50 ms: 1.3 s a round.
+STEPS = {"rounds": 80, "block": 5, "windows": 200, "seed": _SEED}
+JUDGING = {"ranks": [4, 1000, 10_000], "repeats": 20, "seed": _SEED}
+
+
+def _steps(bench: Bench) -> list[Record]:
+    return step_records(bench.one_node(_RANKS).run("steps", bench.scale, timeout_s=_TIMEOUT_S))
+
+
+def _judging(bench: Bench) -> list[Record]:
+    return judging_records(bench.one_node(_RANKS).run("judging", JUDGING, timeout_s=_TIMEOUT_S))
+
+
+SUITE = Suite(
+    name="overhead",
+    about=__doc__,
+    parts=(
+        Part(figures=("1", "2"), title="all", measure=_steps),
+        Part(figures=("3",), title="all", measure=_judging),
+    ),
+    full=STEPS,
+    quick={**STEPS, "rounds": 2, "windows": 5},
+    tables=tables,
+)

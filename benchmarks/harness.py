@@ -1,0 +1,229 @@
+"""Runs a suite: measures its parts one after another, and writes records, results file and page.
+
+A suite is its parts (what is measured, on which ranks), its records (figures and their bars) and the tables of its
+page: `SUITE` in `benchmarks.NAME.suite`. Everything else is here: the command `python -m benchmarks.NAME` with its
+options, places, failures, how ranks were started, the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks import results_page
+from benchmarks.command import Say, finish, keep, leave_on_sigterm, open_console, parser_of, saying
+from benchmarks.places import OnCluster, OneNode, RanksFailed
+from benchmarks.results_file import Record, Run, about_this_run
+from benchmarks.starting import REPOSITORY, Start
+from tests.cluster import Cluster, ClusterError, ClusterPlan, why_not
+from tests.cluster.cluster import CLUSTERS
+
+BUILD = REPOSITORY / "build"
+_Entered = TypeVar("_Entered")
+
+
+class NotHere(RuntimeError):
+    """A part cannot be measured on this machine. It has not failed: its older records are kept."""
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """What the parts of a suite are measured with. A context manager, which takes the cluster down and removes files.
+
+    scale: sizes of the measurements. options: of the command line. starts: how the part's ranks were started; started:
+    the same of the parts before, as in `Run`. failed: what of the part could not be measured. versions: for the results
+    file, in addition. nodes: the cluster, if it is up.
+    """
+
+    say: Say
+    scale: Any = None
+    options: argparse.Namespace = field(default_factory=argparse.Namespace)
+    starts: list[Start] = field(default_factory=list)
+    started: dict[str, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    nodes: Cluster | None = None
+    _stack: ExitStack = field(default_factory=ExitStack, init=False)
+
+    def one_node(self, module: str, **more: Any) -> OneNode:
+        """Returns ranks on this machine; see `OneNode`. module: of their cases."""
+        return OneNode(module, starts=self.starts, **more)
+
+    def on_cluster(self, module: str, *, rate: str | None = None, **more: Any) -> OnCluster:
+        """Returns ranks on the cluster; see `OnCluster`. rate: of the links, None for no change."""
+        cluster = self.cluster()
+        if rate is not None:
+            cluster.set_rate(rate)
+        return OnCluster(module, cluster, starts=self.starts, **more)
+
+    def cluster(self, *, cores_per_node: int = 4, shared: Sequence[Path] = ()) -> Cluster:
+        """Returns four nodes, which are brought up by the first call; the arguments are of that one.
+
+        Raises NotHere where there can be none, and RanksFailed if they cannot be brought up where there can.
+        """
+        if self.nodes is None:
+            if (reason := why_not()) is not None:
+                raise NotHere(f"no cluster: {reason}")
+            plan = ClusterPlan(
+                directory=CLUSTERS / f"bench-{os.getpid()}", num_nodes=4, cores_per_node=cores_per_node
+            )
+            try:
+                self.nodes = self.enter(Cluster.up(plan, shared=shared))
+            except (ClusterError, OSError, subprocess.SubprocessError) as error:
+                raise RanksFailed(f"no cluster: it could not be brought up: {error}") from error
+            self.say("the cluster is up")
+        return self.nodes
+
+    def cluster_down(self) -> None:
+        if self.nodes is not None:
+            self.nodes.down()
+            self.nodes = None
+
+    def folder(self, name: str, *, within: Path = BUILD) -> Path:
+        """Returns a new folder in `within`, which is removed at the end."""
+        within.mkdir(parents=True, exist_ok=True)
+        made = tempfile.TemporaryDirectory(dir=within, prefix=f"bench-{name}-", ignore_cleanup_errors=True)
+        return Path(self.enter(made))
+
+    def keep_starts(self, figure: str, title: str) -> None:
+        """Moves `starts` to `started`, as those of a part of a figure."""
+        if self.starts:
+            self.started.setdefault(figure, {})[title] = [start.as_json() for start in self.starts]
+            self.starts.clear()
+
+    def enter(self, context: AbstractContextManager[_Entered]) -> _Entered:
+        """Returns what the context yields; it is left at the end."""
+        return self._stack.enter_context(context)
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Adds `what` to `failed` if ranks fail in the `with` block, so that the rest of the part is still measured."""
+        try:
+            yield
+        except RanksFailed as error:
+            self.failed.append(what)
+            self.say(f"{what}: failed\n{error}")
+        else:
+            self.say(what)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A measurement. figures: that it makes, as `--only` names them. title: what is measured, in the results file.
+    measure: returns the records."""
+
+    figures: tuple[str, ...]
+    title: str
+    measure: Callable[[Bench], Iterable[Record]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """name: of the suite, its package, results file and page. about: what it measures, in a sentence. full, quick:
+    sizes of the measurements. tables: of the page besides those of the figures, by marker, from the file's content.
+    options: adds those of its own to the command line. more_about: of the run, for the results file."""
+
+    name: str
+    about: str | None
+    parts: Sequence[Part]
+    full: Any = None
+    quick: Any = None
+    tables: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda content: {}
+    options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+    more_about: Callable[[], Mapping[str, Any]] = dict
+
+    @property
+    def figures(self) -> list[str]:
+        return list(dict.fromkeys(figure for part in self.parts for figure in part.figures))
+
+    def refresh(self, page: Path, content: Mapping[str, Any]) -> None:
+        """Writes all tables into the page. content: of the results file."""
+        results_page.refresh(page, content, more=self.tables(content))
+
+
+def main(suite: Suite, words: Sequence[str] | None = None) -> int:
+    """The suite's command. Returns the exit code: 1 if something could not be measured."""
+    leave_on_sigterm()
+    parser = parser_of(suite.name, description=suite.about, figures=",".join(suite.figures))
+    suite.options(parser)
+    options = parser.parse_args(words)
+    names = options.only.split(",")
+    if unknown := [name for name in names if name not in suite.figures]:
+        parser.error(f"--only {unknown[0]}: there are {', '.join(suite.figures)}")
+    console = open_console()
+    about = {**about_this_run(REPOSITORY, benchmark=suite.name), **suite.more_about()}
+    output: Path | None = options.output
+    written = {"benchmark": suite.name, "about": about, "output": output, "refresh": suite.refresh}
+    with Bench(
+        say=saying(console), scale=suite.quick if options.quick else suite.full, options=options
+    ) as bench:
+
+        def keep_so_far(run: Run) -> None:
+            about["versions"] |= bench.versions
+            if output is not None:
+                keep(run, **written)
+
+        parts = [part for part in suite.parts if {*part.figures} & {*names}]
+        run, complete = measure(suite.name, parts, bench=bench, after_part=keep_so_far)
+    return finish(console, run, **written) or int(not complete)
+
+
+def measure(
+    suite: str, parts: Sequence[Part], *, bench: Bench, after_part: Callable[[Run], None] = lambda run: None
+) -> tuple[Run, bool]:
+    """Measures the parts one after another, and calls `after_part` with the run so far after each.
+
+    If a part fails, or some of it, the others are still measured, and the run names what failed. Returns the run, and
+    False if a part cannot be measured here.
+    """
+    made: list[Record] = []
+    failed: dict[str, list[str]] = {}
+    complete = True
+    for part in parts:
+        bench.starts.clear()
+        bench.failed.clear()
+        figures = [f"{suite}.{figure}" for figure in part.figures]
+        failures: list[str] = []
+        try:
+            made += part.measure(bench)
+        except NotHere as error:
+            bench.say(f"figure {', '.join(part.figures)}, {part.title}: not measured: {error}")
+            complete = False
+        except Exception as error:  # whatever it is, it is not to lose the other figures
+            said = error if isinstance(error, RanksFailed) else traceback.format_exc()
+            bench.say(f"figure {', '.join(part.figures)}, {part.title}: failed\n{said}")
+            failures.append(part.title)
+        else:
+            bench.say(f"figure {', '.join(part.figures)}: {part.title}")
+        failures += [f"{part.title}: {what}" for what in bench.failed]
+        for figure in figures if failures else ():
+            failed.setdefault(figure, []).extend(failures)
+        bench.keep_starts(figures[0], part.title)
+        after_part(Run(records=tuple(made), failed=failed, started=bench.started))
+    return Run(records=made, failed=failed, started=bench.started), complete
+
+
+def suite_of(name: str) -> Suite:
+    found: Suite = importlib.import_module(f"benchmarks.{name}.suite").SUITE
+    return found
+
+
+def command(suite: Suite) -> None:
+    """Runs the suite's command and ends the process."""
+    sys.exit(main(suite))
