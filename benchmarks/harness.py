@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -137,7 +138,7 @@ class Part:
 class Suite:
     """name: of the suite, its package, results file and page. about: what it measures, in a sentence. full, quick:
     sizes of the measurements. tables: of the page besides those of the figures, by marker, from the file's content.
-    options: adds those of its own to the command line. more_about: of the run, for the results file."""
+    options: adds those of its own to the command line. packages: whose versions the results file has besides others."""
 
     name: str
     about: str | None
@@ -146,7 +147,7 @@ class Suite:
     quick: Any = None
     tables: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda content: {}
     options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
-    more_about: Callable[[], Mapping[str, Any]] = dict
+    packages: Sequence[str] = ()
 
     @property
     def figures(self) -> list[str]:
@@ -167,7 +168,8 @@ def main(suite: Suite, words: Sequence[str] | None = None) -> int:
     if unknown := [name for name in names if name not in suite.figures]:
         parser.error(f"--only {unknown[0]}: there are {', '.join(suite.figures)}")
     console = open_console()
-    about = {**about_this_run(REPOSITORY, benchmark=suite.name), **suite.more_about()}
+    about = about_this_run(REPOSITORY, benchmark=suite.name)
+    about["versions"] |= {name: version(name) for name in suite.packages}
     output: Path | None = options.output
     written = {"benchmark": suite.name, "about": about, "output": output, "refresh": suite.refresh}
     with Bench(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any, final
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.checkpoint.peers import PeerFailed, check_saved, named
+from benchmarks.ranks import Case, Settings
 from hpctrain.bench.checkpoint.measure import take_turns
 from hpctrain.bench.checkpoint.methods import (
     RAW_WRITE,
@@ -33,7 +34,6 @@ from hpctrain.comm import Collective, all_gather_json
 from hpctrain.comm.collectives.agreement import on_rank_0
 from hpctrain.run import Session
 
-Settings = dict[str, Any]
 PAUSE_S = 0.002
 # Number of consecutive steps in each round during which nothing is written.
 QUIET_STEPS = 12
@@ -230,6 +230,4 @@ def _peak_bytes() -> int:
     raise RuntimeError("/proc/self/status has no VmHWM")
 
 
-CASES: Mapping[str, Callable[[Session, Settings], Any]] = {
-    "stalls": stalls, "memory": memory, "steps": steps,
-}  # fmt: skip
+CASES: dict[str, Case] = {"stalls": stalls, "memory": memory, "steps": steps}

@@ -11,7 +11,7 @@ from typing import final
 
 import numpy as np
 
-from benchmarks.checkpoint.figures import LIMIT
+from benchmarks.checkpoint.suite import LIMIT
 from hpctrain.bench.checkpoint.methods import RAW_WRITE, MethodTime, own_seconds, remove
 from hpctrain.bench.checkpoint.raw_io import RawShare
 from hpctrain.checkpoint.files.direct_io import BLOCK_BYTES, open_uncached

@@ -1,14 +1,10 @@
-"""The program of each rank: `python -m benchmarks.checkpoint.ranks CASE[,CASE] SETTINGS.json RESULT.json`."""
+"""What the ranks do for saves and loads."""
 
 from __future__ import annotations
 
 import ctypes
-import faulthandler
-import json
-import sys
-import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +14,7 @@ import torch.distributed as dist
 from benchmarks.checkpoint import background
 from benchmarks.checkpoint.limit import disk_limit
 from benchmarks.checkpoint.peers import PeerLoading, PeerSaving, peers, same_bits, start_gloo
+from benchmarks.ranks import Case, Settings
 from hpctrain.bench.checkpoint.measure import take_turns
 from hpctrain.bench.checkpoint.methods import (
     Loading,
@@ -30,9 +27,8 @@ from hpctrain.bench.checkpoint.methods import (
 from hpctrain.bench.checkpoint.raw_io import BenchState, RawShare, make_state
 from hpctrain.checkpoint import load, save
 from hpctrain.checkpoint.planning.replicas import ReplicaCheck
-from hpctrain.run import Session, start
+from hpctrain.run import Session
 
-Settings = dict[str, Any]
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
@@ -136,34 +132,24 @@ def _seconds(methods: Sequence[TimedMethod], settings: Settings) -> dict[str, li
     return {name: [turn.seconds for turn in found] for name, found in turns.items()}
 
 
-CASES: dict[str, Callable[[Session, Settings], Any]] = {
-    "saves": saves, "replica_saves": replica_saves, "small_saves": small_saves, "loads": loads, **background.CASES,
-}  # fmt: skip
+def _with_gloo(case: Case) -> Case:
+    """Returns the case with torch's process group, over which DCP communicates."""
 
-
-def main(words: Sequence[str]) -> int:
-    case, settings_path, result_path = words
-    settings = json.loads(Path(settings_path).read_text())
-    faulthandler.dump_traceback_later(0.9 * settings["timeout_s"], exit=False)
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning
-    )  # from the peers, about their own future changes
-    session = start(backend="mpi", device="cpu", timeout_s=settings["timeout_s"])
-    try:
+    def run(session: Session, settings: Settings) -> Any:
+        warnings.filterwarnings(
+            "ignore", category=FutureWarning
+        )  # from the peers, about their own future changes
         start_gloo(session.world, directory=Path(settings["meeting"]))
-        results = {name: CASES[name](session, settings) for name in case.split(",")}
-        found = results if "," in case else results[case]
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        session.world.abort(1)
-        return 1
-    if session.rank == 0:
-        Path(result_path).write_text(json.dumps(found))
-    dist.destroy_process_group()
-    session.close()
-    return 0
+        found = case(session, settings)
+        dist.destroy_process_group()
+        return found
+
+    return run
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+CASES = {
+    name: _with_gloo(case)
+    for name, case in {
+        "saves": saves, "replica_saves": replica_saves, "small_saves": small_saves, "loads": loads, **background.CASES,
+    }.items()
+}  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.checkpoint import runs as checkpoint
+from benchmarks.checkpoint import suite as checkpoint
 from benchmarks.data import runs as data
 from benchmarks.data.peers_environment import peers_python
 from benchmarks.harness import Bench
@@ -72,13 +72,10 @@ def _step(bench: Bench) -> list[Record]:
 
 
 def _checkpoint(bench: Bench) -> Iterator[Record]:
-    with tempfile.TemporaryDirectory(dir=_build(), prefix="bench-checkpoint-") as name:
-        scratch, say = Path(name), bench.say
-        yield from checkpoint.main_saves(
-            scratch, CHECKPOINT, say, peers=checkpoint.FEW_PEERS, engines=("auto",)
-        )
-        yield checkpoint.loads_with_peers(scratch, CHECKPOINT, say, peers=("dcp",))
-        yield checkpoint.stalls(scratch, CHECKPOINT, say)
+    bench.scale = CHECKPOINT
+    yield from checkpoint.main_saves(bench, peers=checkpoint.FEW_PEERS, engines=("auto",))
+    yield checkpoint.loads_with_peers(bench, peers=("dcp",))
+    yield checkpoint.stalls(bench)
 
 
 def _data(bench: Bench) -> list[Record]:
