@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from benchmarks.checkpoint import suite as checkpoint
-from benchmarks.data import runs as data
-from benchmarks.data.peers_environment import peers_python
+from benchmarks.data import suite as data
 from benchmarks.harness import Bench
 from benchmarks.headlines import HEADLINES
 from benchmarks.quick.scaling import sweep
 from benchmarks.reduction import suite as reduction
 from benchmarks.results_file import Record, figure_of
-from benchmarks.starting import REPOSITORY
 from benchmarks.step import places as step_places
 from benchmarks.step.figures import records_of
 from benchmarks.step.measure import Scale as StepScale, measure as measure_step, working_directory
@@ -79,18 +75,8 @@ def _checkpoint(bench: Bench) -> Iterator[Record]:
 
 
 def _data(bench: Bench) -> list[Record]:
-    python = peers_python(_build() / "peers")
-    bench.say("the peers' environment is ready")
-    with tempfile.TemporaryDirectory(dir=_build(), prefix="bench-data-") as name:
-        records, versions = data.speeds(Path(name), DATA, python, bench.say)
-    bench.versions |= versions
-    return records
-
-
-def _build() -> Path:
-    directory = REPOSITORY / "build"
-    directory.mkdir(exist_ok=True)
-    return directory
+    bench.scale = DATA
+    return data.speeds(bench)
 
 
 # Those on the cluster come first: its daemons take a little of the processors while it is up.
