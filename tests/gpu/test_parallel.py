@@ -1,18 +1,19 @@
-"""Checks a language model that is sharded by FSDP2, and computed again in backward, over a group of one rank."""
+"""A language model that is sharded by FSDP2, and computed again in backward, over a group of one rank."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.gpu.compare import require
-from benchmarks.gpu.outcome import Found, NotHere, Setting
 from hpctrain import ParallelPlan
 from hpctrain.run import Session, start
+from tests.gpu.check import Check, largest_difference
 
 STEPS = 8
 VOCABULARY = 64
@@ -51,72 +52,73 @@ def language_model(*, width: int, depth: int) -> nn.Sequential:
     return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.Linear(width, VOCABULARY))
 
 
-def sharded(setting: Setting) -> Found:
-    """Checks that FSDP2 over one rank has the losses of the whole model on the CPU, with each kind of checkpointing and
-    with parameters, gradients and optimizer state in host memory, which then take less of the GPU's memory."""
-    if setting.has_gpu and not torch.distributed.is_nccl_available():
-        raise NotHere(f"this torch ({torch.__version__}) is built without nccl")
+def test_sharded(check: Check) -> None:
+    """FSDP2 over one rank has the losses of the whole model on the CPU, with each kind of checkpointing and with
+    parameters, gradients and optimizer state in host memory, which then take less of the GPU's memory."""
+    _skip_without_nccl(check)
     plans = {
         f"sharded, {kind}": ParallelPlan(shard="parameters", activation_checkpointing=plan.activation_checkpointing)
         for kind, plan in KINDS.items()
     }  # fmt: skip
-    if not setting.has_gpu:  # ranks on CPUs refuse offload
-        return _compared(setting, plans, needs=("NCCL's group", "offload"))
+    if not check.has_gpu:  # ranks on CPUs refuse offload
+        _compare(check, plans, needs=["NCCL's group", "offload"])
+        return
     plans["sharded, offload"] = ParallelPlan(shard="parameters", offload=True)
-    found = _compared(setting, plans, needs=())
-    held = {name: found.figures[f"MB at most, {name}"] for name in ("sharded, offload", "sharded, none")}
-    require(
-        held["sharded, offload"] < held["sharded, none"],
-        f"memory of the GPU with offload is not less than without: {held}",
-    )
-    return found
+    held = _compare(check, plans)
+    assert held["sharded, offload"] < held["sharded, none"], f"MB at most: {held}"
 
 
-def recomputed(setting: Setting) -> Found:
-    """Checks that activation checkpointing changes no loss, and on a GPU that it takes less memory."""
-    found = _compared(setting, KINDS, needs=())
-    if setting.has_gpu:
-        held = {kind: found.figures[f"MB at most, {kind}"] for kind in KINDS}
-        require(
-            held["blocks"] < held["selective"] < held["none"],
-            f"memory of blocks, selective and none is not in this order: {held}",
-        )
-    return found
+def test_recomputed(check: Check) -> None:
+    """Activation checkpointing changes no loss, and on a GPU it takes less memory."""
+    held = _compare(check, KINDS)
+    if check.has_gpu:
+        assert held["blocks"] < held["selective"] < held["none"], f"MB at most: {held}"
 
 
-def largest(setting: Setting) -> Found:
-    """Finds how many blocks train within a limit of the GPU's memory: whole, computed again in backward, sharded over
-    one rank, and with parameters, gradients and optimizer state in host memory, which must be more than whole ones."""
-    if not setting.has_gpu:
-        raise NotHere("a GPU's memory must be filled")
-    if not torch.distributed.is_nccl_available():
-        raise NotHere(f"this torch ({torch.__version__}) is built without nccl")
+def test_largest(check: Check) -> None:
+    """How many blocks train within a limit of the GPU's memory: whole, computed again in backward, sharded over one
+    rank, and with parameters, gradients and optimizer state in host memory, which must be more than whole ones."""
+    if not check.has_gpu:
+        pytest.skip("a GPU's memory must be filled")
+    _skip_without_nccl(check)
+    again: dict[str, Any] = {"shard": "parameters", "activation_checkpointing": "blocks"}
     plans = {
-        "whole": KINDS["none"],
-        "blocks": KINDS["blocks"],
-        "sharded, blocks": ParallelPlan(shard="parameters", activation_checkpointing="blocks"),
-        "sharded, blocks, offload": ParallelPlan(
-            shard="parameters", activation_checkpointing="blocks", offload=True
-        ),
-    }
-    share = LIMIT_BYTES / torch.cuda.get_device_properties(setting.device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, share), setting.device)
+        "whole": KINDS["none"], "blocks": KINDS["blocks"], "sharded, blocks": ParallelPlan(**again),
+        "sharded, blocks, offload": ParallelPlan(**again, offload=True),
+    }  # fmt: skip
+    share = LIMIT_BYTES / torch.cuda.get_device_properties(check.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share), check.device)
     try:
         depths = {
-            name: largest_that(lambda depth: _fits(setting, plan, depth=depth), at_most=MOST_BLOCKS)  # noqa: B023
+            name: largest_that(lambda depth: _fits(check, plan, depth=depth), at_most=MOST_BLOCKS)  # noqa: B023
             for name, plan in plans.items()
         }
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, setting.device)
-    require(
-        0 < depths["whole"] <= depths["blocks"] and depths["whole"] < depths["sharded, blocks, offload"],
-        f"numbers of blocks that fit are not in the expected order: {depths}",
-    )
-    millions = {f"million parameters, {name}": _parameters_of(depth) / 1e6 for name, depth in depths.items()}
-    return Found(
-        text=f"blocks of width {WIDTH}, at most {MOST_BLOCKS}, that train within {LIMIT_BYTES >> 30} GiB",
-        figures={**{f"blocks, {name}": float(depth) for name, depth in depths.items()}, **millions},
-    )
+        torch.cuda.set_per_process_memory_fraction(1.0, check.device)
+    assert 0 < depths["whole"] <= depths["blocks"], f"blocks that fit: {depths}"
+    assert depths["whole"] < depths["sharded, blocks, offload"], f"blocks that fit: {depths}"
+    check.found(f"blocks of width {WIDTH}, at most {MOST_BLOCKS}, that train within {LIMIT_BYTES >> 30} GiB")
+    for name, depth in depths.items():
+        check.figures[f"blocks, {name}"] = float(depth)
+        check.figures[f"million parameters, {name}"] = _parameters_of(depth) / 1e6
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 5, 8, 63, 64, 100])
+def test_the_largest_number_that_fits_is_found_in_few_trials(limit: int) -> None:
+    tried: list[int] = []
+
+    def fits(number: int) -> bool:
+        tried.append(number)
+        return number <= limit
+
+    assert largest_that(fits, at_most=64) == min(limit, 64)
+    assert max(tried) <= 64
+    assert len(tried) <= 13
+
+
+def _skip_without_nccl(check: Check) -> None:
+    if check.has_gpu and not torch.distributed.is_nccl_available():
+        pytest.skip(f"this torch ({torch.__version__}) is built without nccl")
 
 
 def largest_that(fits: Callable[[int], bool], *, at_most: int) -> int:
@@ -131,10 +133,10 @@ def largest_that(fits: Callable[[int], bool], *, at_most: int) -> int:
     return low
 
 
-def _fits(setting: Setting, plan: ParallelPlan, *, depth: int) -> bool:
+def _fits(check: Check, plan: ParallelPlan, *, depth: int) -> bool:
     """Returns False if two steps need more of the GPU's memory than there is."""
     try:
-        with start(backend="serial", device=str(setting.device)) as session:
+        with start(backend="serial", device=str(check.device)) as session:
             _train(session, plan, width=WIDTH, depth=depth, length=256, steps=2)
     except torch.cuda.OutOfMemoryError:
         fits = False
@@ -150,27 +152,26 @@ def _parameters_of(depth: int) -> int:
         return sum(parameter.numel() for parameter in language_model(width=WIDTH, depth=depth).parameters())
 
 
-def _compared(setting: Setting, plans: Mapping[str, ParallelPlan], *, needs: tuple[str, ...]) -> Found:
+def _compare(
+    check: Check, plans: Mapping[str, ParallelPlan], *, needs: Sequence[str] = ()
+) -> dict[str, float]:
+    """Compares the losses of each plan with those on the CPU. Returns the most MB of a GPU that each takes."""
     with start(backend="serial", device="cpu") as session:
         expected = _losses(session, KINDS["none"])
-    require(expected[-1] < 0.9 * expected[0], "nothing was learned, so nothing was compared")
-    figures: dict[str, float] = {}
+    assert expected[-1] < 0.9 * expected[0], "nothing was learned, so nothing was compared"
+    held: dict[str, float] = {}
     worst = 0.0
     for name, plan in plans.items():
-        with start(backend="serial", device=str(setting.device)) as session:
+        with start(backend="serial", device=str(check.device)) as session:
             losses = _losses(session, plan)
-            if setting.has_gpu:
-                figures[f"MB at most, {name}"] = _peak_mb(session, plan)
-        worst = max(worst, *(abs(mine - wanted) for mine, wanted in zip(losses, expected, strict=True)))
-        require(
-            worst <= WITHIN,
-            f"{name}: a loss differs from the whole model's on the CPU by {worst:.3g}, more than {WITHIN:g}",
-        )
-    return Found(
-        text=f"{STEPS} steps of a language model ({'; '.join(plans)}) have the losses of the CPU",
-        figures={"largest difference of a loss": worst, **figures},
-        needs_gpu=() if setting.has_gpu else (*needs, "the device's memory"),
-    )
+            if check.has_gpu:
+                held[name] = _peak_mb(session, plan)
+        worst = max(worst, largest_difference(losses, expected, within=WITHIN, what=name))
+    text = f"{STEPS} steps of a language model ({'; '.join(plans)}) have the losses of the CPU"
+    check.found(text, needs_gpu=[*needs, "the device's memory"])
+    check.figures["largest difference of a loss"] = worst
+    check.figures |= {f"MB at most, {name}": most for name, most in held.items()}
+    return held
 
 
 def _losses(session: Session, plan: ParallelPlan) -> list[float]:

@@ -1,4 +1,4 @@
-"""The program of each of two ranks on one device: `python -m benchmarks.gpu.ranks DEVICE OUTPUT`, started by
+"""The program of each of two ranks on one device: `python -m tests.gpu.two_ranks_program DEVICE OUTPUT`, started by
 `hpctrain launch`."""
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ import torch
 from torch import profiler
 from torch.nn import functional
 
-from benchmarks.gpu.compare import require, require_close, require_equal
-from benchmarks.gpu.outcome import CheckFailed, Setting
-from benchmarks.gpu.work import small_model
 from hpctrain import ParallelPlan
 from hpctrain.comm import all_gather_json
 from hpctrain.reduce.collective_reducers.power_sgd import LowRankReducer
@@ -26,6 +23,7 @@ from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.reduce.contract.polling import run_to_end
 from hpctrain.run import Session, start
 from hpctrain.run.reduction import ReductionPlan
+from tests.gpu.check import Check, assert_close, assert_equal, samples, small_model
 
 EXACT = (
     ("flat", "fp32"), ("flat", "fp16"), ("ring", "fp32"), ("ring", "bf16"), ("direct", "fp32"), ("direct", "int8"),
@@ -44,11 +42,11 @@ LOW_RANK_WITHIN = 1e-3
 def main(words: Sequence[str]) -> None:
     device, output = words[0], Path(words[1])
     with start(backend="mpi", device=device, timeout_s=240) as session:
-        setting = Setting(device=session.device, scratch=output)
+        check = Check(device=session.device, scratch=output)
         found = {
             "reductions": _together(session, lambda: _reductions(session)),
-            "updater": _together(session, lambda: _updaters(session, setting)),
-            "profile": _together(session, lambda: _profile(session, setting)),
+            "updater": _together(session, lambda: _updaters(session)),
+            "profile": _together(session, lambda: _profile(session, check)),
         }
         if session.rank == 0:
             (output / "ranks.json").write_text(json.dumps(found))
@@ -57,12 +55,12 @@ def main(words: Sequence[str]) -> None:
 def _together(session: Session, case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Returns what the case found on rank 0, or `failed`: the errors of all ranks. Collective.
 
-    A case must raise CheckFailed either after its last collective operation or on all ranks."""
+    A case must fail either after its last collective operation or on all ranks."""
     found: dict[str, Any] = {}
     fault = None
     try:
         found = case()
-    except CheckFailed as error:
+    except AssertionError as error:
         fault = f"rank {session.rank}: {error}"
     faults = [each for each in all_gather_json(session.world, fault) if each]
     return {"failed": "; ".join(faults)} if faults else found
@@ -78,7 +76,7 @@ def _reductions(session: Session) -> dict[str, Any]:
     for algorithm, wire in EXACT:
         plan = ReductionPlan(algorithm=algorithm, wire=wire)
         made = [session.reductions.make(plan, gradient_bytes=0).reducer for _ in range(2)]
-        require(made[0].algorithm == algorithm, f"{algorithm} was requested, but {made[0].algorithm} runs")
+        assert made[0].algorithm == algorithm, f"{algorithm} was requested, but {made[0].algorithm} runs"
         sums.append((f"{algorithm}, {wire}", *_both(made, buckets, session), 0.0))
     top_k = [
         TopKReducer(session.world.duplicate(), start_step=0, topology=session.topology) for _ in range(2)
@@ -91,9 +89,9 @@ def _reductions(session: Session) -> dict[str, Any]:
     for name, on_device, on_cpu, within in sums:
         for found, expected in zip(on_device, on_cpu, strict=True):
             if within:
-                require_close(found, expected, within=within, what=name)
+                assert_close(found, expected, within=within, what=name)
             else:
-                require_equal(found, expected, what=name)
+                assert_equal(found, expected, what=name)
     return {"methods": len(sums), "buckets": len(buckets)}
 
 
@@ -132,7 +130,7 @@ def _sums(
 # ---------------------------------------------------------------------- whole steps
 
 
-def _updaters(session: Session, setting: Setting) -> dict[str, Any]:
+def _updaters(session: Session) -> dict[str, Any]:
     """Checks that steps whose reductions overlap with backward result in the CPU's parameters, and in the same bits on
     both ranks."""
     devices = (session.device, torch.device("cpu"))
@@ -142,9 +140,9 @@ def _updaters(session: Session, setting: Setting) -> dict[str, Any]:
     }
     digest = [hashlib.sha256(mine.numpy().tobytes()).hexdigest() for mine, _ in trained.values()]
     same = all(digest == theirs for theirs in all_gather_json(session.world, digest))
-    require(same, f"after {STEPS} steps the ranks' parameters differ")
+    assert same, f"after {STEPS} steps the ranks' parameters differ"
     shares = [
-        require_close(mine, wanted, within=UPDATER_WITHIN, what=f"{way}, parameters")
+        assert_close(mine, wanted, within=UPDATER_WITHIN, what=f"{way}, parameters")
         for way, (mine, wanted) in trained.items()
     ]
     return {"difference": max(shares)}
@@ -162,21 +160,21 @@ def _train(session: Session, device: torch.device, way: str) -> torch.Tensor:
         bucket_bytes=150_000,
     )
     for step in range(STEPS):
-        inputs, labels = _samples(session.rank + 2 * step, size=32, width=256, device=device)
+        inputs, labels = samples(session.rank + 2 * step, size=32, width=256, device=device)
         updater.backward(functional.cross_entropy(model(inputs), labels), weight=0.5)
         outcome = updater.step()
-        require(outcome.applied, f"{way}: step {step} was skipped")
+        assert outcome.applied, f"{way}: step {step} was skipped"
     updater.wait_for_parameters()
     return torch.cat([parameter.detach().cpu().reshape(-1) for parameter in model.parameters()])
 
 
-def _profile(session: Session, setting: Setting) -> dict[str, Any]:
+def _profile(session: Session, check: Check) -> dict[str, Any]:
     """Writes a trace of some steps on each rank, which the process that started the ranks evaluates."""
-    width = setting.of(gpu=2048, cpu=128)
+    width = check.of(gpu=2048, cpu=128)
     model = small_model(width=width, depth=8).to(session.device)
     updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.01), algorithm="flat")
-    inputs, labels = _samples(
-        session.rank, size=setting.of(gpu=8192, cpu=64), width=width, device=session.device
+    inputs, labels = samples(
+        session.rank, size=check.of(gpu=8192, cpu=64), width=width, device=session.device
     )
 
     def step() -> float:
@@ -186,20 +184,14 @@ def _profile(session: Session, setting: Setting) -> dict[str, Any]:
     for _ in range(3):
         step()
     activities = [profiler.ProfilerActivity.CPU]
-    if setting.has_gpu:
+    if check.has_gpu:
         activities.append(profiler.ProfilerActivity.CUDA)
     with profiler.profile(activities=activities) as profile:
         exposed_s = [step() for _ in range(3)]
-        if setting.has_gpu:
-            torch.cuda.synchronize()
-    trace = setting.scratch / f"trace-{session.rank}.json"
+        check.wait()
+    trace = check.scratch / f"trace-{session.rank}.json"
     profile.export_chrome_trace(str(trace))
     return {"trace": str(trace), "exposed_ms": 1e3 * min(exposed_s)}
-
-
-def _samples(seed: int, *, size: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs = torch.randn(size, width, generator=torch.Generator().manual_seed(seed))
-    return inputs.to(device), inputs[:, :10].argmax(1).to(device)
 
 
 if __name__ == "__main__":

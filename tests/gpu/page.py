@@ -1,4 +1,4 @@
-"""Writes the results of checks on a GPU from gpu.json into docs/gpu.md: `python -m benchmarks.gpu.page`."""
+"""Writes the results of checks on a GPU from gpu.json into docs/gpu.md: `python -m tests.gpu.page`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launch import REPOSITORY
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 MARKED = re.compile(r"(<!-- begin runs -->\n).*?(<!-- end runs -->)", re.DOTALL)
 NEVER = "**Nothing of hpctrain has been run on a GPU.** There are no figures."

@@ -1,4 +1,4 @@
-"""Checks checkpoints of tensors on a device, saved synchronously and in the background."""
+"""Checkpoints of tensors on a device, saved synchronously and in the background."""
 
 from __future__ import annotations
 
@@ -7,31 +7,29 @@ from statistics import median
 
 import torch
 
-from benchmarks.gpu.compare import require, require_equal
-from benchmarks.gpu.outcome import Found, Setting
-from benchmarks.gpu.work import LongKernels
 from hpctrain.checkpoint import HostBuffers, Replicated, Saved, SaveMode, Saver, State, load, saving_into
-from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm import SerialWorld
+from tests.gpu.check import Check, LongKernels, assert_equal
 
 SAVES = 3
 
 
-def checkpoints(setting: Setting) -> Found:
-    """Checks that a checkpoint holds the values at the call of `save`: kernels that compute them are still running
+def test_checkpoints(check: Check) -> None:
+    """A checkpoint holds the values at the call of `save`: kernels that compute them are still running
     then, and kernels that change them are queued directly after."""
     comm = SerialWorld()
-    work = LongKernels(setting)
-    originals = _state(setting)
+    work = LongKernels(check)
+    originals = _state(check)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in originals.values())
     stalls: dict[str, list[float]] = {}
     for mode in (SaveMode.SYNC, SaveMode.ASYNC):
         saved: list[Saved] = []
-        begun = saving_into(setting.scratch / mode.value, comm=comm)
+        begun = saving_into(check.scratch / mode.value, comm=comm)
         with Saver(begun, comm=comm, mode=mode, on_saved=saved.append) as saver:
             for step in range(1, SAVES + 1):
-                tensors = {name: tensor.to(setting.device) for name, tensor in originals.items()}
+                tensors = {name: tensor.to(check.device) for name, tensor in originals.items()}
                 made = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-                _wait(setting)
+                check.wait()
                 work.run()
                 for name, tensor in tensors.items():
                     made[name].copy_(tensor)
@@ -43,36 +41,33 @@ def checkpoints(setting: Setting) -> Found:
                 saver.finish()
                 _, found = load(saved[-1].result.path, comm=comm)
                 for name, tensor in originals.items():
-                    require_equal(found[name], tensor, what=f"{name}, saved {mode.value}, save {step}")
-                require_equal(found["on_host"], torch.arange(7), what=f"on_host, saved {mode.value}")
+                    assert_equal(found[name], tensor, what=f"{name}, saved {mode.value}, save {step}")
+                assert_equal(found["on_host"], torch.arange(7), what=f"on_host, saved {mode.value}")
             held = saver.buffer_bytes
         stalls[mode.value] = [one.stall_s for one in saved]
-    require(
-        num_bytes <= held <= num_bytes + (1 << 20) * len(originals),
-        f"the copy of {num_bytes} bytes holds {held}",
+    assert num_bytes <= held <= num_bytes + (1 << 20) * len(originals), (
+        f"{num_bytes} bytes are copied to {held}"
     )
-    figures = {
+    text = (
+        f"{SAVES} saves of {len(originals)} tensors, at once and in the background, are the CPU's to the bit"
+    )
+    check.found(text, needs_gpu=["copies from a GPU into pinned memory"])
+    check.figures |= {
         "MB": num_bytes / 1e6,
         "ms stall, at once": 1e3 * median(stalls["sync"][1:]),
         "ms stall, in the background, first": 1e3 * stalls["async"][0],
         "ms stall, in the background, later": 1e3 * median(stalls["async"][1:]),
     }
-    needs: tuple[str, ...] = ("copies from a GPU into pinned memory",)
-    if setting.has_gpu:
-        figures["GB/s of a copy into pinned memory"] = _copy_rate(setting, num_bytes=num_bytes)
-        figures["copy's memory is pinned (1) or not (0)"] = _is_pinned()
-        needs = ()
-    text = (
-        f"{SAVES} saves of {len(originals)} tensors, at once and in the background, are the CPU's to the bit"
-    )
-    return Found(text=text, figures=figures, needs_gpu=needs)
+    if check.has_gpu:
+        check.figures["GB/s of a copy into pinned memory"] = _copy_rate(check, num_bytes=num_bytes)
+        check.figures["copy's memory is pinned (1) or not (0)"] = _is_pinned()
 
 
-def _state(setting: Setting) -> dict[str, torch.Tensor]:
+def _state(check: Check) -> dict[str, torch.Tensor]:
     """Returns CPU tensors of many kinds: large and small, of every element size, not contiguous, empty, with one
     element."""
     generator = torch.Generator().manual_seed(3)
-    rows = setting.of(gpu=8192, cpu=64)
+    rows = check.of(gpu=8192, cpu=64)
     found = {
         f"large/{number}": torch.randn(rows, 2048, generator=generator) for number in range(4)
     }  # 64 MiB each on a GPU
@@ -88,7 +83,7 @@ def _state(setting: Setting) -> dict[str, torch.Tensor]:
 
 def _is_pinned() -> float:
     """Returns 1.0 if the host copy is in pinned memory, else 0.0 (some systems cannot pin memory). Takes the memory,
-    returns it and takes it again, as two savers would. Raises CheckFailed if a copy into it is wrong."""
+    returns it and takes it again, as two savers would. Asserts that a copy into it is right."""
     buffers = HostBuffers()
     found = []
     for _ in range(2):
@@ -96,24 +91,19 @@ def _is_pinned() -> float:
         found.append(memory.is_pinned())
         memory.copy_(torch.ones(memory.numel(), dtype=torch.uint8, device="cuda"), non_blocking=True)
         torch.cuda.synchronize()
-        require(bool((memory == 1).all()), "a copy into the host's memory has wrong values")
+        assert bool((memory == 1).all()), "a copy into the host's memory has wrong values"
         del memory
         buffers.release()
     return float(all(found))
 
 
-def _copy_rate(setting: Setting, *, num_bytes: int) -> float:
-    source = torch.ones(num_bytes, dtype=torch.uint8, device=setting.device)
+def _copy_rate(check: Check, *, num_bytes: int) -> float:
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=check.device)
     target = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     times = []
     for _ in range(3):
-        _wait(setting)
+        check.wait()
         begun_s = time.perf_counter()
         target.copy_(source)
         times.append(time.perf_counter() - begun_s)
     return num_bytes / min(times) / 1e9
-
-
-def _wait(setting: Setting) -> None:
-    if setting.has_gpu:
-        torch.cuda.synchronize(setting.device)
