@@ -34,7 +34,8 @@ _Entered = TypeVar("_Entered")
 
 
 class NotHere(RuntimeError):
-    """A part cannot be measured on this machine. It has not failed: its older records are kept."""
+    """A part, or something in it, was not measured. The figure has not failed: it has the records that were yielded, or
+    keeps its older ones where there are none."""
 
 
 @dataclass(kw_only=True)
@@ -55,6 +56,7 @@ class Bench:
     versions: dict[str, str] = field(default_factory=dict)
     nodes: Cluster | None = None
     _stack: ExitStack = field(default_factory=ExitStack, init=False)
+    _made: dict[str, Any] = field(default_factory=dict, init=False)
 
     def one_node(self, module: str, **more: Any) -> OneNode:
         """Returns ranks on this machine; see `OneNode`. module: of their cases."""
@@ -105,6 +107,13 @@ class Bench:
     def enter(self, context: AbstractContextManager[_Entered]) -> _Entered:
         """Returns what the context yields; it is left at the end."""
         return self._stack.enter_context(context)
+
+    def once(self, name: str, make: Callable[[], _Entered]) -> _Entered:
+        """Returns what `make` returned at the first call with this name."""
+        if name not in self._made:
+            self._made[name] = make()
+        made: _Entered = self._made[name]
+        return made
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:

@@ -12,9 +12,8 @@ from benchmarks.headlines import HEADLINES
 from benchmarks.quick.scaling import sweep
 from benchmarks.reduction import suite as reduction
 from benchmarks.results_file import Record, figure_of
-from benchmarks.step import places as step_places
-from benchmarks.step.figures import records_of
-from benchmarks.step.measure import Scale as StepScale, measure as measure_step, working_directory
+from benchmarks.step.runs import OneNode, Scale as StepScale, measure as measure_step, working_directory
+from benchmarks.step.suite import records_of
 from benchmarks.step.variants import ALONE, CELLS, FLAT, PEER, YIELDING_PEER, companions, default_of
 
 SEED = 20
@@ -61,7 +60,7 @@ def _step(bench: Bench) -> list[Record]:
     names = (FLAT, PEER, YIELDING_PEER, ALONE)
     variants = [default_of(cell), *(variant for variant in companions(cell) if variant.name in names)]
     (found,) = measure_step(
-        cell, place=step_places.OneNode(), directory=bench.enter(working_directory()), scale=STEP, seed=SEED,
+        cell, place=OneNode(), directory=bench.enter(working_directory()), scale=STEP, seed=SEED,
         say=bench.say, variants=variants,
     )  # fmt: skip
     return records_of(cell, found)

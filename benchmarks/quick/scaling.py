@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.results_file import Record
 from benchmarks.starting import run_to_end, without_places
-from benchmarks.step.measure import pack
+from benchmarks.step.runs import pack
 from tests.cluster import Cluster
 
 NODES = (1, 2, 4)

@@ -1,16 +1,32 @@
-"""Converts measurements to records and defines their bars. Pure functions."""
+"""Whole training steps of the recipes in `examples/`, unchanged: the default compared with every backend and algorithm,
+and with plain Horovod."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from benchmarks.harness import Bench, NotHere, Part, Suite
 from benchmarks.results_file import Record, over_rounds
-from benchmarks.step.measure import Found
+from benchmarks.results_page import spread
+from benchmarks.step.runs import (
+    FULL,
+    NODE_CORES,
+    QUICK,
+    Found,
+    OnCluster,
+    OneNode,
+    measure,
+    plain,
+    working_directory,
+)
 from benchmarks.step.variants import (
     ALONE,
+    CELLS,
     DEFAULT,
     FLAT,
     ONE_RANK,
@@ -165,3 +181,90 @@ def _ranks(cell: Cell) -> str:
     if cell.on_cluster:
         return cell.name.rpartition("-")[2].replace("x", " x ") + " ranks"
     return f"{cell.num_ranks} rank{'s' if cell.num_ranks > 1 else ''}"
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def tables(content: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the tables with all variants, and how they were started."""
+    found = {}
+    for record in content["records"]:
+        place, _, last = record["id"].removeprefix("step.").rpartition(".")
+        if last == "default" and "screening samples/s" in record["samples"]:
+            found[f"all.{place}"] = all_variants(record["samples"])
+            found[f"started.{place}"] = started(record["samples"])
+    return found
+
+
+def all_variants(samples: Mapping[str, Any]) -> str:
+    """Returns a table of all variants, fastest first: those with rounds by their median, then the others by their
+    screening turn."""
+    rounds, screening = samples["all samples/s"], samples["screening samples/s"]
+
+    def place(name: str) -> tuple[bool, float]:
+        return name not in rounds, -(median(rounds[name]) if name in rounds else screening[name])
+
+    rows = [
+        "| | what ran | samples/s, median | least | most | in the screening |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in sorted(screening, key=place):
+        three = " | ".join(spread(rounds[name], ",.0f")) if name in rounds else " | | "
+        rows.append(f"| {name} | {samples['ran'].get(name, '')} | {three} | {screening[name]:,.0f} |")
+    return "\n".join(rows)
+
+
+def started(samples: Mapping[str, Any]) -> str:
+    """Returns the command lines that started the unchanged recipe, with its variables, and Horovod's own loop."""
+    lines = [samples["started"].get(DEFAULT, "")]
+    variables = samples["variables"].get(DEFAULT, {})
+    lines += [f"# in the ranks: {' '.join(f'{name}={value}' for name, value in variables.items())}"]
+    lines += [samples["started"][name] for name in (PEER, YIELDING_PEER) if name in samples["started"]]
+    return "\n".join(["```", *lines, "```"])
+
+
+# ---------------------------------------------------------------------- the suite
+
+SEED = 20
+# Cores of the Slurm job: a run that is stopped between its turns still occupies its cores.
+MOST_RUNS = 20
+_BEGAN_S = time.monotonic()
+
+
+def _cell(cell: Cell) -> Part:
+    def measure_it(bench: Bench) -> Iterator[Record]:
+        if time.monotonic() - _BEGAN_S > 60 * bench.options.minutes:
+            raise NotHere("--minutes are over; earlier results of it are kept")
+        directory = bench.once("step", lambda: bench.enter(working_directory()))
+        place = OneNode()
+        if cell.on_cluster:
+            place = OnCluster(bench.cluster(cores_per_node=NODE_CORES * MOST_RUNS, shared=[directory]))
+        try:
+            every = measure(
+                cell, place=place, directory=directory, scale=bench.scale, seed=SEED, say=bench.say
+            )
+        except Exception as error:  # the record replaces older ones
+            yield failed_record(cell, plain(repr(error)))
+            raise NotHere(f"failed: {error!r}") from error
+        for found in every:
+            yield from records_of(cell, found)
+        if names := {name for found in every for name in found.failed}:
+            raise NotHere(f"variants that ended with an error: {', '.join(sorted(names))}")
+
+    return Part(figures=(cell.name,), title="the whole cell", measure=measure_it)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--minutes", type=float, default=45.0, help="time after which no further cell begins")
+
+
+SUITE = Suite(
+    name="step",
+    about=__doc__,
+    parts=tuple(map(_cell, CELLS.values())),
+    full=FULL,
+    quick=QUICK,
+    tables=tables,
+    options=_options,
+)
