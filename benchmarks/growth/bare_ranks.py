@@ -10,9 +10,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from mpi4py import MPI
-
-from benchmarks.growth.resident import resident_bytes
 
 RANKS_PER_NODE = 4
 ROUNDS = 50
@@ -20,7 +17,16 @@ TAGS = (1, 2)
 MESSAGE_BYTES = 100
 
 
+def resident_bytes() -> int:
+    """Returns the resident memory of this process without pages of files, in bytes."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    (resident_kb,) = (int(line.split()[1]) for line in status if line.startswith("RssAnon:"))
+    return 1024 * resident_kb
+
+
 def main(folder: str) -> None:
+    from mpi4py import MPI  # starts MPI, and the task of the other ranks imports this module elsewhere too
+
     world = MPI.COMM_WORLD
     node, place = divmod(world.rank, RANKS_PER_NODE)
     groups = [world, world.Dup(), world.Split(node, world.rank), world.Split(place, world.rank)]

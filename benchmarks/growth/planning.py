@@ -49,23 +49,14 @@ def plans(num_ranks: int = NUM_RANKS) -> Mapping[str, Callable[[], Any]]:
         Header(name=f"{number:03}", dtype="float32", shape=(numel,), box=None)
         for number, numel in enumerate(PARAMETERS)
     ]
-    generators = Header(
-        name="generators/torch",
-        dtype="uint8",
-        shape=(num_ranks, 5056),
-        box=Box(offset=(rank, 0), shape=(1, 5056)),
-    )
+    row = Box(offset=(rank, 0), shape=(1, 5056))
+    generators = Header(name="generators/torch", dtype="uint8", shape=(num_ranks, 5056), box=row)
 
     def batch() -> Any:
-        span = Span(7 * global_batch, 8 * global_batch)
         return plan_batch(
-            order,
-            span=span,
-            global_batch=global_batch,
-            last_batch=LastBatch.PAD,
-            rank=rank,
-            num_ranks=num_ranks,
-        )
+            order, span=Span(7 * global_batch, 8 * global_batch), global_batch=global_batch,
+            last_batch=LastBatch.PAD, rank=rank, num_ranks=num_ranks,
+        )  # fmt: skip
 
     def reduction() -> Any:
         place = TwoLevelPlace.of(topology, rank=rank)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.growth.resident import resident_bytes
+from benchmarks.growth.bare_ranks import resident_bytes
 from hpctrain.tasks.digits import Digits
 from hpctrain.train import Fields
 

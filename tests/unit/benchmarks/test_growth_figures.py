@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.growth.counting_filesystem import FOLDERS, REFRESH, Refreshes, area_of
-from benchmarks.growth.figures import exponent, growth_records, slope
 from benchmarks.growth.measure import Seen
+from benchmarks.growth.suite import exponent, growth_records, slope
 from benchmarks.results_file import figure_of
 
 
