@@ -8,7 +8,6 @@ options, places, failures, how ranks were started, the files.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import subprocess
 import sys
@@ -42,18 +41,18 @@ class NotHere(RuntimeError):
 class Bench:
     """What the parts of a suite are measured with. A context manager, which takes the cluster down and removes files.
 
-    scale: sizes of the measurements. options: of the command line. starts: how the part's ranks were started; started:
-    the same of the parts before, as in `Run`. failed: what of the part could not be measured. versions: for the results
-    file, in addition. nodes: the cluster, if it is up.
+    about: of the run, for the results file; parts may add to it. scale: sizes of the measurements. options: of the
+    command line. starts: how the part's ranks were started; started: the same of the parts before, as in `Run`. failed:
+    what of the part could not be measured. nodes: the cluster, if it is up.
     """
 
     say: Say
+    about: dict[str, Any] = field(default_factory=lambda: {"versions": {}})
     scale: Any = None
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
     starts: list[Start] = field(default_factory=list)
     started: dict[str, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
-    versions: dict[str, str] = field(default_factory=dict)
     nodes: Cluster | None = None
     _stack: ExitStack = field(default_factory=ExitStack, init=False)
     _made: dict[str, Any] = field(default_factory=dict, init=False)
@@ -186,7 +185,6 @@ def main(suite: Suite, words: Sequence[str] | None = None) -> int:
     ) as bench:
 
         def keep_so_far(run: Run) -> None:
-            about["versions"] |= bench.versions
             if output is not None:
                 keep(run, **written)
 
@@ -228,11 +226,6 @@ def measure(
         bench.keep_starts(figures[0], part.title)
         after_part(Run(records=tuple(made), failed=failed, started=bench.started))
     return Run(records=made, failed=failed, started=bench.started), complete
-
-
-def suite_of(name: str) -> Suite:
-    found: Suite = importlib.import_module(f"benchmarks.{name}.suite").SUITE
-    return found
 
 
 def command(suite: Suite) -> None:

@@ -304,7 +304,7 @@ def speeds(bench: Bench) -> list[Record]:
         ours = stack.enter_context(_OURS())
         h5py = stack.enter_context(Child(Path(sys.executable), module="benchmarks.data.h5py_loader"))
         peers = stack.enter_context(Child(python, module="benchmarks.data.peer_readers"))
-        bench.versions |= peers.ask("versions", arguments={})
+        bench.about["versions"] |= peers.ask("versions", arguments={})
         for name in scale.kinds:
             kind, directory = of[name], scratch / name
             write_shards(kind, directory)

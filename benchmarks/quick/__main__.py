@@ -59,9 +59,8 @@ def main(words: Sequence[str] | None = None) -> int:
     about["load"] = round(os.getloadavg()[0], 2)
     about["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     parts = [part for part in PARTS if part.name in asked]
-    with Bench(say=saying(console)) as bench:
+    with Bench(say=saying(console), about=about) as bench:
         outcome = measure(console, parts, bench=bench, scale=arguments.minutes / MINUTES)
-    about["versions"] |= bench.versions
     about["parts"] = outcome.parts
     about["history"] = history(arguments.output, about=about, records=outcome.records)
     run = Run(records=outcome.records, failed=outcome.failed, started=bench.started)

@@ -18,7 +18,7 @@ from hpctrain.launch import ForkServer, plan_launch, resolve_command, survey_mac
 from hpctrain.launch.fork_server.plan import KEY_VARIABLE, OFF
 
 # Every system call that takes a path, and those that list a folder. -y shows the folder of a relative path.
-_STRACE = (
+_STRACE = [
     "strace",
     "-f",
     "-y",
@@ -28,7 +28,7 @@ _STRACE = (
     "signal=none",
     "-e",
     "trace=%file,getdents,getdents64",
-)
+]
 _PATH = re.compile(
     r'^(?P<pid>\d+) +\w+\((?:(?:AT_FDCWD|\d+)<(?P<folder>[^>]*)>, )?"(?P<path>(?:[^"\\]|\\.)*)"'
 )
@@ -55,7 +55,7 @@ def why_not() -> str | None:
 
 def measure(place: Workplace, *, num_ranks: int, forked: bool) -> Operations:
     """Counts the operations of a launch whose ranks train an epoch of digits: of ranks, clients, server and mpirun, but
-    not of `hpctrain launch`, of which there is one for all nodes. Raises RunFailed."""
+    not of `hpctrain launch`, of which there is one for all nodes. Raises RanksFailed."""
     command, folder = place.training("run.epochs=1")
     environ = user_environment()
     plan = plan_launch(
