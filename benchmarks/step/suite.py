@@ -187,13 +187,15 @@ def _ranks(cell: Cell) -> str:
 
 
 def tables(content: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the tables with all variants, and how they were started."""
+    """Returns the tables with all variants, and how those of a cell's first link rate were started."""
     found = {}
+    others = {f"{cell.name}.{rate}" for cell in CELLS.values() for rate in cell.rates[1:]}
     for record in content["records"]:
         place, _, last = record["id"].removeprefix("step.").rpartition(".")
         if last == "default" and "screening samples/s" in record["samples"]:
             found[f"all.{place}"] = all_variants(record["samples"])
-            found[f"started.{place}"] = started(record["samples"])
+            if place not in others:
+                found[f"started.{place}"] = started(record["samples"])
     return found
 
 

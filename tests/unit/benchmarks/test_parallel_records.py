@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from benchmarks import harness
@@ -14,7 +12,6 @@ from benchmarks.parallel.suite import SUITE
 from benchmarks.parallel.timed import METHODS, PEERS, in_turns, methods_at, missing_memory, wrong_losses
 from benchmarks.places import RanksFailed
 from benchmarks.results_file import Record
-from benchmarks.starting import REPOSITORY
 from tests.cluster import Cluster, ClusterError
 from tests.unit.benchmarks.records import record
 
@@ -335,20 +332,3 @@ def test_a_figure_of_nodes_is_not_measured_without_a_cluster_and_failed_if_it_ca
         with Bench(say=lambda what: None, scale=SUITE.quick) as bench:
             run, complete = measure("parallel", traffic, bench=bench)
         assert (run.failed, complete) == (failed, reason is None)
-
-
-def test_the_page_has_a_place_for_every_table_and_says_what_the_file_says() -> None:
-    path = REPOSITORY / "docs" / "benchmarks" / "parallel.md"
-    text = path.read_text()
-    for name in (
-        "about",
-        "memory",
-        "times",
-        "optimizers",
-        *(f"{kind}parallel.{n}" for n in SUITE.figures for kind in ("", "started.")),
-    ):
-        assert f"<!-- begin {name} -->" in text
-    results = REPOSITORY / "benchmarks" / "results" / "parallel.json"
-    content = json.loads(results.read_text()) if results.exists() else {"records": []}  # not measured yet
-    for name, table in figures.tables(content).items():
-        assert f"<!-- begin {name} -->\n{table}\n<!-- end {name} -->" in text

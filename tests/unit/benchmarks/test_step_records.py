@@ -240,13 +240,6 @@ def tables_of_the_page() -> list[str]:
     return found
 
 
-def test_the_page_has_a_place_for_every_table() -> None:
-    text = (REPOSITORY / "docs" / "benchmarks" / "step.md").read_text()
-    for name in ["about", *tables_of_the_page()]:
-        assert f"<!-- begin {name} -->\n" in text
-        assert f"<!-- end {name} -->\n" in text
-
-
 def test_the_pages_tables_are_those_of_the_records(tmp_path: Path) -> None:
     path = tmp_path / "step.md"
     names = ["about", *tables_of_the_page()]
