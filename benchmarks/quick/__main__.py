@@ -22,8 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks.command import finish, leave_on_sigterm, open_console, saying
-from benchmarks.harness import Bench
+from benchmarks.harness import Bench, finish, leave_on_sigterm, open_console, saying
 from benchmarks.headlines import QUICK, values_of
 from benchmarks.quick.parts import PARTS, Part, kept
 from benchmarks.results_file import Record, Run, about_this_run

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import Say
+from benchmarks.harness import Say
 from benchmarks.places import RanksFailed
 from benchmarks.starting import REPOSITORY
 from benchmarks.step.variants import (

@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import results_file as records
-from benchmarks.command import finish
-from benchmarks.harness import Bench, Part, measure
+from benchmarks.harness import Bench, Part, finish, measure
 from benchmarks.places import RanksFailed
 from benchmarks.reduction.suite import SUITE
 from benchmarks.results_file import Record, Run
