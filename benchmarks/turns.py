@@ -1,4 +1,5 @@
-"""Trainings that take turns: each is started once, as a user starts it, and waits or is stopped between its turns.
+"""Trainings as processes of their own, which may take turns: each is started once, as a user starts it, and waits or is
+stopped between its turns.
 
 Starting takes longer than a turn. A training that is stopped (SIGSTOP) does not slow the others, since Horovod's
 threads and Open MPI's polling are stopped with their processes.
@@ -70,6 +71,20 @@ class Training:
             if time.monotonic() > until_s:
                 raise self._failure(f"{what()} within {within_s:g} s")
             time.sleep(self._poll_s)
+
+    def exit_code(self, *, within_s: float) -> int:
+        """Waits for the launcher's end. Raises RanksFailed if the time is over before."""
+        assert self._process is not None
+        try:
+            return self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            raise self._failure(f"has not ended within {within_s:g} s") from None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the launcher."""
+        assert self._process is not None
+        return self._process.pid
 
     def _failure(self, what: str) -> RanksFailed:
         tail = without_places("\n".join(self.lines()[-_LAST_LINES:]), directory=self._log.parent)

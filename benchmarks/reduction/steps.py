@@ -19,57 +19,16 @@ from torch.nn import functional
 
 from benchmarks.reduction.suite import PER_STEP
 from hpctrain.run import Session
+from hpctrain.tasks.characters import Characters
 
 # ---------------------------------------------------------------------- the models
 
 NUM_SYMBOLS = 96
 CONTEXT = 64
-WIDTH = 256
-NUM_HEADS = 4
-NUM_BLOCKS = 4
+TEXT = Characters(window=CONTEXT, vocabulary=NUM_SYMBOLS, width=256, layers=4)  # 3.2 million parameters
 FEATURES = 1024
 HIDDEN = 2048
 NUM_BATCHES = 8
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = x.shape
-        heads = self.into(x).view(batch, length, 3, NUM_HEADS, WIDTH // NUM_HEADS).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-        self.attention = Attention()
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norms[0](x))
-        return x + self.mlp(self.norms[1](x))
-
-
-class Transformer(nn.Module):
-    """Predicts the next character. 3.2 million parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.symbols = nn.Embedding(NUM_SYMBOLS, WIDTH)
-        self.places = nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH))
-        self.blocks = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, NUM_SYMBOLS)
-
-    def forward(self, symbols: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.symbols(symbols) + self.places)))
 
 
 def make_mlp() -> nn.Module:
@@ -116,7 +75,9 @@ def _of_characters(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 WORKLOADS = {
-    "transformer": Workload(make=Transformer, batches=_texts(PER_STEP["transformer"]), loss=_of_characters),
+    "transformer": Workload(
+        make=TEXT.build_model, batches=_texts(PER_STEP["transformer"]), loss=_of_characters
+    ),
     "mlp": Workload(make=make_mlp, batches=_vectors(PER_STEP["mlp"]), loss=functional.mse_loss),
 }
 

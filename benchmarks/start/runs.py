@@ -6,16 +6,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import random
 import re
 import secrets
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
@@ -34,6 +31,7 @@ from benchmarks.starting import (
     start_of,
     user_environment,
 )
+from benchmarks.turns import Training
 from hpctrain.launch.fork_server.plan import KEY_VARIABLE
 from hpctrain.telemetry import read_records
 
@@ -303,51 +301,22 @@ def memory(place: Workplace, *, kind: str, num_ranks: int, steps: int) -> Memory
         **user_environment(), "PYTHONPATH": str(REPOSITORY), FOLDER_VARIABLE: str(notes), STEPS_VARIABLE: str(steps),
     }  # fmt: skip
     what = f"{num_ranks} ranks, {NAMES[kind]}, held after {steps} steps"
-    with (
-        tempfile.TemporaryFile() as output,
-        _launched(
-            alone(kind, command, num_ranks=num_ranks), environ=environ, output=output.fileno()
-        ) as launcher,
-    ):
-        _wait_for_ranks(notes, launcher, num_ranks=num_ranks, what=what)
-        found = _read_memory(launcher.pid, ranks={int(path.name) for path in notes.iterdir()})
-        (notes / GO).touch()
-        try:
-            code = launcher.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            raise RanksFailed(f"{what}: still running after {TIMEOUT_S:g} s, ended") from None
-        output.seek(0)
-        text = output.read().decode(errors="replace")
-    if code != 0 or STARTS_BY_ITSELF in text:
-        raise RanksFailed(f"{what}: exit code {code}\n{text[-2000:]}")
-    return found
-
-
-@contextlib.contextmanager
-def _launched(
-    argv: Sequence[str], *, environ: Mapping[str, str], output: int
-) -> Iterator[subprocess.Popen[bytes]]:
-    launcher = subprocess.Popen(
-        list(argv), cwd=REPOSITORY, env=dict(environ), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-        start_new_session=True,
-    )  # fmt: skip
+    training = Training(what, mark=str(folder), log=Path(f"{folder}.log"))
+    training.launch(alone(kind, command, num_ranks=num_ranks), environ=environ)
     try:
-        yield launcher
+        training.wait_until(
+            lambda: len(list(notes.iterdir())) >= num_ranks, within_s=TIMEOUT_S,
+            what=lambda: "not all ranks came so far",
+        )  # fmt: skip
+        time.sleep(0.2)  # the last one waits by now
+        found = _read_memory(training.pid, ranks={int(path.name) for path in notes.iterdir()})
+        (notes / GO).touch()
+        code, lines = training.exit_code(within_s=TIMEOUT_S), training.lines()
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if launcher.poll() is None:
-                os.killpg(launcher.pid, number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    launcher.wait(20)
-
-
-def _wait_for_ranks(notes: Path, launcher: subprocess.Popen[bytes], *, num_ranks: int, what: str) -> None:
-    until_s = time.monotonic() + TIMEOUT_S
-    while len(list(notes.iterdir())) < num_ranks:
-        if launcher.poll() is not None or time.monotonic() > until_s:
-            raise RanksFailed(f"{what}: not all ranks came so far")
-        time.sleep(0.05)
-    time.sleep(0.2)  # the last one waits by now
+        training.end()
+    if code != 0 or any(STARTS_BY_ITSELF in line for line in lines):
+        raise RanksFailed(f"{what}: exit code {code}\n{' | '.join(lines[-_LAST_LINES:])}")
+    return found
 
 
 def _read_memory(launcher: int, *, ranks: set[int]) -> Memory:
