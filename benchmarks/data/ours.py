@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from benchmarks.data.kinds import Kind, blocks, stream
 from benchmarks.data.serve import Reader
+from benchmarks.memory import reset_peak, status_bytes
 from hpctrain.bench.data.batch_wait import time_waits
 from hpctrain.data import Dataset, EpochOrder, Loader, pack_arrays, pack_tokens, read_manifest
 
@@ -251,8 +252,8 @@ def read_epoch(
     `peak` is the kernel's VmHWM, reset at the beginning. It includes mapped pages of the page cache.
     """
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    idle, idle_anonymous = _status("VmHWM"), _status("RssAnon") + _status("RssShmem")
+    reset_peak()
+    idle, idle_anonymous = status_bytes("VmHWM"), status_bytes("RssAnon") + status_bytes("RssShmem")
     loader = Loader(
         Dataset.open(directory, **open_options), global_batch=batch, prefetch_bytes=prefetch_bytes
     )
@@ -261,15 +262,8 @@ def read_epoch(
         if number in PAUSES:
             time.sleep(PAUSE_S)
         num_samples += one.num_samples
-        anonymous = max(anonymous, _status("RssAnon") + _status("RssShmem"))
+        anonymous = max(anonymous, status_bytes("RssAnon") + status_bytes("RssShmem"))
     return {
-        "idle": idle, "peak": _status("VmHWM"), "idle_anonymous": idle_anonymous, "peak_anonymous": anonymous,
+        "idle": idle, "peak": status_bytes("VmHWM"), "idle_anonymous": idle_anonymous, "peak_anonymous": anonymous,
         "samples": num_samples,
     }  # fmt: skip
-
-
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {name}")

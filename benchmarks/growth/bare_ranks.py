@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from mpi4py import MPI
+
+from benchmarks.memory import status_bytes
 
 RANKS_PER_NODE = 4
 ROUNDS = 50
@@ -17,16 +20,7 @@ TAGS = (1, 2)
 MESSAGE_BYTES = 100
 
 
-def resident_bytes() -> int:
-    """Returns the resident memory of this process without pages of files, in bytes."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    (resident_kb,) = (int(line.split()[1]) for line in status if line.startswith("RssAnon:"))
-    return 1024 * resident_kb
-
-
 def main(folder: str) -> None:
-    from mpi4py import MPI  # starts MPI, and the task of the other ranks imports this module elsewhere too
-
     world = MPI.COMM_WORLD
     node, place = divmod(world.rank, RANKS_PER_NODE)
     groups = [world, world.Dup(), world.Split(node, world.rank), world.Split(place, world.rank)]
@@ -45,7 +39,7 @@ def main(folder: str) -> None:
         ]
         requests += [messages.Isend(sent, peer, tag) for tag in TAGS for peer in peers]
         MPI.Request.Waitall(requests)
-    (Path(folder) / f"bare-{world.rank}").write_text(str(resident_bytes()))
+    (Path(folder) / f"bare-{world.rank}").write_text(str(status_bytes("RssAnon")))
     world.Barrier()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -21,6 +19,7 @@ from torch.distributed.pipelining import (
 )
 
 import hpctrain
+from benchmarks.memory import give_back_free, own_and_shared_bytes, reset_peak, status_bytes
 from benchmarks.parallel.layouts import LAYOUTS, SAME_BITS
 from benchmarks.parallel.training import WORKLOADS, Language, Training, Workload, make_optimizer
 from benchmarks.ranks import Case, Settings
@@ -128,11 +127,11 @@ def memory(session: Session, settings: Settings) -> dict[str, Any]:
     training = Training(session, WORKLOADS[settings["workload"]], layout, batch=MEMORY_BATCH)
     training.step(0)
     _held_bytes(session)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    reset_peak()
     loss = training.backward(1)
     held = _held_bytes(session) - before
     training.update(loss)
-    mine = [held, _peak_bytes() - before]
+    mine = [held, status_bytes("VmHWM") - status_bytes("RssFile") - before]
     counts = asdict(training.counts)
     training.close()
     held_bytes, peak_bytes = zip(*all_gather_json(session.world, mine), strict=True)
@@ -145,25 +144,11 @@ def _held_bytes(session: Session) -> int:
     What the ranks share is divided among all of them, which are on one host: the kernel divides a page among those
     that have touched it.
     """
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    give_back_free()
     session.world.barrier()
-    rollup = dict(
-        line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if ":" in line
-    )
-    own, shared = (1024 * int(rollup[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
+    own, shared = own_and_shared_bytes()
     session.world.barrier()
     return own + sum(all_gather_json(session.world, shared)) // session.num_ranks
-
-
-def _peak_bytes() -> int:
-    """Returns the largest resident memory of this process, without pages of files."""
-    sizes = {
-        name: 1024 * int(value.split()[0])
-        for name, value in (line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        if name in ("VmHWM", "RssFile")
-    }
-    return sizes["VmHWM"] - sizes["RssFile"]
 
 
 def traffic(session: Session, settings: Settings) -> dict[str, Any]:

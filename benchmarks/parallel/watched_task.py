@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import os
 import threading
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.memory import give_back_free, own_and_shared_bytes
 from hpctrain.tasks.characters import Characters
 from hpctrain.train import Fields
 
@@ -35,30 +34,17 @@ class Watched(Characters):
         self._most = 0  # of this process alone
 
     def build_model(self) -> nn.Module:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        self._before = own_bytes()
+        give_back_free()
+        self._before = own_and_shared_bytes()
         threading.Thread(target=self._watch, daemon=True).start()
         return super().build_model()
 
     def loss(self, model: nn.Module, fields: Fields) -> torch.Tensor:
-        most = self._most, own_bytes()[1]
+        most = self._most, own_and_shared_bytes()[1]
         self._report.write_text(json.dumps({"before": self._before, "most": most}))
         return super().loss(model, fields)
 
     def _watch(self) -> None:
         ended = threading.Event()
         while not ended.wait(_EVERY_S):
-            self._most = max(self._most, own_bytes()[0])
-
-
-def own_bytes() -> tuple[int, int]:
-    """Returns this process's memory without pages of files: its own, and its part of what it shares.
-
-    A shared page is divided among the processes that have accessed it.
-    """
-    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    found = {
-        name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in rollup[1:])
-    }
-    return found["Pss_Anon"], found["Pss_Shmem"]
+            self._most = max(self._most, own_and_shared_bytes()[0])

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks.checkpoint import suite as checkpoint
 from benchmarks.data import suite as data
 from benchmarks.harness import Bench
 from benchmarks.headlines import HEADLINES
-from benchmarks.quick.scaling import sweep
+from benchmarks.places import RanksFailed
 from benchmarks.reduction import suite as reduction
 from benchmarks.results_file import Record, figure_of
-from benchmarks.step.runs import OneNode, Scale as StepScale, measure as measure_step, working_directory
+from benchmarks.starting import run_to_end, without_places
+from benchmarks.step.runs import OneNode, Scale as StepScale, measure as measure_step, pack, working_directory
 from benchmarks.step.suite import records_of
 from benchmarks.step.variants import ALONE, CELLS, FLAT, PEER, YIELDING_PEER, companions, default_of
 
 SEED = 20
+NODES = (1, 2, 4)
+RATE = "1gbit"
+RECIPE = "characters"
+SCALING_BAR = 0.9  # of what the cores allow; set by no issue
 REDUCTION = replace(reduction.FULL, time_rounds=3, others=(), timeout_s=180.0)
 STEP = StepScale(rounds=4, screening_share=0.2, screening_s=1.0, turn_s=2.0, start_s=40.0, restart_every=0)
 CHECKPOINT = replace(checkpoint.FULL, rounds=3, small_rounds=7)
@@ -50,7 +58,23 @@ def _reduction(bench: Bench) -> Iterator[Record]:
 
 
 def _scaling(bench: Bench) -> list[Record]:
-    return sweep(bench.enter(working_directory()), cluster=bench.cluster(), say=bench.say)
+    """Measures strong scaling by `hpctrain bench scaling`, in one allocation of four nodes, which share the cores."""
+    directory, cluster = bench.enter(working_directory()), bench.cluster()
+    pack(RECIPE, directory=directory)
+    cluster.set_rate(RATE)
+    document = directory / "scaling.json"
+    words = [
+        "hpctrain", "bench", "scaling", f"examples/{RECIPE}.toml", "--nodes", ",".join(map(str, NODES)),
+        "--ranks-per-node", "1", "--steps", "12", "--warmup-steps", "3", "--json", str(document),
+    ]  # fmt: skip
+    salloc = ["salloc", f"--nodes={max(NODES)}", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    argv = cluster.argv([*salloc, *words], cwd=directory)
+    done = run_to_end(argv, environ=cluster.environment(), timeout_s=300.0)
+    if done.returncode != 0:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
+        raise RanksFailed(f"exit code {done.returncode}: {without_places(tail, directory=directory)}")
+    bench.say(f"{NODES[0]} to {NODES[-1]} nodes")
+    return scaling_records(json.loads(document.read_text()), cores=os.cpu_count() or 1)
 
 
 def _step(bench: Bench) -> list[Record]:
@@ -108,3 +132,37 @@ def kept(
             reasons = missing.setdefault(figure_of(name), [])
             reasons += [reason or f"{name}: no such figure"] if reason not in reasons else []
     return [by_id[name] for name in part.ids if name in by_id], missing
+
+
+def scaling_records(document: Mapping[str, Any], *, cores: int) -> list[Record]:
+    """Returns for each number of nodes but the first the speed-up / the one that the machine allows, on which the nodes
+    share `cores` cores. document: `hpctrain.bench.scaling/1`."""
+    records = []
+    for size in document["sizes"][1:]:
+        nodes, speedup = size["nodes"], size["speedup"]
+        allowed = min(size["ranks"], cores) / document["baseline_ranks"]
+        records.append(
+            Record(
+                id=f"scaling.nodes-{nodes}",
+                what=f"{RECIPE}, {nodes} nodes of one rank, {RATE}: speed-up {speedup['value']:.2f} (95% interval "
+                f"{speedup['low']:.2f} to {speedup['high']:.2f}) / {allowed:g}, what {cores} cores allow",
+                value=speedup["value"] / allowed,
+                bar=SCALING_BAR,
+                sense="at least",
+                unit="samples/samples",
+                samples={
+                    "samples/s": {
+                        str(run["ranks"]): [
+                            other["samples_per_s"]
+                            for other in document["runs"]
+                            if other["ranks"] == run["ranks"]
+                        ]
+                        for run in document["runs"]
+                    },
+                    "speedup": speedup,
+                },
+                rounds=size["repeats"],
+                range=(speedup["least"] / allowed, speedup["greatest"] / allowed),
+            )
+        )
+    return records

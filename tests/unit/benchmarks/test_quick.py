@@ -18,8 +18,7 @@ from benchmarks import headlines, results_file
 from benchmarks.harness import Bench
 from benchmarks.headlines import HEADLINES, page_tables, readme_table, refresh, values_of
 from benchmarks.quick import __main__ as quick
-from benchmarks.quick.parts import PARTS, Part, kept
-from benchmarks.quick.scaling import scaling_records
+from benchmarks.quick.parts import PARTS, Part, kept, scaling_records
 from benchmarks.results_file import Record, Run
 from benchmarks.starting import REPOSITORY
 from tests.unit.benchmarks.records import record
