@@ -186,10 +186,10 @@ def main(suite: Suite, words: Sequence[str] | None = None) -> int:
     about = about_this_run(REPOSITORY, benchmark=suite.name)
     about["versions"] |= {name: version(name) for name in suite.packages}
     output: Path | None = options.output
-    written = {"benchmark": suite.name, "about": about, "output": output, "refresh": suite.refresh}
-    with Bench(
-        say=saying(console), scale=suite.quick if options.quick else suite.full, options=options
-    ) as bench:
+    written: dict[str, Any] = {"benchmark": suite.name, "about": about, "output": output}
+    written["refresh"] = suite.refresh
+    scale = suite.quick if options.quick else suite.full
+    with Bench(say=saying(console), about=about, scale=scale, options=options) as bench:
 
         def keep_so_far(run: Run) -> None:
             if output is not None:

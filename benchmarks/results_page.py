@@ -92,7 +92,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns a table of these columns."""
-    ruled = [heads, ["---"] * len(heads), *rows]
+    ruled: list[Sequence[str]] = [heads, ["---"] * len(heads), *rows]
     return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in cells) for cells in ruled)
 
 

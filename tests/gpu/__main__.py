@@ -92,7 +92,8 @@ def run(options: argparse.Namespace, *, scratch: Path) -> Iterator[dict[str, Any
             process = subprocess.Popen(
                 [sys.executable, *words], cwd=REPOSITORY, stdout=output, stderr=output, start_new_session=True
             )
-        names, ended = [], False
+        names: list[str] = []
+        ended = False
         for found in _lines(outcomes, process):
             if "names" in found:
                 names = left = found["names"]

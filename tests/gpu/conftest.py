@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -66,22 +66,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     report: Any = yield
     if report.when == "setup":
         item.stash[_BEGAN_S] = time.perf_counter()
     outcomes = item.config.getoption("--outcomes", None)
     if outcomes is not None and (report.when == "call" or (report.when == "setup" and not report.passed)):
-        check = item.stash.get(_CHECK, None)
-        said = str(call.excinfo.value) if call.excinfo is not None else ""
-        passed = report.passed and check is not None
-        _append(item.config, {
-            "name": name_of(item), "status": report.outcome,
-            "text": check.text if passed else (said.splitlines() or ["failed"])[0],
-            "figures": {name: float(f"{value:.4g}") for name, value in check.figures.items()} if passed else {},
-            "needs_gpu": check.needs_gpu if passed else [],
-            "seconds": round(time.perf_counter() - item.stash[_BEGAN_S], 2),
-        })  # fmt: skip
+        found: dict[str, Any] = {
+            "name": name_of(item),
+            "status": report.outcome,
+            "figures": {},
+            "needs_gpu": [],
+        }
+        if report.passed:
+            check = item.stash[_CHECK]
+            found |= {"text": check.text, "needs_gpu": check.needs_gpu}
+            found["figures"] = {name: float(f"{value:.4g}") for name, value in check.figures.items()}
+        else:
+            said = str(call.excinfo.value) if call.excinfo is not None else ""
+            found["text"] = (said.splitlines() or ["failed"])[0]
+        _append(item.config, found | {"seconds": round(time.perf_counter() - item.stash[_BEGAN_S], 2)})
         if report.failed:
             item.session.shouldstop = "after an error of CUDA a process cannot use the GPU"
     return report
