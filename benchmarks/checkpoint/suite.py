@@ -140,13 +140,9 @@ def stall_record(found: Mapping[str, Any]) -> Record:
     return Record(
         id="checkpoint.3a",
         what="async, 512 MiB, 2 ranks: time in which training is blocked / memcpy of a rank's share",
-        value=median(s / copy for s, copy in zip(found["stalls"][ASYNC], copies, strict=True)),
-        bar=1.3,
-        sense="at most",
-        unit="s/s",
-        samples=dict(found),
-        **over_rounds(found["stalls"][ASYNC], copies),
-    )
+        value=median(s / copy for s, copy in zip(found["stalls"][ASYNC], copies, strict=True)), bar=1.3,
+        sense="at most", unit="s/s", samples=dict(found), **over_rounds(found["stalls"][ASYNC], copies),
+    )  # fmt: skip
 
 
 def memory_record(found: Mapping[str, Sequence[Mapping[str, int]]]) -> Record:
@@ -154,12 +150,10 @@ def memory_record(found: Mapping[str, Sequence[Mapping[str, int]]]) -> Record:
     return Record(
         id="checkpoint.3b",
         what="async: peak memory above the training process / a rank's share, on the rank with most",
-        value=max((rank["peak"] - rank["idle"]) / rank["share"] for rank in found["ours"]),
-        bar=1.05,
-        sense="at most",
-        unit="bytes/bytes",
+        value=max((rank["peak"] - rank["idle"]) / rank["share"] for rank in found["ours"]), bar=1.05,
+        sense="at most", unit="bytes/bytes",
         samples={"bytes": {name: [dict(rank) for rank in ranks] for name, ranks in found.items()}},
-    )
+    )  # fmt: skip
 
 
 def steps_records(found: Mapping[str, Sequence[Mapping[str, Any]]], *, limit_mb_per_s: float) -> list[Record]:
@@ -170,12 +164,9 @@ def steps_records(found: Mapping[str, Sequence[Mapping[str, Any]]], *, limit_mb_
     """
     return [
         Record(
-            id=f"checkpoint.3{letter}",
-            what=f"async: a training step during the writing / a step alone, {label}",
-            value=median(fmean(one["beside"]) / fmean(one["quiet"]) for one in found[name]),
-            bar=1.1,
-            sense="at most",
-            unit="s/s",
+            id=f"checkpoint.3{letter}", what=f"async: a training step during the writing / a step alone, {label}",
+            value=median(fmean(one["beside"]) / fmean(one["quiet"]) for one in found[name]), bar=1.1,
+            sense="at most", unit="s/s",
             samples={"seconds": {method: [dict(one) for one in rounds] for method, rounds in found.items()}}
             if name == "free"
             else {"limit_mb_per_s": limit_mb_per_s, "seconds": {name: [dict(one) for one in found[name]]}},
@@ -184,7 +175,7 @@ def steps_records(found: Mapping[str, Sequence[Mapping[str, Any]]], *, limit_mb_
             ("c", "free", "without a limit"),
             ("d", "limited", f"at {limit_mb_per_s:g} MB/s a rank"),
         )
-    ]
+    ]  # fmt: skip
 
 
 def replica_record(seconds: Seconds) -> Record:

@@ -86,15 +86,12 @@ def speed_records(rates: Mapping[str, Rates], kinds: Mapping[str, Kind]) -> list
         window = kinds["tokens"].window
         records.append(
             Record(
-                id="data.1e",
-                what=f"windows of {window} tokens, shuffled, warm",
-                value=median(rates["tokens"]["ours"]) * window / 1e6,
-                bar=5.0,
-                sense="at least",
+                id="data.1e", what=f"windows of {window} tokens, shuffled, warm",
+                value=median(rates["tokens"]["ours"]) * window / 1e6, bar=5.0, sense="at least",
                 unit="million tokens/s",
                 samples={"samples/s": {name: list(found) for name, found in rates["tokens"].items()}},
             )
-        )
+        )  # fmt: skip
     for letter, name, words in (("f", "gzip-in-order", "16 samples a chunk, in order"),
                                 ("g", "gzip-shuffled", "a sample a chunk, shuffled")):  # fmt: skip
         if name in rates:
@@ -122,31 +119,21 @@ def _ratio(
 ) -> Record:
     shown = rates if all_of_them else {name: rates[name] for name in (ours, other)}
     return Record(
-        id=record_id,
-        what=what,
-        value=median(rates[ours]) / median(rates[other]),
-        bar=bar,
-        sense="at least",
-        unit="samples/s / samples/s",
-        samples={"samples/s": {name: list(found) for name, found in shown.items()}},
+        id=record_id, what=what, value=median(rates[ours]) / median(rates[other]), bar=bar, sense="at least",
+        unit="samples/s / samples/s", samples={"samples/s": {name: list(found) for name, found in shown.items()}},
         **over_rounds(rates[ours], rates[other]),
-    )
+    )  # fmt: skip
 
 
 def wait_records(found: Mapping[str, Mapping[str, Any]], *, step_s: float, batch: int) -> list[Record]:
     """Returns the records of figure 2. found: kind -> `waits_s` of each step after the first, `first_s`."""
     return [
         Record(
-            id=f"data.2{letter}",
-            what=f"wait for a batch of {batch} {kind} / a step of {1000 * step_s:g} ms",
-            value=fmean(of["waits_s"]) / step_s,
-            bar=0.01,
-            sense="at most",
-            unit="s/s",
-            samples=dict(of),
+            id=f"data.2{letter}", what=f"wait for a batch of {batch} {kind} / a step of {1000 * step_s:g} ms",
+            value=fmean(of["waits_s"]) / step_s, bar=0.01, sense="at most", unit="s/s", samples=dict(of),
         )
         for letter, (kind, of) in zip("abcdef", found.items())  # noqa: B905
-    ]
+    ]  # fmt: skip
 
 
 def memory_records(
@@ -165,9 +152,7 @@ def memory_records(
             id=f"data.3{letter}",
             what=f"peak above the idle process / prefetch and cache bytes, largest of {len(found[mode])} sizes of "
             f"dataset, io {mode}",
-            value=max(one["peak"] - one["idle"] for one in found[mode]) / configured,
-            bar=1.1,
-            sense="at most",
+            value=max(one["peak"] - one["idle"] for one in found[mode]) / configured, bar=1.1, sense="at most",
             unit="bytes/bytes",
             samples={
                 "prefetch": prefetch_bytes, "cache": cache_bytes, "bytes": [dict(one) for one in found[mode]],
@@ -183,24 +168,15 @@ def order_records(found: Mapping[str, Any]) -> list[Record]:
     `bytes`."""
     return [
         Record(
-            id="data.3c",
-            what="order of 10^9 samples on 65,536 ranks: time of a rank's batch",
-            value=1000 * median(found["seconds"]),
-            bar=1.0,
-            sense="at most",
-            unit="ms",
+            id="data.3c", what="order of 10^9 samples on 65,536 ranks: time of a rank's batch",
+            value=1000 * median(found["seconds"]), bar=1.0, sense="at most", unit="ms",
             samples={"seconds": list(found["seconds"])},
         ),
         Record(
-            id="data.3d",
-            what="order of 10^9 samples on 65,536 ranks: memory of a rank",
-            value=found["bytes"] / 1e6,
-            bar=1.0,
-            sense="at most",
-            unit="MB",
-            samples={"bytes": found["bytes"]},
+            id="data.3d", what="order of 10^9 samples on 65,536 ranks: memory of a rank",
+            value=found["bytes"] / 1e6, bar=1.0, sense="at most", unit="MB", samples={"bytes": found["bytes"]},
         ),
-    ]
+    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------------- the page

@@ -146,10 +146,7 @@ def scaling_records(document: Mapping[str, Any], *, cores: int) -> list[Record]:
                 id=f"scaling.nodes-{nodes}",
                 what=f"{RECIPE}, {nodes} nodes of one rank, {RATE}: speed-up {speedup['value']:.2f} (95% interval "
                 f"{speedup['low']:.2f} to {speedup['high']:.2f}) / {allowed:g}, what {cores} cores allow",
-                value=speedup["value"] / allowed,
-                bar=SCALING_BAR,
-                sense="at least",
-                unit="samples/samples",
+                value=speedup["value"] / allowed, bar=SCALING_BAR, sense="at least", unit="samples/samples",
                 samples={
                     "samples/s": {
                         str(run["ranks"]): [
@@ -161,8 +158,7 @@ def scaling_records(document: Mapping[str, Any], *, cores: int) -> list[Record]:
                     },
                     "speedup": speedup,
                 },
-                rounds=size["repeats"],
-                range=(speedup["least"] / allowed, speedup["greatest"] / allowed),
+                rounds=size["repeats"], range=(speedup["least"] / allowed, speedup["greatest"] / allowed),
             )
-        )
+        )  # fmt: skip
     return records

@@ -114,10 +114,7 @@ def bytes_records(
             Record(
                 id=f"reduction.1.{algorithm}",
                 what=f"bytes that left a node / the bound, {bound / 1e6:.1f} MB, fp16, {algorithm}",
-                value=max(counted["node_bytes"]) / bound,
-                bar=1.10,
-                sense="at most",
-                unit="bytes/bytes",
+                value=max(counted["node_bytes"]) / bound, bar=1.10, sense="at most", unit="bytes/bytes",
                 samples={
                     "bytes_of_each_node": counted["node_bytes"],
                     "bound_bytes": bound,
@@ -126,7 +123,7 @@ def bytes_records(
                     "idle_seconds": found["pause"]["seconds"],
                 },
             )
-        )
+        )  # fmt: skip
     return records
 
 
@@ -281,10 +278,7 @@ def step_records(found: Mapping[str, Steps], *, samples_per_step: Mapping[str, i
                     id=f"{stem}.{name}",
                     what=f"{workload}: exposed communication{', mean over the ranks' if over is fmean else ''}, "
                     f"{mine} / {peer} ({1e3 * median(ms[mine]):.1f} / {1e3 * median(ms[peer]):.1f} ms)",
-                    value=median(ms[mine]) / median(ms[peer]),
-                    bar=0.6,
-                    sense="at most",
-                    unit="s/s",
+                    value=median(ms[mine]) / median(ms[peer]), bar=0.6, sense="at most", unit="s/s",
                     samples={"exposed s": ms, **({"steps s": of} if name == "exposed" else {})},
                 )
             )  # fmt: skip
@@ -329,13 +323,10 @@ def _throughput_records(
                 id=f"reduction.3.{workload}.{name}",
                 what=f"{workload}: {what}, {ours} / {peer} ({count / seconds[ours]:.1f} / "
                 f"{count / seconds[peer]:.1f})",
-                value=seconds[peer] / seconds[ours],
-                bar=1.0,
-                sense="at least",
-                unit="samples/samples",
+                value=seconds[peer] / seconds[ours], bar=1.0, sense="at least", unit="samples/samples",
                 samples=samples,
             )
-        )
+        )  # fmt: skip
     return records
 
 
@@ -352,18 +343,14 @@ def sweep_records(found: Mapping[str, Mapping[str, Any]], *, place: str, auto: s
         size = size_name(4 * int(numel))
         records.append(
             Record(
-                id=f"reduction.4.{place}.{size}",
-                what=f"{place}, {size}: auto / {best}",
-                value=median(of[auto]) / fixed[best],
-                bar=1.10,
-                sense="at most",
-                unit="s/s",
+                id=f"reduction.4.{place}.{size}", what=f"{place}, {size}: auto / {best}",
+                value=median(of[auto]) / fixed[best], bar=1.10, sense="at most", unit="s/s",
                 samples={
                     "auto runs": one["runs"],
                     "seconds": {name: list(seconds) for name, seconds in of.items()},
                 },
             )
-        )
+        )  # fmt: skip
     return records
 
 

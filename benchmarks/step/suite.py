@@ -167,14 +167,8 @@ def _ratio(found: Found, name: str, what: str, bar: float, *, of: str, to: Seque
 def _failures(name: str, what: str, failed: dict[str, str]) -> Record:
     what = f"{what}: {', '.join(failed)}"
     return Record(
-        id=name,
-        what=what,
-        value=float(len(failed)),
-        bar=0.0,
-        sense="at most",
-        unit="failures",
-        samples=failed,
-    )
+        id=name, what=what, value=float(len(failed)), bar=0.0, sense="at most", unit="failures", samples=failed,
+    )  # fmt: skip
 
 
 def _ranks(cell: Cell) -> str:
