@@ -81,13 +81,10 @@ def save_records(seconds: Seconds, *, what: str = "512 MiB, 2 ranks") -> list[Re
     if LIMIT in seconds:
         made.append(
             _ratio(
-                "checkpoint.1a.limit",
-                f"{what}, into new blocks: hpctrain / the disk alone",
-                seconds,
-                (OURS, LIMIT),
-                0.85,
+                "checkpoint.1a.limit", f"{what}, into new blocks: hpctrain / the disk alone", seconds,
+                (OURS, LIMIT), 0.85,
             )
-        )
+        )  # fmt: skip
     return made
 
 
@@ -362,15 +359,9 @@ def loads(bench: Bench) -> list[Record]:
     warm = measured(bench, "loads", title="loading, warm", cold=False, peers=(), **touched)
     with_peers = loads_with_peers(bench, peers=("dcp", "torch.save", "safetensors", "h5py mpio"))
     cold = measured(
-        bench,
-        "loads",
-        title="loading, cold",
-        cold=True,
-        peers=(),
-        repeats=bench.scale.cold_rounds,
-        warmup=0,
+        bench, "loads", title="loading, cold", cold=True, peers=(), repeats=bench.scale.cold_rounds, warmup=0,
         **touched,
-    )
+    )  # fmt: skip
     return [*load_records(warm, cold), with_peers]
 
 
@@ -416,15 +407,10 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 SUITE = Suite(
-    name="checkpoint",
-    about=__doc__,
+    name="checkpoint", about=__doc__,
     parts=tuple(
         Part(figures=(number,), title="the whole figure", measure=measure)
         for number, measure in (("1", saves), ("2", loads), ("3", background), ("4", replicas))
     ),
-    full=FULL,
-    quick=QUICK,
-    tables=tables,
-    options=_options,
-    packages=("safetensors", "h5py"),
-)
+    full=FULL, quick=QUICK, tables=tables, options=_options, packages=("safetensors", "h5py"),
+)  # fmt: skip

@@ -361,14 +361,10 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 SUITE = Suite(
-    name="data",
-    about=__doc__,
+    name="data", about=__doc__,
     parts=tuple(
         Part(figures=(number,), title="the whole figure", measure=measure)
         for number, measure in (("1", speeds), ("2", _waits), ("3", _costs))
     ),
-    full=FULL,
-    quick=QUICK,
-    tables=tables,
-    options=_options,
-)
+    full=FULL, quick=QUICK, tables=tables, options=_options,
+)  # fmt: skip

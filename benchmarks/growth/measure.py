@@ -149,16 +149,12 @@ class _Runs:
         notes = self._lines("first", "notes")
         messages = [row for rows in self._lines("first", "messages") for row in rows if int(row[0]) == FIRST]
         return Seen(
-            num_ranks=self._num_ranks,
-            whole=whole,
-            steady=steady,
+            num_ranks=self._num_ranks, whole=whole, steady=steady,
             start_s=max(float(row[1]) for rows in notes for row in rows if int(row[0]) == FIRST) - began,
-            received=max(int(row[2]) for row in messages),
-            calls=max(int(row[1]) for row in messages),
+            received=max(int(row[2]) for row in messages), calls=max(int(row[1]) for row in messages),
             resident=median(float(row[2]) for rows in notes for row in rows if int(row[0]) == STEADY),
-            bare=self.bare(),
-            hang=self.hang() if hangs else {},
-        )
+            bare=self.bare(), hang=self.hang() if hangs else {},
+        )  # fmt: skip
 
     def bare(self) -> float:
         """Returns the memory of ranks that only use MPI, in bytes; median of the ranks."""
@@ -166,13 +162,8 @@ class _Runs:
         folder.mkdir()
         argv = [*self._launch(), sys.executable, "-m", "benchmarks.growth.bare_ranks", str(folder)]
         subprocess.run(
-            argv,
-            cwd=REPOSITORY,
-            env=user_environment(),
-            check=True,
-            capture_output=True,
-            timeout=TIME_LIMIT_S,
-        )
+            argv, cwd=REPOSITORY, env=user_environment(), check=True, capture_output=True, timeout=TIME_LIMIT_S,
+        )  # fmt: skip
         return median(int(path.read_text()) for path in folder.iterdir())
 
     def _launch(self) -> list[str]:

@@ -61,14 +61,9 @@ def growth_records(backend: str, seen: Sequence[Seen]) -> list[Record]:
 
     def record(what_is: str, text: str, value: float, bar: float, unit: str, samples: Any) -> Record:
         return Record(
-            id=f"{name}.{what_is}",
-            what=f"{what}: {text}",
-            value=value,
-            bar=bar,
-            sense="at most",
-            unit=unit,
+            id=f"{name}.{what_is}", what=f"{what}: {text}", value=value, bar=bar, sense="at most", unit=unit,
             samples=samples,
-        )
+        )  # fmt: skip
 
     found = [
         record(
@@ -206,8 +201,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 SUITE = Suite(
-    name="growth",
-    about=__doc__,
+    name="growth", about=__doc__,
     parts=(
         Part(figures=("planning",), title="planning", measure=_planning),
         *(
@@ -215,7 +209,5 @@ SUITE = Suite(
             for one in ("mpi", "horovod")
         ),
     ),
-    full=SIZES,
-    quick=QUICK,
-    options=_options,
-)
+    full=SIZES, quick=QUICK, options=_options,
+)  # fmt: skip

@@ -185,13 +185,10 @@ def _judging(bench: Bench) -> list[Record]:
 
 
 SUITE = Suite(
-    name="overhead",
-    about=__doc__,
+    name="overhead", about=__doc__,
     parts=(
         Part(figures=("1", "2"), title="all", measure=_steps),
         Part(figures=("3",), title="all", measure=_judging),
     ),
-    full=STEPS,
-    quick={**STEPS, "rounds": 2, "windows": 5},
-    tables=tables,
-)
+    full=STEPS, quick={**STEPS, "rounds": 2, "windows": 5}, tables=tables,
+)  # fmt: skip

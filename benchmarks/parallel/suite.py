@@ -385,8 +385,7 @@ def _trained(document: Mapping[str, Any], where: Path, *, timeout_s: float) -> l
 
 
 SUITE = Suite(
-    name="parallel",
-    about=__doc__,
+    name="parallel", about=__doc__,
     parts=tuple(
         Part(figures=(figure,), title=title, measure=measure)
         for figure, title, measure in (
@@ -403,7 +402,5 @@ SUITE = Suite(
             ("7", "4 nodes of one rank", optimizers(4, 1)),
         )
     ),
-    full=FULL,
-    quick=QUICK,
-    tables=figures.tables,
-)
+    full=FULL, quick=QUICK, tables=figures.tables,
+)  # fmt: skip

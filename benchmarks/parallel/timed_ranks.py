@@ -340,11 +340,8 @@ def main(name: str, directory: str) -> None:
     workload = WORKLOADS[settings["workload"]]
     assert isinstance(workload, Language)
     turns = Turns(
-        directory=Path(directory),
-        warmup=settings["warmup"],
-        steps=settings["steps"],
-        idle_s=settings["idle_s"],
-    )
+        directory=Path(directory), warmup=settings["warmup"], steps=settings["steps"], idle_s=settings["idle_s"],
+    )  # fmt: skip
     method = {**METHODS, **OPTIMIZERS}[name]
     if method.interface:
         train = train_horovod_script

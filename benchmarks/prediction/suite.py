@@ -292,11 +292,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 SUITE = Suite(
-    name="prediction",
-    about=__doc__,
-    parts=(Part(figures=("1",), title="all launches", measure=_predict),),
-    full=FULL,
-    quick=replace(FULL, sizes=FULL.sizes[:4], repeats=3, models=FULL.models[:1], cell_s=1.0, few=True),
-    tables=tables,
-    options=_options,
-)
+    name="prediction", about=__doc__, parts=(Part(figures=("1",), title="all launches", measure=_predict),),
+    full=FULL, quick=replace(FULL, sizes=FULL.sizes[:4], repeats=3, models=FULL.models[:1], cell_s=1.0, few=True),
+    tables=tables, options=_options,
+)  # fmt: skip

@@ -172,14 +172,11 @@ def mpi_family(comm: Any) -> Family:
         view = buffer.numpy()
         return [
             Method(
-                name="mpi-fp32",
-                bits=32,
-                fill=_into(buffer),
-                reduce=lambda: comm.Allreduce(MPI.IN_PLACE, view, op=MPI.SUM),
-                result=lambda: buffer,
+                name="mpi-fp32", bits=32, fill=_into(buffer),
+                reduce=lambda: comm.Allreduce(MPI.IN_PLACE, view, op=MPI.SUM), result=lambda: buffer,
                 averages=False,
             )
-        ]
+        ]  # fmt: skip
 
     return Family(name="mpi", methods=methods)
 
@@ -263,12 +260,9 @@ def _gloo(*, numel: int, bits: int, num_ranks: int) -> Method:
         buffer.copy_(compressed)
 
     return Method(
-        name=f"gloo-fp{bits}",
-        bits=bits,
-        fill=_into(buffer),
-        reduce=fp32 if bits == 32 else fp16,
+        name=f"gloo-fp{bits}", bits=bits, fill=_into(buffer), reduce=fp32 if bits == 32 else fp16,
         result=lambda: buffer,
-    )
+    )  # fmt: skip
 
 
 class Parameters(torch.nn.Module):

@@ -347,14 +347,10 @@ def training_steps(session: Session, settings: Settings) -> dict[str, Any]:
 def sweep(session: Session, settings: Settings) -> dict[str, Any]:
     """Figure 4: times `auto` and the fixed choices, size by size."""
     asked = Sweep(
-        choices=available(session, settings["choices"]),
-        auto=(settings["auto"][0], settings["auto"][1]),
-        numels=settings["numels"],
-        num_rounds=settings["num_rounds"],
-        budget_s=settings["budget_s"],
-        seed=settings["seed"],
-        calibration=Path(settings["directory"], "calibration.json"),
-    )
+        choices=available(session, settings["choices"]), auto=(settings["auto"][0], settings["auto"][1]),
+        numels=settings["numels"], num_rounds=settings["num_rounds"], budget_s=settings["budget_s"],
+        seed=settings["seed"], calibration=Path(settings["directory"], "calibration.json"),
+    )  # fmt: skip
     return run_sweep(Ranks.of(session), session, asked)
 
 

@@ -437,24 +437,18 @@ def _bytes(bench: Bench) -> list[Record]:
     }
     found = place.run("counted_bytes", settings, timeout_s=bench.scale.timeout_s)
     return bytes_records(
-        found,
-        numel=bench.scale.bytes_numel,
-        elem_bytes=2,
-        num_nodes=place.num_nodes,
+        found, numel=bench.scale.bytes_numel, elem_bytes=2, num_nodes=place.num_nodes,
         ranks_per_node=RANKS_PER_NODE,
-    )
+    )  # fmt: skip
 
 
 def _times(rate: str, *, full: bool) -> Measure:
     def measure(bench: Bench) -> list[Record]:
         place, scale = _cluster(bench, rate), bench.scale
         bound = bytes_out_of_a_node(
-            OURS_16[0],
-            numel=scale.times_numel,
-            elem_bytes=2,
-            num_nodes=place.num_nodes,
+            OURS_16[0], numel=scale.times_numel, elem_bytes=2, num_nodes=place.num_nodes,
             ranks_per_node=RANKS_PER_NODE,
-        )
+        )  # fmt: skip
         settings: dict[str, Any] = {
             "numel": scale.times_numel, "choices": [OURS_16, OURS_8, *scale.others], "stream_bytes": int(bound),
             "num_rounds": scale.time_rounds, "seed": SEED,
@@ -528,8 +522,7 @@ def _variable(text: str) -> tuple[str, str]:
 
 
 SUITE = Suite(
-    name="reduction",
-    about=__doc__,
+    name="reduction", about=__doc__,
     parts=(
         Part(figures=("1",), title="bytes out of a node", measure=_bytes),
         Part(figures=("2",), title="16 MB at 200 Mbit/s", measure=_times("200mbit", full=True)),
@@ -539,8 +532,5 @@ SUITE = Suite(
         Part(figures=("4",), title="auto at 1 Gbit/s", measure=_sweep("1gbit")),
         Part(figures=("4",), title="auto at 200 Mbit/s", measure=_sweep("200mbit")),
     ),
-    full=FULL,
-    quick=QUICK,
-    tables=tables,
-    options=_options,
-)
+    full=FULL, quick=QUICK, tables=tables, options=_options,
+)  # fmt: skip

@@ -59,12 +59,9 @@ def measure(place: Workplace, *, num_ranks: int, forked: bool) -> Operations:
     command, folder = place.training("run.epochs=1")
     environ = user_environment()
     plan = plan_launch(
-        [resolve_command(command[0]), *command[1:]],
-        num_ranks=num_ranks,
-        environ=environ,
-        machine=survey_machine(),
+        [resolve_command(command[0]), *command[1:]], num_ranks=num_ranks, environ=environ, machine=survey_machine(),
         fork_server=ForkServer() if forked else None,
-    )
+    )  # fmt: skip
     trace = Path(f"{folder}.strace")
     argv = [*_STRACE, "-o", str(trace), *plan.argv]
     what = f"{num_ranks} ranks, {'with' if forked else 'without'} a fork server, under strace"

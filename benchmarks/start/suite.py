@@ -356,15 +356,12 @@ def _memory(bench: Bench, place: Workplace) -> list[Record]:
 
 
 SUITE = Suite(
-    name="start",
-    about=__doc__,
+    name="start", about=__doc__,
     parts=(
         _part(("1", "5"), "epochs", _epochs),
         _part(("2",), "2 ranks", _processor_seconds),
         _part(("3",), "path operations", _paths),
         _part(("4",), "memory", _memory),
     ),
-    full=FULL,
-    quick=QUICK,
-    tables=tables,
-)
+    full=FULL, quick=QUICK, tables=tables,
+)  # fmt: skip

@@ -96,14 +96,10 @@ def records_of(cell: Cell, found: Found) -> list[Record]:
         )  # fmt: skip
         made.append(
             _ratio(
-                found,
-                f"{stem}.scaling.limit",
-                f"{where}: the default / {ALONE}",
-                LIMIT_BAR,
-                of=DEFAULT,
+                found, f"{stem}.scaling.limit", f"{where}: the default / {ALONE}", LIMIT_BAR, of=DEFAULT,
                 to=[ALONE],
             )
-        )
+        )  # fmt: skip
         made.append(
             _ratio(found, f"{stem}.scaling.cores", f"{where}: {ALONE} / one rank with one thread", SCALING_BAR,
                    of=ALONE, to=[ONE_THREAD])
@@ -256,11 +252,6 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 SUITE = Suite(
-    name="step",
-    about=__doc__,
-    parts=tuple(map(_cell, CELLS.values())),
-    full=FULL,
-    quick=QUICK,
-    tables=tables,
+    name="step", about=__doc__, parts=tuple(map(_cell, CELLS.values())), full=FULL, quick=QUICK, tables=tables,
     options=_options,
-)
+)  # fmt: skip
