@@ -283,14 +283,9 @@ def saying(console: Console) -> Say:
 
 
 def finish(
-    console: Console,
-    run: Run,
-    *,
-    benchmark: str,
-    about: dict[str, Any],
-    output: Path | None,
+    console: Console, run: Run, *, benchmark: str, about: dict[str, Any], output: Path | None,
     refresh: Refresh | None,
-) -> int:
+) -> int:  # fmt: skip
     """Prints the records, writes them to `output`, and returns the exit code: 1 if a figure failed.
 
     about: machine, versions and commit, from `results_file.about_this_run`. refresh: updates the tables of the page in

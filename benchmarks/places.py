@@ -46,14 +46,9 @@ class Place:
         self.starts: list[Start] = starts if starts is not None else []
 
     def run(
-        self,
-        case: str,
-        settings: Mapping[str, Any],
-        *,
-        timeout_s: float,
-        variables: Mapping[str, str] | None = None,
-        scratch: Path | None = None,
-    ) -> Any:
+        self, case: str, settings: Mapping[str, Any], *, timeout_s: float,
+        variables: Mapping[str, str] | None = None, scratch: Path | None = None,
+    ) -> Any:  # fmt: skip
         """Starts ranks and returns what `case` returned on rank 0. Raises RanksFailed with the ranks' last lines.
 
         The case finds in its settings also `timeout_s`; `directory`, an empty folder in `scratch` for its files, which

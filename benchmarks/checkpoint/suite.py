@@ -185,15 +185,9 @@ def replica_record(seconds: Seconds) -> Record:
 
 
 def _ratio(
-    record_id: str,
-    what: str,
-    seconds: Seconds,
-    pair: tuple[str, str],
-    bar: float,
-    *,
-    sense: Literal["at most", "at least"] = "at least",
-    unit: str = "bytes/s / bytes/s",
-) -> Record:
+    record_id: str, what: str, seconds: Seconds, pair: tuple[str, str], bar: float, *,
+    sense: Literal["at most", "at least"] = "at least", unit: str = "bytes/s / bytes/s",
+) -> Record:  # fmt: skip
     """Returns the record of a ratio of seconds. pair: (a, b); the value is the median of b's seconds over a's."""
     samples: dict[str, Any] = {"seconds": {name: list(found) for name, found in seconds.items()}}
     return Record(
@@ -303,15 +297,9 @@ def _table_of_steps(rounds_by_method: Mapping[str, Sequence[Mapping[str, Any]]])
 
 
 def measured(
-    bench: Bench,
-    case: str,
-    *,
-    title: str,
-    num_ranks: int = 2,
-    repeats: int | None = None,
-    warmup: int = 1,
+    bench: Bench, case: str, *, title: str, num_ranks: int = 2, repeats: int | None = None, warmup: int = 1,
     **more: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Returns what a case found, of a state of `bench.scale.num_bytes` if `more` says nothing else."""
     scale = bench.scale
     settings = {"num_bytes": scale.num_bytes, "num_tensors": NUM_TENSORS, "seed": SEED, "warmup": warmup,

@@ -115,13 +115,8 @@ def traffic_record(
 
 
 def time_records(
-    seconds: Mapping[str, Sequence[float]],
-    methods: Mapping[str, Method],
-    *,
-    place: str,
-    where: str,
-    binds: bool,
-) -> list[Record]:
+    seconds: Mapping[str, Sequence[float]], methods: Mapping[str, Method], *, place: str, where: str, binds: bool,
+) -> list[Record]:  # fmt: skip
     """Returns the records at one place and link rate.
 
     seconds: of a step, by method, of each round. binds: whether the links limit the speed there. The best of a group is
@@ -160,13 +155,8 @@ def time_records(
 
 
 def horovod_records(
-    seconds: Mapping[str, Sequence[float]],
-    methods: Mapping[str, Method],
-    *,
-    place: str,
-    where: str,
-    binds: bool,
-) -> list[Record]:
+    seconds: Mapping[str, Sequence[float]], methods: Mapping[str, Method], *, place: str, where: str, binds: bool,
+) -> list[Record]:  # fmt: skip
     """Returns the record of each wire at one place and link rate; the arguments are those of `time_records`.
 
     The best of Horovod's starts, the one with the smallest median, counts.
@@ -256,11 +246,8 @@ def bubble_records(found: Sequence[Mapping[str, Any]], *, num_ranks: int) -> lis
 
 
 def checkpoint_records(
-    saved: Mapping[str, Sequence[float]],
-    loaded: Mapping[int, Mapping[str, Mapping[str, Any]]],
-    *,
-    num_ranks: int,
-) -> list[Record]:
+    saved: Mapping[str, Sequence[float]], loaded: Mapping[int, Mapping[str, Mapping[str, Any]]], *, num_ranks: int,
+) -> list[Record]:  # fmt: skip
     """saved: layout -> its next losses. loaded: number of ranks -> what `checkpoints.load` returned there. num_ranks:
     that have saved."""
     made = []
@@ -355,12 +342,9 @@ def _table_of_plan(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _table_of_times(
-    places: Mapping[str, Mapping[str, Sequence[float]]],
-    methods: Mapping[str, Method],
-    *,
-    peers: str = "",
+    places: Mapping[str, Mapping[str, Sequence[float]]], methods: Mapping[str, Method], *, peers: str = "",
     ours: str = "",
-) -> str:
+) -> str:  # fmt: skip
     """Returns milliseconds of a step by method, and a column for each place.
 
     places: place -> method -> seconds of each round. peers, ours: what is added to their names.

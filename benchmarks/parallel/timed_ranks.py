@@ -58,13 +58,9 @@ class Turns:
     idle_s: float
 
     def take(
-        self,
-        step: Callable[[int], Stepped],
-        *,
-        finish: Callable[[], object] = lambda: None,
-        rank: int,
+        self, step: Callable[[int], Stepped], *, finish: Callable[[], object] = lambda: None, rank: int,
         facts: dict[str, Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Makes the steps of each turn until the benchmark ends the method. Collective over the method's ranks.
 
         step: makes the step of a number. finish: waits for what a step has left to the next one; of a turn the first

@@ -228,14 +228,9 @@ def run_sweep(ranks: Ranks, session: Session, sweep: Sweep) -> dict[str, dict[st
 
 
 def _one_size(
-    ranks: Ranks,
-    session: Session,
-    sweep: Sweep,
-    *,
-    numel: int,
-    choices: Sequence[tuple[str, str]],
+    ranks: Ranks, session: Session, sweep: Sweep, *, numel: int, choices: Sequence[tuple[str, str]],
     order: random.Random,
-) -> tuple[dict[str, list[float]], str]:
+) -> tuple[dict[str, list[float]], str]:  # fmt: skip
     methods = [
         our_method(session, numel=numel, algorithm=name, wire=wire, calibration=sweep.calibration)
         for name, wire in (sweep.auto, *choices)

@@ -142,15 +142,8 @@ def best_of(found: Timed, names: Sequence[str]) -> str:
 
 
 def time_records(
-    found: Timed,
-    *,
-    rate: str,
-    ours_16: str,
-    ours_8: str,
-    bound_bytes: float,
-    stream_bytes: int,
-    full: bool,
-) -> list[Record]:
+    found: Timed, *, rate: str, ours_16: str, ours_8: str, bound_bytes: float, stream_bytes: int, full: bool,
+) -> list[Record]:  # fmt: skip
     """Returns the records of figure 2 at one link rate. full: all bars; otherwise only that no peer is faster.
 
     Each value is a ratio of medians; its samples are the times of both methods.

@@ -372,15 +372,9 @@ class Turns:
 
 
 def measure(
-    cell: Cell,
-    *,
-    place: OneNode,
-    directory: Path,
-    scale: Scale,
-    seed: int,
-    say: Say,
+    cell: Cell, *, place: OneNode, directory: Path, scale: Scale, seed: int, say: Say,
     variants: Sequence[Variant] | None = None,
-) -> list[Found]:
+) -> list[Found]:  # fmt: skip
     """Measures a cell and returns what was found at each of its link rates. variants: None for all of them.
 
     A stopped rank still occupies some 300 MB, so only the runs that take part in the rounds exist at the same time.
