@@ -80,10 +80,10 @@ def plans(num_ranks: int = NUM_RANKS) -> Mapping[str, Callable[[], Any]]:
     }
 
 
-def measure(plan: Callable[[], Any]) -> Planned:
+def measure(plan: Callable[[], Any], *, repeats: int = REPEATS) -> Planned:
     """Runs `plan` a few times; with tracing once more, which makes it slower, for the memory."""
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         began = time.perf_counter()
         plan()
         times.append(time.perf_counter() - began)
