@@ -18,12 +18,12 @@ from hpctrain.distributed import (
     end_process_group,
     is_sharded_tensor,
     pipeline_of,
-    put_in_pipeline,
     repeated_blocks,
     replicated_over_tensor_ranks,
 )
 from hpctrain.reduce import AUTO, ShardedUpdater
 from hpctrain.run import Session
+from hpctrain.run.compute.pipeline import put_in_stages
 from hpctrain.tasks.characters import Characters
 from hpctrain.tasks.digits import Digits
 from hpctrain.train import PipelineRunner
@@ -172,19 +172,12 @@ class Training:
 
     def _put_in_stages(self, plan: ParallelPlan) -> torch.optim.Optimizer:
         """Leaves this rank's stages in the model; returns their optimizer. Collective."""
-        assert isinstance(self._workload, Language)
-        model, layers = self.model, self._workload.task.pipeline_layers
-        optimizer = make_optimizer(list(model.parameters()))
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        session = self._session
-        if put_in_pipeline(
-            model, plan, layers=lambda: layers(model), world=session.world, topology=session.topology,
+        session, optimizer = self._session, make_optimizer(list(self.model.parameters()))
+        if put_in_stages(
+            self.model, optimizer, plan, task=self._task, world=session.world, topology=session.topology,
             device=session.device, timeout_s=session.world.limits.settings.timeout_s,
         ):  # fmt: skip
             session.on_close(end_process_group)
-        pipeline = pipeline_of(model)
-        assert pipeline is not None
-        pipeline.keep_own(optimizer, names=names)
         return optimizer
 
     def _counted(self, num_parameters: int, *, in_stages: bool) -> Counts:
