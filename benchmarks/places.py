@@ -51,8 +51,8 @@ class Place:
     ) -> Any:  # fmt: skip
         """Starts ranks and returns what `case` returned on rank 0. Raises RanksFailed with the ranks' last lines.
 
-        The case finds in its settings also `timeout_s`; `directory`, an empty folder in `scratch` for its files, which
-        is removed at the end; and `meeting`, a folder that all ranks see. variables: of this launch, in addition.
+        The case finds in its settings also `timeout_s`, and `directory`, an empty folder in `scratch` for its files,
+        which is removed at the end. variables: of this launch, in addition.
         """
         mine = {**self._variables, **(variables or {})}
         with (
@@ -60,7 +60,7 @@ class Place:
             tempfile.TemporaryDirectory(dir=scratch or name) as files,
         ):
             asked, result = Path(name) / "settings.json", Path(name) / "result.json"
-            given = {**settings, "timeout_s": timeout_s, "directory": files, "meeting": name}
+            given = {**settings, "timeout_s": timeout_s, "directory": files}
             asked.write_text(json.dumps(given))
             program = [sys.executable, "-m", "benchmarks.ranks", self._module, case, str(asked), str(result)]
             argv = [*self._launch(), "--", *program]

@@ -46,14 +46,6 @@ class PeerFailed(RuntimeError):
     """A peer did not save or load the state that it was given, so its time is not valid."""
 
 
-def start_gloo(comm: Collective, *, directory: Path) -> None:
-    """Starts torch's process group, over which DCP communicates. Collective."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/gloo", rank=comm.rank, world_size=comm.num_ranks
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Peer:
     """save: writes tensors to a path that does not exist. load: reads tensors of the given names, shapes and dtypes
@@ -130,7 +122,7 @@ def check_saved(path: Path, *, num_bytes: int) -> None:
 
 
 def peers(comm: Collective, *, names: Sequence[str]) -> list[Peer]:
-    """Returns the peers with these names, in that order. Call `start_gloo` first if DCP is one of them."""
+    """Returns the peers with these names, in that order. DCP needs the process group of torch."""
     made = {
         "torch.save": Peer(
             name="torch.save", save=_by_rank_0(comm, lambda tensors, path: torch.save(dict(tensors), path)),

@@ -26,10 +26,10 @@ from benchmarks.checkpoint.peers import (
     named,
     peers,
     same_bits,
-    start_gloo,
 )
 from benchmarks.memory import reset_peak, status_bytes
 from benchmarks.ranks import Case, Settings
+from benchmarks.reduction.methods import start_gloo
 from hpctrain.bench.checkpoint.measure import take_turns
 from hpctrain.bench.checkpoint.methods import (
     RAW_WRITE,
@@ -361,7 +361,9 @@ def _with_gloo(case: Case) -> Case:
         warnings.filterwarnings(
             "ignore", category=FutureWarning
         )  # from the peers, about their own future changes
-        start_gloo(session.world, directory=Path(settings["meeting"]))
+        from mpi4py import MPI
+
+        start_gloo(MPI.COMM_WORLD)
         found = case(session, settings)
         dist.destroy_process_group()
         return found
