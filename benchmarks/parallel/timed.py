@@ -33,7 +33,7 @@ class Method:
     layout: of hpctrain's, or None. interface: the module whose `DistributedOptimizer` a Horovod script uses; empty if
     it is no Horovod script. mpi: settings of Open MPI that its user makes, names in `OPEN_MPI`.
     wire: of the gradients. divides_samples: whether several ranks compute one sample together: tensor groups and
-    pipelines. They are held against each other only.
+    pipelines. They are compared with each other only.
     """
 
     name: str

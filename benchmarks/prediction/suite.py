@@ -287,7 +287,7 @@ def _few(bench: Bench, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--launches", type=Path, metavar="PATH", help="keep what was measured, or compare it anew"
+        "--launches", type=Path, metavar="PATH", help="file for what is measured; what it holds already is only compared again"
     )
 
 
