@@ -40,8 +40,8 @@ _Entered = TypeVar("_Entered")
 
 
 class NotHere(RuntimeError):
-    """A part, or something in it, was not measured. The figure has not failed: it has the records that were yielded, or
-    keeps its older ones where there are none."""
+    """A part, or some of it, could not be measured here, which is no failure of its figure: that keeps its older
+    records unless the part has yielded new ones."""
 
 
 @dataclass(kw_only=True)
@@ -141,8 +141,8 @@ class Bench:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A measurement. figures: that it makes, as `--only` names them. title: what is measured, in the results file.
-    measure: returns the records."""
+    """A measurement. figures: names of the figures of its records, as in `--only`. title: what is measured, in the
+    results file. measure: returns the records, or yields them as soon as it has them."""
 
     figures: tuple[str, ...]
     title: str
@@ -151,9 +151,13 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """name: of the suite, its package, results file and page. about: what it measures, in a sentence. full, quick:
-    sizes of the measurements. tables: of the page besides those of the figures, by marker, from the file's content.
-    options: adds those of its own to the command line. packages: whose versions the results file has besides others."""
+    """A benchmark with a command, a results file and a page.
+
+    name: of all three. about: what it measures, in a sentence. full, quick: sizes of the measurements, as its parts
+    expect them. tables: returns, from the content of the results file, the tables of the page besides those of the
+    figures, by marker. options: adds options to the command line. packages: Python packages whose versions the results
+    file has in addition.
+    """
 
     name: str
     about: str | None

@@ -287,8 +287,9 @@ def _few(bench: Bench, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--launches", type=Path, metavar="PATH", help="file for what is measured; what it holds already is only compared again"
-    )
+        "--launches", type=Path, metavar="PATH",
+        help="file for the measurements; if it exists, they are only compared again",
+    )  # fmt: skip
 
 
 SUITE = Suite(
