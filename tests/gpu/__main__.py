@@ -80,6 +80,7 @@ def run(options: argparse.Namespace, *, scratch: Path) -> Iterator[dict[str, Any
             return
         outcomes = scratch / f"{number}.jsonl"
         words = ["-m", "pytest", "tests/gpu", "--confcutdir=tests/gpu", "-p", "no:cacheprovider", "-q"]
+        words += ["-W", "default"]  # of a torch that the tests have not seen
         words += [
             f"--basetemp={scratch / str(number)}",
             f"--timeout={options.timeout_s}",
