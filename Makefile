@@ -45,7 +45,7 @@ test: setup ## lint and all tests, with real MPI ranks; what fails is run again,
 trials: setup ## the long trials of checkpoints: crashes, every file operation, hostile files; and the tests with the mark `thorough`; some 20 minutes
 	HPCTRAIN_TRIALS=300 $(BIN)python -m pytest --timeout=1600 tests/faults/checkpoint/test_mounts.py \
 	  tests/faults/checkpoint/test_crashes.py tests/unit/checkpoint/format/test_metadata_fuzz.py
-	$(BIN)python -m pytest -m thorough tests/unit tests/ranks tests/faults
+	$(BIN)python -m pytest -m thorough tests/unit tests/gpu tests/ranks tests/faults
 
 trials-slurm: setup ## the long trials on a Slurm cluster of this machine's own, as root: docs/benchmarks/slurm-trials.md; TRIALS=100 of each; about two hours
 	HPCTRAIN_CLUSTER=required HPCTRAIN_TRIALS=$(or $(TRIALS),100) $(BIN)python -m pytest -m "trials or thorough" -s tests/cluster
@@ -113,7 +113,7 @@ bench-start: setup ## starting 1 to 48 ranks, without and with a fork server: do
 	$(BIN)python -m benchmarks.start --output benchmarks/results/start.json
 
 check-gpu: setup ## what hpctrain does on a GPU, compared with the CPU: docs/gpu.md; without a GPU the parts that need none
-	$(BIN)python -m benchmarks.gpu
+	$(BIN)python -m tests.gpu
 
 pack-gpu-check: setup ## check-gpu for a machine with a GPU and no network: an archive; PYTHON_VERSION=3.12 is its Python
 	$(BIN)python scripts/pack_gpu_check.py $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION))

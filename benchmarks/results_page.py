@@ -4,8 +4,9 @@ hand."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.results_file import figure_of
@@ -76,14 +77,28 @@ def _numbers(what: str, numbers: Sequence[int]) -> str:
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
-    rows = ["| id | what | value | bar | holds |", "| --- | --- | --- | --- | --- |"]
-    for record in records:
-        holds = "yes" if record["holds"] else "**no**"
-        rows.append(
-            f"| `{record['id']}` | {record['what']} | {record['value']:.3g} | {record['sense']} {record['bar']:g} "
-            f"| {holds} |"
-        )
-    return "\n".join(rows)
+    """Returns the table of a figure's records."""
+    return markdown(
+        ("id", "what", "value", "bar", "holds"),
+        (
+            (
+                f"`{record['id']}`", record["what"], f"{record['value']:.3g}", f"{record['sense']} {record['bar']:g}",
+                "yes" if record["holds"] else "**no**",
+            )
+            for record in records
+        ),
+    )  # fmt: skip
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table of these columns."""
+    ruled: list[Sequence[str]] = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in cells) for cells in ruled)
+
+
+def spread(values: Sequence[float], form: str) -> list[str]:
+    """Returns the cells with median, least and greatest value. form: of a number, such as `,.1f`."""
+    return [f"{value:{form}}" for value in (median(values), min(values), max(values))]
 
 
 def about(content: Mapping[str, Any]) -> str:

@@ -101,13 +101,9 @@ class Start:
 
 
 def start_of(
-    argv: Sequence[str],
-    ended: Ended,
-    *,
-    variables: Mapping[str, str],
-    ranks: Sequence[Mapping[str, Any]],
+    argv: Sequence[str], ended: Ended, *, variables: Mapping[str, str], ranks: Sequence[Mapping[str, Any]],
     directory: Path,
-) -> Start:
+) -> Start:  # fmt: skip
     """Returns the record of a launch that has ended.
 
     variables: environment variables that the benchmark set. directory: of the measurement; the record says DIRECTORY.

@@ -3,9 +3,9 @@
 # `check-gpu`, next to openmpi/, wheels/ and tree/. Changes nothing outside its own folder.
 #
 #   gpu-check/check-gpu                  # the results: gpu-check/gpu.json
-#   PYTHON=/opt/env/bin/python gpu-check/check-gpu --only reductions,two-ranks
+#   PYTHON=/opt/env/bin/python gpu-check/check-gpu --only reductions,digits
 #
-# Options are those of `python -m benchmarks.gpu`.
+# Options are those of `python -m tests.gpu`.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -42,4 +42,4 @@ if [[ ! -e hpctrain/reduce/shared_memory/_add$suffix ]]; then
   "${CC:-cc}" -O3 -ffp-contract=off -fno-fast-math -shared -fPIC "-I$include" hpctrain/reduce/shared_memory/_add.c \
     -o "hpctrain/reduce/shared_memory/_add$suffix" 2>/dev/null || echo "check-gpu: no extension was compiled: sums within a node are computed by numpy"
 fi
-exec "$python" -m benchmarks.gpu --output "$here/gpu.json" "$@"
+exec "$python" -m tests.gpu --output "$here/gpu.json" "$@"

@@ -27,14 +27,14 @@ from packing import PIP, REPOSITORY, PackError, Target, copy_tree, output
 NAME = "gpu-check"
 LARGEST_BYTES = 60_000_000
 
-# Packages of requirements/ that the checks import, with their dependencies. torch and numpy are not packed: the machine
-# has those that fit its GPU.
+# Packages of requirements/ that the checks, which are tests, import, with their dependencies. torch and numpy are not
+# packed: the machine has those that fit its GPU.
 WHEELS = (
-    "annotated-doc", "annotated-types", "click", "h5py", "jinja2", "lazy-loader", "markdown-it-py", "markupsafe",
-    "mdurl", "mpi4py", "psutil", "pydantic", "pydantic-core", "pygments", "rich", "shellingham", "typer",
-    "typing-inspection", "typing-extensions", "xxhash",
+    "annotated-doc", "annotated-types", "click", "h5py", "iniconfig", "jinja2", "lazy-loader", "markdown-it-py",
+    "markupsafe", "mdurl", "mpi4py", "packaging", "pluggy", "psutil", "pydantic", "pydantic-core", "pygments", "pytest",
+    "pytest-timeout", "rich", "shellingham", "typer", "typing-inspection", "typing-extensions", "xxhash",
 )  # fmt: skip
-OLD_PYTHON_WHEELS = ("tomli",)  # before 3.11
+OLD_PYTHON_WHEELS = ("exceptiongroup", "tomli")  # before 3.11
 
 PROGRAMS = ("mpirun", "orted")
 # Libraries that belong to the C library, or that every Python with torch has.

@@ -16,14 +16,14 @@ mkdir -p "$reports"
 idle=()
 if command -v chrt >/dev/null && chrt -i 0 true 2>/dev/null; then idle=(chrt -i 0); fi
 
-# What runs at idle priority besides tests/unit and tests/contract: tests of files alone, and of ranks that only compare
+# What runs at idle priority besides tests/unit, tests/gpu and tests/contract: tests of files alone, and of ranks that only compare
 # numbers, so that it does not matter how fast they run.
 patient=(tests/faults/checkpoint/test_crashes.py tests/ranks/data tests/ranks/comm/test_large_buffers.py)
 for each in tests/ranks/reduce/test_*.py; do [[ $each == */test_autotune.py ]] || patient+=("$each"); done
 for each in engines load replicas reshape save; do patient+=("tests/ranks/checkpoint/test_$each.py"); done
 for each in check_gpu examples sync_batch_norm training; do patient+=("tests/ranks/train/test_$each.py"); done
 
-unit=("${patient[@]}" tests/unit tests/contract -m "not timing and not thorough")
+unit=("${patient[@]}" tests/unit tests/gpu tests/contract -m "not timing and not thorough")
 timing=(tests/unit tests/contract -m timing)
 ranks=(tests/ranks tests/faults tests/cluster "${patient[@]/#/--ignore=}" -m "not thorough")
 

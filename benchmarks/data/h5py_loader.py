@@ -68,11 +68,7 @@ def open_reader(method: str, kind: Kind, *, directory: str) -> Reader:
     dataset = Hdf5(kind, Path(directory))
     return FromLoader(
         DataLoader(
-            dataset,
-            batch_size=kind.batch,
-            shuffle=True,
-            num_workers=WORKERS,
-            persistent_workers=True,
+            dataset, batch_size=kind.batch, shuffle=True, num_workers=WORKERS, persistent_workers=True,
             multiprocessing_context="fork",
         )
-    )
+    )  # fmt: skip

@@ -1,10 +1,13 @@
-"""Readers to be timed: hpctrain's loader, raw reading of the same files, and the decompressor alone."""
+"""Readers to be timed: hpctrain's loader, raw reading of the same files, and the decompressor alone; and the shards
+that they read."""
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
+import tracemalloc
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +18,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.data.kinds import Kind
+from benchmarks.data.kinds import Kind, blocks, stream
 from benchmarks.data.serve import Reader
+from benchmarks.memory import reset_peak, status_bytes
 from hpctrain.bench.data.batch_wait import time_waits
-from hpctrain.data import Dataset, EpochOrder, Loader
+from hpctrain.data import Dataset, EpochOrder, Loader, pack_arrays, pack_tokens, read_manifest
 
 SMALL_CACHE_BYTES = 2 << 20
+GZIP_LEVEL = 4
+# Batches after which the consumer pauses, so that the prefetch fills all the memory it is allowed.
+PAUSES = (1, 40, 80)
+PAUSE_S = 0.5
 
 Batches = Iterator[tuple[int, "NDArray[Any] | None"]]
 
@@ -38,6 +46,33 @@ def open_reader(method: str, kind: Kind, *, directory: str) -> Reader:
     if method == "zlib":
         return Zlib(kind, Path(directory))
     return Raw(kind, Path(directory), method=method)
+
+
+def write_shards(kind: Kind, directory: Path) -> None:
+    """Writes shards as `hpctrain data pack` does with its default options."""
+    if kind.tokens:
+        pack_tokens(directory, [stream(kind)], window=kind.window, dtype=kind.dtype)
+        return
+    samples = np.empty((kind.num_samples, *kind.shape), dtype=kind.dtype)
+    for start, some in blocks(kind):
+        samples[start : start + len(some)] = some
+    pack_arrays(directory, {"x": samples, "label": np.arange(kind.num_samples)})
+
+
+def write_compressed(kind: Kind, directory: Path, *, chunk_samples: int) -> None:
+    """Writes the same dataset with gzip chunks of `chunk_samples` samples, as h5repack would."""
+    write_shards(kind, directory)
+    for shard in read_manifest(directory).shards:
+        path = directory / shard.file
+        with h5py.File(path, "r") as file:
+            found = {name: dataset[...] for name, dataset in file.items()}
+        path.unlink()
+        with h5py.File(path, "w") as file:
+            file.create_dataset(
+                "x", data=found["x"], chunks=(chunk_samples, *kind.shape), compression="gzip",
+                compression_opts=GZIP_LEVEL,
+            )  # fmt: skip
+            file.create_dataset("label", data=found["label"])
 
 
 class Ours:
@@ -192,8 +227,6 @@ def step_waits(*, directory: str, batch: int, step_s: float, num_steps: int) -> 
 
 def order_cost(*, num_samples: int, num_ranks: int, batch: int, repeats: int) -> dict[str, Any]:
     """Returns `seconds` (of each repetition) and `bytes` that computing one rank's part of a global batch takes."""
-    import tracemalloc
-
     order = EpochOrder(num_samples=num_samples, seed=1)
     positions = np.random.default_rng(0).integers(0, num_samples - batch * num_ranks, repeats).tolist()
     seconds = []
@@ -208,3 +241,29 @@ def order_cost(*, num_samples: int, num_ranks: int, batch: int, repeats: int) ->
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return {"seconds": seconds, "bytes": peak}
+
+
+def read_epoch(
+    *, directory: str, batch: int, prefetch_bytes: int, open_options: dict[str, Any]
+) -> dict[str, int]:
+    """Reads an epoch. Returns in bytes: `idle`, the memory before the dataset is opened; `peak`, the maximum since
+    then; `idle_anonymous` and `peak_anonymous`, the same without file pages, sampled after each batch.
+
+    `peak` is the kernel's VmHWM, reset at the beginning. It includes mapped pages of the page cache.
+    """
+    gc.collect()
+    reset_peak()
+    idle, idle_anonymous = status_bytes("VmHWM"), status_bytes("RssAnon") + status_bytes("RssShmem")
+    loader = Loader(
+        Dataset.open(directory, **open_options), global_batch=batch, prefetch_bytes=prefetch_bytes
+    )
+    anonymous = num_samples = 0
+    for number, one in enumerate(loader.epoch(0)):
+        if number in PAUSES:
+            time.sleep(PAUSE_S)
+        num_samples += one.num_samples
+        anonymous = max(anonymous, status_bytes("RssAnon") + status_bytes("RssShmem"))
+    return {
+        "idle": idle, "peak": status_bytes("VmHWM"), "idle_anonymous": idle_anonymous, "peak_anonymous": anonymous,
+        "samples": num_samples,
+    }  # fmt: skip

@@ -21,7 +21,9 @@ from typing import Any
 import psutil
 
 from benchmarks.growth.task import FIRST, STEADY
+from benchmarks.places import RanksFailed
 from benchmarks.starting import LAUNCH, REPOSITORY, user_environment
+from benchmarks.turns import Training
 from hpctrain.telemetry import read_records
 
 RANKS_PER_NODE = 4
@@ -93,7 +95,7 @@ class Filesystem:
         assert self._process.stdout is not None
         found = self._process.stdout.readline()
         if found != line:
-            raise RuntimeError(f"the counting filesystem did not start: {found!r}")
+            raise RanksFailed(f"the counting filesystem did not start: {found!r}")
 
 
 def build_counter(directory: Path) -> Path:
@@ -128,34 +130,31 @@ class _Runs:
         self._backend = backend
         self._directory = directory
         self._library = library
+        self._began = 0.0  # when the newest launcher was started, in seconds since 1970
 
     def measure(self, *, hangs: bool) -> Seen:
         before = self._filesystem.counts()
         with self._started("first") as first:
+            began = self._began
             self._wait_for(BEGIN, first)
             begun = self._filesystem.counts()
             self._wait_for(END, first)
             steady = self._filesystem.counts() - begun
             self._wait_for(STOP, first)
-            first.send_signal(signal.SIGINT)
-            _expect(first, STOPPED, self._log("first"))
+            os.kill(first.pid, signal.SIGINT)
+            self._expect(STOPPED, first)
         with self._started("second", f"run.steps={STOP + 40}") as second:
-            _expect(second, 0, self._log("second"))
+            self._expect(0, second)
         whole = self._filesystem.counts() - before
         notes = self._lines("first", "notes")
         messages = [row for rows in self._lines("first", "messages") for row in rows if int(row[0]) == FIRST]
         return Seen(
-            num_ranks=self._num_ranks,
-            whole=whole,
-            steady=steady,
-            start_s=max(float(row[1]) for rows in notes for row in rows if int(row[0]) == FIRST)
-            - first.began,
-            received=max(int(row[2]) for row in messages),
-            calls=max(int(row[1]) for row in messages),
+            num_ranks=self._num_ranks, whole=whole, steady=steady,
+            start_s=max(float(row[1]) for rows in notes for row in rows if int(row[0]) == FIRST) - began,
+            received=max(int(row[2]) for row in messages), calls=max(int(row[1]) for row in messages),
             resident=median(float(row[2]) for rows in notes for row in rows if int(row[0]) == STEADY),
-            bare=self.bare(),
-            hang=self.hang() if hangs else {},
-        )
+            bare=self.bare(), hang=self.hang() if hangs else {},
+        )  # fmt: skip
 
     def bare(self) -> float:
         """Returns the memory of ranks that only use MPI, in bytes; median of the ranks."""
@@ -163,13 +162,8 @@ class _Runs:
         folder.mkdir()
         argv = [*self._launch(), sys.executable, "-m", "benchmarks.growth.bare_ranks", str(folder)]
         subprocess.run(
-            argv,
-            cwd=REPOSITORY,
-            env=user_environment(),
-            check=True,
-            capture_output=True,
-            timeout=TIME_LIMIT_S,
-        )
+            argv, cwd=REPOSITORY, env=user_environment(), check=True, capture_output=True, timeout=TIME_LIMIT_S,
+        )  # fmt: skip
         return median(int(path.read_text()) for path in folder.iterdir())
 
     def _launch(self) -> list[str]:
@@ -180,9 +174,9 @@ class _Runs:
         """Stops one rank in the middle of a run. Returns the exit code, the seconds until it is named, until all ranks
         have gone and until the launcher has, how many lines the ranks printed, and those that name the stopped rank."""
         silent = self._num_ranks // 2
-        with self._started("hang", "run.steps=1000000") as process:
+        with self._started("hang", "run.steps=1000000") as training:
             first = _newest(self._records)
-            self._wait_for(first + 10, process)
+            self._wait_for(first + 10, training)
             pids = {entry["rank"]: entry["pid"] for entry in self._ranks()}
             pid = pids[silent]
             lines_before = len(self._log("hang").read_text().splitlines())
@@ -194,7 +188,7 @@ class _Runs:
                     began,
                 )
                 gone_s = _seconds_until(lambda: not any(map(_is_alive, pids.values())), began)
-                code = process.wait(TIME_LIMIT_S)
+                code = training.exit_code(within_s=TIME_LIMIT_S)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -226,7 +220,7 @@ class _Runs:
         ]
 
     @contextlib.contextmanager
-    def _started(self, name: str, *overrides: str) -> Iterator[_Launched]:
+    def _started(self, name: str, *overrides: str) -> Iterator[Training]:
         notes = self._directory / name
         notes.mkdir()
         shared = self._filesystem.place
@@ -234,47 +228,30 @@ class _Runs:
             f"run.directory={shared / 'run'}", f"data.train={shared / 'data' / 'train'}", f"limits.step_s={TIMEOUT_S}",
             f"run.backend={self._backend}", f"data.global_batch={SAMPLES_PER_RANK * self._num_ranks}", *overrides,
         ]  # fmt: skip
-        argv = [
-            *self._launch(), "hpctrain", "train", "benchmarks/growth/recipe.toml",
-            *(word for override in every for word in ("--set", override)),
-        ]  # fmt: skip
+        words = [word for override in every for word in ("--set", override)]
         environ = {
             **user_environment(), "HPCTRAIN_GROWTH": str(notes), "LD_PRELOAD": str(self._library),
             "PYTHONPATH": str(REPOSITORY),
         }  # fmt: skip
-        with self._log(name).open("wb") as log:
-            process = _Launched(argv, environ=environ, log=log)
+        training = Training(f"{name} run", mark=str(shared / "run"), log=self._log(name))
+        self._began = time.time()
+        training.launch(
+            [*self._launch(), "hpctrain", "train", "benchmarks/growth/recipe.toml", *words], environ=environ
+        )
         try:
-            yield process
+            yield training
         finally:
-            process.end()
+            training.end()
 
-    def _wait_for(self, step: int, process: _Launched) -> None:
-        until = time.monotonic() + TIME_LIMIT_S
-        while _newest(self._records) < step:
-            if process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"no step {step} in {self._records}: {_tail(self._directory)}")
-            time.sleep(0.05)
+    def _wait_for(self, step: int, training: Training) -> None:
+        training.wait_until(
+            lambda: _newest(self._records) >= step, within_s=TIME_LIMIT_S, what=lambda: f"no step {step}"
+        )
 
-
-class _Launched(subprocess.Popen[bytes]):
-    """A launcher in a process group of its own. began: when it was started, in seconds since 1970."""
-
-    def __init__(self, argv: list[str], *, environ: Mapping[str, str], log: Any) -> None:
-        self.began = time.time()
-        super().__init__(
-            argv, cwd=REPOSITORY, env=dict(environ), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            start_new_session=True,
-        )  # fmt: skip
-
-    def end(self) -> None:
-        """Ends the launcher and its ranks."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if self.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self.pid, number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.wait(20)
+    def _expect(self, code: int, training: Training) -> None:
+        found = training.exit_code(within_s=TIME_LIMIT_S)
+        if found != code:
+            raise RanksFailed(f"exit code {found} instead of {code}: {' | '.join(training.lines()[-12:])}")
 
 
 def _seconds_until(condition: Callable[[], bool], began: float) -> float:
@@ -298,17 +275,3 @@ def _newest(path: Path) -> int:
     if not path.exists():
         return 0
     return max((record["step"] for record in read_records(path) if record["kind"] == "step"), default=0)
-
-
-def _expect(process: _Launched, code: int, log: Path) -> None:
-    found = process.wait(TIME_LIMIT_S)
-    if found != code:
-        raise RuntimeError(f"exit code {found} instead of {code}: {_tail(log.parent)}")
-
-
-def _tail(directory: Path) -> str:
-    return "\n".join(
-        line
-        for log in sorted(directory.glob("*.log"))
-        for line in log.read_text(errors="replace").splitlines()[-12:]
-    )

@@ -49,23 +49,14 @@ def plans(num_ranks: int = NUM_RANKS) -> Mapping[str, Callable[[], Any]]:
         Header(name=f"{number:03}", dtype="float32", shape=(numel,), box=None)
         for number, numel in enumerate(PARAMETERS)
     ]
-    generators = Header(
-        name="generators/torch",
-        dtype="uint8",
-        shape=(num_ranks, 5056),
-        box=Box(offset=(rank, 0), shape=(1, 5056)),
-    )
+    row = Box(offset=(rank, 0), shape=(1, 5056))
+    generators = Header(name="generators/torch", dtype="uint8", shape=(num_ranks, 5056), box=row)
 
     def batch() -> Any:
-        span = Span(7 * global_batch, 8 * global_batch)
         return plan_batch(
-            order,
-            span=span,
-            global_batch=global_batch,
-            last_batch=LastBatch.PAD,
-            rank=rank,
-            num_ranks=num_ranks,
-        )
+            order, span=Span(7 * global_batch, 8 * global_batch), global_batch=global_batch,
+            last_batch=LastBatch.PAD, rank=rank, num_ranks=num_ranks,
+        )  # fmt: skip
 
     def reduction() -> Any:
         place = TwoLevelPlace.of(topology, rank=rank)
@@ -89,10 +80,10 @@ def plans(num_ranks: int = NUM_RANKS) -> Mapping[str, Callable[[], Any]]:
     }
 
 
-def measure(plan: Callable[[], Any]) -> Planned:
+def measure(plan: Callable[[], Any], *, repeats: int = REPEATS) -> Planned:
     """Runs `plan` a few times; with tracing once more, which makes it slower, for the memory."""
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         began = time.perf_counter()
         plan()
         times.append(time.perf_counter() - began)

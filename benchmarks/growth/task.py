@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.growth.resident import resident_bytes
+from benchmarks.memory import status_bytes
 from hpctrain.tasks.digits import Digits
 from hpctrain.train import Fields
 
@@ -36,5 +36,5 @@ class Noted(Digits):
 
         rank = MPI.COMM_WORLD.Get_rank()
         with (Path(os.environ["HPCTRAIN_GROWTH"]) / f"notes-{rank}").open("a") as file:
-            file.write(f"{self._calls} {time.time()} {resident_bytes()}\n")
+            file.write(f"{self._calls} {time.time()} {status_bytes('RssAnon')}\n")
         MPI.Pcontrol(_LEVELS[self._calls])

@@ -1,4 +1,4 @@
-"""Converts measurements to records and defines their bars. Pure functions."""
+"""Converts measurements to records and defines their bars; the tables of the page. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks.parallel.layouts import BITS, LAYOUTS, Counts, Layout
-from benchmarks.parallel.timed.methods import Method
+from benchmarks.parallel.timed import METHODS, OPTIMIZERS, Method
 from benchmarks.results_file import Record, over_rounds
+from benchmarks.results_page import markdown
 
 MOST_DIFFERENCE = 1e-10
 MOST_OFF_MEMORY = 0.05
+MOST_OFF_PLAN = 0.10
 MOST_OF_TRAFFIC = 1.03
 MOST_OFF_LOSS = 1e-12
 LEAST_FASTER = {True: 1.2, False: 1.0}  # by whether links bind
@@ -77,6 +79,25 @@ def memory_record(layout: Layout, found: Mapping[str, Any], *, num_ranks: int, s
     )  # fmt: skip
 
 
+def plan_record(
+    way: str, *, measured: Mapping[str, Sequence[int]], planned: Mapping[str, int], num_ranks: int
+) -> Record:
+    """measured: by model, the growth of each rank's memory; planned: of the rank that needs most."""
+    grown, expected = _growth(measured, planned)
+    return Record(
+        id=f"parallel.2.plan.{way}",
+        what=f"{way}, {num_ranks} ranks: the most memory of a rank in a run off what `hpctrain plan` says, "
+        f"{expected / 1e6:.0f} MB",
+        value=abs(expected / grown - 1), bar=MOST_OFF_PLAN, sense="at most", unit="",
+        samples={"measured": dict(measured), "planned": dict(planned)},
+    )  # fmt: skip
+
+
+def _growth(measured: Mapping[str, Sequence[int]], planned: Mapping[str, int]) -> tuple[int, int]:
+    """Returns the growth from the small to the large model, measured and planned."""
+    return max(measured["large"]) - max(measured["small"]), planned["large"] - planned["small"]
+
+
 def traffic_record(
     layout: Layout, wire: str, found: Mapping[str, Any], *, num_nodes: int, ranks_per_node: int, steps: int
 ) -> Record:
@@ -94,13 +115,8 @@ def traffic_record(
 
 
 def time_records(
-    seconds: Mapping[str, Sequence[float]],
-    methods: Mapping[str, Method],
-    *,
-    place: str,
-    where: str,
-    binds: bool,
-) -> list[Record]:
+    seconds: Mapping[str, Sequence[float]], methods: Mapping[str, Method], *, place: str, where: str, binds: bool,
+) -> list[Record]:  # fmt: skip
     """Returns the records at one place and link rate.
 
     seconds: of a step, by method, of each round. binds: whether the links limit the speed there. The best of a group is
@@ -139,13 +155,8 @@ def time_records(
 
 
 def horovod_records(
-    seconds: Mapping[str, Sequence[float]],
-    methods: Mapping[str, Method],
-    *,
-    place: str,
-    where: str,
-    binds: bool,
-) -> list[Record]:
+    seconds: Mapping[str, Sequence[float]], methods: Mapping[str, Method], *, place: str, where: str, binds: bool,
+) -> list[Record]:  # fmt: skip
     """Returns the record of each wire at one place and link rate; the arguments are those of `time_records`.
 
     The best of Horovod's starts, the one with the smallest median, counts.
@@ -235,11 +246,8 @@ def bubble_records(found: Sequence[Mapping[str, Any]], *, num_ranks: int) -> lis
 
 
 def checkpoint_records(
-    saved: Mapping[str, Sequence[float]],
-    loaded: Mapping[int, Mapping[str, Mapping[str, Any]]],
-    *,
-    num_ranks: int,
-) -> list[Record]:
+    saved: Mapping[str, Sequence[float]], loaded: Mapping[int, Mapping[str, Mapping[str, Any]]], *, num_ranks: int,
+) -> list[Record]:  # fmt: skip
     """saved: layout -> its next losses. loaded: number of ranks -> what `checkpoints.load` returned there. num_ranks:
     that have saved."""
     made = []
@@ -281,3 +289,71 @@ def _listed(by_ranks: Mapping[int, Any]) -> str:
 
 def _ranks(number: int) -> str:
     return f"{number} rank{'s' if number > 1 else ''}"
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def tables(content: Mapping[str, Any]) -> dict[str, str]:
+    records, found = content["records"], {}
+    of_plan = [record for record in records if record["id"].startswith("parallel.2.plan.")]
+    if memory := [r for r in records if r["id"].startswith("parallel.2.") and r not in of_plan]:
+        found["memory"] = _table_of_memory(memory)
+    if of_plan:
+        found["plan"] = _table_of_plan(of_plan)
+    if times := [r for r in records if r["id"].startswith("parallel.4.") and r["id"].endswith(".best")]:
+        found["times"] = _table_of_times(
+            {_place(r): r["samples"] for r in times}, METHODS, peers=", on Gloo", ours=", ours"
+        )
+    if of_horovod := [r for r in records if r["id"].startswith("parallel.7.")]:
+        places: dict[str, dict[str, Sequence[float]]] = {}
+        for record in of_horovod:
+            places.setdefault(_place(record), {}).update(record["samples"])
+        found["optimizers"] = _table_of_times(places, OPTIMIZERS)
+    return found
+
+
+def _place(record: Mapping[str, Any]) -> str:
+    """Returns `4x1.1gbit` for `parallel.4.4x1.1gbit.best`."""
+    return ".".join(record["id"].split(".")[2:-1])
+
+
+def _table_of_memory(records: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for record in records:
+        samples = record["samples"]
+        formula = samples["held_bytes"][0] / (1 + samples["off"][0])
+        held, peak = (
+            " to ".join(f"{size / 1e6:.0f}" for size in sorted({min(sizes), max(sizes)}))
+            for sizes in (samples["held_bytes"], samples["peak_bytes"])
+        )
+        rows.append([record["id"].removeprefix("parallel.2."), f"{formula / 1e6:.0f}", held, peak])
+    return markdown(("layout and ranks", "formula, MB", "held by a rank, MB", "peak in a step, MB"), rows)
+
+
+def _table_of_plan(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the growth from the small to the large model: planned, and of the rank that grew most."""
+    rows = []
+    for record in records:
+        grown, expected = _growth(**record["samples"])
+        way = record["id"].removeprefix("parallel.2.plan.")
+        rows.append([way, f"{expected / 1e6:.0f}", f"{grown / 1e6:.0f}", f"{expected / grown - 1:+.0%}"])
+    return markdown(("way", "planned, MB", "measured, MB", "off"), rows)
+
+
+def _table_of_times(
+    places: Mapping[str, Mapping[str, Sequence[float]]], methods: Mapping[str, Method], *, peers: str = "",
+    ours: str = "",
+) -> str:  # fmt: skip
+    """Returns milliseconds of a step by method, and a column for each place.
+
+    places: place -> method -> seconds of each round. peers, ours: what is added to their names.
+    """
+    rows = [f"| ms, median of the rounds | {' | '.join(places)} |", f"| --- |{' --- |' * len(places)}"]
+    for name, method in methods.items():
+        cells = [
+            f"{1e3 * median(seconds[name]):.0f}" if name in seconds else "" for seconds in places.values()
+        ]
+        if any(cells):
+            rows.append(f"| {method.what}{ours if method.is_ours else peers} | {' | '.join(cells)} |")
+    return "\n".join(rows)

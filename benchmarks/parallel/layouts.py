@@ -35,12 +35,12 @@ class Counts:
 class Layout:
     """How a model lies on the ranks.
 
-    options: of its `ParallelPlan`. held: bytes a parameter of a rank, with AdamW in float32, by the number of ranks
+    options: of its `ParallelPlan`. held: bytes per parameter of a rank, with AdamW in float32, by the number of ranks
     that share a copy of the parameters that the rank's tensor rank and stage have. buffer_bytes: what a rank holds
     besides, at most all gradients. sent: bytes that leave a node in a step, with one data-parallel rank on each, /
     bytes of the parameters in float32, by the number of nodes and the bits of a gradient on the wire; of a layout on
     `nodes`, with several; of a pipeline, by the number of nodes that have the same stage.
-    peer: name of the peer against which its time is held; empty if there is none. wires, timed_wires: wire formats of
+    peer: name of the peer with which its time is compared; empty if there is none. wires, timed_wires: wire formats of
     its gradients, for traffic and time. nodes: whether it needs several nodes; each holds a copy of the model.
     least_ranks: on fewer it is another layout. figures: those that measure it.
     """

@@ -1,12 +1,8 @@
-"""The program of each rank: `python -m benchmarks.prediction.ranks measure SETTINGS.json RESULT.json`."""
+"""What the ranks do for the predictions: all-reduces and training steps."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-import traceback
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -14,20 +10,22 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks.reduction.models import WORKLOADS, Workload
-from benchmarks.starting import this_rank
+from benchmarks.ranks import Case, Settings
+from benchmarks.reduction.steps import WORKLOADS
+from benchmarks.reduction.suite import PER_STEP
 from hpctrain.bench import AllReduceAsked, ReducersHere, all_reduce_document, all_reduce_on
 from hpctrain.bench.all_reduce.run import Link
 from hpctrain.comm import ReduceOp
-from hpctrain.run import Session, init
+from hpctrain.run import Session
 
+THREADS = 1
 WARMUP_STEPS = 2
 LEAST_STEPS = 3
 MOVED_BYTES, MOVES = 8 << 20, 20
 MOST_STEPS = 60
 
 
-def measure(session: Session, settings: dict[str, Any]) -> dict[str, Any]:
+def measure(session: Session, settings: Settings) -> dict[str, Any]:
     """Times all-reduces, if settings name `sizes`, and training steps of each workload with each algorithm."""
     found: dict[str, Any] = {"steps": {}, "reductions": None, "moving": None}
     if settings["sizes"] and session.world_size > 1:
@@ -47,7 +45,7 @@ def measure(session: Session, settings: dict[str, Any]) -> dict[str, Any]:
     for name in settings["workloads"]:
         for algorithm in settings["algorithms"]:
             found["steps"][f"{name} {algorithm}"] = _steps(
-                session, WORKLOADS[name], algorithm=algorithm, cell_s=settings["cell_s"]
+                session, name, algorithm=algorithm, cell_s=settings["cell_s"]
             )
     return found
 
@@ -84,10 +82,11 @@ def _busy_s() -> float:
     return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
 
 
-def _steps(session: Session, workload: Workload, *, algorithm: str, cell_s: float) -> dict[str, Any]:
+def _steps(session: Session, name: str, *, algorithm: str, cell_s: float) -> dict[str, Any]:
     """Times steps for `cell_s` seconds, at least LEAST_STEPS. step_s: of the slowest rank, by step. The other times
     are means over steps, of rank 0."""
     torch.manual_seed(1)
+    workload = WORKLOADS[name]
     model = workload.make()
     batches = workload.batches(torch.Generator().manual_seed(session.rank))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -129,28 +128,8 @@ def _steps(session: Session, workload: Workload, *, algorithm: str, cell_s: floa
         "update_s": median(one.update_s for one in full),
         "ready_s": [fmean(values) for values in zip(*(one.ready_s for one in full), strict=True)],
         "bytes": list(full[0].bucket_bytes),
-        "samples": workload.samples_per_step,
+        "samples": PER_STEP[name],
     }
 
 
-def main(case: str, settings_path: str, result_path: str) -> None:
-    assert case == "measure"
-    settings = json.loads(Path(settings_path).read_text())
-    session = init(backend="mpi", device="cpu", threads_per_rank=1, timeout_s=settings["timeout_s"])
-    from mpi4py import MPI
-
-    try:
-        started = MPI.COMM_WORLD.gather(this_rank(), root=0)
-        result = measure(session, settings)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        session.world.abort(1)
-    if session.rank == 0:
-        Path(result_path).write_text(json.dumps({"value": result, "ranks": started}))
-    session.world.barrier()
-    session.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+CASES: dict[str, Case] = {"measure": measure}

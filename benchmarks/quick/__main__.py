@@ -22,9 +22,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks.command import finish, leave_on_sigterm, open_console, saying
+from benchmarks.harness import Bench, finish, leave_on_sigterm, open_console, saying
 from benchmarks.headlines import QUICK, values_of
-from benchmarks.quick.parts import PARTS, Part, Places, kept
+from benchmarks.quick.parts import PARTS, Part, kept
 from benchmarks.results_file import Record, Run, about_this_run
 from benchmarks.starting import REPOSITORY
 from tests.cluster import why_not
@@ -58,12 +58,11 @@ def main(words: Sequence[str] | None = None) -> int:
     about["load"] = round(os.getloadavg()[0], 2)
     about["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     parts = [part for part in PARTS if part.name in asked]
-    with Places(say=saying(console)) as places:
-        outcome = measure(console, parts, places=places, scale=arguments.minutes / MINUTES)
-    about["versions"] |= places.versions
+    with Bench(say=saying(console), about=about) as bench:
+        outcome = measure(console, parts, bench=bench, scale=arguments.minutes / MINUTES)
     about["parts"] = outcome.parts
     about["history"] = history(arguments.output, about=about, records=outcome.records)
-    run = Run(records=outcome.records, failed=outcome.failed, started=places.started)
+    run = Run(records=outcome.records, failed=outcome.failed, started=bench.started)
     return finish(console, run, benchmark=QUICK, about=about, output=arguments.output, refresh=None)
 
 
@@ -84,20 +83,20 @@ def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def measure(console: Console, parts: Sequence[Part], *, places: Places, scale: float) -> Outcome:
+def measure(console: Console, parts: Sequence[Part], *, bench: Bench, scale: float) -> Outcome:
     """Runs the parts one after another. scale: factor of their budgets."""
     outcome = Outcome()
     began_s = time.monotonic()
     for number, part in enumerate(parts, 1):
         reason = why_not() if part.on_cluster else None
         if reason is not None:
-            places.say(f"{part.name} is not measured, no cluster: {reason}")
+            bench.say(f"{part.name} is not measured, no cluster: {reason}")
             outcome.parts[part.name] = {"seconds": 0.0, "outcome": f"not measured, no cluster: {reason}"}
             continue
         if not part.on_cluster:
-            places.cluster_down()
+            bench.cluster_down()
         budget_s, left_s = scale * part.budget_s, scale * sum(other.budget_s for other in parts[number - 1 :])
-        places.say(
+        bench.say(
             f"part {number} of {len(parts)}: {part.title}; at most {budget_s:.0f} s, all that is left {left_s:.0f} s"
         )
         part_began_s = time.monotonic()
@@ -105,11 +104,11 @@ def measure(console: Console, parts: Sequence[Part], *, places: Places, scale: f
         error = None
         try:
             with _shown(console, f"{part.name}, of at most {budget_s:.0f} s"), at_most(budget_s):
-                found.extend(part.measure(places))
+                found.extend(part.measure(bench))
         except OutOfTime:
             error = f"not done within {budget_s:g} s"
         except Exception as raised:  # the other parts are still measured
-            places.say(f"{part.name}: {raised!r}")
+            bench.say(f"{part.name}: {raised!r}")
             error = _first_line(raised)
         records, failed = kept(part, found, error=error)
         outcome.records += records
@@ -119,8 +118,8 @@ def measure(console: Console, parts: Sequence[Part], *, places: Places, scale: f
             "seconds": round(time.monotonic() - part_began_s, 1),
             "outcome": f"failed: {words}" if failed else "measured",
         }
-        places.say(f"{part.name}: {outcome.parts[part.name]['outcome']}")
-    places.say(f"all parts: {time.monotonic() - began_s:.0f} s")
+        bench.say(f"{part.name}: {outcome.parts[part.name]['outcome']}")
+    bench.say(f"all parts: {time.monotonic() - began_s:.0f} s")
     return outcome
 
 

@@ -2,72 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.checkpoint import runs as checkpoint
-from benchmarks.data import runs as data
-from benchmarks.data.peers_environment import peers_python
+from benchmarks.checkpoint import suite as checkpoint
+from benchmarks.data import suite as data
+from benchmarks.harness import Bench
 from benchmarks.headlines import HEADLINES
-from benchmarks.quick.scaling import sweep
-from benchmarks.reduction import runs as reduction
-from benchmarks.reduction.places import OnCluster, OneNode
+from benchmarks.places import RanksFailed
+from benchmarks.reduction import suite as reduction
 from benchmarks.results_file import Record, figure_of
-from benchmarks.starting import REPOSITORY
-from benchmarks.step import places as step_places
-from benchmarks.step.figures import records_of
-from benchmarks.step.measure import Scale as StepScale, measure as measure_step, working_directory
+from benchmarks.starting import run_to_end, without_places
+from benchmarks.step.runs import OneNode, Scale as StepScale, measure as measure_step, pack, working_directory
+from benchmarks.step.suite import records_of
 from benchmarks.step.variants import ALONE, CELLS, FLAT, PEER, YIELDING_PEER, companions, default_of
-from tests.cluster import Cluster, ClusterPlan
-from tests.cluster.cluster import CLUSTERS
 
 SEED = 20
+NODES = (1, 2, 4)
+RATE = "1gbit"
+RECIPE = "characters"
+SCALING_BAR = 0.9  # of what the cores allow; set by no issue
 REDUCTION = replace(reduction.FULL, time_rounds=3, others=(), timeout_s=180.0)
 STEP = StepScale(rounds=4, screening_share=0.2, screening_s=1.0, turn_s=2.0, start_s=40.0, restart_every=0)
 CHECKPOINT = replace(checkpoint.FULL, rounds=3, small_rounds=7)
 DATA = replace(data.FULL, warm_rounds=3, cold_rounds=0, kinds=("images",), compressed=("gzip-in-order",))
-
-
-@dataclass(kw_only=True)
-class Places:
-    """Where the parts run. say: prints a line. started, versions: what the parts have to add to the results file, as in
-    `results_file.Run` and `about_this_run`. A context manager, which takes the cluster down."""
-
-    say: Callable[[str], None]
-    started: dict[str, dict[str, Any]] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    _stack: ExitStack = field(default_factory=ExitStack, init=False)
-    _cluster: Cluster | None = field(default=None, init=False)
-
-    def working_directory(self) -> Path:
-        """Returns a new directory in build/, which is removed at the end."""
-        return self._stack.enter_context(working_directory())
-
-    def cluster(self) -> Cluster:
-        """Returns four nodes with links of 1 Gbit/s, which see build/; they are made at the first call."""
-        if self._cluster is None:
-            plan = ClusterPlan(
-                directory=CLUSTERS / f"bench-{os.getpid()}", num_nodes=4, rate="1gbit", cores_per_node=4
-            )
-            self._cluster = self._stack.enter_context(Cluster.up(plan))
-            self.say("the cluster is up")
-        return self._cluster
-
-    def cluster_down(self) -> None:
-        if self._cluster is not None:
-            self._cluster.down()
-            self._cluster = None
-
-    def __enter__(self) -> Places:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +39,7 @@ class Part:
     name: str
     title: str
     budget_s: float
-    measure: Callable[[Places], Iterable[Record]]
+    measure: Callable[[Bench], Iterable[Record]]
     on_cluster: bool = False
 
     @property
@@ -87,57 +48,58 @@ class Part:
         return [headline.id for headline in HEADLINES if headline.suite == self.name]
 
 
-def _reduction(places: Places) -> Iterator[Record]:
-    nodes = OnCluster(places.cluster())
-    for number in (1, 2):
-        for title, run in reduction.FIGURES[number]:
-            nodes.starts.clear()
-            yield from run(OneNode(), nodes, REDUCTION)
-            starts = [start.as_json() for start in nodes.starts]
-            places.started.setdefault(f"reduction.{number}", {})[title] = starts
-            places.say(title)
+def _reduction(bench: Bench) -> Iterator[Record]:
+    bench.scale = REDUCTION
+    for part in reduction.SUITE.parts:
+        if {*part.figures} <= {"1", "2"}:
+            yield from part.measure(bench)
+            bench.keep_starts(f"reduction.{part.figures[0]}", part.title)
+            bench.say(part.title)
 
 
-def _scaling(places: Places) -> list[Record]:
-    return sweep(places.working_directory(), cluster=places.cluster(), say=places.say)
+def _scaling(bench: Bench) -> list[Record]:
+    """Measures strong scaling by `hpctrain bench scaling`, in one allocation of four nodes, which share the cores."""
+    directory, cluster = bench.enter(working_directory()), bench.cluster()
+    pack(RECIPE, directory=directory)
+    cluster.set_rate(RATE)
+    document = directory / "scaling.json"
+    words = [
+        "hpctrain", "bench", "scaling", f"examples/{RECIPE}.toml", "--nodes", ",".join(map(str, NODES)),
+        "--ranks-per-node", "1", "--steps", "12", "--warmup-steps", "3", "--json", str(document),
+    ]  # fmt: skip
+    salloc = ["salloc", f"--nodes={max(NODES)}", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    argv = cluster.argv([*salloc, *words], cwd=directory)
+    done = run_to_end(argv, environ=cluster.environment(), timeout_s=300.0)
+    if done.returncode != 0:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
+        raise RanksFailed(f"exit code {done.returncode}: {without_places(tail, directory=directory)}")
+    bench.say(f"{NODES[0]} to {NODES[-1]} nodes")
+    return scaling_records(json.loads(document.read_text()), cores=os.cpu_count() or 1)
 
 
-def _step(places: Places) -> list[Record]:
+def _step(bench: Bench) -> list[Record]:
     """Measures the default, Horovod's own loop, and ranks that never communicate, without the search for the best
     backend and algorithm."""
     cell = CELLS["characters-2"]
     names = (FLAT, PEER, YIELDING_PEER, ALONE)
     variants = [default_of(cell), *(variant for variant in companions(cell) if variant.name in names)]
     (found,) = measure_step(
-        cell, place=step_places.OneNode(), directory=places.working_directory(), scale=STEP, seed=SEED,
-        say=places.say, variants=variants,
+        cell, place=OneNode(), directory=bench.enter(working_directory()), scale=STEP, seed=SEED,
+        say=bench.say, variants=variants,
     )  # fmt: skip
     return records_of(cell, found)
 
 
-def _checkpoint(places: Places) -> Iterator[Record]:
-    with tempfile.TemporaryDirectory(dir=_build(), prefix="bench-checkpoint-") as name:
-        scratch, say = Path(name), places.say
-        yield from checkpoint.main_saves(
-            scratch, CHECKPOINT, say, peers=checkpoint.FEW_PEERS, engines=("auto",)
-        )
-        yield checkpoint.loads_with_peers(scratch, CHECKPOINT, say, peers=("dcp",))
-        yield checkpoint.stalls(scratch, CHECKPOINT, say)
+def _checkpoint(bench: Bench) -> Iterator[Record]:
+    bench.scale = CHECKPOINT
+    yield from checkpoint.main_saves(bench, peers=checkpoint.FEW_PEERS, engines=("auto",))
+    yield checkpoint.loads_with_peers(bench, peers=("dcp",))
+    yield checkpoint.stalls(bench)
 
 
-def _data(places: Places) -> list[Record]:
-    python = peers_python(_build() / "peers")
-    places.say("the peers' environment is ready")
-    with tempfile.TemporaryDirectory(dir=_build(), prefix="bench-data-") as name:
-        records, versions = data.speeds(Path(name), DATA, python, places.say)
-    places.versions |= versions
-    return records
-
-
-def _build() -> Path:
-    directory = REPOSITORY / "build"
-    directory.mkdir(exist_ok=True)
-    return directory
+def _data(bench: Bench) -> list[Record]:
+    bench.scale = DATA
+    return data.speeds(bench)
 
 
 # Those on the cluster come first: its daemons take a little of the processors while it is up.
@@ -170,3 +132,33 @@ def kept(
             reasons = missing.setdefault(figure_of(name), [])
             reasons += [reason or f"{name}: no such figure"] if reason not in reasons else []
     return [by_id[name] for name in part.ids if name in by_id], missing
+
+
+def scaling_records(document: Mapping[str, Any], *, cores: int) -> list[Record]:
+    """Returns for each number of nodes but the first the speed-up / the one that the machine allows, on which the nodes
+    share `cores` cores. document: `hpctrain.bench.scaling/1`."""
+    records = []
+    for size in document["sizes"][1:]:
+        nodes, speedup = size["nodes"], size["speedup"]
+        allowed = min(size["ranks"], cores) / document["baseline_ranks"]
+        records.append(
+            Record(
+                id=f"scaling.nodes-{nodes}",
+                what=f"{RECIPE}, {nodes} nodes of one rank, {RATE}: speed-up {speedup['value']:.2f} (95% interval "
+                f"{speedup['low']:.2f} to {speedup['high']:.2f}) / {allowed:g}, what {cores} cores allow",
+                value=speedup["value"] / allowed, bar=SCALING_BAR, sense="at least", unit="samples/samples",
+                samples={
+                    "samples/s": {
+                        str(run["ranks"]): [
+                            other["samples_per_s"]
+                            for other in document["runs"]
+                            if other["ranks"] == run["ranks"]
+                        ]
+                        for run in document["runs"]
+                    },
+                    "speedup": speedup,
+                },
+                rounds=size["repeats"], range=(speedup["least"] / allowed, speedup["greatest"] / allowed),
+            )
+        )  # fmt: skip
+    return records

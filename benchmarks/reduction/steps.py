@@ -1,5 +1,5 @@
 """Times training steps with each method of reducing, alternating with steps without communication, in blocks in
-shuffled order."""
+shuffled order: of a small transformer and an MLP, with random batches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,75 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn import functional
 
-from benchmarks.reduction.models import Batch, Workload
+from benchmarks.reduction.suite import PER_STEP
 from hpctrain.run import Session
+from hpctrain.tasks.characters import Characters
+
+# ---------------------------------------------------------------------- the models
+
+NUM_SYMBOLS = 96
+CONTEXT = 64
+TEXT = Characters(window=CONTEXT, vocabulary=NUM_SYMBOLS, width=256, layers=4)  # 3.2 million parameters
+FEATURES = 1024
+HIDDEN = 2048
+NUM_BATCHES = 8
+
+
+def make_mlp() -> nn.Module:
+    """8.4 million parameters."""
+    return nn.Sequential(
+        nn.Linear(FEATURES, HIDDEN), nn.ReLU(),
+        nn.Linear(HIDDEN, HIDDEN), nn.ReLU(),
+        nn.Linear(HIDDEN, FEATURES),
+    )  # fmt: skip
+
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model, batches for one rank, and the function that computes the loss of a batch."""
+
+    make: Callable[[], nn.Module]
+    batches: Callable[[torch.Generator], list[Batch]]
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _texts(count: int) -> Callable[[torch.Generator], list[Batch]]:
+    def batches(generator: torch.Generator) -> list[Batch]:
+        texts = torch.randint(NUM_SYMBOLS, (NUM_BATCHES, count, CONTEXT + 1), generator=generator)
+        return [(text[:, :-1].contiguous(), text[:, 1:].contiguous()) for text in texts]
+
+    return batches
+
+
+def _vectors(count: int) -> Callable[[torch.Generator], list[Batch]]:
+    def batches(generator: torch.Generator) -> list[Batch]:
+        def drawn() -> torch.Tensor:
+            return torch.randn(count, FEATURES, generator=generator)
+
+        return [(drawn(), drawn()) for _ in range(NUM_BATCHES)]
+
+    return batches
+
+
+def _of_characters(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(found.flatten(0, 1), wanted.flatten())
+
+
+WORKLOADS = {
+    "transformer": Workload(
+        make=TEXT.build_model, batches=_texts(PER_STEP["transformer"]), loss=_of_characters
+    ),
+    "mlp": Workload(make=make_mlp, batches=_vectors(PER_STEP["mlp"]), loss=functional.mse_loss),
+}
+
+# ---------------------------------------------------------------------- the steps
 
 LEARNING_RATE = 0.01
 COUNTED = 2  # timed steps of each turn, after one that is not timed

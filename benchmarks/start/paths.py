@@ -18,7 +18,7 @@ from hpctrain.launch import ForkServer, plan_launch, resolve_command, survey_mac
 from hpctrain.launch.fork_server.plan import KEY_VARIABLE, OFF
 
 # Every system call that takes a path, and those that list a folder. -y shows the folder of a relative path.
-_STRACE = (
+_STRACE = [
     "strace",
     "-f",
     "-y",
@@ -28,7 +28,7 @@ _STRACE = (
     "signal=none",
     "-e",
     "trace=%file,getdents,getdents64",
-)
+]
 _PATH = re.compile(
     r'^(?P<pid>\d+) +\w+\((?:(?:AT_FDCWD|\d+)<(?P<folder>[^>]*)>, )?"(?P<path>(?:[^"\\]|\\.)*)"'
 )
@@ -55,16 +55,13 @@ def why_not() -> str | None:
 
 def measure(place: Workplace, *, num_ranks: int, forked: bool) -> Operations:
     """Counts the operations of a launch whose ranks train an epoch of digits: of ranks, clients, server and mpirun, but
-    not of `hpctrain launch`, of which there is one for all nodes. Raises RunFailed."""
+    not of `hpctrain launch`, of which there is one for all nodes. Raises RanksFailed."""
     command, folder = place.training("run.epochs=1")
     environ = user_environment()
     plan = plan_launch(
-        [resolve_command(command[0]), *command[1:]],
-        num_ranks=num_ranks,
-        environ=environ,
-        machine=survey_machine(),
+        [resolve_command(command[0]), *command[1:]], num_ranks=num_ranks, environ=environ, machine=survey_machine(),
         fork_server=ForkServer() if forked else None,
-    )
+    )  # fmt: skip
     trace = Path(f"{folder}.strace")
     argv = [*_STRACE, "-o", str(trace), *plan.argv]
     what = f"{num_ranks} ranks, {'with' if forked else 'without'} a fork server, under strace"

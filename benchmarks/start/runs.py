@@ -1,22 +1,29 @@
-"""Runs of one epoch of digits, and of ranks that only start: seconds, processor seconds, results."""
+"""Runs of one epoch of digits, and of ranks that only start, in the ways in which ranks are started: seconds, processor
+seconds, memory, results."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import random
 import re
+import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
 from typing import Any
 
-from benchmarks.start.kinds import NAMES, NOTHING, UP, WITHOUT, Launches, alone
+import psutil
+
+from benchmarks.places import RanksFailed
 from benchmarks.start.ranks import INIT, LEFT
+from benchmarks.start.task import FOLDER_VARIABLE, GO, STEPS_VARIABLE
 from benchmarks.starting import (
+    LAUNCH,
     REPOSITORY,
     Ended,
     Start,
@@ -24,7 +31,59 @@ from benchmarks.starting import (
     start_of,
     user_environment,
 )
+from benchmarks.turns import Training
+from hpctrain.launch.fork_server.plan import KEY_VARIABLE
 from hpctrain.telemetry import read_records
+
+# Each rank by itself; forked, from a server that starts with them; forked, from a server that is there already.
+WITHOUT, NOTHING, UP = "without", "nothing", "up"
+NAMES = {
+    WITHOUT: "without a fork server",
+    NOTHING: "with one, from nothing",
+    UP: "with one that is up already",
+}
+# How long a server waits for the launch that finds it up.
+_LINGERS_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launches:
+    """The command lines of one round. key: of its fork server."""
+
+    key: str = field(default_factory=lambda: f"bench-{secrets.token_hex(4)}")
+
+    def argv(self, kind: str, command: Sequence[str], *, num_ranks: int) -> list[str]:
+        """NOTHING leaves a server, which UP finds, and which ends with the ranks of UP."""
+        if kind == WITHOUT:
+            return alone(WITHOUT, command, num_ranks=num_ranks)
+        lingers_s = _LINGERS_S if kind == NOTHING else 0.0
+        shared = [sys.executable, "-m", "benchmarks.start.launch", self.key, str(lingers_s)]
+        return [*shared, "-n", str(num_ranks), "--", *command]
+
+    def server(self) -> int | None:
+        """Returns the process id of the fork server on this machine; None if there is none."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if is_server(process.cmdline()) and process.environ().get(KEY_VARIABLE, "").startswith(
+                    f"{self.key}-"
+                ):
+                    return process.pid
+        return None
+
+
+def is_server(command: Sequence[str]) -> bool:
+    """Whether a command line is a fork server's, and not one that contains it, as the launcher's does."""
+    starts_python = bool(command) and PurePath(command[0]).name.startswith("python")
+    return starts_python and any(word.endswith("/fork_server/__main__.py") for word in command)
+
+
+def alone(kind: str, command: Sequence[str], *, num_ranks: int) -> list[str]:
+    """The command line of a user. kind: WITHOUT or NOTHING; the server of this launch ends with its ranks."""
+    forked = "--fork-server" if kind == NOTHING else "--no-fork-server"
+    return [*LAUNCH, "-n", str(num_ranks), forked, "--", *command]
+
+
+# ---------------------------------------------------------------------- runs
 
 TIMEOUT_S = 900.0
 _LAST_LINES = 15
@@ -35,10 +94,6 @@ _LAST_LINE = re.compile(r"finished at step \d+, .* loss (\S+), accuracy (\S+); r
 # Fields of a run's records that are no results.
 _TIMES = ("time", "seconds")
 _RESULTS = ("step", "evaluation")
-
-
-class RunFailed(RuntimeError):
-    """A command ended with an error, or left processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +145,14 @@ class Workplace:
         return ["hpctrain", "train", str(REPOSITORY / "examples" / "digits.toml"), *words], folder
 
     def epoch(self, argv_of: Callable[[Sequence[str]], list[str]], *, num_ranks: int, what: str) -> Epoch:
-        """Trains one epoch. argv_of: of the command of the ranks. Raises RunFailed."""
+        """Trains one epoch. argv_of: of the command of the ranks. Raises RanksFailed."""
         command, folder = self.training("run.epochs=1")
         began_s = time.perf_counter()
         done = run_command(argv_of(command), what=what)
         seconds = time.perf_counter() - began_s
         found = _LAST_LINE.search(done.stdout)
         if found is None:
-            raise RunFailed(f"{what}: no last line with a loss\n{_tail(done)}")
+            raise RanksFailed(f"{what}: no last line with a loss\n{_tail(done)}")
         results = [results_of(folder / "metrics" / f"rank-{rank:05d}.jsonl") for rank in range(num_ranks)]
         return Epoch(seconds=seconds, last_line=(found[1], found[2]), results=results)
 
@@ -113,7 +168,7 @@ def results_of(path: Path) -> list[dict[str, Any]]:
 
 def epochs(place: Workplace, *, num_ranks: int, rounds: int, seed: int) -> Compared:
     """Figures 1 and 5. In each round a run without a fork server, and two with one, of which the first starts it; which
-    comes first is drawn. Raises RunFailed."""
+    comes first is drawn. Raises RanksFailed."""
     draw = random.Random(seed)
     found: list[tuple[int, str, Epoch]] = []
     for number in range(rounds):
@@ -144,13 +199,15 @@ def epochs(place: Workplace, *, num_ranks: int, rounds: int, seed: int) -> Compa
 
 
 def _expect_server(launches: Launches, *, present: bool, what: str) -> None:
-    """Raises RunFailed if a launch has left no server, or if one stays that nobody needs."""
+    """Raises RanksFailed if a launch has left no server, or if one stays that nobody needs."""
     if present:
         time.sleep(0.5)  # one that waits for nobody ends sooner
     until_s = time.monotonic() + _SERVER_ENDS_IN_S
     while (launches.server() is not None) != present:
         if present or time.monotonic() > until_s:
-            raise RunFailed(f"{what}: " + ("the server has ended" if present else "the server has not ended"))
+            raise RanksFailed(
+                f"{what}: " + ("the server has ended" if present else "the server has not ended")
+            )
         time.sleep(0.05)
 
 
@@ -158,7 +215,7 @@ def processor_seconds(
     place: Workplace, *, sizes: Sequence[int], rounds: int, seed: int
 ) -> dict[str, dict[str, dict[int, list[float]]]]:
     """Figure 2. Returns INIT or LEFT -> kind -> number of ranks -> processor seconds of each round, of all processes of
-    a launch whose ranks start MPI and leave. In turns. Raises RunFailed, also if a process has stayed."""
+    a launch whose ranks start MPI and leave. In turns. Raises RanksFailed, also if a process has stayed."""
     draw = random.Random(seed)
     every = list(itertools.product((INIT, LEFT), (WITHOUT, NOTHING), sizes))
     found: dict[str, dict[str, dict[int, list[float]]]] = {
@@ -173,13 +230,13 @@ def processor_seconds(
             run_command([sys.executable, "-m", "benchmarks.start.usage", str(result), *argv], what=what)
             used = json.loads(result.read_text())
             if used["code"] != 0 or used["left"]:
-                raise RunFailed(f"{what}: exit code {used['code']}, processes that stayed: {used['left']}")
+                raise RanksFailed(f"{what}: exit code {used['code']}, processes that stayed: {used['left']}")
             found[end][kind][num_ranks].append(used["cpu_s"])
     return found
 
 
 def starts(place: Workplace) -> list[Start]:
-    """Returns how two ranks are started without a fork server, and with one. Raises RunFailed."""
+    """Returns how two ranks are started without a fork server, and with one. Raises RanksFailed."""
     found = []
     for kind in (WITHOUT, NOTHING):
         folder = place.directory / f"ranks-{kind}"
@@ -197,18 +254,85 @@ def ranks_command(end: str) -> list[str]:
 
 
 def run_command(argv: Sequence[str], *, what: str, environ: Mapping[str, str] | None = None) -> Ended:
-    """Runs a command to its end. environ: by default that of a user. Raises RunFailed, also if a rank that was to be
+    """Runs a command to its end. environ: by default that of a user. Raises RanksFailed, also if a rank that was to be
     forked was not."""
     try:
         done = run_to_end(argv, environ=environ or user_environment(), timeout_s=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise RunFailed(f"{what}: still running after {TIMEOUT_S:g} s, ended") from None
+        raise RanksFailed(f"{what}: still running after {TIMEOUT_S:g} s, ended") from None
     if done.returncode != 0:
-        raise RunFailed(f"{what}: exit code {done.returncode}\n{_tail(done)}")
+        raise RanksFailed(f"{what}: exit code {done.returncode}\n{_tail(done)}")
     if STARTS_BY_ITSELF in done.stderr:
-        raise RunFailed(f"{what}: a rank was not forked\n{_tail(done)}")
+        raise RanksFailed(f"{what}: a rank was not forked\n{_tail(done)}")
     return done
 
 
 def _tail(done: Ended) -> str:
     return "\n".join((done.stdout + done.stderr).splitlines()[-_LAST_LINES:])
+
+
+# ---------------------------------------------------------------------- memory
+
+RANKS, CLIENTS, SERVER = "ranks", "clients", "server"
+_STEPS_PER_EPOCH = 22
+_CLIENT = "_fork_client."  # in a command line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of proportional set size by what the processes are. numbers: of processes."""
+
+    pss: Mapping[str, int]
+    numbers: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.pss.values())
+
+
+def memory(place: Workplace, *, kind: str, num_ranks: int, steps: int) -> Memory:
+    """Starts a training, and returns the memory when every rank has made `steps` steps. Raises RanksFailed."""
+    command, folder = place.training(
+        f"run.epochs={1 + steps // _STEPS_PER_EPOCH}", "task.target=benchmarks.start.task:Held"
+    )
+    notes = Path(f"{folder}.held")
+    notes.mkdir()
+    environ = {
+        **user_environment(), "PYTHONPATH": str(REPOSITORY), FOLDER_VARIABLE: str(notes), STEPS_VARIABLE: str(steps),
+    }  # fmt: skip
+    what = f"{num_ranks} ranks, {NAMES[kind]}, held after {steps} steps"
+    training = Training(what, mark=str(folder), log=Path(f"{folder}.log"))
+    training.launch(alone(kind, command, num_ranks=num_ranks), environ=environ)
+    try:
+        training.wait_until(
+            lambda: len(list(notes.iterdir())) >= num_ranks, within_s=TIMEOUT_S,
+            what=lambda: "not all ranks came so far",
+        )  # fmt: skip
+        time.sleep(0.2)  # the last one waits by now
+        found = _read_memory(training.pid, ranks={int(path.name) for path in notes.iterdir()})
+        (notes / GO).touch()
+        code, lines = training.exit_code(within_s=TIMEOUT_S), training.lines()
+    finally:
+        training.end()
+    if code != 0 or any(STARTS_BY_ITSELF in line for line in lines):
+        raise RanksFailed(f"{what}: exit code {code}\n{' | '.join(lines[-_LAST_LINES:])}")
+    return found
+
+
+def _read_memory(launcher: int, *, ranks: set[int]) -> Memory:
+    """Returns the memory of a launcher's descendants that are ranks, clients or servers."""
+    pss: dict[str, int] = {}
+    numbers: dict[str, int] = {}
+    for process in psutil.Process(launcher).children(recursive=True):
+        words = process.cmdline() or [""]
+        if process.pid in ranks:
+            role = RANKS
+        elif _CLIENT in words[0]:
+            role = CLIENTS
+        elif is_server(words):
+            role = SERVER
+        else:  # mpirun
+            continue
+        pss[role] = pss.get(role, 0) + process.memory_full_info().pss
+        numbers[role] = numbers.get(role, 0) + 1
+    return Memory(pss=pss, numbers=numbers)

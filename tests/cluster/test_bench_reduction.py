@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.reduction.bounds import bytes_out_of_a_node
-from benchmarks.reduction.figures import PEERS
-from benchmarks.reduction.places import OnCluster, OneNode
-from benchmarks.reduction.runs import FAMILIES, STEP_METHODS
+from benchmarks.places import OnCluster, OneNode
+from benchmarks.reduction.suite import FAMILIES, MODULE, PEERS, STEP_METHODS, bytes_out_of_a_node
 from tests.cluster import Cluster
 
 pytestmark = pytest.mark.launches
@@ -23,7 +21,7 @@ def test_every_peer_and_ours_sum_on_the_cluster_in_one_run(cluster: Cluster) -> 
         "numel": NUMEL, "choices": [("hierarchical", "fp16"), ("hierarchical", "int8")],
         "stream_bytes": 24_000, "num_rounds": 1, "seed": 1, "families": FAMILIES,
     }  # fmt: skip
-    place = OnCluster(cluster)
+    place = OnCluster(MODULE, cluster)
     found = place.run("buffers", settings, timeout_s=300)
     assert set(found) == {"hierarchical/fp16", "hierarchical/int8", "stream", *PEERS}
     assert {len(of["seconds"]) for name, of in found.items() if name != "stream"} == {1}
@@ -43,7 +41,7 @@ def test_bytes_are_counted_on_every_nodes_interface(cluster: Cluster) -> None:
     numel = 10 * NUMEL  # beside which what else is sent is little
     settings = {"numel": numel, "choices": choices, "pause_s": 0.1}
     before = cluster.bytes_sent()
-    found = OnCluster(cluster).run("counted_bytes", settings, timeout_s=300)
+    found = OnCluster(MODULE, cluster).run("counted_bytes", settings, timeout_s=300)
     sent = [now - then for now, then in zip(cluster.bytes_sent().values(), before.values(), strict=True)]
     for algorithm, wire in choices:
         bound = bytes_out_of_a_node(algorithm, numel=numel, elem_bytes=2, num_nodes=4, ranks_per_node=2)
@@ -57,7 +55,7 @@ def test_bytes_are_counted_on_every_nodes_interface(cluster: Cluster) -> None:
 
 def test_steps_of_every_method_end_in_the_same_parameters() -> None:
     settings = {"workloads": ["mlp"], "num_rounds": 1, "block": 2, "seed": 1, "methods": STEP_METHODS}
-    found = OneNode().run("training_steps", settings, timeout_s=300)["mlp"]
+    found = OneNode(MODULE).run("training_steps", settings, timeout_s=300)["mlp"]
     assert set(found) == set(STEP_METHODS)
     assert all(set(blocks) == {"steps", "without"} for blocks in found.values())
     counts = {tuple(map(len, rounds)) for blocks in found.values() for rounds in blocks.values()}

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.parallel.timed.peers import start_gloo, stepper
-from benchmarks.parallel.workloads import Language
+from benchmarks.parallel.timed_ranks import start_gloo, stepper
+from benchmarks.parallel.training import Language
 
 STEPS = 6
 SAMPLES = 4

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from benchmarks.reduction.models import Workload
-from benchmarks.reduction.steps import mpi_stepper, our_stepper
+from benchmarks.reduction.steps import Workload, mpi_stepper, our_stepper
 from hpctrain.comm import World
 from tests.sessions import session_over
 
@@ -19,7 +18,6 @@ WORKLOAD = Workload(
         (torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator))
     ],
     loss=functional.mse_loss,
-    samples_per_step=4,
 )
 
 

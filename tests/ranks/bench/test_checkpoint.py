@@ -12,7 +12,7 @@ from pathlib import Path
 import h5py
 import pytest
 
-from benchmarks.checkpoint.launch import measured
+from benchmarks.places import OneNode
 from tests.ranks_launcher import run_command, start_command
 
 pytestmark = pytest.mark.launches
@@ -74,13 +74,13 @@ def test_peers_load_what_they_saved_and_steps_go_on_beside_a_save(tmp_path: Path
         "cold": False,
         "touched_bytes": 1 << 20,
     }
-    found = measured(
-        "loads,steps", {**asked, "peers": names, "limits": limits}, num_ranks=2, scratch=tmp_path, timeout_s=300,
-    )  # fmt: skip
-    assert set(found["loads"]) == {"raw read", "load, verified", *names}
-    assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found["loads"].values())
-    assert set(found["steps"]) == set(limits)
-    for rounds in found["steps"].values():
+    place = OneNode("benchmarks.checkpoint.ranks")
+    loads = place.run("loads", {**asked, "peers": names}, timeout_s=300, scratch=tmp_path)
+    assert set(loads) == {"raw read", "load, verified", *names}
+    assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in loads.values())
+    steps = place.run("steps", {**asked, "limits": limits}, timeout_s=300, scratch=tmp_path)
+    assert set(steps) == set(limits)
+    for rounds in steps.values():
         (one,) = rounds
         assert len(one["quiet"]) == 12
         assert len(one["beside"]) >= 1

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.parallel.layouts import SAME_BITS, of_figure
-from benchmarks.parallel.planned.runs import WAYS
-from benchmarks.parallel.timed.methods import methods_at
+from benchmarks.parallel.suite import WAYS
+from benchmarks.parallel.timed import methods_at
 from tests.ranks_launcher import run_command
 
 pytestmark = pytest.mark.launches

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reduction.places import OneNode, RanksFailed
+from benchmarks.places import OneNode, RanksFailed
 from benchmarks.starting import REPOSITORY, without_places
 from hpctrain.launch import plan_launch, survey_machine
 from tests.ranks.bench import reduction_cases
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.launches
 def test_all_sides_get_what_hpctrain_launch_gives_and_nothing_else() -> None:
     """All methods run in the same processes, so what a rank finds is what every one of them has."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith(OUTER_LAUNCHER)}
-    command = [sys.executable, "-m", "benchmarks.reduction.ranks", "nothing"]
+    command = [sys.executable, "-m", "benchmarks.ranks", "benchmarks.reduction.ranks", "nothing"]
     command += ["DIRECTORY/settings.json", "DIRECTORY/result.json"]
     plan = plan_launch(command, num_ranks=2, environ=mine, machine=survey_machine())
-    place = OneNode()
+    place = OneNode("benchmarks.reduction.ranks")
     place.run("nothing", {}, timeout_s=300)
     (start,) = place.starts
     assert start.launched == without_places(plan.shell_line(), directory=Path("/nowhere"))
@@ -50,7 +50,7 @@ def test_all_sides_get_what_hpctrain_launch_gives_and_nothing_else() -> None:
 
 def test_a_launch_that_fails_says_why() -> None:
     with pytest.raises(RanksFailed, match="KeyError: 'no such case'"):
-        OneNode().run("no such case", {}, timeout_s=300)
+        OneNode("benchmarks.reduction.ranks").run("no such case", {}, timeout_s=300)
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.thorough), 3])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.start import paths
-from benchmarks.start.memory import CLIENTS, RANKS, SERVER
+from benchmarks.start.runs import CLIENTS, RANKS, SERVER
 from tests.ranks_launcher import run_command
 
 pytestmark = pytest.mark.launches

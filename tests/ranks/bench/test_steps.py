@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.step.measure import Scale, Turns, measure, pack, working_directory
-from benchmarks.step.places import OneNode
+from benchmarks.step.runs import OneNode, Scale, Turns, measure, pack, working_directory
 from benchmarks.step.variants import CELLS, DEFAULT, PEER, companions, default_of
 
 pytestmark = pytest.mark.launches

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import results_file
-from benchmarks.checkpoint import figures, page
+from benchmarks.checkpoint import suite as figures
 from benchmarks.results_file import figure_of
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -102,10 +102,10 @@ def test_the_file_and_the_page_have_a_place_for_every_record(tmp_path: Path) -> 
     assert len(json.loads(path.read_text())["records"]) == len(all_records())
     original = (REPOSITORY / "docs" / "benchmarks" / "checkpoint.md").read_text()
     page_path.write_text(original)
-    names: dict[str, Any] = page.tables(content["records"])
-    assert set(names) == {name for name, _ in page.TABLES.values()} | {"stalls", "memory", "steps"}
+    names: dict[str, Any] = figures.tables(content)
+    assert set(names) == {name for name, _ in figures.TABLES.values()} | {"stalls", "memory", "steps"}
     for _ in range(2):
-        page.refresh(page_path, content)
+        figures.SUITE.refresh(page_path, content)
         text = page_path.read_text()
         for name in (*names, "about", "checkpoint.1", "checkpoint.2", "checkpoint.3", "checkpoint.4"):
             begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"

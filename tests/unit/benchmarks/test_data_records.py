@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import results_file
-from benchmarks.data import figures, make_data, page
+from benchmarks.data import ours as make_data, suite as figures
 from benchmarks.data.child import Child, ReaderFailed
 from benchmarks.data.kinds import blocks, kinds, numbers_of, stream
 from benchmarks.results_file import figure_of
@@ -111,9 +111,9 @@ def test_the_page_has_a_place_for_every_table(tmp_path: Path) -> None:
         "commit": "abc", "records": [record.as_json() for record in all_records()],
     }  # fmt: skip
     for _ in range(2):
-        page.refresh(path, content)
+        figures.SUITE.refresh(path, content)
         text = path.read_text()
-        for name in (*page.SPEEDS.values(), "about", "data.1", "data.2", "data.3"):
+        for name in (*figures.SPEEDS.values(), "about", "data.1", "data.2", "data.3"):
             begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
             assert text.count(begin) == text.count(end) == 1
             assert text[text.index(begin) + len(begin) : text.index(end)].strip()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.growth.counting_filesystem import FOLDERS, REFRESH, Refreshes, area_of
-from benchmarks.growth.figures import exponent, growth_records, slope
 from benchmarks.growth.measure import Seen
+from benchmarks.growth.planning import measure, plans
+from benchmarks.growth.suite import MOST_PLANNING_MB, exponent, growth_records, slope
 from benchmarks.results_file import figure_of
 
 
@@ -36,6 +37,12 @@ def test_records_hold_where_nothing_grows_and_not_where_it_does() -> None:
     grows = {r.id: r for r in growth_records("mpi", [seen(n, per_node=n) for n in (8, 16, 32)])}
     assert grows["growth.mpi.metadata"].value == pytest.approx(1)
     assert not grows["growth.mpi.metadata"].holds
+
+
+@pytest.mark.parametrize("name", plans(8))
+def test_planning_for_65536_ranks_takes_a_rank_few_megabytes(name: str) -> None:
+    """As figure `planning` has it; how long it takes depends on the machine."""
+    assert measure(plans()[name], repeats=1).num_bytes < 1e6 * MOST_PLANNING_MB
 
 
 def test_steady_operations_count_but_those_of_checkpoints_metrics_and_reads_do_not() -> None:

@@ -9,15 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parallel import figures, page
-from benchmarks.parallel.timed.methods import METHODS, OPTIMIZERS, OPTIMIZERS_IN_TURNS, Method
-from benchmarks.parallel.timed.programs import Command, Program, on_node, ranks_in
+from benchmarks.parallel import figures
+from benchmarks.parallel.timed import (
+    METHODS,
+    OPTIMIZERS,
+    OPTIMIZERS_IN_TURNS,
+    Command,
+    Method,
+    Program,
+    on_node,
+)
 
 # A rank that trains nothing.
 RANK = """
 import sys
 from pathlib import Path
-from benchmarks.parallel.timed.waiting import Stepped, Turns
+from benchmarks.parallel.timed_ranks import Stepped, Turns
 turns = Turns(directory=Path(sys.argv[1]), warmup=1, steps=1, idle_s=120)
 turns.take(lambda number: Stepped(loss=2.0), rank=0, facts={"cores": [0]})
 """
@@ -65,13 +72,13 @@ def test_ranks_of_a_horovod_script_are_stopped_between_their_turns(
     try:
         loss, _ = program.start(Command(argv=argv, typed=argv, environ=environ, variables={}))
         assert loss == 2.0
-        (rank,) = ranks_in(program.directory)
+        (rank,) = program.training.processes(ranks_only=True)
         assert is_stopped(rank) == stopped
         assert program.turn().step_s >= 0
         assert is_stopped(rank) == stopped
     finally:
         program.end()
-    assert ranks_in(program.directory) == []
+    assert program.training.processes() == []
 
 
 def is_stopped(process: int) -> bool:
@@ -99,7 +106,7 @@ def test_horovods_best_start_counts_and_each_wire_has_a_record() -> None:
     assert plain.samples.keys() == {"hvd", "horovod", "horovod-ring"}
     assert (half.id, half.holds) == ("parallel.7.4x1.1gbit.fp16", False)
     assert all(one.holds for one in figures.horovod_records(seconds, OPTIMIZERS, binds=False, **at))
-    lines = page.tables([plain.as_json(), half.as_json()])["optimizers"].splitlines()
+    lines = figures.tables({"records": [plain.as_json(), half.as_json()]})["optimizers"].splitlines()
     assert lines[0] == "| ms, median of the rounds | 4x1.1gbit |"
     assert lines[2:] == [
         "| hpctrain.hvd | 100 |",

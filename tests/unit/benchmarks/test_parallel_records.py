@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from benchmarks.parallel import figures, page
-from benchmarks.parallel.__main__ import measure
+from benchmarks import harness
+from benchmarks.harness import Bench, Part, measure
+from benchmarks.parallel import figures
 from benchmarks.parallel.layouts import LAYOUTS, Counts, Layout, arrangements, of_figure
-from benchmarks.parallel.planned.runs import record_of
-from benchmarks.parallel.runs import FIGURES, Places
-from benchmarks.parallel.scale import QUICK, Scale
-from benchmarks.parallel.timed.methods import METHODS, PEERS, in_turns, methods_at
-from benchmarks.parallel.timed.rounds import missing_memory, wrong_losses
-from benchmarks.reduction.places import RanksFailed
+from benchmarks.parallel.suite import SUITE
+from benchmarks.parallel.timed import METHODS, PEERS, in_turns, methods_at, missing_memory, wrong_losses
+from benchmarks.places import RanksFailed
 from benchmarks.results_file import Record
-from benchmarks.starting import REPOSITORY
+from tests.cluster import Cluster, ClusterError
+from tests.unit.benchmarks.records import record
 
 NONE, PARAMETERS, NODE = (LAYOUTS[name] for name in ("none", "parameters", "parameters-node"))
 P = 1_000_000
@@ -152,15 +149,22 @@ def test_memory_is_held_against_the_formula_in_both_directions() -> None:
     record = figures.memory_record(PARAMETERS, found, num_ranks=4, sharing=4)
     assert (record.id, record.value) == ("parallel.2.parameters.4", pytest.approx(0.1))
     assert not record.holds
-    assert page.tables([record.as_json()])["memory"].splitlines()[2] == "| parameters.4 | 4 | 4 to 4 | 5 |"
+    assert (
+        figures.tables({"records": [record.as_json()]})["memory"].splitlines()[2]
+        == "| parameters.4 | 4 | 4 to 4 | 5 |"
+    )
 
 
 def test_a_plan_is_held_against_the_rank_that_grew_most_without_what_a_small_model_needs() -> None:
     measured = {"small": [10_000_000, 20_000_000], "large": [110_000_000, 120_000_000]}
-    record = record_of("none", measured=measured, planned={"small": 1_000_000, "large": 96_000_000})
+    record = figures.plan_record(
+        "none", measured=measured, planned={"small": 1_000_000, "large": 96_000_000}, num_ranks=2
+    )
     assert (record.id, record.value) == ("parallel.2.plan.none", pytest.approx(0.05))
     assert record.holds
-    assert page.tables([record.as_json()])["plan"].splitlines()[2] == "| none | 95 | 100 | -5% |"
+    assert (
+        figures.tables({"records": [record.as_json()]})["plan"].splitlines()[2] == "| none | 95 | 100 | -5% |"
+    )
 
 
 def test_traffic_is_of_the_node_that_sent_most() -> None:
@@ -242,7 +246,9 @@ def test_times_are_held_against_the_best_peer_with_as_many_bits_and_like_against
     assert "FSDP2 on Gloo / ours, parameters sharded (ZeRO-3): 280 / 200 ms" in records["parameters"].what
     assert (records["tensor-2"].value, records["tensor-2"].bar) == (pytest.approx(1.1), 1.0)
     assert (records["pipeline-2"].value, records["pipeline-2"].bar) == (pytest.approx(1.0), 1.0)
-    lines = page.tables([record.as_json() for record in records.values()])["times"].splitlines()
+    lines = figures.tables({"records": [record.as_json() for record in records.values()]})[
+        "times"
+    ].splitlines()
     assert lines[0] == "| ms, median of the rounds | 4x1.1gbit |"
     assert "| whole copies, ours | 110 |" in lines
     assert "| tensor groups of 2, ours | 300 |" in lines
@@ -282,28 +288,28 @@ def test_ranks_are_not_started_without_memory_for_them() -> None:
 
 
 def test_a_part_that_fails_is_named_and_the_others_are_measured_and_kept() -> None:
-    def fails(places: Places, scale: Scale) -> list[Record]:
+    def fails(bench: Bench) -> list[Record]:
         raise RanksFailed("out of memory")
 
-    def is_wrong(places: Places, scale: Scale) -> list[Record]:
+    def is_wrong(bench: Bench) -> list[Record]:
         raise KeyError("held")
 
-    def loses_one(places: Places, scale: Scale) -> list[Record]:
-        with places.attempt("memory of whole copies"):
+    def loses_one(bench: Bench) -> list[Record]:
+        with bench.attempt("memory of whole copies"):
             raise RanksFailed("killed")
-        return [record_of("none", measured=measured, planned={"small": 0, "large": 100})]
+        return [record("parallel.2.plan.none")]
 
-    measured = {"small": [0], "large": [100]}
     said: list[str] = []
     kept: list[list[str]] = []
-    run = measure(
-        ["1", "2"],
-        places=Places(cluster=None, say=said.append),
-        scale=QUICK,
-        say=said.append,
-        after_part=lambda run: kept.append([record.id for record in run.records]),
-        parts={"1": [("equality", fails), ("more", is_wrong)], "2": [("memory", loses_one)]},
-    )
+    parts = (("1", "equality", fails), ("1", "more", is_wrong), ("2", "memory", loses_one))
+    with Bench(say=said.append) as bench:
+        run, complete = measure(
+            "parallel",
+            [Part(figures=(figure,), title=title, measure=part) for figure, title, part in parts],
+            bench=bench,
+            after_part=lambda run: kept.append([record.id for record in run.records]),
+        )
+    assert complete
     assert run.failed == {
         "parallel.1": ["equality", "more"],
         "parallel.2": ["memory: memory of whole copies"],
@@ -313,24 +319,16 @@ def test_a_part_that_fails_is_named_and_the_others_are_measured_and_kept() -> No
     assert any("KeyError: 'held'" in line for line in said)
 
 
-def test_figures_of_nodes_are_named_if_the_cluster_cannot_be_brought_up() -> None:
-    places = Places(cluster=None, no_cluster="no slurmd", say=lambda what: None)
-    run = measure(["3"], places=places, scale=QUICK, say=places.say, after_part=lambda run: None)
-    assert run.failed == {"parallel.3": ["traffic"]}
+def test_a_figure_of_nodes_is_not_measured_without_a_cluster_and_failed_if_it_cannot_be_brought_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def not_up(*arguments: object, **more: object) -> None:
+        raise ClusterError("no slurmd")
 
-
-def test_the_page_has_a_place_for_every_table_and_says_what_the_file_says() -> None:
-    path = REPOSITORY / "docs" / "benchmarks" / "parallel.md"
-    text = path.read_text()
-    for name in (
-        "about",
-        "memory",
-        "times",
-        "optimizers",
-        *(f"{kind}parallel.{n}" for n in FIGURES for kind in ("", "started.")),
-    ):
-        assert f"<!-- begin {name} -->" in text
-    results = REPOSITORY / "benchmarks" / "results" / "parallel.json"
-    records = json.loads(results.read_text())["records"] if results.exists() else []  # not measured yet
-    for name, table in page.tables(records).items():
-        assert f"<!-- begin {name} -->\n{table}\n<!-- end {name} -->" in text
+    traffic = [part for part in SUITE.parts if part.figures == ("3",)]
+    monkeypatch.setattr(Cluster, "up", not_up)
+    for reason, failed in ((None, {"parallel.3": ["traffic"]}), ("not root", {})):
+        monkeypatch.setattr(harness, "why_not", lambda reason=reason: reason)
+        with Bench(say=lambda what: None, scale=SUITE.quick) as bench:
+            run, complete = measure("parallel", traffic, bench=bench)
+        assert (run.failed, complete) == (failed, reason is None)

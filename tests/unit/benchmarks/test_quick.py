@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks import headlines, results_file
+from benchmarks.harness import Bench
 from benchmarks.headlines import HEADLINES, page_tables, readme_table, refresh, values_of
 from benchmarks.quick import __main__ as quick
-from benchmarks.quick.parts import PARTS, Part, Places, kept
-from benchmarks.quick.scaling import scaling_records
+from benchmarks.quick.parts import PARTS, Part, kept, scaling_records
 from benchmarks.results_file import Record, Run
 from benchmarks.starting import REPOSITORY
 from tests.unit.benchmarks.records import record
@@ -67,16 +67,16 @@ def test_a_figure_that_is_missing_or_has_nothing_measured_is_failed() -> None:
 
 def outcome_of(parts: Sequence[Part]) -> quick.Outcome:
     console = Console(file=io.StringIO())
-    with Places(say=console.print) as places:
-        return quick.measure(console, parts, places=places, scale=1.0)
+    with Bench(say=console.print) as bench:
+        return quick.measure(console, parts, bench=bench, scale=1.0)
 
 
 def test_a_part_that_fails_or_takes_too_long_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(places: Places) -> Iterator[Record]:
+    def broken(bench: Bench) -> Iterator[Record]:
         yield record("checkpoint.3a")
         raise RuntimeError("exit code 1: no such thing\nmore")
 
-    def endless(places: Places) -> Sequence[Record]:
+    def endless(bench: Bench) -> Sequence[Record]:
         while True:
             try:
                 time.sleep(600)
@@ -89,7 +89,7 @@ def test_a_part_that_fails_or_takes_too_long_leaves_the_others(monkeypatch: pyte
         by_name["scaling"],
         replace(by_name["checkpoint"], measure=broken),
         replace(by_name["step"], measure=endless, budget_s=0.05),
-        replace(DATA, measure=lambda places: records_of(DATA)),
+        replace(DATA, measure=lambda bench: records_of(DATA)),
     ])  # fmt: skip
     assert [one.id for one in outcome.records] == ["checkpoint.3a", *DATA.ids]
     reason = "RuntimeError: exit code 1: no such thing"

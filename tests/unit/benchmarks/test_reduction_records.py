@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.reduction import page
-from benchmarks.reduction.bounds import bytes_out_of_a_node
-from benchmarks.reduction.figures import bytes_records, step_records, sweep_records, time_records
+from benchmarks.reduction.suite import (
+    bytes_out_of_a_node,
+    bytes_records,
+    step_records,
+    sweep_records,
+    tables,
+    time_records,
+)
 
 
 def bound(algorithm: str, *, num_nodes: int = 4, ranks_per_node: int = 2) -> float:
@@ -178,11 +183,11 @@ def test_what_horovods_thread_takes_from_the_alternating_steps_counts_against_it
     assert found.samples["slowed by"]["horovod-fp16"] == pytest.approx(1.21)
     assert found.value == pytest.approx(1.10 / 1.05)
     assert "ours-fp32 / mpi-fp32 (20.0 / 19.1)" in found.what
-    (table,) = page.raw_tables([r.as_json() for r in made.values()]).values()
+    (table,) = tables({"records": [r.as_json() for r in made.values()]}).values()
     assert table.splitlines()[2].startswith("| ours-fp32 |")
     assert "| horovod-fp16 | 21.0% | 1210.0 | 1200.0 |" in table
     old = {"id": "reduction.3.mlp.throughput", "samples": {"median step s": {"none": 1.0}}}
-    assert page.raw_tables([old]) == {}  # of results of an earlier version
+    assert tables({"records": [old]}) == {}  # of results of an earlier version
 
 
 def test_auto_is_held_against_the_best_choice_that_was_timed_to_the_end() -> None:

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import shlex
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from benchmarks import results_file as records
-from benchmarks.command import finish
-from benchmarks.reduction import page
-from benchmarks.reduction.__main__ import measure
-from benchmarks.reduction.places import RanksFailed
-from benchmarks.reduction.runs import QUICK
-from benchmarks.results_file import Run
-from benchmarks.starting import LAUNCH, REPOSITORY, Ended, Start, start_of
-from tests.unit.benchmarks.records import record
+from benchmarks.harness import Bench, Part, finish, measure
+from benchmarks.places import RanksFailed
+from benchmarks.reduction.suite import SUITE
+from benchmarks.results_file import Record, Run
+from benchmarks.starting import LAUNCH, REPOSITORY, Ended, start_of
+from tests.unit.benchmarks.records import SUITES, record, suite_of
 
 ABOUT = {"machine": {}, "versions": {}}
 
@@ -55,16 +50,6 @@ def test_the_range_is_that_of_the_rounds_or_of_the_extremes_of_what_had_other_ro
     assert replace(plain, **apart).as_json()["range"] == (0.5, 3.0)
 
 
-class Nowhere:
-    """A place where no ranks can be started."""
-
-    def __init__(self) -> None:
-        self.starts: list[Start] = []
-
-    def run(self, case: str, settings: Any, *, timeout_s: float, variables: Any = None) -> Any:
-        raise RanksFailed("exit code 1")
-
-
 @pytest.mark.parametrize("benchmark", ["reduction", "data", "checkpoint"])
 def test_a_figure_that_fails_leaves_no_older_one_in_the_results_and_on_the_page(
     tmp_path: Path, benchmark: str
@@ -76,7 +61,7 @@ def test_a_figure_that_fails_leaves_no_older_one_in_the_results_and_on_the_page(
     about = records.about_this_run(REPOSITORY, benchmark=benchmark)
     failed = f"{benchmark}.2"
     content = records.write(path, Run(failed={failed: ["16 MB"]}), about=about)
-    importlib.import_module(f"benchmarks.{benchmark}.page").refresh(page_path, content)
+    suite_of(benchmark).refresh(page_path, content)
     kept = {records.figure_of(r["id"]) for r in json.loads(path.read_text())["records"]}
     assert failed in before
     assert kept == before - {failed}
@@ -95,17 +80,26 @@ def test_a_figure_that_fails_leaves_no_older_one_in_the_results_and_on_the_page(
 
 def test_the_command_drops_what_it_could_not_measure_again(tmp_path: Path) -> None:
     console = Console(file=io.StringIO())
-    place = Nowhere()
-    run = measure(console, [3, 4], one_node=place, cluster=None, scale=QUICK)  # type: ignore[arg-type]
+
+    def fails(bench: Bench) -> list[Record]:
+        raise RanksFailed("exit code 1")
+
+    parts = [
+        Part(figures=(figure,), title=title, measure=fails)
+        for figure, title in (("3", "steps"), ("4", "auto"))
+    ]
+    with Bench(say=lambda what: None) as bench:
+        run, complete = measure("reduction", parts, bench=bench)
+    assert complete
     assert run.records == []
-    assert run.failed == {"reduction.3": ["training steps on one node"], "reduction.4": ["auto on one node"]}
+    assert run.failed == {"reduction.3": ["steps"], "reduction.4": ["auto"]}
     old = {**ABOUT, "commit": "a", "records": [record(f"reduction.{n}.x").as_json() for n in (1, 3, 4)]}
     new = records.merged(old, run, about={**ABOUT, "commit": "b"})
     assert [(r["id"], r["commit"]) for r in new["records"]] == [("reduction.1.x", "a")]
     path = tmp_path / "results.json"
     path.write_text(json.dumps(old))
     about = {**ABOUT, "commit": "b"}
-    assert finish(console, run, benchmark="reduction", about=about, output=path, refresh=page.refresh) == 1
+    assert finish(console, run, benchmark="reduction", about=about, output=path, refresh=SUITE.refresh) == 1
     assert [r["id"] for r in json.loads(path.read_text())["records"]] == ["reduction.1.x"]
 
 
@@ -116,24 +110,36 @@ def test_a_part_that_fails_is_named_with_the_parts_that_did_not(tmp_path: Path) 
     machine = {"processor": "p", "cores": 2, "memory_gb": 4, "kernel": "6"}
     about = {"machine": machine, "versions": {}, "commit": "b"}
     old = {**about, "commit": "a", "records": [record("reduction.2.200mbit.x").as_json()]}
-    page.refresh(path, records.merged(old, run, about=about))
+    SUITE.refresh(path, records.merged(old, run, about=about))
     text = path.read_text()
     assert "| `reduction.2.1gbit.x` |" in text
     assert "\n\nFailed, so not measured: at 200 Mbit/s.\n<!-- end" in text
     assert "200mbit" not in text
 
 
-def test_the_page_is_what_the_results_say() -> None:
-    """Of each benchmark; so that no table on a page can be of another run than the file."""
-    for benchmark in ("reduction", "data", "checkpoint", "step"):
-        path = REPOSITORY / "docs" / "benchmarks" / f"{benchmark}.md"
-        before = path.read_text()
-        content = json.loads((REPOSITORY / "benchmarks" / "results" / f"{benchmark}.json").read_text())
-        with tempfile.TemporaryDirectory() as name:
-            copy = Path(name) / "page.md"
-            copy.write_text(before)
-            importlib.import_module(f"benchmarks.{benchmark}.page").refresh(copy, content)
-            assert copy.read_text() == before
+def page_of(benchmark: str) -> Path:
+    return REPOSITORY / "docs" / "benchmarks" / f"{benchmark}.md"
+
+
+@pytest.mark.parametrize("benchmark", SUITES)
+def test_the_page_is_what_the_results_say(tmp_path: Path, benchmark: str) -> None:
+    """So that no table on a page can be of another run than the file."""
+    results = REPOSITORY / "benchmarks" / "results" / f"{benchmark}.json"
+    if not results.exists():
+        pytest.skip("not measured yet")
+    copy = tmp_path / "page.md"
+    copy.write_text(page_of(benchmark).read_text())
+    suite_of(benchmark).refresh(copy, json.loads(results.read_text()))
+    assert copy.read_text() == page_of(benchmark).read_text()
+
+
+@pytest.mark.parametrize("benchmark", SUITES)
+def test_the_page_has_a_place_for_every_table(benchmark: str) -> None:
+    suite, text = suite_of(benchmark), page_of(benchmark).read_text()
+    results = REPOSITORY / "benchmarks" / "results" / f"{benchmark}.json"
+    tables = suite.tables(json.loads(results.read_text())) if results.exists() else {}
+    for name in ("about", *(f"{benchmark}.{figure}" for figure in suite.figures), *tables):
+        assert text.count(f"<!-- begin {name} -->\n") == text.count(f"<!-- end {name} -->") == 1, name
 
 
 START = {
@@ -153,7 +159,7 @@ def test_the_page_says_how_the_ranks_of_each_figure_were_started(tmp_path: Path)
     content = records.merged(None, run, about={"machine": machine, "versions": {}, "commit": "b"})
     path = tmp_path / "page.md"
     path.write_text("<!-- begin started.reduction.4 -->\n<!-- end started.reduction.4 -->\n")
-    page.refresh(path, content)
+    SUITE.refresh(path, content)
     assert path.read_text().splitlines()[1:-1] == [
         "- one; two: `hpctrain launch -n 2 -- python x`, which ran `mpirun -n 2 python x`. As the ranks found "
         "themselves: ranks 0 to 1: cores 0 to 1, 1 thread each, preloaded: nothing, `OMP_NUM_THREADS=1`; rank 3: "
@@ -206,7 +212,7 @@ def test_the_pages_tables_are_written_between_their_markers(tmp_path: Path) -> N
         "commit": "abc", "records": [record("reduction.1.x", 1.5).as_json()],
     }  # fmt: skip
     for _ in range(2):
-        page.refresh(path, content)
+        SUITE.refresh(path, content)
         text = path.read_text()
         assert text.startswith("before\n<!-- begin reduction.1 -->\n| id |")
         assert text.endswith("<!-- end reduction.1 -->\nafter\n")
@@ -224,18 +230,5 @@ def test_the_page_says_of_which_commit_a_figure_is_that_was_kept(tmp_path: Path)
     }  # fmt: skip
     path = tmp_path / "page.md"
     path.write_text("<!-- begin about -->\n<!-- end about -->\n")
-    page.refresh(path, content)
+    SUITE.refresh(path, content)
     assert "commit `abc`; of `0123456789ab`: reduction.1, reduction.4.\n" in path.read_text()
-
-
-def test_the_page_has_a_place_for_every_table() -> None:
-    text = page_text()
-    names = ["about", *(f"{kind}reduction.{number}" for number in range(1, 5) for kind in ("", "started."))]
-    names += ["times.200mbit", "times.1gbit", "steps.transformer", "steps.mlp"]
-    for name in names:
-        assert f"<!-- begin {name} -->" in text
-        assert f"<!-- end {name} -->" in text
-
-
-def page_text() -> str:
-    return (REPOSITORY / "docs" / "benchmarks" / "reduction.md").read_text()

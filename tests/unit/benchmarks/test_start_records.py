@@ -12,20 +12,31 @@ from typing import Any
 import pytest
 
 from benchmarks.results_file import Record
-from benchmarks.start.figures import (
+from benchmarks.start.paths import Operations, count
+from benchmarks.start.ranks import INIT, LEFT
+from benchmarks.start.runs import (
+    CLIENTS,
+    NOTHING,
+    RANKS,
+    SERVER,
+    UP,
+    WITHOUT,
+    Compared,
+    Epoch,
+    Launches,
+    Memory,
+    results_of,
+)
+from benchmarks.start.suite import (
     epoch_records,
     further_rank,
+    measured,
     memory_records,
     path_records,
     processor_records,
     spread,
+    tables,
 )
-from benchmarks.start.kinds import NOTHING, UP, WITHOUT, Launches
-from benchmarks.start.memory import CLIENTS, RANKS, SERVER, Memory
-from benchmarks.start.page import measured, tables
-from benchmarks.start.paths import Operations, count
-from benchmarks.start.ranks import INIT, LEFT
-from benchmarks.start.runs import Compared, Epoch, results_of
 from benchmarks.starting import LAUNCH, REPOSITORY
 
 # A process that leaves a child behind, which uses half a second of processor time, in a session of its own.
@@ -78,7 +89,7 @@ def test_a_run_that_differs_fails_figure_5() -> None:
     records = by_id(epoch_records([compared(1), compared(2, differing=("with one, round 2",))]))
     assert records["start.5"].value == 1
     assert not records["start.5"].holds
-    made = tables(as_read(records.values()))["epochs"]
+    made = tables({"records": as_read(records.values())})["epochs"]
     assert "| 1 of 9 | 1.0344 |" in made
 
 
@@ -108,7 +119,7 @@ def test_a_further_rank_is_the_slope_of_each_round() -> None:
     )
     assert record.value == pytest.approx(0.15)
     assert not record.holds
-    made = tables(as_read([record]))["processor"]
+    made = tables({"records": as_read([record])})["processor"]
     assert "| each further rank | 2.00 (2.00 to 2.00) | 0.150 (0.125 to 0.175) |" in made
     assert "| 2.00 (2.00 to 2.00) | 0.300 (0.250 to 0.350) |" in made
 
@@ -157,7 +168,7 @@ def test_paths_and_memory_are_compared_with_one_process_and_with_the_start_witho
     (memory,) = memory_records({WITHOUT: [without], NOTHING: [forked]}, num_ranks=8, steps=50)
     assert memory.value == 0.5
     assert memory.holds
-    made = tables(as_read([found, memory]))
+    made = tables({"records": as_read([found, memory])})
     assert "| 8 | 8,000 | 1,300 | 950 | 6.15 |" in made["paths"]
     assert "| server |  | 90.0 (1) |" in made["memory"]
 

@@ -11,12 +11,17 @@ import pytest
 import torch
 
 from benchmarks import results_file
-from benchmarks.step import page
-from benchmarks.step.figures import NotMeasured, best_of, failed_record, paired, records_of
 from benchmarks.step.horovod_loop import parameter_groups
-from benchmarks.step.measure import Found, plain
-from benchmarks.step.places import launch_words, user_environment
-from benchmarks.step.turns import StepRecords, samples_per_s, samples_per_s_apart
+from benchmarks.step.runs import (
+    Found,
+    StepRecords,
+    launch_words,
+    plain,
+    samples_per_s,
+    samples_per_s_apart,
+    user_environment,
+)
+from benchmarks.step.suite import SUITE, NotMeasured, best_of, failed_record, paired, records_of
 from benchmarks.step.variants import (
     ALONE,
     CELLS,
@@ -227,16 +232,17 @@ def test_the_peers_buckets_are_ours() -> None:
     assert [id(p) for group in groups for p in group] == [id(p) for p in reversed(list(model.parameters()))]
 
 
-def test_the_page_has_a_place_for_every_table() -> None:
-    text = (REPOSITORY / "docs" / "benchmarks" / "step.md").read_text()
-    for name in ["about", *page.names()]:
-        assert f"<!-- begin {name} -->\n" in text
-        assert f"<!-- end {name} -->\n" in text
+def tables_of_the_page() -> list[str]:
+    found = []
+    for cell in CELLS.values():
+        places = [f"{cell.name}.{rate}" if rate is not None else cell.name for rate in cell.rates]
+        found += [cell.figure, f"started.{places[0]}", *(f"all.{place}" for place in places)]
+    return found
 
 
 def test_the_pages_tables_are_those_of_the_records(tmp_path: Path) -> None:
     path = tmp_path / "step.md"
-    names = ["about", *page.names()]
+    names = ["about", *tables_of_the_page()]
     path.write_text(
         "".join(f"<!-- begin {name} -->\nof an earlier run\n<!-- end {name} -->\n" for name in names)
     )
@@ -245,7 +251,7 @@ def test_the_pages_tables_are_those_of_the_records(tmp_path: Path) -> None:
         "machine": {"processor": "p", "cores": 2, "memory_gb": 4, "kernel": "6"}, "versions": {"torch": "2"},
         "commit": "abc", "records": records,
     }  # fmt: skip
-    page.refresh(path, content)
+    SUITE.refresh(path, content)
     text = path.read_text()
     assert "earlier run" not in text
     assert "| `step.digits-2.default` |" in text
@@ -256,7 +262,7 @@ def test_the_pages_tables_are_those_of_the_records(tmp_path: Path) -> None:
         in text
     )
     # A cell that failed in the next run shows nothing of this one.
-    page.refresh(path, {**content, "records": [failed_record(DIGITS, "x").as_json()]})
+    SUITE.refresh(path, {**content, "records": [failed_record(DIGITS, "x").as_json()]})
     assert "mpi/hierarchical" not in path.read_text()
     assert "| `step.digits-2.failed` |" in path.read_text()
 

@@ -1,1 +1,0 @@
-"""What `hpctrain plan` says that a rank needs, against what runs of `hpctrain train` had."""
