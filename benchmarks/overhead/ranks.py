@@ -193,7 +193,9 @@ class Loop:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._model = torch.nn.Linear(WIDTH, WIDTH)
-        self._updater = session.distributed_optimizer(self._model, torch.optim.SGD(self._model.parameters(), lr=1e-3))
+        self._updater = session.distributed_optimizer(
+            self._model, torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        )
         self._inputs = torch.ones(8, WIDTH)
         self._matrices = [torch.eye(WIDTH) for _ in range(_MATRICES)]
         self._number = 0

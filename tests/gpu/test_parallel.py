@@ -189,7 +189,9 @@ def _train(
     session: Session, plan: ParallelPlan, *, width: int, depth: int, length: int, steps: int
 ) -> list[float]:
     model = session.parallelize(language_model(width=width, depth=depth).to(session.device), plan)
-    updater = session.distributed_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2 / width**0.5))
+    updater = session.distributed_optimizer(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2 / width**0.5)
+    )
     losses = []
     for step in range(steps):
         tokens = _tokens(step % 2, length=length).to(session.device)

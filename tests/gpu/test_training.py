@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from hpctrain.reduce import StepOutcome, DistributedOptimizer
+from hpctrain.reduce import DistributedOptimizer, StepOutcome
 from hpctrain.run import Session, init
 from hpctrain.run.compute.precision import autocast_for, loss_scale_for
 from tests.gpu.check import Check, largest_difference, samples, small_model
@@ -104,7 +104,9 @@ def test_memory(check: Check) -> None:
         check.figures["MB at most"] = torch.cuda.max_memory_allocated(check.device) / 1e6
 
 
-def _model(session: Session, *, precision: str, width: int, depth: int) -> tuple[torch.nn.Module, DistributedOptimizer]:
+def _model(
+    session: Session, *, precision: str, width: int, depth: int
+) -> tuple[torch.nn.Module, DistributedOptimizer]:
     model = small_model(width=width, depth=depth).to(session.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     scale = loss_scale_for(precision, wire="fp32", max_skipped_in_row=5)

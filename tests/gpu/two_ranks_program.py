@@ -172,7 +172,9 @@ def _profile(session: Session, check: Check) -> dict[str, Any]:
     """Writes a trace of some steps on each rank, which the process that started the ranks evaluates."""
     width = check.of(gpu=2048, cpu=128)
     model = small_model(width=width, depth=8).to(session.device)
-    updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01), algorithm="flat")
+    updater = session.distributed_optimizer(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), algorithm="flat"
+    )
     inputs, labels = samples(
         session.rank, size=check.of(gpu=8192, cpu=64), width=width, device=session.device
     )
