@@ -47,6 +47,7 @@ PRELOAD = (
     "hpctrain.run.training",
     "hpctrain.run.recipe.schema",
     "hpctrain.cli.commands",
+    "hpctrain.cli.train",
     "hpctrain.comm.backends.mpi_world",
     "hpctrain.tasks",
 )

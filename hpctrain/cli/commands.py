@@ -1,43 +1,43 @@
-"""All commands, below the root. A fork server imports this module before it forks."""
+"""All commands, below the root."""
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import typer
 
-from hpctrain.cli.bench.group import bench_app
-from hpctrain.cli.check.command import check_command
-from hpctrain.cli.checkpoint.group import checkpoint_app
-from hpctrain.cli.data.group import data_app
-from hpctrain.cli.doctor import doctor_command
-from hpctrain.cli.efficiency import efficiency_command
-from hpctrain.cli.export import export_app
-from hpctrain.cli.launch import launch_command
-from hpctrain.cli.plan.command import plan_command
-from hpctrain.cli.report import report_command
-from hpctrain.cli.slurm.group import slurm_app
-from hpctrain.cli.stage_environment import stage_environment_command
-from hpctrain.cli.supervise import supervise_command
-from hpctrain.cli.top import top_command
-from hpctrain.cli.trace import trace_command
-from hpctrain.cli.train import train_command
+_PASSES_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+# Name -> module, function, settings; of a group, name -> module, `typer.Typer`.
+_COMMANDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "doctor": ("hpctrain.cli.doctor", "doctor_command", {}),
+    "train": ("hpctrain.cli.train", "train_command", {}),
+    "check": ("hpctrain.cli.check.command", "check_command", {}),
+    "plan": ("hpctrain.cli.plan.command", "plan_command", {}),
+    "launch": ("hpctrain.cli.launch", "launch_command", _PASSES_ON),
+    "supervise": ("hpctrain.cli.supervise", "supervise_command", _PASSES_ON),
+    "stage-environment": ("hpctrain.cli.stage_environment", "stage_environment_command", {}),
+    "efficiency": ("hpctrain.cli.efficiency", "efficiency_command", {}),
+    "trace": ("hpctrain.cli.trace", "trace_command", {}),
+    "report": ("hpctrain.cli.report", "report_command", {}),
+    "top": ("hpctrain.cli.top", "top_command", {}),
+}
+_GROUPS = {
+    "data": ("hpctrain.cli.data.group", "data_app"),
+    "checkpoint": ("hpctrain.cli.checkpoint.group", "checkpoint_app"),
+    "bench": ("hpctrain.cli.bench.group", "bench_app"),
+    "slurm": ("hpctrain.cli.slurm.group", "slurm_app"),
+    "export": ("hpctrain.cli.export", "export_app"),
+}
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Adds every command to the root."""
-    app.command("doctor")(doctor_command)
-    app.command("train")(train_command)
-    app.command("check")(check_command)
-    app.command("plan")(plan_command)
-    passes_on = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-    app.command("launch", context_settings=passes_on)(launch_command)
-    app.command("supervise", context_settings=passes_on)(supervise_command)
-    app.command("stage-environment")(stage_environment_command)
-    app.command("efficiency")(efficiency_command)
-    app.command("trace")(trace_command)
-    app.command("report")(report_command)
-    app.command("top")(top_command)
-    app.add_typer(data_app, name="data")
-    app.add_typer(checkpoint_app, name="checkpoint")
-    app.add_typer(bench_app, name="bench")
-    app.add_typer(slurm_app, name="slurm")
-    app.add_typer(export_app, name="export")
+def add_commands(app: typer.Typer, asked: str | None) -> None:
+    """Adds commands to the root: the one that is asked for alone, since all take a while; all if it is none of them."""
+    names = [name for name in (*_COMMANDS, *_GROUPS) if name == asked] or [*_COMMANDS, *_GROUPS]
+    for name in names:
+        if name in _COMMANDS:
+            module, function, settings = _COMMANDS[name]
+            app.command(name, context_settings=settings)(getattr(importlib.import_module(module), function))
+        else:
+            module, group = _GROUPS[name]
+            app.add_typer(getattr(importlib.import_module(module), group), name=name)

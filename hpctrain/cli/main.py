@@ -88,9 +88,9 @@ def main() -> None:
             _let_stops_end()
     else:
         restart_with_sleep()  # before torch and MPI are loaded
-    from hpctrain.cli.commands import add_commands  # slow
+    from hpctrain.cli.commands import add_commands
 
-    add_commands(app)
+    add_commands(app, sys.argv[1] if len(sys.argv) > 1 else None)
     try:
         app()
     except HpctrainError as error:

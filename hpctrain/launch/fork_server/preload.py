@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hpctrain.launch.fork_server.program import Program
+from hpctrain.launch.yielding import LIBRARY_STEM
 
 # Libraries that start no thread, no MPI and no CUDA when they are imported, with what programs use of them.
 _KNOWN = {
@@ -25,6 +26,7 @@ _TRAINING = (
     "hpctrain.run.training",
     "hpctrain.run.recipe.schema",
     "hpctrain.cli.commands",
+    "hpctrain.cli.train",
     "hpctrain.comm.backends.mpi_world",
     "hpctrain.tasks",
     "numpy.random",
@@ -103,6 +105,14 @@ def modules_for(program: Program, *, directory: str, preload: Sequence[str]) -> 
         named = _imports(_file_of(program, directory=directory))
         found = [name for known, names in _KNOWN.items() if known in named for name in names]
     return [*found, *preload]
+
+
+def all_are_known(preload: Sequence[str], *, libraries: str) -> bool:
+    """Whether nothing was loaded before the fork but known libraries, whose destructors write nothing. preload: modules
+    that the user names. libraries: value of LD_PRELOAD, where profilers are named."""
+    return {name.partition(".")[0] for name in preload} <= _KNOWN.keys() and all(
+        LIBRARY_STEM in path for path in libraries.replace(":", " ").split()
+    )
 
 
 def _file_of(program: Program, *, directory: str) -> Path | None:

@@ -6,10 +6,17 @@ import gc
 import os
 from collections.abc import Sequence
 
-from hpctrain.launch.fork_server.become import become
+from hpctrain.launch.fork_server.become import become, end_without_destructors
 from hpctrain.launch.fork_server.likeness import Likeness, is_per_rank
 from hpctrain.launch.fork_server.plan import PRELOAD_VARIABLE
-from hpctrain.launch.fork_server.preload import Imported, folder_of, import_all, modules_for, settle
+from hpctrain.launch.fork_server.preload import (
+    Imported,
+    all_are_known,
+    folder_of,
+    import_all,
+    modules_for,
+    settle,
+)
 from hpctrain.launch.fork_server.program import Program, read_program
 from hpctrain.launch.fork_server.server import LISTENS_AT, Server, cannot_fork, ignore_signals
 
@@ -38,6 +45,8 @@ def serve(command: Sequence[str], *, directory: str, at_start: frozenset[str]) -
     forked = server.run()
     if forked is None:
         return None
+    if all_are_known(preload, libraries=own.environ.get("LD_PRELOAD", "")):
+        end_without_destructors()
     words = _words(forked.program)
     gc.enable()
     imported.move_to(forked.folder)

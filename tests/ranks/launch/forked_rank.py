@@ -1,6 +1,7 @@
 """A program without MPI that prints its arguments, variables, limits, signals and files: `forked_rank.py CASE`."""
 
 import atexit
+import ctypes
 import json
 import os
 import random
@@ -57,6 +58,18 @@ def described() -> dict[str, object]:
     }
 
 
+def leave_in_buffers(file: Path) -> None:
+    """Writes into a stream of the C library and a file of HDF5, which nothing closes, and registers a function in C."""
+    import h5py
+
+    c_library = ctypes.CDLL(None)
+    c_library.printf(b"printed by C, ")
+    c_library.__cxa_atexit(c_library.puts, b"registered in C", None)
+    group = h5py.File(file, "w")
+    group["values"] = np.arange(5)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group.id))
+
+
 def main(case: str) -> None:
     if case == "describe":
         drawn = [random.random(), float(np.random.random())]
@@ -66,6 +79,9 @@ def main(case: str) -> None:
         else:
             print(text)
         return
+    if case == "buffers":
+        leave_in_buffers(Path(sys.argv[2]))
+        sys.exit(6)
     atexit.register(print, "at exit", flush=True)
     if case == "exit":
         sys.exit(3)

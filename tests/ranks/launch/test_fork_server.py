@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
 
 from hpctrain.launch.fork_server.plan import KEY_VARIABLE, ForkServer, find_client, plan_fork_server
@@ -153,6 +154,19 @@ def test_it_ends_as_it_would_have(case: str) -> None:
     assert (warm.returncode, warm.stdout) == (cold.returncode, cold.stdout)
     if case != "SIGINT":  # its traceback also has the server's lines
         assert warm.stderr == cold.stderr
+
+
+@pytest.mark.parametrize("variable", ["", "libm.so.6"])
+def test_its_end_writes_what_is_in_buffers(variable: str, tmp_path: Path) -> None:
+    # With h5py from before the fork.
+    with a_key() as key:
+        file = tmp_path / "left.h5"
+        command, environ = forked(PROGRAM, "buffers", str(file), key=key, preload=("hpctrain.run.training",))
+        environ["LD_PRELOAD"] = variable
+        ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (6, "printed by C, registered in C\n", "")
+    with h5py.File(file) as left:
+        assert left["values"][:].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_modules_and_their_arguments(tmp_path: Path) -> None:

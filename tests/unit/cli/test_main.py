@@ -54,3 +54,13 @@ def test_garbage_is_collected_when_training_begins_but_not_what_was_imported() -
         "try: hpctrain.cli.main.main()\nexcept SystemExit: pass"
     )
     assert run_command(None, [sys.executable, "-c", script], expect=0).stdout == "True True\n"
+
+
+def test_a_command_imports_no_other_ones_and_a_misspelt_one_is_corrected() -> None:
+    script = (
+        "import sys\nsys.argv = ['hpctrain', 'train', '--help']\nfrom hpctrain.cli.main import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "assert not {name for name in sys.modules if name.startswith('hpctrain.cli.checkpoint')}"
+    )
+    run_command(None, [sys.executable, "-c", script], expect=0)
+    assert "'train'" in run_command(None, [HPCTRAIN, "trian"], expect=2).stderr
