@@ -91,7 +91,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="hpctrain_startup_seconds", type=_GAUGE, unit="seconds", serves=("M2", "M14"),
-        help="Time from the begin of this start to its first step; absent before that.",
+        help="Time from the beginning of this start to its first step; absent before that.",
     ),
     Metric(name="hpctrain_ranks", type=_GAUGE, unit="", serves=("M3", "M13"), help="Ranks of the run."),
     Metric(name="hpctrain_nodes", type=_GAUGE, unit="", serves=("M13",), help="Nodes of the run."),
@@ -123,11 +123,11 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="hpctrain_skipped_samples_total", type=_COUNTER, unit="", serves=("M3",),
-        help="Samples that were left out since they are damaged, over all ranks.",
+        help="Samples that were left out because they are damaged, over all ranks.",
     ),
     Metric(
         name="hpctrain_last_step_timestamp_seconds", type=_GAUGE, unit="seconds", serves=("M1", "M14"),
-        help="When the last step ended, in seconds since 1970; the begin of training before the first one.",
+        help="When the last step ended, in seconds since 1970; before the first step, when training began.",
     ),
     # Learning
     Metric(
@@ -138,14 +138,17 @@ CATALOGUE: tuple[Metric, ...] = (
         name="hpctrain_gradient_norm", type=_GAUGE, unit="", serves=("M12",),
         help="2-norm of the last step's mean gradient before clipping; NaN when the step was skipped.",
     ),
-    Metric(name="hpctrain_learning_rate", type=_GAUGE, unit="", serves=("M12",), help="Of the last step."),
+    Metric(
+        name="hpctrain_learning_rate", type=_GAUGE, unit="", serves=("M12",),
+        help="Learning rate of the last step.",
+    ),
     Metric(
         name="hpctrain_loss_scale", type=_GAUGE, unit="", serves=("M12",),
         help="Factor on the loss in the last step; 1 without float16.",
     ),
     Metric(
         name="hpctrain_evaluation", type=_GAUGE, unit="", labels=("metric",), serves=("M12",),
-        help="What the newest evaluation on held-out data found, by the name of the task's metric.",
+        help="Value of each of the task's metrics in the newest evaluation on held-out data.",
     ),
     Metric(
         name="hpctrain_skipped_steps_total", type=_COUNTER, unit="", serves=("M12",),
@@ -153,7 +156,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="hpctrain_loss_jumps_total", type=_COUNTER, unit="", serves=("M12",),
-        help="Of these, the steps that were dropped because their loss jumped or was not finite.",
+        help="Steps of this start that were dropped because their loss jumped or was not finite.",
     ),
     Metric(
         name="hpctrain_roll_backs_total", type=_COUNTER, unit="", serves=("M12",),
@@ -168,7 +171,7 @@ CATALOGUE: tuple[Metric, ...] = (
         name="hpctrain_step_part_seconds_total", type=_COUNTER, unit="seconds", scope=_RANK, labels=("part",),
         serves=("M4", "M6", "M9"),
         help="Time of the steps by part; the parts add up to the steps. compute has no reduction in flight, "
-        "hidden_sync has; bubble is waiting for other stages of a pipeline; exposed_sync is standing still for "
+        "hidden_sync has; bubble is waiting for other stages of a pipeline; exposed_sync is waiting for "
         "communication and for slower ranks.",
     ),
     Metric(
@@ -201,7 +204,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="hpctrain_data_imbalance_ratio", type=_GAUGE, unit="ratio", labels=("of",), serves=("M5",),
-        help="What the rank with the most got in the last epoch, divided by the mean: samples, bytes.",
+        help="Samples or bytes of the rank that got most in the last epoch, divided by the mean over the ranks.",
     ),
     # Network and machine
     Metric(
@@ -274,11 +277,11 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="hpctrain_checkpoint_write_seconds", type=_HISTOGRAM, unit="seconds", buckets=WRITE_BUCKETS_S,
-        serves=("M6",), help="Time from the begin of a checkpoint until it was committed.",
+        serves=("M6",), help="Time from the beginning of a save until the checkpoint was committed.",
     ),
     Metric(
         name="hpctrain_checkpoint_stall_seconds_total", type=_COUNTER, unit="seconds", serves=("M6",),
-        help="Time for which rank 0 stood still for the committed checkpoints.",
+        help="Time for which training on rank 0 waited for the committed checkpoints.",
     ),
     Metric(
         name="hpctrain_checkpoint_bytes_total", type=_COUNTER, unit="bytes", serves=("M6",),
@@ -286,7 +289,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="hpctrain_last_checkpoint_timestamp_seconds", type=_GAUGE, unit="seconds", serves=("M7",),
-        help="When the newest checkpoint was committed, in seconds since 1970; the begin of training before the first.",
+        help="When the newest checkpoint was committed, in seconds since 1970; before the first, when training began.",
     ),
     Metric(
         name="hpctrain_last_checkpoint_step", type=_GAUGE, unit="", serves=("M7",),
@@ -295,16 +298,16 @@ CATALOGUE: tuple[Metric, ...] = (
     # All starts of the run, as its directory records them
     Metric(
         name="hpctrain_starts_total", type=_COUNTER, unit="", serves=("M1", "M11"),
-        help="Starts of the run that came to training, this one included.",
+        help="Starts of the run that reached training, including this one.",
     ),
     Metric(
         name="hpctrain_resumes_attempted_total", type=_COUNTER, unit="", serves=("M11",),
         help="Starts of the run after the first: of `hpctrain supervise` where it starts them, otherwise those that "
-        "came to training.",
+        "reached training.",
     ),
     Metric(
         name="hpctrain_resumes_completed_total", type=_COUNTER, unit="", serves=("M11",),
-        help="Of these, the starts that came to training.",
+        help="Starts of the run after the first that reached training.",
     ),
     Metric(
         name="hpctrain_requeues_total", type=_COUNTER, unit="", serves=("M15",),
@@ -312,7 +315,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="hpctrain_stops_total", type=_COUNTER, unit="", labels=("reason",), serves=("M10",),
-        help="How often the run was stopped before its last step, with its state saved: by a signal, as of a "
+        help="How often the run was stopped before its last step, with its state saved: by a signal, as at a "
         "preemption, or by the time_limit.",
     ),
     Metric(
@@ -321,11 +324,11 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="hpctrain_lost_steps_total", type=_COUNTER, unit="", serves=("M10",),
-        help="Steps that were done again after a start or a roll-back, over all starts of the run.",
+        help="Steps that were repeated after a restart or a roll-back, over all starts of the run.",
     ),
     Metric(
         name="hpctrain_lost_seconds_total", type=_COUNTER, unit="seconds", serves=("M10",),
-        help="Time that these steps had taken.",
+        help="Time that the repeated steps had taken the first time.",
     ),
 )  # fmt: skip
 
