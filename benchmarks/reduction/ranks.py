@@ -200,8 +200,9 @@ def sweep(session: Session, settings: Settings) -> dict[str, dict[str, Any]]:
     """Figure 4: times `auto` and the fixed choices, size by size. Returns for each number of elements: `times`, seconds
     by choice, and `runs`, what `auto` chose.
 
-    settings: `choices`, `auto`; `numels`, ascending; `num_rounds`; `budget_s`, time for one size: no round begins later,
-    except the first FIRST_ROUNDS + 1; `seed`. `auto` measures once, as in a run, and reads its file for each size.
+    settings: `choices`, `auto`; `numels`, ascending; `num_rounds`; `budget_s`, time for one size: no round begins
+    later, except the first FIRST_ROUNDS + 1; `seed`. `auto` measures once, as in a run, and reads its file for each
+    size.
     """
     ranks, order = Ranks.of(session), random.Random(settings["seed"])
     contenders = available(session, settings["choices"])
