@@ -43,7 +43,7 @@ def test_a_rank_that_exits_alone_ends_all_with_its_code(how: str, code: int) -> 
     assert "the child's code is 5" in done.stdout
     assert "the child has started" not in done.stdout
     assert re.search(
-        r"hpctrain: this process is not rank 0 .*by process \d+ .*hpctrain\.start\(\)", done.stderr
+        r"hpctrain: this process is not rank 0 .*by process \d+ .*hpctrain\.init\(\)", done.stderr
     )
     assert re.search(
         rf"rank 1 on \S+: the program has exited with code {code} while its session", done.stderr
