@@ -23,14 +23,15 @@ from benchmarks.checkpoint.suite import LIMIT
 from hpctrain.bench.checkpoint.methods import (
     RAW_READ,
     RAW_WRITE,
+    BenchState,
     MethodTime,
+    RawShare,
     begin,
     make_cold,
     own_seconds,
     remove,
     slowest_since,
 )
-from hpctrain.bench.checkpoint.raw_io import BenchState, RawShare
 from hpctrain.checkpoint.files.direct_io import BLOCK_BYTES, open_uncached
 from hpctrain.checkpoint.files.huge_pages import in_large_pages
 from hpctrain.checkpoint.saving.commit import create_file

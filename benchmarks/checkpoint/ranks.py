@@ -34,20 +34,22 @@ from hpctrain.bench.checkpoint.measure import take_turns
 from hpctrain.bench.checkpoint.methods import (
     RAW_WRITE,
     AsyncSaving,
+    BenchState,
     Copying,
     Loading,
     MethodTime,
     RawReading,
+    RawShare,
     RawWriting,
     RunSaving,
     SyncSaving,
     TimedMethod,
     begin,
     make_folder,
+    make_state,
     remove,
     slowest_since,
 )
-from hpctrain.bench.checkpoint.raw_io import BenchState, RawShare, make_state
 from hpctrain.checkpoint import load, save
 from hpctrain.checkpoint.planning.replicas import ReplicaCheck
 from hpctrain.checkpoint.saving.background_thread import BackgroundThread

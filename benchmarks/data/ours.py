@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from benchmarks.data.kinds import Kind, blocks, stream
 from benchmarks.data.serve import Reader
 from benchmarks.memory import reset_peak, status_bytes
-from hpctrain.bench.data.batch_wait import time_waits
+from hpctrain.bench.data.measure import time_waits
 from hpctrain.data import Dataset, EpochOrder, Loader, pack_arrays, pack_tokens, read_manifest
 
 SMALL_CACHE_BYTES = 2 << 20

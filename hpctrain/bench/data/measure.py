@@ -12,13 +12,56 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.table import Table
 
-from hpctrain.bench.data.batch_wait import StepWait, time_waits
 from hpctrain.bench.data.raw_reads import RawReader
+from hpctrain.bench.document import document_head
+from hpctrain.bench.figures import Spread, describe_bytes, describe_spread, show_number, spread_of
 from hpctrain.bench.page_cache import Cache, cached_share, evict
-from hpctrain.bench.spread import Spread, spread_of
 from hpctrain.data import PREFETCH_BYTES, Dataset, EpochOrder, LastBatch, Loader
 from hpctrain.errors import UsageError
+
+# Measures how long a training step waits for its batch.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepWait:
+    """Wait for batches, in seconds: `waits_s` for each step after the first, `first_s` for the first batch.
+
+    `step_s`: length of the training step.
+    """
+
+    step_s: float
+    waits_s: tuple[float, ...]
+    first_s: float
+
+    @property
+    def mean_s(self) -> float:
+        return sum(self.waits_s) / len(self.waits_s)
+
+    @property
+    def share(self) -> float:
+        """Mean wait over the steps, divided by the length of a step."""
+        return self.mean_s / self.step_s if self.step_s else 0.0
+
+
+def time_waits(
+    batches: Iterator[Any], *, step: Callable[[Any], None], step_s: float, num_steps: int
+) -> StepWait | None:
+    """Fetches `num_steps` batches and calls `step` after each. Returns None if there are fewer than two."""
+    waits = []
+    for _ in range(num_steps):
+        begin = time.perf_counter()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            break
+        waits.append(time.perf_counter() - begin)
+        step(batch)
+    if len(waits) < 2:
+        return None
+    return StepWait(step_s=step_s, waits_s=tuple(waits[1:]), first_s=waits[0])
+
 
 # Size of one reading, unless a number of batches is given.
 READ_BYTES = 256 << 20
@@ -273,3 +316,108 @@ _PREPARE = {Reader.LOADER: _through_loader, Reader.GATHER: _through_gather, Read
 def _in_batches(indices: NDArray[np.int64], batch: int) -> Iterator[NDArray[np.int64]]:
     for start in range(0, len(indices), batch):
         yield indices[start : start + batch]
+
+
+# Table and JSON document of the data measurement.
+
+
+SCHEMA = "hpctrain.bench.data/1"
+
+
+def data_table(measured: DataMeasured, asked: DataAsked) -> Table:
+    """Table with one line per reader."""
+    order = "shuffled" if asked.shuffle else "in the order of the files"
+    title = (
+        f"{asked.directory}: {measured.num_samples:,} samples of {describe_bytes(measured.sample_bytes)} in "
+        f"{measured.num_shards} shards; batches of {asked.batch}, {order}, {asked.cache.value} cache, "
+        f"median of {asked.repeats}"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("reader", no_wrap=True)
+    for name in ("time, ms", "batches/s", "samples/s", "MB/s", "of raw"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in measured.rows:
+        table.add_row(
+            row.reader.value,
+            describe_spread(row.seconds, lambda value: show_number(1e3 * value)),
+            show_number(row.batches_per_s),
+            show_number(row.samples_per_s),
+            show_number(row.bytes_per_s / 1e6),
+            "-" if row.share_of_raw is None else f"{row.share_of_raw:.2f}",
+        )
+    return table
+
+
+def data_lines(measured: DataMeasured, asked: DataAsked) -> list[str]:
+    """Lines to print below the table."""
+    lines = list(measured.notes)
+    if measured.cached:
+        lines.append(
+            f"up to {measured.cached:.0%} of the files were in the page cache when a cold reading began"
+        )
+    wait = measured.wait
+    if wait is not None:
+        lines.append(
+            f"a training step of {1e3 * wait.step_s:g} ms waits {show_number(1e3 * wait.mean_s)} ms for its batch "
+            f"({wait.share:.2%} of it; longest {show_number(1e3 * max(wait.waits_s))} ms of {len(wait.waits_s)} steps; "
+            f"the first batch takes {show_number(1e3 * wait.first_s)} ms)"
+        )
+    elif asked.num_steps:
+        lines.append("the wait of a training step was not measured: an epoch has only one batch")
+    return lines
+
+
+def data_document(measured: DataMeasured, asked: DataAsked, *, commit: str | None) -> dict[str, Any]:
+    """JSON document `hpctrain.bench.data/1`; docs/guides/benchmarks.md describes its fields."""
+    wait = measured.wait
+    return {
+        **document_head(SCHEMA, commit=commit),
+        "settings": {
+            "directory": str(asked.directory.resolve()),
+            "batch": asked.batch,
+            "order": "shuffle" if asked.shuffle else "sequential",
+            "cache": asked.cache.value,
+            "repeats": asked.repeats,
+            "warmup": asked.warmup,
+            "threads": asked.num_threads,
+            "prefetch_bytes": asked.prefetch_bytes,
+            "seed": asked.seed,
+            "open": {name: _plain(value) for name, value in asked.open_options.items()},
+        },
+        "dataset": {
+            "samples": measured.num_samples,
+            "sample_bytes": measured.sample_bytes,
+            "shards": measured.num_shards,
+        },
+        "notes": measured.notes,
+        "cached_share": measured.cached,
+        "readers": [_row(row) for row in measured.rows],
+        "wait": None
+        if wait is None
+        else {
+            "step_s": wait.step_s,
+            "mean_s": wait.mean_s,
+            "share": wait.share,
+            "first_s": wait.first_s,
+            "samples_s": list(wait.waits_s),
+        },
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
+
+
+def _row(row: DataRow) -> dict[str, Any]:
+    return {
+        "reader": row.reader.value,
+        "batches": row.num_batches,
+        "samples": row.num_samples,
+        "bytes": row.num_bytes,
+        "seconds": row.seconds.as_json(),
+        "batches_per_s": row.batches_per_s,
+        "samples_per_s": row.samples_per_s,
+        "bytes_per_s": row.bytes_per_s,
+        "share_of_raw": row.share_of_raw,
+        "samples_s": list(row.samples_s),
+    }

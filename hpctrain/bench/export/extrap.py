@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from hpctrain.bench.scaling.document import ScalingDocument, ScalingRun
 from hpctrain.bench.scaling.results import PARTS
+from hpctrain.bench.scaling.sweep import ScalingDocument, ScalingRun
 
 EXTRAP_SIZES = 5  # the numbers of ranks that Extra-P's modeler asks for
 

@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 
 import jinja2
 
-from hpctrain.bench.scaling.document import SweepSettings
+from hpctrain.bench.scaling.sweep import SweepSettings
 from hpctrain.errors import UsageError
 
 

@@ -2,40 +2,320 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from hpctrain.bench.scaling.document import (
+from hpctrain.bench.scaling.results import fits_of, size_results
+from hpctrain.bench.scaling.sweep import (
+    Mode,
+    PlannedRun,
+    RankSums,
+    SamplesCheck,
     ScalingDocument,
     ScalingRun,
     SweepSettings,
-    document_start,
-    read_scaling_document,
-    write_scaling_document,
-)
-from hpctrain.bench.scaling.jobs import Jobs, check_jobs
-from hpctrain.bench.scaling.plan import (
-    PlannedRun,
     check_resumable,
     check_settings,
+    document_start,
     plan_runs,
+    read_scaling_document,
     remaining_runs,
+    write_scaling_document,
 )
-from hpctrain.bench.scaling.results import fits_of, size_results
-from hpctrain.bench.scaling.run import Launches, Starter, run_size
-from hpctrain.bench.scaling.samples import check_samples
-from hpctrain.bench.step.resources import scratch_folder, shares_cores, threads_of_a_rank
-from hpctrain.bench.step.run import HowToRun
-from hpctrain.errors import LaunchError, UsageError
+from hpctrain.bench.step.plan import StepCell, recipe_of, scratch_folder, shares_cores, threads_of_a_rank
+from hpctrain.bench.step.run import HowToRun, launch_run, read_steps
+from hpctrain.data import add_sample_sums
+from hpctrain.errors import DataError, LaunchError, StoppedEarly, UsageError
 from hpctrain.launch import Launcher, Machine, survey_machine
-from hpctrain.run import Recipe, working_commit
-from hpctrain.slurm import Controller
+from hpctrain.run import Recipe, to_toml, working_commit
+from hpctrain.slurm import Controller, kill_jobs, plan_job, queued_jobs, submit_job
 from hpctrain.telemetry import in_words
+
+# Makes one run of a sweep: starts its ranks as a user does, waits, and reads their records.
+
+
+class Starter(Protocol):
+    """Starts the ranks of a run."""
+
+    def start(self, recipe: Recipe, cell: StepCell, *, directory: Path) -> str | None:
+        """Trains `recipe` to its end on `cell.num_ranks` ranks; its run directory is `directory`/run.
+
+        Returns the number of the run's own Slurm job, None if it had none. Raises StoppedEarly if this process was
+        asked to stop, else the error class of the run's exit code, with its last lines of output.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launches:
+    """Starts ranks here: by mpirun, or by srun in this allocation, as `hpctrain launch` does."""
+
+    how: HowToRun
+
+    def start(self, recipe: Recipe, cell: StepCell, *, directory: Path) -> None:
+        path = directory / "recipe.toml"
+        path.write_text(to_toml(recipe), encoding="utf-8")
+        launch_run(path, cell, how=self.how, output=directory / "output.txt")
+
+
+def run_size(
+    recipe: Recipe,
+    planned: PlannedRun,
+    *,
+    settings: SweepSettings,
+    starter: Starter,
+    threads: int,
+    directory: Path,
+    with_environment: bool,
+    keep: Path | None = None,
+) -> ScalingRun:
+    """Makes one run in `directory`, which is removed at the end. threads: of each rank, unless the recipe says.
+
+    with_environment: whether the result has the run's environment.json. keep: folder to which the run directory is
+    moved as `ranks-N` if all went well, instead of the one that is there. Raises the errors of `Starter.start`, and
+    LaunchError if records are missing.
+    """
+    directory.mkdir(parents=True)
+    try:
+        changed = recipe_of(
+            recipe, planned.cell, directory=directory / "run", steps=settings.warmup_steps + settings.steps,
+            threads=threads,
+        )  # fmt: skip
+        telemetry = changed.telemetry.model_copy(update={"sample_sums": True})
+        started = time.time()
+        job = starter.start(
+            changed.model_copy(update={"telemetry": telemetry}), planned.cell, directory=directory
+        )
+        ended = time.time()
+        first = settings.warmup_steps + 1
+        steps = read_steps(
+            directory / "run", num_ranks=planned.cell.num_ranks, first_step=first, last_step=first + settings.steps - 1
+        )  # fmt: skip
+        environment = json.loads((directory / "run" / "environment.json").read_text(encoding="utf-8"))
+        if keep is not None:
+            _keep(directory / "run", keep / f"ranks-{planned.cell.num_ranks}")
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    return summarize_run(
+        planned, steps, environment=environment, started=started, ended=ended, job=job,
+        with_environment=with_environment,
+    )  # fmt: skip
+
+
+def summarize_run(
+    planned: PlannedRun,
+    steps: Sequence[Sequence[dict[str, Any]]],
+    *,
+    environment: dict[str, Any],
+    started: float,
+    ended: float,
+    job: str | None,
+    with_environment: bool,
+) -> ScalingRun:
+    """Returns the run's entry of the document. steps: of each rank its records of the measured steps. Pure.
+
+    Raises LaunchError if the records have no hash of their samples.
+    """
+    at_once = list(zip(*steps, strict=True))
+    if not all("sample_sum" in record for step in at_once for record in step):
+        raise LaunchError(
+            "the run's records have no `sample_sum`: were its ranks started with another version of hpctrain?"
+        )
+    step_s = [max(record["seconds"]["step"] for record in step) for step in at_once]
+    samples = sum(record["samples"] for step in at_once for record in step)
+    by_rank = [
+        RankSums(
+            rank=rank, host=about["host"], node=about["node"], samples=sum(record["samples"] for record in records),
+            seconds=_sums(records),
+        )
+        for rank, (about, records) in enumerate(zip(environment["ranks"], steps, strict=True))
+    ]  # fmt: skip
+    return ScalingRun(
+        round=planned.round,
+        place=planned.place,
+        ranks=planned.cell.num_ranks,
+        nodes=len(environment["node_names"]),
+        global_batch=planned.cell.global_batch,
+        started=started,
+        ended=ended,
+        samples_per_s=samples / sum(step_s),
+        step_s=step_s,
+        samples=samples,
+        sample_sums=[add_sample_sums(record["sample_sum"] for record in step) for step in at_once],
+        by_rank=by_rank,
+        job=job,
+        environment=environment if with_environment else None,
+    )
+
+
+def _keep(directory: Path, target: Path) -> None:
+    """Moves a run directory, without its checkpoints. Raises LaunchError if it cannot."""
+    shutil.rmtree(directory / "checkpoints", ignore_errors=True)
+    try:
+        shutil.rmtree(target, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(directory, target)
+    except OSError as error:
+        raise LaunchError(f"the run cannot be kept in {target}: {error.strerror}") from error
+
+
+def _sums(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    names = dict.fromkeys(name for record in records for name in record["seconds"])
+    return {name: sum(record["seconds"].get(name, 0.0) for record in records) for name in names}
+
+
+# Starts each run of a sweep as a Slurm job of its own size, from the recipe's section [slurm].
+
+
+LAST_LINES = 20
+# The controller serves all users: it is asked ever more rarely, until the run has written its summary.
+FIRST_PAUSE_S, LONGEST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0, 1.0
+# Another node's file may be seen late on a network filesystem.
+SEEN_AFTER_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Jobs:
+    """Submits one job at a time and waits for its end. ranks_per_node: in all jobs but smaller ones.
+
+    module_folder: searched for the task, in addition to PYTHONPATH. folder: in which sbatch is called.
+    """
+
+    controller: Controller
+    ranks_per_node: int
+    module_folder: Path
+    folder: Path
+
+    def start(self, recipe: Recipe, cell: StepCell, *, directory: Path) -> str:
+        path = directory / "recipe.toml"
+        path.write_text(to_toml(self._with_job(recipe, cell, directory=directory)), encoding="utf-8")
+        planned = plan_job(path, folder=self.folder)
+        job_id = submit_job(
+            planned, self.controller, by="bench scaling", arguments=["--resume", "never"]
+        ).job_id
+        summary = directory / "run" / "summary.json"
+        try:
+            state = self._wait(job_id, summary)
+        except KeyboardInterrupt:
+            kill_jobs([job_id], self.controller)
+            raise StoppedEarly(f"stopped during job {job_id}, which was cancelled") from None
+        if state not in ("", "COMPLETED") or not _finished(summary):
+            raise LaunchError(
+                f"job {job_id} on {cell.num_ranks} ranks with a global batch of {cell.global_batch} did not finish. "
+                f"Its last lines:\n{_last_lines(directory / 'output.txt')}"
+            )
+        return job_id
+
+    def _with_job(self, recipe: Recipe, cell: StepCell, *, directory: Path) -> Recipe:
+        per_node = min(self.ranks_per_node, cell.num_ranks)
+        given = recipe.slurm.environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")
+        slurm = recipe.slurm.model_copy(
+            update={
+                "nodes": cell.num_ranks // per_node,
+                "tasks_per_node": per_node,
+                "on_stop": "end",
+                "shrinkable": False,
+                "array": None,
+                "sweep": {},
+                "spares": 0,
+                "launcher": "srun" if recipe.slurm.launcher == "supervise" else recipe.slurm.launcher,
+                "output": str(directory / "output.txt"),
+                "environment": {
+                    **recipe.slurm.environment,
+                    "PYTHONPATH": os.pathsep.join(filter(None, [given, str(self.module_folder)])),
+                },
+            }
+        )
+        return recipe.model_copy(update={"slurm": slurm})
+
+    def _wait(self, job_id: str, summary: Path) -> str:
+        """Waits until the job has ended. Returns its state, "" if Slurm has forgotten it.
+
+        Raises KeyboardInterrupt if a signal handler does.
+        """
+        pause_s = FIRST_PAUSE_S
+        while True:
+            time.sleep(pause_s)
+            jobs = queued_jobs(self.controller, [job_id])
+            if all(job.ended for job in jobs):
+                return jobs[-1].state if jobs else ""
+            pause_s = LAST_PAUSE_S if summary.exists() else min(1.5 * pause_s, LONGEST_PAUSE_S)
+
+
+def check_jobs(recipe: Recipe) -> None:
+    """Raises UsageError if no jobs can be made of the recipe, or none can be submitted from here."""
+    if "slurm" not in recipe.model_fields_set:
+        raise UsageError(
+            "--jobs: the recipe has no section [slurm], which says how a job is submitted: add one with time and, if "
+            "your site wants them, partition and account"
+        )
+    if os.environ.get("SLURM_JOB_ID"):
+        raise UsageError(
+            f"--jobs submits jobs, but this shell is already in job {os.environ['SLURM_JOB_ID']}: leave out --jobs to "
+            "measure in this allocation, or call it outside"
+        )
+
+
+def _finished(summary: Path) -> bool:
+    deadline_s = time.monotonic() + SEEN_AFTER_S
+    while not summary.exists():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.5)
+    return bool(json.loads(summary.read_text(encoding="utf-8"))["status"] == "finished")
+
+
+def _last_lines(output: Path) -> str:
+    try:
+        lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    return "\n".join(f"  {line}" for line in lines[-LAST_LINES:]) or "  (it printed nothing)"
+
+
+# Checks that the runs of a sweep trained on the same samples. Pure.
+
+
+_RULES = {
+    "strong": "every run had the same samples in each step, on every number of ranks",
+    "weak": "runs on the same number of ranks had the same samples in each step; the global batch grows with the ranks",
+}
+
+
+def check_samples(runs: Sequence[ScalingRun], *, mode: Mode) -> SamplesCheck | None:
+    """Compares the hashes of the samples of each measured step; None without runs.
+
+    In strong scaling all runs must agree; in weak scaling those on the same number of ranks. Raises DataError that
+    names the runs and the step if they do not: then their times are of different work.
+    """
+    first: dict[int, ScalingRun] = {}
+    for run in runs:
+        other = first.setdefault(run.ranks if mode == "weak" else 0, run)
+        if run.sample_sums == other.sample_sums:
+            continue
+        step = next(
+            (
+                n
+                for n, pair in enumerate(zip(run.sample_sums, other.sample_sums, strict=False))
+                if len({*pair}) > 1
+            ),
+            min(len(run.sample_sums), len(other.sample_sums)),
+        )
+        raise DataError(
+            f"the run on {run.ranks} ranks (round {run.round + 1}) did not train on the same samples as the one on "
+            f"{other.ranks} ranks (round {other.round + 1}): they differ in measured step {step + 1}. Was the dataset "
+            "changed, or does the data's order depend on the number of ranks?"
+        )
+    if not runs:
+        return None
+    return SamplesCheck(rule=_RULES[mode], runs=len(runs), steps=len(runs[0].sample_sums))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from hpctrain.bench.scaling.document import ScalingRun, SizeResult
-from hpctrain.bench.spread import spread_of
+from hpctrain.bench.figures import spread_of
+from hpctrain.bench.scaling.sweep import ScalingRun, SizeResult
 from hpctrain.scaling import FitChoice, fit_laws, paired_ratio
 
 PARTS = ("input", "compute", "bubble", "exposed_sync", "checkpoint")

@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain.bench.document import document_head
-from hpctrain.bench.scaling.document import (
+from hpctrain.bench.scaling.measure import check_samples
+from hpctrain.bench.scaling.results import fits_of, size_results
+from hpctrain.bench.scaling.sweep import (
     SCHEMA,
+    PlannedRun,
     RankSums,
     ScalingDocument,
     ScalingRun,
     SweepSettings,
+    plan_runs,
+    remaining_runs,
     write_scaling_document,
 )
-from hpctrain.bench.scaling.plan import PlannedRun, plan_runs, remaining_runs
-from hpctrain.bench.scaling.results import fits_of, size_results
-from hpctrain.bench.scaling.samples import check_samples
 from hpctrain.run import Recipe, parse_recipe
 
 STEPS = 4

@@ -14,18 +14,23 @@ import pytest
 import torch
 from rich.console import Console
 
-from hpctrain.bench.all_reduce.cells import bucket_of, buckets_of
-from hpctrain.bench.all_reduce.link_rate import measure_link
 from hpctrain.bench.all_reduce.measure import (
     AllReduceAsked,
     AllReduceMeasured,
+    bucket_of,
+    buckets_of,
     groups_that_fit,
     measure_all_reduce,
     notes_of,
 )
-from hpctrain.bench.all_reduce.plot import check_plot, plot_all_reduce
-from hpctrain.bench.all_reduce.reducers import check_runs, nccl_to_start
-from hpctrain.bench.all_reduce.table import all_reduce_table
+from hpctrain.bench.all_reduce.run import (
+    all_reduce_table,
+    check_plot,
+    check_runs,
+    measure_link,
+    nccl_to_start,
+    plot_all_reduce,
+)
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.errors import UsageError

@@ -11,8 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hpctrain.bench.checkpoint.measure import CheckpointAsked, measure_checkpoint, take_turns
-from hpctrain.bench.checkpoint.methods import Loading, MethodTime, SyncSaving
-from hpctrain.bench.checkpoint.raw_io import RawShare, make_state
+from hpctrain.bench.checkpoint.methods import Loading, MethodTime, RawShare, SyncSaving, make_state
 from hpctrain.bench.page_cache import Cache, cached_share
 from hpctrain.cli.bench.group import bench_app
 from hpctrain.comm.backends.serial_world import SerialWorld

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from hpctrain.bench.compare.figures import alternate, read_rounds
-from hpctrain.bench.scaling.plan import PlannedRun
+from hpctrain.bench.compare import alternate, read_rounds
+from hpctrain.bench.scaling.sweep import PlannedRun
 from hpctrain.cli.bench.group import bench_app
 from hpctrain.errors import UsageError
 from tests.unit.bench.sweeps import document_of, settings, written

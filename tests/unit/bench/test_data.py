@@ -11,10 +11,17 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from hpctrain.bench.data.batch_wait import time_waits
-from hpctrain.bench.data.measure import DataAsked, Reader, batches_to_read, measure_data
+from hpctrain.bench.data.measure import (
+    DataAsked,
+    Reader,
+    batches_to_read,
+    data_document,
+    data_lines,
+    data_table,
+    measure_data,
+    time_waits,
+)
 from hpctrain.bench.data.raw_reads import RawReader
-from hpctrain.bench.data.report import data_document, data_lines, data_table
 from hpctrain.bench.page_cache import Cache, cached_share, evict
 from hpctrain.cli.bench.group import bench_app
 from hpctrain.data import Dataset, pack_arrays, pack_tokens

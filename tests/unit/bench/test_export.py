@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hpctrain.bench.scaling.plan import PlannedRun
+from hpctrain.bench.scaling.sweep import PlannedRun
 from hpctrain.bench.step.plan import StepCell
 from hpctrain.cli.bench.group import bench_app
 from hpctrain.errors import UsageError

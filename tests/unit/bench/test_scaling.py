@@ -13,19 +13,20 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from hpctrain.bench.scaling.document import ScalingDocument, read_scaling_document
-from hpctrain.bench.scaling.plan import (
+from hpctrain.bench.scaling.measure import check_samples, summarize_run
+from hpctrain.bench.scaling.sweep import (
     PlannedRun,
+    ScalingDocument,
     cells_of,
     check_resumable,
     check_settings,
     plan_runs,
     ranks_of_nodes,
+    read_scaling_document,
     remaining_runs,
+    scaling_lines,
+    scaling_table,
 )
-from hpctrain.bench.scaling.run import summarize_run
-from hpctrain.bench.scaling.samples import check_samples
-from hpctrain.bench.scaling.table import scaling_lines, scaling_table
 from hpctrain.bench.step.plan import StepCell
 from hpctrain.cli.bench.group import bench_app
 from hpctrain.errors import DataError, LaunchError, UsageError

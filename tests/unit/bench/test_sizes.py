@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from hpctrain.bench.all_reduce.bandwidth import algorithm_bandwidth, bound_bytes, bound_seconds, bus_bandwidth
-from hpctrain.bench.all_reduce.reducers import ALGORITHMS, parse_names
-from hpctrain.bench.all_reduce.run import parse_link
-from hpctrain.bench.sizes import describe_bytes, parse_size, parse_sizes
-from hpctrain.bench.spread import describe_spread, show_number, spread_of
+from hpctrain.bench.all_reduce.measure import algorithm_bandwidth, bound_bytes, bound_seconds, bus_bandwidth
+from hpctrain.bench.all_reduce.run import ALGORITHMS, parse_link, parse_names
+from hpctrain.bench.figures import (
+    describe_bytes,
+    describe_spread,
+    parse_size,
+    parse_sizes,
+    show_number,
+    spread_of,
+)
 from hpctrain.errors import UsageError
 
 

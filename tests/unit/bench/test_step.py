@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hpctrain.bench.step.measure import StepRow, rows_of, runs_as_json
+from hpctrain.bench.step.measure import StepRow, rows_of, runs_as_json, step_table
 from hpctrain.bench.step.plan import (
     Scaling,
     StepAsked,
@@ -23,7 +23,6 @@ from hpctrain.bench.step.plan import (
     recipe_of,
 )
 from hpctrain.bench.step.run import StepRun, read_run
-from hpctrain.bench.step.table import step_table
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.run import Recipe, load_recipe, parse_recipe
 from hpctrain.run.recipe.load import to_toml

@@ -1,1 +1,0 @@
-"""`hpctrain bench compare`: whether the figures of a second measurement are lower than those of a first."""

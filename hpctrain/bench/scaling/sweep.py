@@ -1,0 +1,373 @@
+"""A scaling sweep: its JSON document, which is also its state, its plan, and its table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from rich.table import Table
+
+from hpctrain.bench.document import document_head, write_document
+from hpctrain.bench.figures import show_number
+from hpctrain.bench.step.plan import StepCell, order_of_runs
+from hpctrain.errors import UsageError
+
+# The JSON document of a scaling sweep, `hpctrain.bench.scaling/1`. It is also the state from which a sweep
+# resumes.
+#
+# Times are seconds, rates samples/s, `started` and `ended` seconds since 1970. A reader that only wants the
+# results needs `sizes` (one entry a number of ranks) and `fits`; one that computes efficiencies of its own
+# needs `runs`, where `by_rank` has every rank's seconds, summed over the measured steps.
+
+
+SCHEMA: Literal["hpctrain.bench.scaling/1"] = "hpctrain.bench.scaling/1"
+Mode = Literal["strong", "weak"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+
+class RankSums(_Part):
+    """One rank in one run. samples, seconds: sums over the measured steps.
+
+    seconds: by name as in metrics/rank-*.jsonl: `step`, and of it `input`, `compute`, `bubble`, `exposed_sync`,
+    `checkpoint`; `sync`, which overlaps them, is the whole time of the reduction.
+    """
+
+    rank: int
+    host: str
+    node: str
+    samples: int
+    seconds: dict[str, float]
+
+
+class ScalingRun(_Part):
+    """One run: one start of the ranks.
+
+    round: from 0; each round has one run of every size. place: its place in the round, from 0.
+    samples_per_s: samples of all ranks / sum of `step_s`. step_s: of each measured step, on its slowest rank.
+    samples: of all ranks and measured steps. sample_sums: of each measured step a hash of the set of samples that all
+    ranks together had, 16 hexadecimal digits. by_rank: in the order of the ranks. job: Slurm's job, if the run had one
+    of its own. environment: the run's environment.json; null after the first run of a size.
+    """
+
+    round: int
+    place: int
+    ranks: int
+    nodes: int
+    global_batch: int
+    started: float
+    ended: float
+    samples_per_s: float
+    step_s: list[float]
+    samples: int
+    sample_sums: list[str]
+    by_rank: list[RankSums]
+    job: str | None = None
+    environment: dict[str, Any] | None = None
+
+
+class SweepSettings(_Part):
+    """What was asked for. A sweep is resumed with the same, except that `repeats` may grow.
+
+    nodes: if sizes were given as numbers of nodes. steps, warmup_steps: of each run; the warm-up comes first and is
+    dropped. repeats: rounds. seed: of the order of the sizes within the rounds. threads_per_rank: of every rank, at
+    every size; None before it is decided. start: `launch`: mpirun here, or srun within this allocation; `jobs`: a Slurm
+    job for each run.
+    """
+
+    mode: Mode
+    ranks: list[int]
+    nodes: list[int] | None = None
+    ranks_per_node: int | None = None
+    steps: int
+    warmup_steps: int
+    repeats: int
+    seed: int
+    threads_per_rank: int | None = None
+    start: Literal["launch", "jobs"] = "launch"
+    overrides: list[str] = Field(default_factory=list)
+
+
+class SizeResult(_Part):
+    """The results of one number of ranks, over its runs.
+
+    samples_per_s, step_s: `median`, `q1`, `q3`, `min`, `max`, `count`; step_s over all measured steps of all runs.
+    efficiency: samples/s per rank relative to the baseline, of the same rounds: `value` (geometric mean), `low`,
+    `high` (t interval at confidence `level`), `least`, `greatest` (of the rounds), `range_level`, `count`, `paired`.
+    speedup: samples/s relative to the baseline, the same fields. Both 1 without an interval for the baseline itself.
+    seconds: of a step, mean over ranks and runs: `input`, `compute`, `bubble`, `exposed_sync`, `checkpoint`, `other`,
+    `step`.
+    shared_cores: whether ranks had to share cores, so that the figures do not apply where each has its own.
+    """
+
+    ranks: int
+    nodes: int
+    global_batch: int
+    repeats: int
+    samples_per_s: dict[str, float]
+    step_s: dict[str, float]
+    efficiency: dict[str, Any]
+    speedup: dict[str, Any]
+    seconds: dict[str, float]
+    shared_cores: bool
+
+
+class SamplesCheck(_Part):
+    """What was compared of the samples that the runs had. rule: in words. runs, steps: number of runs, steps each."""
+
+    rule: str
+    runs: int
+    steps: int
+
+
+class ScalingDocument(_Part):
+    """The whole document.
+
+    complete: whether all rounds were measured; else `--resume` continues. recipe: every key with its value.
+    baseline_ranks: the size to which efficiency and speedup are relative. fits: `chosen` (a law's name or null),
+    `why`, and `laws`, each with `law`, `formula`, `rate_1`, `parameters` (`name`, `value`, `error`, `low`, `high`,
+    `at_bound`), `residual`, `aicc`, `checked_by`, `misfit_p`, `peak_ranks`, `efficiency` and `predicted` (by number of
+    ranks); null while fewer than two sizes were measured. runs: in the order in which they were made.
+    """
+
+    schema_: Literal["hpctrain.bench.scaling/1"] = Field(SCHEMA, alias="schema")
+    time: float
+    commit: str | None
+    machine: dict[str, Any]
+    versions: dict[str, Any]
+    complete: bool
+    recipe_path: str
+    recipe: dict[str, Any]
+    settings: SweepSettings
+    baseline_ranks: int
+    samples: SamplesCheck | None
+    sizes: list[SizeResult]
+    fits: dict[str, Any] | None
+    runs: list[ScalingRun]
+    notes: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def document_start(*, commit: str | None) -> dict[str, Any]:
+    """Returns the fields that describe this machine and this version. They are kept when a sweep is resumed."""
+    return document_head(SCHEMA, commit=commit)
+
+
+def read_scaling_document(path: Path, *, option: str = "") -> ScalingDocument:
+    """Reads a document. option: what named it, for the message. Raises UsageError if it is not one."""
+    named = f"{option} {path}".strip()
+    try:
+        return ScalingDocument.model_validate_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{named} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{named} is not a document of `hpctrain bench scaling`: it is no text") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise UsageError(
+            f"{named} is not a document of `hpctrain bench scaling`: {where}: {first['msg']}"
+        ) from error
+
+
+def write_scaling_document(path: Path, document: ScalingDocument) -> None:
+    """Writes the document atomically. Raises UsageError if it cannot be written."""
+    write_document(path, document.as_json())
+
+
+# Plans a scaling sweep: its sizes, the order of its runs, and what of it is left to do. Pure.
+
+
+LEAST_REPEATS = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedRun:
+    """One start of the ranks. round, place: from 0."""
+
+    round: int
+    place: int
+    cell: StepCell
+
+
+def ranks_of_nodes(nodes: Sequence[int], *, ranks_per_node: int | None) -> list[int]:
+    """Returns the numbers of ranks on these numbers of nodes. Raises UsageError without `ranks_per_node`."""
+    if ranks_per_node is None:
+        raise UsageError(
+            "--nodes needs to know how many ranks a node has: give --ranks-per-node, or slurm.tasks_per_node in "
+            "the recipe"
+        )
+    return [count * ranks_per_node for count in nodes]
+
+
+def check_settings(settings: SweepSettings, *, batch: int) -> None:
+    """Raises UsageError if the sweep cannot be measured. batch: the recipe's global batch."""
+    if settings.repeats < LEAST_REPEATS:
+        raise UsageError(
+            f"--repeats {settings.repeats}: intervals and comparisons need at least {LEAST_REPEATS} rounds (three "
+            "against three cannot even reach p = 0.05); `hpctrain bench step` measures with fewer"
+        )
+    if settings.mode == "strong" and max(settings.ranks) > batch:
+        raise UsageError(
+            f"{max(settings.ranks)} ranks cannot share the recipe's global batch of {batch} (strong scaling): use "
+            "fewer ranks, --weak, or a larger batch with --set data.global_batch=N"
+        )
+    per_node = settings.ranks_per_node
+    if settings.start == "jobs" and per_node is not None:
+        uneven = [n for n in settings.ranks if n > per_node and n % per_node]
+        if uneven:
+            raise UsageError(
+                f"--jobs: {uneven[0]} ranks do not fill nodes of {per_node}: choose multiples of {per_node}, or "
+                "another --ranks-per-node"
+            )
+
+
+def cells_of(settings: SweepSettings, *, batch: int) -> list[StepCell]:
+    """Returns the sizes of the sweep: each number of ranks with its global batch.
+
+    Strong scaling: the recipe's batch, shared. Weak scaling: that batch for each rank.
+    """
+    return [
+        StepCell(num_ranks=n, global_batch=batch * (n if settings.mode == "weak" else 1))
+        for n in settings.ranks
+    ]
+
+
+def plan_runs(settings: SweepSettings, *, batch: int) -> list[PlannedRun]:
+    """Returns all runs in their order: in each round every size once, shuffled by the seed.
+
+    More repeats only add rounds: the order of those before stays.
+    """
+    cells = cells_of(settings, batch=batch)
+    order = order_of_runs(cells, repeats=settings.repeats, seed=settings.seed)
+    return [
+        PlannedRun(round=number // len(cells), place=number % len(cells), cell=cell)
+        for number, cell in enumerate(order)
+    ]
+
+
+def remaining_runs(planned: Iterable[PlannedRun], done: Iterable[ScalingRun]) -> list[PlannedRun]:
+    """Returns what has not been measured yet, in order."""
+    measured = {(run.round, run.ranks) for run in done}
+    return [run for run in planned if (run.round, run.cell.num_ranks) not in measured]
+
+
+def check_resumable(
+    previous: ScalingDocument,
+    *,
+    settings: SweepSettings,
+    recipe: Mapping[str, Any],
+    commit: str | None,
+    machine: Mapping[str, Any],
+) -> None:
+    """Raises UsageError if further runs would not belong to the same measurement as those of `previous`."""
+    changed = [
+        name
+        for name in SweepSettings.model_fields
+        if name not in ("repeats", "overrides")
+        and getattr(previous.settings, name) != getattr(settings, name)
+    ]
+    differs = [f"settings.{name}" for name in changed]
+    differs += [f"recipe section [{name}]" for name in recipe if recipe[name] != previous.recipe.get(name)]
+    if previous.commit != commit:
+        differs.append(f"commit {previous.commit} is now {commit}")
+    differs += [
+        f"machine's {name} {previous.machine.get(name)} is now {machine[name]}"
+        for name in ("cpu", "cores", "devices")
+        if machine[name] != previous.machine.get(name)
+    ]
+    if settings.repeats < max((run.round + 1 for run in previous.runs), default=0):
+        differs.append(f"--repeats {settings.repeats} is less than was measured")
+    if differs:
+        raise UsageError(
+            f"--resume: what is asked for is not what was begun ({'; '.join(differs)}): its runs would not belong "
+            "together. Give the same options, or another --json to begin anew"
+        )
+
+
+# Prints a scaling document: a table of the sizes, and lines on the laws.
+
+
+_PARTS = ("input", "compute", "bubble", "exposed_sync", "other")
+
+
+def scaling_table(document: ScalingDocument) -> Table:
+    """Table with one line per number of ranks; the title states the baseline and what an interval is."""
+    settings = document.settings
+    sizes = document.sizes
+    rounds = max((size.repeats for size in sizes), default=0)
+    ranks = f"{document.baseline_ranks} rank{'s' * (document.baseline_ranks > 1)}"
+    table = Table(
+        title=f"{document.recipe['run']['name']}: {settings.mode} scaling, {rounds} interleaved "
+        f"round{'s' * (rounds != 1)} of {settings.steps} steps after {settings.warmup_steps}; relative to {ranks}, "
+        "[95% t interval] of the rounds' ratios",
+        title_justify="left",
+    )
+    for name in ("ranks", "nodes", "batch", "samples/s", "step, ms", "speedup", "efficiency"):
+        table.add_column(name, justify="right", no_wrap=True)
+    # Only pipelines have bubbles, and documents of versions before them have no such part.
+    parts = [name for name in _PARTS if name != "bubble" or any(size.seconds.get(name) for size in sizes)]
+    for name in parts:
+        table.add_column(name.removesuffix("_sync"), justify="right", no_wrap=True)
+    for size in sizes:
+        table.add_row(
+            str(size.ranks),
+            str(size.nodes),
+            str(size.global_batch),
+            _with_range(size.samples_per_s, "q1", "q3", show_number),
+            show_number(1e3 * size.step_s["median"]),
+            _with_range(size.speedup, "low", "high", lambda value: f"{value:.2f}"),
+            _with_range(size.efficiency, "low", "high", lambda value: f"{value:.0%}"),
+            *(f"{size.seconds[name] / size.seconds['step']:.1%}" for name in parts),
+        )
+    return table
+
+
+def scaling_lines(document: ScalingDocument) -> list[str]:
+    """Lines below the table: fitted laws, which one to use and why, what was checked, notes."""
+    lines = []
+    if document.fits is not None:
+        lines += [_law_line(law, chosen=document.fits["chosen"]) for law in document.fits["laws"]]
+        lines.append(f"law: {document.fits['chosen'] or 'none'}: {document.fits['why']}")
+        chosen = next((law for law in document.fits["laws"] if law["law"] == document.fits["chosen"]), None)
+        if chosen is not None:
+            shown = ", ".join(f"{value:.0%} on {ranks}" for ranks, value in chosen["predicted"].items())
+            lines.append(f"beyond what was measured, if it holds there: efficiency {shown} ranks")
+    if document.samples is not None:
+        lines.append(f"checked over {document.samples.runs} runs: {document.samples.rule}")
+    lines += document.notes
+    if not document.complete:
+        lines.append("not complete: --resume measures the rounds that are left")
+    return lines
+
+
+def _law_line(law: Mapping[str, Any], *, chosen: str | None) -> str:
+    parts = [f"{_parameter(p)}" for p in law["parameters"]]
+    parts.append("no residual" if law["residual"] is None else f"residual {law['residual']:.1%}")
+    parts.append("no AICc" if law["aicc"] is None else f"AICc {law['aicc']:.1f}")
+    if law["peak_ranks"] is not None:
+        parts.append(f"fastest on {law['peak_ranks']:.0f} ranks")
+    mark = "*" if law["law"] == chosen else " "
+    return f"{mark} {law['law']}: {law['formula']}; {', '.join(parts)}"
+
+
+def _parameter(parameter: Mapping[str, Any]) -> str:
+    value = f"{parameter['name']} = {parameter['value']:.3g}"
+    if parameter["error"] is not None:
+        return f"{value} +- {parameter['error']:.2g}"
+    return f"{value} (at its bound)" if parameter["at_bound"] else value
+
+
+def _with_range(values: Mapping[str, Any], low: str, high: str, show: Callable[[float], str]) -> str:
+    middle = show(values["median"] if "median" in values else values["value"])
+    if values[low] is None or values[low] == values[high]:
+        return middle
+    brackets = "[]" if low == "low" else "()"
+    return f"{middle} {brackets[0]}{show(values[low])}-{show(values[high])}{brackets[1]}"
