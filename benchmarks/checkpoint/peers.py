@@ -32,9 +32,8 @@ from hpctrain.bench.checkpoint.methods import (
     remove,
     slowest_since,
 )
-from hpctrain.checkpoint.files.direct_io import BLOCK_BYTES, open_uncached
-from hpctrain.checkpoint.files.huge_pages import in_large_pages
-from hpctrain.checkpoint.saving.commit import create_file
+from hpctrain.checkpoint.files.direct_io import BLOCK_BYTES, in_large_pages, open_uncached
+from hpctrain.checkpoint.saving.rank_file_work import create_file
 from hpctrain.comm import Collective
 from hpctrain.comm.collectives.agreement import on_rank_0
 from hpctrain.errors import CheckpointError

@@ -52,8 +52,7 @@ from hpctrain.bench.checkpoint.methods import (
 )
 from hpctrain.checkpoint import load, save
 from hpctrain.checkpoint.planning.replicas import ReplicaCheck
-from hpctrain.checkpoint.saving.background_thread import BackgroundThread
-from hpctrain.checkpoint.saving.host_snapshot import HostBuffers
+from hpctrain.checkpoint.saving.background import BackgroundThread, HostBuffers
 from hpctrain.checkpoint.saving.save import SaveOptions, Saving
 from hpctrain.comm import Collective, all_gather_json
 from hpctrain.comm.collectives.agreement import on_rank_0

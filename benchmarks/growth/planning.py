@@ -13,8 +13,7 @@ import torch
 
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.state import Header
-from hpctrain.checkpoint.planning.shards import EvenShards
-from hpctrain.checkpoint.planning.write_plan import make_plan
+from hpctrain.checkpoint.planning.write_plan import EvenShards, make_plan
 from hpctrain.data.order.batch_plan import plan_batch
 from hpctrain.data.order.epoch_order import EpochOrder, LastBatch, Span
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets

@@ -1,5 +1,4 @@
-from .dcp.export_dcp import export_dcp as export_dcp
-from .dcp.import_dcp import DcpImport as DcpImport, import_dcp as import_dcp
+from .dcp.convert import DcpImport as DcpImport, export_dcp as export_dcp, import_dcp as import_dcp
 from .engines.engine_choice import choose_engine as choose_engine
 from .engines.engine_name import Engine as Engine, engine_named as engine_named
 from .files.checkpoint_names import (
@@ -10,12 +9,6 @@ from .files.checkpoint_names import (
 )
 from .files.io_errors import explained as explained
 from .format.metadata import Metadata as Metadata, StoredTensor as StoredTensor
-from .format.named_values import (
-    model_items as model_items,
-    model_state as model_state,
-    value_from as value_from,
-    value_items as value_items,
-)
 from .format.state import (
     SEPARATOR as SEPARATOR,
     FromRank0 as FromRank0,
@@ -32,7 +25,11 @@ from .format.typed_values import (
     decode as decode,
     encode as encode,
     get_inline as get_inline,
+    model_items as model_items,
+    model_state as model_state,
     put_inline as put_inline,
+    value_from as value_from,
+    value_items as value_items,
 )
 from .loading.check_structure import is_checkpoint as is_checkpoint, read_structure as read_structure
 from .loading.checkpoint import (
@@ -40,20 +37,17 @@ from .loading.checkpoint import (
     Regions as Regions,
     open_checkpoint as open_checkpoint,
 )
-from .loading.partial_load import (
+from .loading.restore import (
     MODEL_PREFIX as MODEL_PREFIX,
     Mismatch as Mismatch,
     PartialLoad as PartialLoad,
-    load_partial as load_partial,
-    load_weights as load_weights,
-)
-from .loading.restore import (
     Rejected as Rejected,
     Restored as Restored,
     load as load,
     load_newest_good as load_newest_good,
+    load_partial as load_partial,
+    load_weights as load_weights,
 )
-from .operations.copy import copy_checkpoint as copy_checkpoint
 from .operations.diff import (
     Difference as Difference,
     TensorDifference as TensorDifference,
@@ -68,29 +62,44 @@ from .operations.import_tensors import (
     STATE_DICT_SUFFIXES as STATE_DICT_SUFFIXES,
     import_tensors as import_tensors,
 )
-from .operations.prune import checkpoint_size as checkpoint_size, prune as prune
-from .operations.verify import Verified as Verified, verify as verify
+from .operations.maintenance import (
+    Verified as Verified,
+    checkpoint_size as checkpoint_size,
+    copy_checkpoint as copy_checkpoint,
+    prune as prune,
+    verify as verify,
+)
 from .planning.replicas import ReplicaCheck as ReplicaCheck
-from .retention.file_recycling import remove_spares as remove_spares
-from .retention.policy import Best as Best, Retention as Retention
-from .retention.save_interval import FIRST_AFTER_S as FIRST_AFTER_S, Advice as Advice, Costs as Costs
-from .saving.background_thread import BackgroundThread as BackgroundThread
-from .saving.host_snapshot import HostBuffers as HostBuffers
+from .retention.delete_old import remove_spares as remove_spares
+from .retention.policy import (
+    FIRST_AFTER_S as FIRST_AFTER_S,
+    Advice as Advice,
+    Best as Best,
+    Costs as Costs,
+    Retention as Retention,
+)
+from .saving.background import BackgroundThread as BackgroundThread, HostBuffers as HostBuffers
 from .saving.save import SaveResult as SaveResult, Saving as Saving, save as save
 from .saving.save_options import PageCache as PageCache, SaveOptions as SaveOptions
-from .saving.save_requests import SaveRequests as SaveRequests, ask_for_save as ask_for_save
 from .saving.saver import (
     Begin as Begin,
     Saved as Saved,
     SaveMode as SaveMode,
     Saver as Saver,
+    SaveRequests as SaveRequests,
     WhenBusy as WhenBusy,
+    ask_for_save as ask_for_save,
     saving_into as saving_into,
 )
 from .tiers.recover import recover as recover
-from .tiers.run_identity import RUN_ID as RUN_ID, RunIdentity as RunIdentity, identify_run as identify_run
-from .tiers.tiers import Tiers as Tiers
-from .tiers.two_tier_save import TwoTier as TwoTier, saving_through as saving_through
+from .tiers.two_tier_save import (
+    RUN_ID as RUN_ID,
+    RunIdentity as RunIdentity,
+    Tiers as Tiers,
+    TwoTier as TwoTier,
+    identify_run as identify_run,
+    saving_through as saving_through,
+)
 
 # Public. The other names are for the other packages of hpctrain.
 __all__ = [

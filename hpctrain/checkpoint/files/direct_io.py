@@ -6,23 +6,116 @@ The kernel neither copies nor caches the bytes, which leaves processor and page 
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
+import math
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.files.huge_pages import in_large_pages
-from hpctrain.checkpoint.files.write_buffers import Staging
+from hpctrain.checkpoint.format.dtypes import byte_view, dtype_named, empty_tensor
+from hpctrain.errors import CheckpointError
 from hpctrain.storage import write_fully
+
+# Lends the writer's buffer to the code that joins small tensors, which saves a copy. One rank, one thread.
+
+
+_Memory: TypeAlias = NDArray[np.uint8]
+# (offset in the file, number of bytes) -> memory for the next bytes to be written, or None.
+Lend: TypeAlias = Callable[[int, int], _Memory | None]
+
+
+@final
+class Staging:
+    """Provides memory to join small tensors in: the writer's while one is active, else new memory."""
+
+    def __init__(self) -> None:
+        self._lend: Lend | None = None
+        self._write_now: Callable[[], None] | None = None
+
+    def memory_for(self, offset: int, num_bytes: int) -> _Memory:
+        """Returns uninitialized memory for the file's bytes from `offset` on: uint8, shape (num_bytes,).
+
+        Before the next call of `memory_for` or `write_now`, and before other bytes, the caller must pass all of it or
+        nothing to the writer; afterwards it must not use it.
+        """
+        lent = None if self._lend is None else self._lend(offset, num_bytes)
+        return np.empty(num_bytes, dtype=np.uint8) if lent is None else lent
+
+    def write_now(self) -> None:
+        """Makes the writer start writing the bytes it has collected, since none follow for a while. Raises OSError."""
+        if self._write_now is not None:
+            self._write_now()
+
+    @contextmanager
+    def lent(self, lend: Lend, *, write_now: Callable[[], None]) -> Iterator[None]:
+        """Within the block, `memory_for` returns the writer's memory if `lend` provides it."""
+        self._lend, self._write_now = lend, write_now
+        try:
+            yield
+        finally:
+            self._lend = self._write_now = None
+
+
+# Memory for loaded tensors, in huge pages if the kernel provides them.
+#
+# Allocating a page of 4 KiB takes longer than filling it: reading into new memory is several times as fast
+# with pages of 2 MiB.
+
+
+_LARGE_PAGE_BYTES = 2 << 20
+_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
+
+
+def fresh_tensor(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
+    """Returns an uninitialized CPU tensor of this shape and dtype. Raises CheckpointError if there is no memory."""
+    kind = dtype_named(dtype)
+    num_bytes = math.prod(shape) * kind.itemsize
+    if num_bytes >= 2 * _LARGE_PAGE_BYTES and kind is not torch.complex32:
+        memory = in_large_pages(num_bytes)
+        if memory is not None:
+            return torch.frombuffer(memory, dtype=kind, count=math.prod(shape)).reshape(shape)
+    try:
+        return empty_tensor(shape, dtype=dtype) if kind is torch.complex32 else torch.empty(shape, dtype=kind)
+    except RuntimeError as error:
+        raise CheckpointError(f"there is no memory for a tensor of {num_bytes} bytes: {error}") from error
+
+
+def in_large_pages(num_bytes: int) -> mmap.mmap | None:
+    """Returns at least `num_bytes` bytes of memory, with huge pages requested for all whole ones in `num_bytes`; None
+    if the system does not support it."""
+    if _ADVICE is None:
+        return None
+    # If its length is a multiple of the huge page, the mapping is also aligned to one (Linux 6.7 and newer).
+    length = -(-num_bytes // _LARGE_PAGE_BYTES) * _LARGE_PAGE_BYTES
+    try:
+        memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # for example, too many mappings
+        return None
+    # If refused, small pages are used. The end, of which only a part is used, stays in small pages.
+    with suppress(OSError):
+        memory.madvise(_ADVICE, 0, num_bytes // _LARGE_PAGE_BYTES * _LARGE_PAGE_BYTES)
+    return memory
+
+
+def memory_of(tensor: torch.Tensor) -> NDArray[Any]:
+    """Returns the bytes of a contiguous CPU tensor: uint8, shape (num_bytes,), sharing the tensor's memory."""
+    if tensor.dtype is torch.complex32:
+        return byte_view(tensor).numpy()  # slower: suppresses torch's warnings about this dtype
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
 
 # Alignment of memory addresses, file offsets and lengths. A filesystem that requires a larger one reports EINVAL.
 BLOCK_BYTES = 4096
@@ -33,8 +126,6 @@ _FIRST_BYTES = 1 << 19  # length of the first writes: shorter, so that the disk 
 _IN_FLIGHT = 6
 # A shorter direct write takes longer than one through the page cache.
 _SHORTEST_BYTES = 1 << 18
-
-_Memory: TypeAlias = NDArray[np.uint8]
 
 
 def open_uncached(path: Path) -> int | None:
@@ -265,3 +356,61 @@ def _address(data: memoryview) -> int:
 def _pages(num_bytes: int) -> _Memory:
     """Returns page-aligned memory: uint8, shape (at least num_bytes,)."""
     return np.frombuffer(in_large_pages(num_bytes) or mmap.mmap(-1, num_bytes), dtype=np.uint8)
+
+
+# System calls that Python lacks and that speed up writing a large file. All are optional.
+#
+# Measured on ext4, 512 MiB by two ranks with fsync: 0.41 s without them, 0.28 s with preallocation and
+# early writeback.
+
+
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE: start, do not wait
+_ZERO_RANGE = 0x10  # FALLOC_FL_ZERO_RANGE
+_NOT_THERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+@functools.cache
+def _call(name: str) -> Callable[..., int] | None:
+    """Returns the C library's function of that name; None if it has none."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is not None:
+        function.restype = ctypes.c_int
+    return function
+
+
+def allocate(fd: int, *, num_bytes: int) -> None:
+    """Sets the length of an empty file and allocates its disk space, if the filesystem supports that. Raises OSError.
+
+    So a full disk is detected before writing, and the bytes of several ranks are contiguous on disk. Not
+    posix_fallocate, which writes every block if the filesystem does not support allocation.
+    """
+    if num_bytes:
+        _fallocate(fd, 0, num_bytes=num_bytes)
+    os.ftruncate(fd, num_bytes)
+
+
+def begin_writing_back(fd: int, *, offset: int, num_bytes: int) -> None:
+    """Makes the kernel start the writeback of these bytes. Does not wait; the later fsync reports errors."""
+    sync_file_range = _call("sync_file_range")
+    if sync_file_range is not None:
+        sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), ctypes.c_uint(_WRITE))
+
+
+def declare_empty(fd: int, *, num_bytes: int) -> bool:
+    """Makes the first `num_bytes` bytes of a file read as zeros while keeping its disk blocks. Returns False, without
+    effect, if the filesystem does not support it. Raises OSError."""
+    return _fallocate(fd, _ZERO_RANGE, num_bytes=num_bytes)
+
+
+def _fallocate(fd: int, mode: int, *, num_bytes: int) -> bool:
+    """Calls fallocate(2). Returns False if the system or the filesystem does not support it. Raises OSError."""
+    fallocate = _call("fallocate")
+    while fallocate is not None:
+        if fallocate(fd, mode, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) == 0:
+            return True
+        code = ctypes.get_errno()
+        if code in _NOT_THERE:
+            break
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return False

@@ -1,9 +1,4 @@
-"""How each torch dtype is stored: as the HDF5 type of the same format, or as unsigned integers with a tag.
-
-HDF5 and numpy have no bfloat16, float8 or half complex. Such tensors are stored as unsigned integers of the
-same width, and the dataset's attribute `torch_dtype` names the dtype. Nothing is ever converted: the bytes in the
-file are the bytes in memory.
-"""
+"""How dtypes and names of tensors are stored in HDF5."""
 
 from __future__ import annotations
 
@@ -15,6 +10,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hpctrain.errors import CheckpointError
+
+# How each torch dtype is stored: as the HDF5 type of the same format, or as unsigned integers with a tag.
+#
+# HDF5 and numpy have no bfloat16, float8 or half complex. Such tensors are stored as unsigned integers of
+# the same width, and the dataset's attribute `torch_dtype` names the dtype. Nothing is ever converted: the
+# bytes in the file are the bytes in memory.
+
 
 _NATIVE: dict[str, str] = {
     "bool": "?",
@@ -99,3 +101,39 @@ def empty_tensor(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.empty(shape, dtype=dtype_named(dtype))
+
+
+# Reversible encoding of tensor names as HDF5 link names.
+#
+# HDF5 reads `/` as a path separator and a name of `.` as the current group. Those, `%`, control characters
+# and lone surrogates are written as the %XX of their UTF-8 bytes, as in a URL. Other names, such as
+# `model.0.weight`, are unchanged.
+
+
+_EMPTY = "%"  # stands for the empty name; unambiguous, since an escaped % is %25
+TENSOR_GROUP = "tensors"
+MAX_NAME_BYTES = 16384  # HDF5 limits a link to 64 KiB
+
+
+def _escape_char(char: str) -> str:
+    code = ord(char)
+    if char in "%/" or code < 0x20 or code == 0x7F or 0xD800 <= code <= 0xDFFF:
+        return "".join(f"%{byte:02X}" for byte in char.encode("utf-8", "surrogatepass"))
+    return char
+
+
+def escape(name: str) -> str:
+    """Returns `name` as one HDF5 link name."""
+    if not name:
+        return _EMPTY
+    if set(name) == {"."}:
+        return name.replace(".", "%2E")
+    return "".join(map(_escape_char, name))
+
+
+def dataset_path(name: str, *, number: int = 0) -> str:
+    """Returns the HDF5 path of the dataset of a tensor's piece. number: counts the tensor's pieces in one file.
+
+    Numbers from 1 on are appended as `%-1`, which `escape` never produces, so no tensor's name can collide with it.
+    """
+    return f"/{TENSOR_GROUP}/{escape(name)}" + (f"%-{number}" if number else "")

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
+from hpctrain.checkpoint.files.direct_io import fresh_tensor, memory_of
 from hpctrain.checkpoint.files.io_errors import explained
 from hpctrain.checkpoint.format.boxes import Box, whole
-from hpctrain.checkpoint.format.commit_header import UnknownFormatError
-from hpctrain.checkpoint.format.metadata import Metadata, StoredTensor, decode_metadata
-from hpctrain.checkpoint.loading.check_structure import Structure, is_checkpoint, read_structure
-from hpctrain.checkpoint.loading.open_files import ContentFiles
-from hpctrain.checkpoint.loading.verified_content import Read, planned, read_region
-from hpctrain.comm import Collective, on_rank_0
-from hpctrain.errors import CheckpointError
+from hpctrain.checkpoint.format.metadata import (
+    Metadata,
+    StoredPiece,
+    StoredTensor,
+    UnknownFormatError,
+    decode_metadata,
+)
+from hpctrain.checkpoint.loading.check_structure import ContentFiles, Structure, is_checkpoint, read_structure
+from hpctrain.checkpoint.loading.verified_content import (
+    ElementRun,
+    Read,
+    check_run,
+    element_runs_of,
+    flat_start,
+    planned,
+    planned_run,
+    read_region,
+)
+from hpctrain.comm import Collective, agreed, all_gather_json, on_rank_0
+from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.storage import filesystem_of
 
 # What to read of tensors that a rank needs only in part: a box (offset, shape), or a list of boxes, which are joined
 # along the first dimension.
@@ -228,3 +247,210 @@ def _whole(tensor: StoredTensor) -> _Box:
 
 def _some(names: list[str]) -> str:
     return ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+
+
+# Reads tensors that all ranks need once per node: each rank reads and verifies a part, then they exchange
+# the parts.
+#
+# This is faster on network and parallel filesystems, where a second reader on the node finds nothing
+# cached, or where several readers get more bandwidth than one. On a local disk the page cache serves the
+# ranks with one copy less.
+
+
+# Most bytes that a rank sends to all ranks of its node in one round; it receives at most as many.
+_ROUND_BYTES = 64 << 20
+_LEAST_BYTES = 16 << 20  # for a smaller checkpoint the messages cost more than they save
+
+
+class Sharing(Enum):
+    """NODE: the ranks of a node share the reading. NONE: every rank reads all that it needs. AUTO: NODE if the
+    checkpoint is large enough and on a filesystem shared by nodes, else NONE."""
+
+    AUTO = "auto"
+    NODE = "node"
+    NONE = "none"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """A part of a tensor that one rank reads and sends to the others: bytes begin, ..., begin + num_bytes - 1."""
+
+    name: str
+    begin: int
+    num_bytes: int
+    piece: StoredPiece
+    element_run: ElementRun
+
+
+def units_of(tensor: StoredTensor) -> list[Unit] | None:
+    """Returns the tensor cut into units; None if a byte range of the file is not contiguous in the tensor too, or is
+    too large for a round."""
+    units = []
+    for piece in tensor.pieces:
+        if not piece.box.num_elems:
+            continue
+        place = flat_start(piece.box, shape=tensor.view)
+        if place is None:
+            return None
+        for element_run in element_runs_of(piece):
+            num_bytes = element_run.num_elems * tensor.elem_bytes
+            if num_bytes > _ROUND_BYTES:
+                return None
+            begin = (place + element_run.start) * tensor.elem_bytes
+            units.append(
+                Unit(name=tensor.name, begin=begin, num_bytes=num_bytes, piece=piece, element_run=element_run)
+            )
+    return units
+
+
+def divide(units: Sequence[Unit], *, num_ranks: int) -> list[list[list[Unit]]]:
+    """Returns for each of the `num_ranks` ranks of a node its units, grouped in rounds. Pure, the same on every rank.
+
+    The units in their order are divided into parts of about equal bytes, so that every rank reads one contiguous part
+    of the files.
+    """
+    total_bytes = sum(unit.num_bytes for unit in units)
+    most_bytes = _ROUND_BYTES // num_ranks
+    shares: list[list[list[Unit]]] = [[] for _ in range(num_ranks)]
+    free_bytes = [0] * num_ranks
+    position = 0
+    for unit in units:
+        rank = min(num_ranks - 1, position * num_ranks // max(1, total_bytes))
+        if not shares[rank] or unit.num_bytes > free_bytes[rank]:
+            shares[rank].append([])
+            free_bytes[rank] = most_bytes
+        shares[rank][-1].append(unit)
+        free_bytes[rank] -= unit.num_bytes
+        position += unit.num_bytes
+    return shares
+
+
+def nodes_that_share(
+    checkpoint: Checkpoint, *, comm: Collective, sharing: Sharing | str, node_of_rank: Sequence[int] | None
+) -> list[list[int]] | None:
+    """Returns the ranks (of `comm`) of each node, or None if every rank is to read for itself. Collective.
+
+    node_of_rank: the node of each rank; None: determined from the host names. Raises UsageError on every rank if it
+    does not have one entry per rank, or for an unknown `sharing`.
+    """
+    try:
+        asked = Sharing(sharing)
+    except ValueError:
+        raise UsageError(
+            f"sharing = {sharing!r}: choose one of {', '.join(repr(s.value) for s in Sharing)}", agreed=True
+        ) from None
+    if comm.num_ranks == 1 or asked is Sharing.NONE:
+        return None
+    if node_of_rank is not None and len(node_of_rank) != comm.num_ranks:
+        raise UsageError(
+            f"node_of_rank lists {len(node_of_rank)} ranks, the number of ranks is {comm.num_ranks}",
+            agreed=True,
+        )
+    if asked is Sharing.AUTO:
+        num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+        pays = on_rank_0(comm, lambda: num_bytes >= _LEAST_BYTES and filesystem_of(checkpoint.path).is_shared)
+        if not pays:
+            return None
+    names = all_gather_json(comm, socket.gethostname()) if node_of_rank is None else list(node_of_rank)
+    nodes: dict[object, list[int]] = {}
+    for rank, name in enumerate(names):
+        nodes.setdefault(name, []).append(rank)
+    return None if len(nodes) == comm.num_ranks else list(nodes.values())
+
+
+def read_sharing(
+    checkpoint: Checkpoint,
+    *,
+    comm: Collective,
+    nodes: Sequence[Sequence[int]],
+    names: Sequence[str],
+    regions: Regions,
+) -> dict[str, torch.Tensor]:
+    """As `Checkpoint.read_all`, but reads tensors that no rank lists in `regions` once per node. Collective.
+
+    nodes: from `nodes_that_share`. names: the same on every rank. Raises CheckpointError on every rank if any rank
+    finds damage.
+    """
+    not_whole = set().union(*all_gather_json(comm, sorted(regions)))
+    units: list[Unit] = []
+    own: list[str] = []
+    for name in names:
+        found = None if name in not_whole else units_of(checkpoint.tensors[name])
+        if found is None:
+            own.append(name)
+        else:
+            units += found
+    node = next(ranks for ranks in nodes if comm.rank in ranks)
+    shares_by_size = {len(ranks): divide(units, num_ranks=len(ranks)) for ranks in nodes}
+    shares = dict(zip(node, shares_by_size[len(node)], strict=True))
+    num_rounds = max(len(rounds) for divided in shares_by_size.values() for rounds in divided)
+    loaded: dict[str, torch.Tensor] = {}
+    memory: dict[str, NDArray[Any]] = {}
+
+    def read_own() -> None:
+        mine = checkpoint.read_all(names=own, regions=regions)
+        for name in names:
+            stored = checkpoint.tensors[name]
+            loaded[name] = mine[name] if name in mine else fresh_tensor(stored.shape, dtype=stored.dtype)
+            if name not in mine and stored.num_bytes:
+                memory[name] = memory_of(loaded[name])
+        reads = []
+        for unit in (unit for units in shares[comm.rank] for unit in units):
+            stored = checkpoint.tensors[unit.name]
+            read = planned_run(
+                stored, piece=unit.piece, element_run=unit.element_run, region=whole(stored.shape),
+                target=memory[unit.name],
+            )  # fmt: skip
+            assert read is not None
+            reads.append(read)
+        with checkpoint.named(), ContentFiles(checkpoint.files, read_ahead=True) as files:
+            for read in reads:
+                read(files)
+
+    agreed(comm, read_own)
+    for place in range(num_rounds):
+        round_of = {rank: rounds[place] if place < len(rounds) else [] for rank, rounds in shares.items()}
+        _exchange(comm, round_of=round_of, memory=memory)
+
+    def check_received() -> None:
+        with checkpoint.named(), ContentFiles(checkpoint.files) as files:
+            for rank, rounds in shares.items():
+                for unit in (unit for units in rounds for unit in units if rank != comm.rank):
+                    check_run(
+                        files,
+                        tensor=checkpoint.tensors[unit.name],
+                        piece=unit.piece,
+                        element_run=unit.element_run,
+                        buffer=memory[unit.name][unit.begin : unit.begin + unit.num_bytes],
+                    )
+
+    agreed(comm, check_received)  # transfers between ranks can corrupt data, too
+    return loaded
+
+
+def _exchange(
+    comm: Collective, *, round_of: Mapping[int, Sequence[Unit]], memory: Mapping[str, NDArray[Any]]
+) -> None:
+    """Sends this rank's units of one round to the other ranks of the node, and copies theirs into `memory`. Collective.
+
+    memory: the bytes of each tensor, uint8, shape (num_bytes,).
+    """
+    counts = [sum(unit.num_bytes for unit in round_of.get(rank, ())) for rank in range(comm.num_ranks)]
+    others = [rank for rank in round_of if rank != comm.rank]
+    own = np.empty((len(others), counts[comm.rank]), dtype=np.uint8)
+    start = 0
+    for unit in round_of[comm.rank]:
+        own[:, start : start + unit.num_bytes] = memory[unit.name][unit.begin : unit.begin + unit.num_bytes]
+        start += unit.num_bytes
+    received = comm.all_to_all(
+        torch.from_numpy(own).reshape(-1),
+        send_counts=[counts[comm.rank] if rank in others else 0 for rank in range(comm.num_ranks)],
+        receive_counts=[counts[rank] if rank in others else 0 for rank in range(comm.num_ranks)],
+    )
+    arrived = received.cpu().numpy()
+    start = 0
+    for rank in sorted(others):
+        for unit in round_of[rank]:
+            part = arrived[start : start + unit.num_bytes]
+            memory[unit.name][unit.begin : unit.begin + unit.num_bytes] = part
+            start += unit.num_bytes

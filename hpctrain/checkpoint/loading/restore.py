@@ -1,8 +1,8 @@
-"""Loads one checkpoint, or the newest one that no rank finds damaged."""
+"""Loads a checkpoint: one or the newest good one, completely or in part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,12 +11,26 @@ from typing import TypeVar
 import torch
 
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
-from hpctrain.checkpoint.format.commit_header import UnknownFormatError
-from hpctrain.checkpoint.loading.check_structure import read_structure
-from hpctrain.checkpoint.loading.checkpoint import Checkpoint, Regions, from_rank_0, say_rejected
-from hpctrain.checkpoint.loading.node_sharing import Sharing, nodes_that_share, read_sharing
+from hpctrain.checkpoint.format.dtypes import dtype_name
+from hpctrain.checkpoint.format.metadata import StoredTensor, UnknownFormatError
+from hpctrain.checkpoint.format.state import SEPARATOR
+from hpctrain.checkpoint.format.typed_values import TEXT, model_state
+from hpctrain.checkpoint.loading.check_structure import is_checkpoint, read_structure
+from hpctrain.checkpoint.loading.checkpoint import (
+    Checkpoint,
+    Regions,
+    Sharing,
+    from_rank_0,
+    nodes_that_share,
+    read_sharing,
+    say_rejected,
+)
 from hpctrain.comm import Collective, agreed, doing, on_rank_0
+from hpctrain.distributed import part_of, pipeline_of
 from hpctrain.errors import CheckpointError
+
+# Loads one checkpoint, or the newest one that no rank finds damaged.
+
 
 T = TypeVar("T")
 
@@ -143,3 +157,223 @@ def read_together(
             return agreed(comm, lambda: checkpoint.read_all(regions=boxes, names=names))
         wanted = list(checkpoint.tensors) if names is None else names
         return read_sharing(checkpoint, comm=comm, nodes=nodes, names=wanted, regions=boxes)
+
+
+# Loads some tensors of a checkpoint, possibly under other names, and reports tensors that do not match.
+
+
+MODEL_PREFIX = "model/"
+# From a name in the checkpoint, without the prefix, to the name here; a callable returns None for a tensor to skip.
+Rename = Mapping[str, str] | Callable[[str], str | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch:
+    """A tensor whose dtype or shape differs from the expected one. there, here: dtype and shape in the checkpoint and
+    in this program, as in `float32 [3, 4]`."""
+
+    name: str
+    there: str
+    here: str
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.there} there, {self.here} here"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartialLoad:
+    """Result of a partial load.
+
+    tensors: the loaded tensors by their names here, on the CPU, verified; those that this rank reads.
+    num_loaded: number of tensors that the ranks together have loaded.
+    missing: requested names that the checkpoint does not have.
+    unexpected: names, as in the checkpoint, of tensors with the prefix that were not requested.
+    mismatched: tensors of another dtype or shape than expected; they are not loaded.
+    """
+
+    checkpoint: Checkpoint
+    tensors: dict[str, torch.Tensor]
+    num_loaded: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[Mismatch, ...]
+
+    @property
+    def fits(self) -> bool:
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def describe(self) -> str:
+        """Returns a one-line summary: the number of loaded tensors, and the differences if there are any."""
+        return f"{self.num_loaded} tensors of {self.checkpoint.path}" + _differences(
+            self.missing, self.unexpected, self.mismatched
+        )
+
+
+def load_partial(
+    path: Path | str,
+    *,
+    comm: Collective,
+    prefix: str = "",
+    names: Iterable[str] | None = None,
+    rename: Rename | None = None,
+    expected: Mapping[str, torch.Tensor] | None = None,
+    values: Collection[str] = (),
+    reads: Container[str] | None = None,
+    strict: bool = True,
+) -> PartialLoad:
+    """Loads some of a checkpoint's tensors and reads no others. Collective, with the same arguments on all ranks
+    but `reads`.
+
+    Args:
+        path: a checkpoint, or a directory of checkpoints, of which the newest is used whose requested tensors are
+            undamaged.
+        prefix: load only tensors whose names begin with it; it is removed from their names.
+        rename: maps a name without the prefix to the name here; names not in a mapping are kept.
+        names: the requested names, as used here; None: all, or those of `expected`.
+        expected: tensors (also on the meta device) by name here, whose dtype and shape the loaded ones must have.
+        values: names here of values that are not tensors, of which the checkpoint has several tensors (`model_items`).
+        reads: names here of the tensors whose content this rank needs, of those that are loaded; None: all.
+        strict: raise CheckpointError for missing, unexpected and mismatched tensors; else report them in the result.
+
+    Raises CheckpointError on every rank also if a requested tensor is damaged, if two tensors would have the same
+    name, and if there is no checkpoint.
+    """
+    wanted = None if names is None else set(names)
+    if wanted is None and expected is not None:
+        wanted = set(expected)
+
+    def read(checkpoint: Checkpoint) -> PartialLoad:
+        return _read_part(
+            checkpoint, comm=comm, prefix=prefix, wanted=wanted, rename=rename, expected=expected or {},
+            values=values, reads=reads, strict=strict,
+        )  # fmt: skip
+
+    path = Path(path)
+    if on_rank_0(comm, lambda: is_checkpoint(path) or not path.is_dir()):
+        with doing(comm, f"loading a part of checkpoint {path}"):
+            return read(from_rank_0(comm, lambda: read_structure(path)))
+    found = newest_that(read, directory=path, comm=comm, rejected=[])
+    if found is None:
+        raise CheckpointError(f"there is no checkpoint in {path}", agreed=True)
+    return found
+
+
+def _read_part(
+    checkpoint: Checkpoint, *, comm: Collective, prefix: str, wanted: set[str] | None, rename: Rename | None,
+    expected: Mapping[str, torch.Tensor], values: Collection[str], reads: Container[str] | None, strict: bool,
+) -> PartialLoad:  # fmt: skip
+    selected = _select(checkpoint, prefix=prefix, rename=rename)
+    parts = {name for name in selected if name.partition(SEPARATOR)[0] in values}
+    wanted = None if wanted is None else wanted | parts
+    lacking = set(values) - {name.partition(SEPARATOR)[0] for name in parts}
+    missing = sorted(((wanted or set()) - selected.keys()) | lacking)
+    unexpected = [t.name for name, t in selected.items() if wanted is not None and name not in wanted]
+    chosen = {name: t for name, t in selected.items() if wanted is None or name in wanted}
+    mismatched = [
+        Mismatch(name=name, there=_stored_kind(stored), here=_kind(expected[name]))
+        for name, stored in chosen.items()
+        if name in expected and _stored_kind(stored) != _kind(expected[name])
+    ]
+    if strict and (missing or unexpected or mismatched):
+        raise DoesNotFitError(
+            f"{checkpoint.path} does not fit{_differences(missing, unexpected, mismatched)}. Rename the "
+            "tensors, or load without `strict` to skip those that do not fit",
+            agreed=True,
+        )
+    for mismatch in mismatched:
+        del chosen[mismatch.name]
+    mine = [name for name in chosen if reads is None or name in reads or name in parts]
+    # Of the others an empty box: all ranks read tensors of the same names.
+    regions: Regions = {
+        stored.name: ((0,) * len(stored.shape), (0,) * len(stored.shape))
+        for name, stored in chosen.items()
+        if reads is not None and name not in mine and stored.shape
+    }
+    names = [stored.name for stored in chosen.values()]
+    content = read_together(checkpoint, comm=comm, names=names, regions=regions)
+    return PartialLoad(
+        checkpoint=checkpoint,
+        tensors={name: content[chosen[name].name] for name in mine},
+        num_loaded=len(chosen),
+        missing=tuple(missing),
+        unexpected=tuple(unexpected),
+        mismatched=tuple(mismatched),
+    )
+
+
+def load_weights(
+    model: torch.nn.Module,
+    path: Path | str,
+    *,
+    comm: Collective,
+    prefix: str = MODEL_PREFIX,
+    rename: Rename | None = None,
+    strict: bool = True,
+) -> PartialLoad:
+    """Loads a checkpoint's parameters and buffers into `model`, and nothing else. Collective.
+
+    Arguments and errors as in `load_partial`; if it raises, the model is unchanged. Without `strict`, parameters that
+    the checkpoint does not have keep their values. In a pipeline each rank reads the tensors of its stages; what does
+    not fit, in any stage, is an error on every rank, or reported on every rank.
+    """
+    present = model.state_dict()
+    own = {name: value for name, value in present.items() if isinstance(value, torch.Tensor)}
+    values = present.keys() - own.keys()
+    pipeline = pipeline_of(model)
+    loaded = load_partial(
+        path, comm=comm, prefix=prefix, rename=rename, expected=own if pipeline is None else pipeline.state,
+        values=values, reads=own, strict=strict,
+    )  # fmt: skip
+    state = model_state(loaded.tensors, present=present)
+    here = {name: part_of(value, own[name]) if name in own else value for name, value in state.items()}
+    model.load_state_dict(here, strict=False)
+    return loaded
+
+
+def _select(checkpoint: Checkpoint, *, prefix: str, rename: Rename | None) -> dict[str, StoredTensor]:
+    """Returns the tensors with the prefix, by their names here. Raises DoesNotFitError if two have the same name."""
+    selected: dict[str, StoredTensor] = {}
+    for name, stored in checkpoint.tensors.items():
+        if not name.startswith(prefix):
+            continue
+        there = name[len(prefix) :]
+        own, *part = there.split(SEPARATOR, 1)
+        if f"{prefix}{own}{TEXT}" not in checkpoint.tensors:
+            own, part = there, []
+        here: str | None = own
+        if callable(rename):
+            here = rename(own)
+        elif rename is not None:
+            here = rename.get(own, own)
+        if here is None:
+            continue
+        here = SEPARATOR.join([here, *part])
+        if here in selected:
+            raise DoesNotFitError(
+                f"{checkpoint.path}: both {selected[here].name!r} and {name!r} would be called {here!r}",
+                agreed=True,
+            )
+        selected[here] = stored
+    return selected
+
+
+def _differences(missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[Mismatch]) -> str:
+    lines = [
+        (list(missing), "missing there"),
+        (list(unexpected), "not wanted here"),
+        (list(map(str, mismatched)), "of another kind"),
+    ]
+    parts = [f"; {len(found)} {what}: {_some(found)}" for found, what in lines if found]
+    return "".join(parts)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f", and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+
+
+def _stored_kind(stored: StoredTensor) -> str:
+    return f"{stored.dtype} {list(stored.shape)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -12,13 +13,108 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.files.huge_pages import fresh_tensor, memory_of
+from hpctrain.checkpoint.files.direct_io import fresh_tensor, memory_of
 from hpctrain.checkpoint.format.boxes import Box, boxes_of_range, intersection, runs_of
-from hpctrain.checkpoint.format.damage import DamagedContentError, DamagedExtent
 from hpctrain.checkpoint.format.metadata import StoredExtent, StoredPiece, StoredTensor
-from hpctrain.checkpoint.loading.open_files import ContentFiles
-from hpctrain.checkpoint.loading.read_ranges import ElementRun, element_runs_of, flat_start
+from hpctrain.checkpoint.loading.check_structure import ContentFiles
+from hpctrain.errors import CheckpointError
 from hpctrain.storage import hash_of
+
+# Runs of elements of a piece that are read at once, because the extents in them interleave in the file.
+# Pure.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElementRun:
+    """Consecutive elements of a piece: those with numbers `start` to `start + num_elems - 1` in C order, and the
+    extents that they contain. No extent lies partly in a run; a run with one extent has only its elements."""
+
+    start: int
+    num_elems: int
+    extents: Sequence[StoredExtent]
+
+
+def element_runs_of(piece: StoredPiece) -> Iterator[ElementRun]:
+    """Yields the element runs of the piece in file order, cut at every position where no extent is cut."""
+    if len(piece.extents) == 1:  # fast path for thousands of small tensors
+        yield ElementRun(start=0, num_elems=piece.box.num_elems, extents=piece.extents)
+        return
+    strides = strides_of(piece.box.shape)
+    placed = []
+    for extent in piece.extents:
+        first = last = 0
+        for o, n, p, s in zip(extent.box.offset, extent.box.shape, piece.box.offset, strides, strict=True):
+            first += (o - p) * s
+            last += (o - p + n - 1) * s
+        placed.append((first, last + 1, extent))
+    placed.sort(key=lambda entry: entry[0])
+    group: list[StoredExtent] = []
+    begin = end = 0
+    for first, stop, extent in placed:
+        if group and first >= end:
+            yield ElementRun(start=begin, num_elems=end - begin, extents=group)
+            group = []
+        if not group:
+            begin, end = first, stop
+        group.append(extent)
+        end = max(end, stop)
+    if group:
+        yield ElementRun(start=begin, num_elems=end - begin, extents=group)
+
+
+def flat_start(box: Box, *, shape: Sequence[int]) -> int | None:
+    """Returns the position of the first element of `box` in the flattened array of `shape`; None if the box is not
+    contiguous there. The box must not be empty.
+    """
+    inner_full = True
+    start, stride = 0, 1
+    for dim in range(len(shape) - 1, -1, -1):
+        if box.shape[dim] > 1 and not inner_full:
+            return None
+        inner_full = inner_full and box.shape[dim] == shape[dim]
+        start += box.offset[dim] * stride
+        stride *= shape[dim]
+    return start
+
+
+def strides_of(shape: Sequence[int]) -> list[int]:
+    """Returns the row-major strides of an array of `shape`, in elements."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return strides
+
+
+# Errors that locate damaged tensor content.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DamagedExtent:
+    """An extent whose bytes are not those that were written.
+
+    first_byte, last_byte: byte positions in `file`, both inclusive. Bytes of other extents of a sharded tensor may
+    lie between them.
+    """
+
+    tensor: str
+    box: Box
+    file: str
+    first_byte: int
+    last_byte: int
+    reason: str
+
+    def __str__(self) -> str:
+        place = f"bytes {self.first_byte} to {self.last_byte} of {self.file}"
+        return f"tensor {self.tensor!r}, {place}: {self.reason}"
+
+
+class DamagedContentError(CheckpointError):
+    """The content does not match its hash, or cannot be read. `damage` locates it."""
+
+    def __init__(self, damage: DamagedExtent) -> None:
+        super().__init__(f"damaged: {damage}")
+        self.damage = damage
+
 
 # Extents of a sharded tensor interleave in the file. An element run (`ElementRun`; parameter `element_run`) of several
 # extents is read into memory and separated there, unless it is longer than this.

@@ -12,8 +12,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.files.direct_io import BLOCK_BYTES
-from hpctrain.checkpoint.files.write_buffers import Staging
+from hpctrain.checkpoint.files.direct_io import BLOCK_BYTES, Staging
 from hpctrain.checkpoint.format.boxes import Box, runs_of
 from hpctrain.checkpoint.format.dtypes import byte_view
 from hpctrain.checkpoint.format.state import Item

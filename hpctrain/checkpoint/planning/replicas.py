@@ -16,7 +16,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.files.write_buffers import Staging
+from hpctrain.checkpoint.files.direct_io import Staging
 from hpctrain.checkpoint.format.state import Item, Replicated
 from hpctrain.checkpoint.format.tensor_difference import Tolerance, amount_of
 from hpctrain.checkpoint.planning.rank_extents import Segment, content_of, laid_end_to_end, view_of

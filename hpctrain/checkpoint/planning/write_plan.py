@@ -13,22 +13,194 @@ which writes the metadata, requests all.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeAlias
+from itertools import accumulate
+from typing import TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.format.boxes import Box, split_box, whole
-from hpctrain.checkpoint.format.dtypes import dtype_named
-from hpctrain.checkpoint.format.link_names import dataset_path
+from hpctrain.checkpoint.format.boxes import Box, Steps, TooFragmentedError, cover_exactly, split_box, whole
+from hpctrain.checkpoint.format.dtypes import dataset_path, dtype_named
 from hpctrain.checkpoint.format.state import Header
-from hpctrain.checkpoint.planning.division import Division
-from hpctrain.checkpoint.planning.shards import EvenShards, check_shards, rows_of
 from hpctrain.errors import CheckpointError
+
+# Which shards each rank holds, checked; in a short form where all ranks hold as many rows. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class EvenShards(Sequence[Sequence[Header]]):
+    """The shards of all ranks, as headers, where rank r holds the rows from n r to before n (r + 1) of each tensor.
+
+    Such are the states of the ranks' generators. They need no check, and a rank needs to know only the first rank's.
+    """
+
+    first: tuple[Header, ...]
+    num_ranks: int
+
+    @classmethod
+    def of(cls, headers: Sequence[Header], *, rank: int, num_ranks: int) -> EvenShards | None:
+        """Returns the shards of all ranks if those of this rank are even; None if they are not."""
+        first = []
+        for header in headers:
+            if header.box is None or not header.shape or len(header.box.offset) != len(header.shape):
+                return None
+            num_rows = header.box.shape[0]
+            begin = (0,) * len(header.shape)
+            expected = Box(offset=(rank * num_rows, *begin[1:]), shape=(num_rows, *header.shape[1:]))
+            if header.box != expected or not expected.num_elems or num_rows * num_ranks != header.shape[0]:
+                return None
+            first.append(replace(header, box=replace(expected, offset=begin)))
+        if len({header.name for header in first}) != len(first):
+            return None
+        return cls(tuple(first), num_ranks)
+
+    def __len__(self) -> int:
+        return self.num_ranks
+
+    @overload
+    def __getitem__(self, rank: int) -> Sequence[Header]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> Sequence[Sequence[Header]]: ...
+    def __getitem__(self, rank: int | slice) -> Sequence[Header] | Sequence[Sequence[Header]]:
+        if isinstance(rank, slice):
+            return [self[one] for one in range(*rank.indices(self.num_ranks))]
+        if not 0 <= rank < self.num_ranks:
+            raise IndexError(rank)
+        return [replace(header, box=rows_of(header, rank=rank)) for header in self.first]
+
+
+def rows_of(header: Header, *, rank: int) -> Box:
+    """Returns the box that a rank holds of an even tensor, whose first rank's header is given."""
+    assert header.box is not None
+    return Box(offset=(rank * header.box.shape[0], *header.box.offset[1:]), shape=header.box.shape)
+
+
+def check_shards(
+    shards_by_rank: Sequence[Sequence[Header]], *, replicated_names: set[str]
+) -> dict[str, Header]:
+    """Returns one header per sharded tensor. Raises CheckpointError unless its shards agree and cover it exactly."""
+    if isinstance(shards_by_rank, EvenShards):
+        for header in shards_by_rank.first:
+            _check_name(header.name, rank=0, replicated_names=replicated_names)
+        return {header.name: header for header in shards_by_rank.first}
+    first: dict[str, Header] = {}
+    boxes: dict[str, list[Box]] = defaultdict(list)
+    for rank, header in _with_ranks(shards_by_rank):
+        name = header.name
+        _check_name(name, rank=rank, replicated_names=replicated_names)
+        known = first.setdefault(name, header)
+        if (known.dtype, known.shape) != (header.dtype, header.shape):
+            holder = next(r for r, other in _with_ranks(shards_by_rank) if other.name == name)
+            raise CheckpointError(
+                f"shards of {name!r} disagree: {known.describe()} on rank {holder}, "
+                f"{header.describe()} on rank {rank}",
+                agreed=True,
+            )
+        assert header.box is not None
+        if header.box.num_elems:
+            boxes[name].append(header.box)
+    steps = Steps()
+    for name, header in first.items():
+        try:
+            covered = cover_exactly(boxes[name], shape=header.shape, steps=steps)
+        except TooFragmentedError as error:
+            raise CheckpointError(f"the shards of {name!r}: {error}", agreed=True) from error
+        if not covered:
+            held = sum(box.num_elems for box in boxes[name])
+            raise CheckpointError(
+                f"the shards of {name!r}, {list(header.shape)}, do not hold every element exactly once: "
+                f"{len(boxes[name])} shards hold {held} elements, the tensor has {math.prod(header.shape)}",
+                agreed=True,
+            )
+    return first
+
+
+def _with_ranks(shards_by_rank: Sequence[Sequence[Header]]) -> Iterator[tuple[int, Header]]:
+    return ((rank, header) for rank, shards in enumerate(shards_by_rank) for header in shards)
+
+
+def _check_name(name: str, *, rank: int, replicated_names: set[str]) -> None:
+    if name in replicated_names:
+        raise CheckpointError(f"{name!r} is sharded on rank {rank} and also replicated", agreed=True)
+
+
+# Division of the replicated tensors' bytes into one part of equal size per rank. Pure.
+#
+# A part is computed from its number alone, so that a rank of ten thousand plans its own part and no other.
+
+
+# Parts are divided inside a tensor only at multiples of this. Large datasets begin at a page, and a page written by two
+# nodes is slow or even corrupted on network filesystems. A multiple of every element size.
+CUT_BYTES = 4096
+
+
+class Division:
+    """The concatenation of tensors, divided into `num_parts` parts.
+
+    If `ahead_bytes` is at most an equal share, every part's size differs from that by less than CUT_BYTES.
+    """
+
+    def __init__(self, sizes: Sequence[tuple[int, int]], *, num_parts: int, ahead_bytes: int = 0) -> None:
+        """sizes: (bytes, bytes per element) of each tensor. ahead_bytes: other bytes that the writer of part 0 writes;
+        this part is smaller by them, and may be empty."""
+        self._elem_bytes = [elem_bytes for _, elem_bytes in sizes]
+        self._begins = list(accumulate((num_bytes for num_bytes, _ in sizes), initial=0))
+        self._num_parts = num_parts
+        total_bytes = self._begins[-1]
+        self._first_bytes = max(0, (total_bytes + ahead_bytes) // num_parts - ahead_bytes)
+        self._rest_bytes = total_bytes - self._first_bytes
+
+    def pieces(self, part: int) -> Iterator[tuple[int, int, int]]:
+        """Yields (tensor, start, stop): the part holds elements start <= i < stop of the flattened tensor."""
+        return self._pieces_between(self._boundary(part), self._boundary(part + 1))
+
+    def pieces_of_run(self, run: int, *, ends: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
+        """Yields the same for a run of successive parts. ends: `boundaries` of all runs' ends, shape (num_runs,)."""
+        return self._pieces_between(int(ends[run - 1]) if run else 0, int(ends[run]))
+
+    def number_of_run(self, run: int, tensor: int, *, ends: NDArray[np.int64]) -> int:
+        """Returns how many runs before this one have elements of a tensor of which it has some."""
+        first, begin = self._begins[tensor], int(ends[run - 1]) if run else 0
+        if begin <= first:
+            return 0
+        inside = ends[np.searchsorted(ends, first, side="right") : np.searchsorted(ends, begin, side="right")]
+        return len(np.unique(inside))
+
+    def _pieces_between(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        tensor = bisect_right(self._begins, begin) - 1
+        while begin < end:
+            base, elem_bytes = self._begins[tensor], self._elem_bytes[tensor]
+            stop = min(end, self._begins[tensor + 1])
+            if stop > begin:
+                yield tensor, (begin - base) // elem_bytes, (stop - base) // elem_bytes
+            begin, tensor = stop, tensor + 1
+
+    def _boundary(self, part: int) -> int:
+        """Returns the position in the concatenation at which a part begins, in bytes."""
+        if part == 0:
+            return 0
+        if part == self._num_parts:
+            return self._begins[-1]
+        cut = self._first_bytes + (part - 1) * self._rest_bytes // (self._num_parts - 1)
+        return cut - (cut - self._begins[bisect_right(self._begins, cut) - 1]) % CUT_BYTES
+
+    def boundaries(self, parts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the positions in the concatenation at which these parts begin, in bytes; shape and dtype as `parts`,
+        where num_parts stands for the end."""
+        if self._num_parts == 1:
+            return np.where(parts == 0, 0, self._begins[-1])
+        begins = np.array(self._begins, dtype=np.int64)
+        # The product of part and bytes may exceed 64 bits, those of quotient and remainder do not.
+        whole, rest = divmod(self._rest_bytes, self._num_parts - 1)
+        cuts = self._first_bytes + (parts - 1) * whole + (parts - 1) * rest // (self._num_parts - 1)
+        cuts[parts == 0], cuts[parts == self._num_parts] = 0, self._begins[-1]
+        return cuts - (cuts - begins[np.searchsorted(begins, cuts, side="right") - 1]) % CUT_BYTES
+
 
 EXTENT_BYTES = 4 << 20
 

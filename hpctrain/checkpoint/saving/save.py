@@ -29,19 +29,16 @@ from typing import Any, final
 from hpctrain.checkpoint.engines.engine_choice import choose_engine
 from hpctrain.checkpoint.engines.engine_name import Engine
 from hpctrain.checkpoint.files.checkpoint_names import file_name, folder_name
+from hpctrain.checkpoint.files.direct_io import Staging
 from hpctrain.checkpoint.files.lustre_striping import alignment_of
-from hpctrain.checkpoint.files.write_buffers import Staging
-from hpctrain.checkpoint.format.gc_pause import collector_paused
-from hpctrain.checkpoint.format.metadata import Metadata
+from hpctrain.checkpoint.format.metadata import Metadata, collector_paused
 from hpctrain.checkpoint.format.state import State, encode_document
 from hpctrain.checkpoint.planning.file_layout import distrust, layout_for
 from hpctrain.checkpoint.planning.rank_extents import content_of
 from hpctrain.checkpoint.planning.replicas import ON_MISMATCH, ReplicaMismatch, compare_replicas
 from hpctrain.checkpoint.retention.policy import Retention
-from hpctrain.checkpoint.saving.background_thread import submit
-from hpctrain.checkpoint.saving.host_snapshot import HostBuffers, content_copied
-from hpctrain.checkpoint.saving.partial_checkpoint import begin_partial
-from hpctrain.checkpoint.saving.rank_file_work import NOT_AS_PLANNED, FileWork
+from hpctrain.checkpoint.saving.background import HostBuffers, content_copied, submit
+from hpctrain.checkpoint.saving.rank_file_work import NOT_AS_PLANNED, FileWork, begin_partial
 from hpctrain.checkpoint.saving.save_options import SaveOptions, check_options, file_of_rank
 from hpctrain.comm import Collective, agreed, doing, on_rank_0
 from hpctrain.errors import CheckpointError, HpctrainError

@@ -23,9 +23,8 @@ from typing import Any
 
 from hpctrain.checkpoint.files.checkpoint_names import folder_name, part_name
 from hpctrain.checkpoint.files.io_errors import explained
-from hpctrain.checkpoint.format.link_names import escape
-from hpctrain.checkpoint.tiers.partner_copy import Offer
-from hpctrain.checkpoint.tiers.partner_protocol import PartnerError
+from hpctrain.checkpoint.format.dtypes import escape
+from hpctrain.checkpoint.tiers.partner_copy import Offer, PartnerError
 from hpctrain.errors import CheckpointError
 from hpctrain.storage import HASH_DIGITS, replace_file, sync_directory
 

@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.files.checkpoint_names import part_path
-from hpctrain.checkpoint.saving.commit import flush_folder
-from hpctrain.checkpoint.tiers.drain import UnreadableError, copy_file
-from hpctrain.checkpoint.tiers.drain_target import (
+from hpctrain.checkpoint.saving.rank_file_work import flush_folder
+from hpctrain.checkpoint.tiers.drain import (
     Committed,
+    UnreadableError,
     commit_target,
+    copy_file,
     discard_target,
     newest_sound,
     prepare_target,
 )
 from hpctrain.checkpoint.tiers.node_store import OWN, Held, held_under
-from hpctrain.checkpoint.tiers.tiers import Tiers
+from hpctrain.checkpoint.tiers.two_tier_save import Tiers
 from hpctrain.comm import Collective, agreed, all_gather_json, doing, on_rank_0
 from hpctrain.errors import CheckpointError
 

@@ -1,13 +1,23 @@
-"""A save through both tiers, with the same interface as `Saving`."""
+"""Two tiers: a checkpoint is saved to node storage first, then drained to the folder that all nodes share.
+
+A save writes one file per node to node storage, at the speed of the node's disk. Then, in the background, each node's
+leader (its lowest rank) sends the file to another node, so that the loss of one node loses no data, and copies it to
+the shared folder, where rank 0 commits the checkpoint. After a crash, `hpctrain.checkpoint.tiers.recover.recover`
+drains the files that were not yet in the shared folder.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
+import re
+import secrets
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -15,19 +25,179 @@ from hpctrain.checkpoint.files.checkpoint_names import part_path
 from hpctrain.checkpoint.files.io_errors import explained
 from hpctrain.checkpoint.format.state import State
 from hpctrain.checkpoint.retention.delete_old import retain
-from hpctrain.checkpoint.saving.background_thread import submit
-from hpctrain.checkpoint.saving.commit import flush_folder
-from hpctrain.checkpoint.saving.host_snapshot import HostBuffers
+from hpctrain.checkpoint.saving.background import HostBuffers, submit
+from hpctrain.checkpoint.saving.rank_file_work import flush_folder
 from hpctrain.checkpoint.saving.save import SaveResult, Saving
 from hpctrain.checkpoint.saving.save_options import SaveOptions, check_options, retention_of
-from hpctrain.checkpoint.tiers.drain import Pace, copy_file
-from hpctrain.checkpoint.tiers.drain_target import commit_target, discard_target, prepare_target
-from hpctrain.checkpoint.tiers.node_store import OWN, own_file
-from hpctrain.checkpoint.tiers.partner_copy import Offer, send_file
-from hpctrain.checkpoint.tiers.partner_protocol import PartnerError
-from hpctrain.checkpoint.tiers.tiers import Tiers
+from hpctrain.checkpoint.tiers.drain import Pace, commit_target, copy_file, discard_target, prepare_target
+from hpctrain.checkpoint.tiers.node_store import (
+    OWN,
+    LocalStore,
+    forget_under,
+    note_directory,
+    others_of,
+    own_file,
+    run_key,
+)
+from hpctrain.checkpoint.tiers.partner_copy import (
+    DEFAULT_TIMEOUT_S,
+    Offer,
+    PartnerAddress,
+    PartnerError,
+    PartnerServer,
+    greet,
+    send_file,
+)
 from hpctrain.comm import Collective, agreed, all_gather_json, doing, on_rank_0
-from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.errors import CheckpointError, HpctrainError, LaunchError, UsageError
+from hpctrain.storage import replace_file
+from hpctrain.topology import Topology
+
+_TOKEN_BYTES = 32
+
+
+@final
+class Tiers:
+    """The two locations of a run's checkpoints, and this node's link to its partner. Create it with `open`.
+
+    shared: folder of finished checkpoints. store: this node's folder. node: index of this rank's node.
+    partner: where this node's file is copied to; None on ranks other than leaders, and if there is only one node.
+    """
+
+    def __init__(
+        self,
+        *,
+        shared: Path,
+        store: LocalStore,
+        topology: Topology,
+        rank: int,
+        token: bytes,
+        timeout_s: float,
+    ) -> None:
+        self.shared = shared
+        self.store = store
+        self.topology = topology
+        self.node = topology.node_of(rank)
+        self.is_leader = topology.local_rank_of(rank) == 0
+        self.token = token
+        self.timeout_s = timeout_s
+        self.partner: PartnerAddress | None = None
+        self.stopping = threading.Event()
+        self._server: PartnerServer | None = None
+
+    @classmethod
+    def open(
+        cls,
+        *,
+        local: Path | str,
+        shared: Path | str,
+        topology: Topology,
+        comm: Collective,
+        run: str | None = None,
+        keep_local: int = 1,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> Tiers:
+        """Creates this node's folder `local/<run>/<node>`, and connects each of several nodes to its partner, the next
+        node. Collective. Call `close` at the end of the run.
+
+        local: a directory on node storage; its path may differ between nodes. keep_local: number of checkpoints kept
+        there. run: name of the run's folder; None: one that follows from the path of `shared`, so that a run that is
+        started anew there recovers what an older one has left on the nodes. timeout_s: longest time without an answer
+        from a partner.
+        Raises on every rank: UsageError for an invalid argument, CheckpointError if a node cannot write to its folder
+        or reach its partner.
+        """
+        agreed(comm, lambda: _check_arguments(local=Path(local), keep_local=keep_local, timeout_s=timeout_s))
+        chosen = on_rank_0(
+            comm, lambda: {"run": run or run_key(Path(shared)), "token": secrets.token_hex(_TOKEN_BYTES)}
+        )
+        node = topology.node_of(comm.rank)
+        store = LocalStore(
+            base=Path(local).absolute() / chosen["run"], node=topology.node_names[node], keep_steps=keep_local
+        )
+        tiers = cls(
+            shared=Path(shared),
+            store=store,
+            topology=topology,
+            rank=comm.rank,
+            token=bytes.fromhex(chosen["token"]),
+            timeout_s=timeout_s,
+        )
+        try:
+            tiers._connect(comm)
+        except BaseException:
+            tiers.close()
+            raise
+        return tiers
+
+    def _connect(self, comm: Collective) -> None:
+        """Starts the servers of the leaders and connects each to its partner. Collective."""
+
+        def begin() -> dict[str, Any] | None:
+            if not self.is_leader:
+                return None
+            self.store.prepare()
+            note_directory(self.store.base, shared=self.shared)
+            if self.topology.num_nodes == 1:
+                return None
+            self._server = PartnerServer(
+                node=self.store.node, token=self.token, shelf=self.store, timeout_s=self.timeout_s
+            )
+            return self._server.address.to_json()
+
+        addresses = all_gather_json(comm, agreed(comm, begin, os_error=CheckpointError))
+
+        def meet() -> None:
+            if self._server is None:
+                return
+            following = self.topology.ranks_by_node[(self.node + 1) % self.topology.num_nodes][0]
+            self.partner = greet(PartnerAddress.from_json(addresses[following]), token=self.token)
+
+        agreed(comm, meet, os_error=CheckpointError)
+
+    def left_by_others(self, *, comm: Collective) -> list[str]:
+        """Returns the folders on the nodes with checkpoints of other runs that had the same shared directory, each with
+        its newest step, as text. Collective. Raises CheckpointError on every rank."""
+        mine = agreed(
+            comm, lambda: others_of(self.store.base, shared=self.shared) if self.is_leader else {},
+            os_error=CheckpointError,
+        )  # fmt: skip
+        newest: dict[str, int] = {}
+        for theirs in all_gather_json(comm, mine):
+            for name, step in theirs.items():
+                newest[name] = max(step, newest.get(name, 0))
+        return [f"{name} (step {step})" for name, step in sorted(newest.items())]
+
+    def forget(self, *, from_step: int = 0, comm: Collective) -> None:
+        """Removes the nodes' files of step `from_step` and later. Collective. Raises CheckpointError on every rank.
+
+        To be called by a run that starts from scratch or resumes from an older checkpoint than the newest; otherwise
+        the next start would recover steps that the run has discarded.
+        """
+        agreed(
+            comm,
+            lambda: forget_under(self.store.base, from_step=from_step) if self.is_leader else None,
+            os_error=CheckpointError,
+        )
+
+    def close(self) -> None:
+        """Stops accepting copies, and copying. Not collective; may be called twice."""
+        self.stopping.set()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def _check_arguments(*, local: Path, keep_local: int, timeout_s: float) -> None:
+    if isinstance(keep_local, bool) or not isinstance(keep_local, int) or keep_local < 1:
+        raise UsageError(f"keep_local = {keep_local!r}: give an integer of at least 1")
+    if not timeout_s > 0:
+        raise UsageError(f"timeout_s = {timeout_s!r}: give seconds above 0")
+    if local.exists() and not local.is_dir():
+        raise UsageError(f"local = {local}: this is not a directory")
+
+
+# A save through both tiers, with the same interface as `Saving`.
 
 
 @final
@@ -276,3 +446,90 @@ def saving_through(
         )
 
     return begin
+
+
+# The identity of a run: what connects its directory with checkpoints that its nodes keep elsewhere.
+#
+# The file `run-id` in the run directory has the identity and, in a second line, where the directory was. A
+# directory that is removed takes its identity along, one that is moved keeps it, and a copy gets another.
+
+
+RUN_ID = "run-id"
+_VALID = re.compile(r"[A-Za-z0-9_-]{1,100}")
+# What earlier versions, which wrote no identity, have left in the directory of a run that had begun.
+_OF_A_RUN = ("starts.jsonl", "recipe.toml")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunIdentity:
+    """id: the name of the run's folder on node storage. is_new: the run directory had none before this start."""
+
+    id: str
+    is_new: bool
+
+
+def identify_run(directory: Path, *, checkpoints: Path, comm: Collective) -> RunIdentity:
+    """Returns the identity of the run in `directory`, which exists, and gives it one if it has none. Collective.
+
+    checkpoints: where it saves; runs of earlier versions are identified by its path. Raises LaunchError on every rank
+    if the file cannot be read or written.
+    """
+    found = on_rank_0(comm, lambda: _identify(directory, checkpoints=checkpoints))
+    return RunIdentity(id=found[0], is_new=found[1])
+
+
+def _identify(directory: Path, *, checkpoints: Path) -> tuple[str, bool]:
+    path = directory / RUN_ID
+    here = os.path.realpath(directory)
+    found = _read(path)
+    if found is not None:
+        known, where = found
+        if where == here:
+            return known, False
+        if not _is_copied(known, where=where, directory=directory):
+            _write(path, known, here=here)
+            return known, False
+    elif any((directory / name).exists() for name in _OF_A_RUN):
+        known = run_key(checkpoints)
+        _write(path, known, here=here)
+        return known, False
+    label = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(here).name).strip("-")[:60] or "run"
+    new = f"{label}-{secrets.token_hex(8)}"
+    _write(path, new, here=here)
+    return new, True
+
+
+def _is_copied(known: str, *, where: str, directory: Path) -> bool:
+    """True if the directory at `where` has the same identity and is another one."""
+    if not where:
+        return False
+    try:
+        other = _read(Path(where) / RUN_ID)
+        return other is not None and other[0] == known and not os.path.samefile(where, directory)
+    except (OSError, LaunchError):
+        return False
+
+
+def _read(path: Path) -> tuple[str, str] | None:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"{path}, which holds the run's identity, cannot be read: {error}") from error
+    known = lines[0].strip() if lines else ""
+    if not _VALID.fullmatch(known):
+        raise LaunchError(
+            f"{path} must hold the run's identity in its first line, letters, digits, - and _, and has {known!r:.60}: "
+            "delete it for a new identity; checkpoints that only nodes hold are then not recovered"
+        )
+    return known, lines[1].strip() if len(lines) > 1 else ""
+
+
+def _write(path: Path, known: str, *, here: str) -> None:
+    try:
+        replace_file(
+            path, f"{known}\n{here}\n".encode(), partial=path.with_name(f".{RUN_ID}.{secrets.token_hex(8)}")
+        )
+    except OSError as error:
+        raise LaunchError(f"{path} cannot be written: {error.strerror}") from error

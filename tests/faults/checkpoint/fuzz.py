@@ -22,10 +22,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from hpctrain.checkpoint import Replicated, Shard, State, load, save
-from hpctrain.checkpoint.format.commit_header import SEAL_BYTES, Seal, decode_seal, encode_seal
-from hpctrain.checkpoint.format.metadata import decode_metadata
+from hpctrain.checkpoint.format.metadata import SEAL_BYTES, Seal, decode_metadata, decode_seal, encode_seal
 from hpctrain.checkpoint.loading.check_structure import content_places, hash_structure
-from hpctrain.checkpoint.operations.verify import verify
+from hpctrain.checkpoint.operations.maintenance import verify
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.comm.interface.communicator import World

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
-from hpctrain.checkpoint.operations.verify import verify
+from hpctrain.checkpoint.operations.maintenance import verify
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.storage.filesystem_type import Filesystem
 from tests.faults.checkpoint.mount_trial import Trial

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hpctrain.checkpoint import Replicated, Shard, State, load_newest_good
-from hpctrain.checkpoint.saving.host_snapshot import HostBuffers
+from hpctrain.checkpoint.saving.background import HostBuffers
 from hpctrain.checkpoint.saving.save import SaveOptions, Saving, save
 from hpctrain.comm.backends.serial_world import SerialWorld
 

@@ -25,7 +25,7 @@ import torch
 
 from hpctrain.checkpoint import Replicated, Shard, State, load_newest_good, save
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first, is_spare, partial_files
-from hpctrain.checkpoint.operations.verify import verify
+from hpctrain.checkpoint.operations.maintenance import verify
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.comm.interface.communicator import World

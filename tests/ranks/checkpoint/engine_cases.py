@@ -16,9 +16,8 @@ from hpctrain.checkpoint import Replicated, Shard, State, load, open_checkpoint,
 from hpctrain.checkpoint.engines import engine_choice
 from hpctrain.checkpoint.engines.engine_choice import choose_engine
 from hpctrain.checkpoint.engines.engine_name import Engine
-from hpctrain.checkpoint.engines.mpio_engine import write_together
-from hpctrain.checkpoint.engines.posix_engine import write_direct
 from hpctrain.checkpoint.engines.write_batch import ByteRange
+from hpctrain.checkpoint.engines.write_engines import write_direct, write_together
 from hpctrain.comm.collectives.agreement import agreed
 from hpctrain.comm.watchdog.monitored_world import Monitored
 from hpctrain.errors import CheckpointError, HpctrainError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from hpctrain.checkpoint.saving.save_requests import ask_for_save
+from hpctrain.checkpoint.saving.saver import ask_for_save
 from hpctrain.data import pack_arrays
 from hpctrain.errors import ExitCode
 from tests.ranks.checkpoint import async_cases as cases

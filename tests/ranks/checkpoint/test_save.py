@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.checkpoint.loading.check_structure import read_structure
-from hpctrain.checkpoint.operations.verify import verify
+from hpctrain.checkpoint.operations.maintenance import verify
 from hpctrain.comm.backends.serial_world import SerialWorld
 from tests.ranks.checkpoint import save_cases as cases
 from tests.ranks_launcher import has_horovod, run_command, run_ranks

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from hpctrain.checkpoint import identify_run, load_newest_good
-from hpctrain.checkpoint.saving.host_snapshot import HostBuffers
+from hpctrain.checkpoint.saving.background import HostBuffers
 from hpctrain.checkpoint.tiers.recover import recover
-from hpctrain.checkpoint.tiers.tiers import Tiers
-from hpctrain.checkpoint.tiers.two_tier_save import TwoTier
+from hpctrain.checkpoint.tiers.two_tier_save import Tiers, TwoTier
 from hpctrain.topology import Topology
 from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 

@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpctrain.checkpoint.engines.mpio_engine import write_together
+from hpctrain.checkpoint.engines.write_engines import write_together
 from hpctrain.comm import on_rank_0
 from hpctrain.data import Dataset, EpochOrder, Loader, index_files
 from hpctrain.data.locality.collective_dataset import CollectiveDataset

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from hpctrain.checkpoint import load, open_checkpoint
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first, is_spare, partial_files
-from hpctrain.checkpoint.retention.save_interval import advise
-from hpctrain.checkpoint.saving.save_requests import FILE_NAME
+from hpctrain.checkpoint.retention.policy import advise
+from hpctrain.checkpoint.saving.saver import FILE_NAME
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.data import pack_arrays
 from hpctrain.errors import CheckpointError, RecipeError, StoppedEarly

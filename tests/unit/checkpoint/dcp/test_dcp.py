@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from hpctrain.checkpoint import Replicated, State, export_dcp, import_dcp, load, load_weights, save
-from hpctrain.checkpoint.dcp import export_dcp as export_module
+from hpctrain.checkpoint.dcp import convert as export_module
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.errors import CheckpointError, UsageError

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from hpctrain.checkpoint import import_dcp
-from hpctrain.checkpoint.operations.pickled_data import Record, read_pickled_data
+from hpctrain.checkpoint.operations.torch_archives import Record, read_pickled_data
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.errors import CheckpointError, UsageError
 

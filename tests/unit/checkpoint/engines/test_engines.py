@@ -12,8 +12,15 @@ import pytest
 
 from hpctrain.checkpoint.engines.engine_choice import choose_engine
 from hpctrain.checkpoint.engines.engine_name import Engine
-from hpctrain.checkpoint.engines.two_phase_plan import BatchExtent, dealt, domains, plan_turn
-from hpctrain.checkpoint.engines.write_batch import WriteBatch, joined, paced
+from hpctrain.checkpoint.engines.write_batch import (
+    BatchExtent,
+    WriteBatch,
+    dealt,
+    domains,
+    joined,
+    paced,
+    plan_turn,
+)
 from hpctrain.checkpoint.files.lustre_striping import Stripes, alignment_of, set_stripes, stripes_for
 from hpctrain.checkpoint.saving.save_options import PageCache, SaveOptions
 from hpctrain.comm.backends.serial_world import SerialWorld

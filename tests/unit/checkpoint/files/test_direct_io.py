@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.engines.posix_engine import write_direct
-from hpctrain.checkpoint.files.direct_io import BLOCK_BYTES, open_uncached
-from hpctrain.checkpoint.files.write_buffers import Staging
+from hpctrain.checkpoint.engines.write_engines import write_direct
+from hpctrain.checkpoint.files.direct_io import BLOCK_BYTES, Staging, open_uncached
 from hpctrain.errors import CheckpointError
 
 FILE_BYTES = 12_000_001

@@ -13,7 +13,7 @@ import h5py
 import pytest
 
 from hpctrain.checkpoint import save
-from hpctrain.checkpoint.format.commit_header import SEAL_BYTES
+from hpctrain.checkpoint.format.metadata import SEAL_BYTES
 from hpctrain.checkpoint.loading.check_structure import read_structure
 from hpctrain.comm.backends.serial_world import SerialWorld
 from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors

@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import given, strategies as st
 
-from hpctrain.checkpoint.format.link_names import escape
+from hpctrain.checkpoint.format.dtypes import escape
 
 
 def unescape(link: str) -> str:

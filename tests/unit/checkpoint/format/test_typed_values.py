@@ -12,8 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.checkpoint.format.named_values import value_from, value_items
-from hpctrain.checkpoint.format.typed_values import decode, encode, get_inline, put_inline
+from hpctrain.checkpoint.format.typed_values import (
+    decode,
+    encode,
+    get_inline,
+    put_inline,
+    value_from,
+    value_items,
+)
 from hpctrain.errors import CheckpointError
 
 VALUES: dict[str, Any] = {

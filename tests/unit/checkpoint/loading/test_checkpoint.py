@@ -25,9 +25,9 @@ from hpctrain.checkpoint import (
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.metadata import StoredExtent, StoredPiece
 from hpctrain.checkpoint.loading.check_structure import read_structure
-from hpctrain.checkpoint.loading.node_sharing import divide, units_of
-from hpctrain.checkpoint.loading.read_ranges import element_runs_of, flat_start
-from hpctrain.checkpoint.operations.verify import verify
+from hpctrain.checkpoint.loading.checkpoint import divide, units_of
+from hpctrain.checkpoint.loading.verified_content import element_runs_of, flat_start
+from hpctrain.checkpoint.operations.maintenance import verify
 from hpctrain.comm import Monitored
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads

@@ -13,12 +13,10 @@ import torch
 
 from hpctrain.checkpoint import Replicated, State, load, load_newest_good, open_checkpoint, save
 from hpctrain.checkpoint.format.boxes import Box, runs_of, whole
-from hpctrain.checkpoint.format.commit_header import SEAL_BYTES
-from hpctrain.checkpoint.format.damage import DamagedContentError
-from hpctrain.checkpoint.loading.check_structure import content_places, read_structure
-from hpctrain.checkpoint.loading.open_files import ContentFiles
-from hpctrain.checkpoint.loading.verified_content import read_region
-from hpctrain.checkpoint.operations.verify import verify
+from hpctrain.checkpoint.format.metadata import SEAL_BYTES
+from hpctrain.checkpoint.loading.check_structure import ContentFiles, content_places, read_structure
+from hpctrain.checkpoint.loading.verified_content import DamagedContentError, read_region
+from hpctrain.checkpoint.operations.maintenance import verify
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.comm.interface.communicator import World

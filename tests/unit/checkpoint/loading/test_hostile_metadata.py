@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from hpctrain.checkpoint import load, load_newest_good
-from hpctrain.checkpoint.format.commit_header import SEAL_BYTES, Seal, decode_seal, encode_seal
-from hpctrain.checkpoint.format.metadata import decode_metadata
+from hpctrain.checkpoint.format.metadata import SEAL_BYTES, Seal, decode_metadata, decode_seal, encode_seal
 from hpctrain.checkpoint.loading.check_structure import content_places, hash_structure, read_structure
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.errors import CheckpointError

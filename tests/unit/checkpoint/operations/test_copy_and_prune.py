@@ -10,10 +10,8 @@ import torch
 
 from hpctrain.checkpoint import Replicated, State, load, save
 from hpctrain.checkpoint.loading.check_structure import read_structure
-from hpctrain.checkpoint.operations.copy import copy_checkpoint
 from hpctrain.checkpoint.operations.diff import compare
-from hpctrain.checkpoint.operations.prune import prune
-from hpctrain.checkpoint.operations.verify import verify
+from hpctrain.checkpoint.operations.maintenance import copy_checkpoint, prune, verify
 from hpctrain.checkpoint.retention.policy import Best, Retention
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
@@ -53,7 +51,7 @@ def file_bytes(path: Path) -> dict[str, bytes]:
 def test_a_copy_has_the_same_bytes_in_both_forms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
-    monkeypatch.setattr("hpctrain.checkpoint.operations.copy.RANGE_BYTES", 1 << 20)
+    monkeypatch.setattr("hpctrain.checkpoint.operations.maintenance.RANGE_BYTES", 1 << 20)
     for files, step in ((1, 50), (3, 60)):
         path = saved(tmp_path / "run", files=files, step=step)
         copies = run_threads(
@@ -73,7 +71,7 @@ def test_a_copy_has_the_same_bytes_in_both_forms(
 def test_a_copy_in_other_files_has_the_same_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, before: int, after: int
 ) -> None:
-    monkeypatch.setattr("hpctrain.checkpoint.operations.mapped_tensors.SHARD_BYTES", 1 << 16)
+    monkeypatch.setattr("hpctrain.checkpoint.operations.import_tensors.SHARD_BYTES", 1 << 16)
     path = saved(tmp_path / "run", files=before)
     copies = run_threads(
         num_ranks,

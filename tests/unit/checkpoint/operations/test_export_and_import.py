@@ -17,11 +17,11 @@ from safetensors import safe_open
 
 from hpctrain.checkpoint import Replicated, State, load, save
 from hpctrain.checkpoint.loading.check_structure import read_structure
-from hpctrain.checkpoint.loading.partial_load import load_weights
-from hpctrain.checkpoint.operations.copy import copy_checkpoint
+from hpctrain.checkpoint.loading.restore import load_weights
 from hpctrain.checkpoint.operations.diff import compare
 from hpctrain.checkpoint.operations.export import SAFETENSORS_DTYPES, export_safetensors, export_state_dict
 from hpctrain.checkpoint.operations.import_tensors import import_tensors
+from hpctrain.checkpoint.operations.maintenance import copy_checkpoint
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.comm.interface.communicator import World

@@ -11,10 +11,10 @@ from hypothesis import given, strategies as st
 
 from hpctrain.checkpoint.format.boxes import Box, runs_of
 from hpctrain.checkpoint.format.state import Header
-from hpctrain.checkpoint.planning.division import CUT_BYTES
-from hpctrain.checkpoint.planning.shards import EvenShards
 from hpctrain.checkpoint.planning.write_plan import (
+    CUT_BYTES,
     EXTENT_BYTES,
+    EvenShards,
     Extent,
     Files,
     WritePlan,

@@ -22,9 +22,9 @@ from hpctrain.checkpoint.files.checkpoint_names import (
     partial_name,
     spare_name,
 )
-from hpctrain.checkpoint.files.syscalls import allocate, declare_empty
-from hpctrain.checkpoint.operations.verify import verify
-from hpctrain.checkpoint.retention.file_recycling import remove_spares, take_spare
+from hpctrain.checkpoint.files.direct_io import allocate, declare_empty
+from hpctrain.checkpoint.operations.maintenance import verify
+from hpctrain.checkpoint.retention.delete_old import remove_spares, take_spare
 from hpctrain.checkpoint.retention.policy import Retention
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
@@ -179,7 +179,7 @@ def test_who_opens_the_file_at_that_moment_does_not_end_the_process(
             tried.append(spare)
         return result
 
-    monkeypatch.setattr("hpctrain.checkpoint.retention.file_recycling.fcntl.fcntl", slow)
+    monkeypatch.setattr("hpctrain.checkpoint.retention.delete_old.fcntl.fcntl", slow)
     kept = signal.signal(signal.SIGIO, lambda number, frame: signals.append(number))
     try:
         save(state_at(3), directory=directory, step=3, comm=SerialWorld(), keep=1, recycle=True)
@@ -286,7 +286,7 @@ def test_a_filesystem_that_cannot_declare_a_file_empty_gets_a_new_one(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "hpctrain.checkpoint.retention.file_recycling.declare_empty", lambda fd, *, num_bytes: False
+        "hpctrain.checkpoint.retention.delete_old.declare_empty", lambda fd, *, num_bytes: False
     )
     save_steps(directory, range(1, 5))
     check(directory / file_name(4), step=4)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hpctrain.checkpoint.retention.save_interval import Costs, advise, daly_interval_s
-from hpctrain.checkpoint.saving.save_requests import FILE_NAME, SaveRequests, ask_for_save
+from hpctrain.checkpoint.retention.policy import Costs, advise, daly_interval_s
+from hpctrain.checkpoint.saving.saver import FILE_NAME, SaveRequests, ask_for_save
 from hpctrain.errors import UsageError
 from hpctrain.resilience import SaveSignal
 from hpctrain.telemetry import in_words

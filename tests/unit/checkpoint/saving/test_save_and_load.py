@@ -22,8 +22,7 @@ from hpctrain.checkpoint import (
     open_checkpoint,
     save,
 )
-from hpctrain.checkpoint.format.dtypes import _BY_NAME, byte_view
-from hpctrain.checkpoint.format.link_names import escape
+from hpctrain.checkpoint.format.dtypes import _BY_NAME, byte_view, escape
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.comm.interface.communicator import World

@@ -19,7 +19,7 @@ from hpctrain.checkpoint.files.checkpoint_names import (
     folder_name,
     partial_name,
 )
-from hpctrain.checkpoint.saving.commit import rename_finished
+from hpctrain.checkpoint.saving.rank_file_work import rename_finished
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.errors import CheckpointError, UsageError
@@ -139,7 +139,7 @@ def test_a_limit_on_file_sizes_is_an_error_and_the_process_goes_on(tmp_path: Pat
 def test_metadata_that_no_reader_takes_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpctrain.checkpoint.planning.metadata_template.MAX_METADATA_BYTES", 20_000)
+    monkeypatch.setattr("hpctrain.checkpoint.planning.hdf5_skeleton.MAX_METADATA_BYTES", 20_000)
 
     def rank_main(world: ThreadsWorld) -> None:
         def state(note: str) -> State:
@@ -172,7 +172,7 @@ def test_a_rank_without_memory_for_the_copy_is_an_error_on_all_of_them(
     def no_memory(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
         raise CheckpointError("there is no memory for a tensor")
 
-    monkeypatch.setattr("hpctrain.checkpoint.saving.host_snapshot.fresh_tensor", no_memory)
+    monkeypatch.setattr("hpctrain.checkpoint.saving.background.fresh_tensor", no_memory)
 
     def rank_main(world: ThreadsWorld) -> None:
         buffers = HostBuffers()

@@ -19,7 +19,7 @@ from hpctrain.checkpoint.files.checkpoint_names import (
     replaced_name,
 )
 from hpctrain.checkpoint.loading.check_structure import read_structure
-from hpctrain.checkpoint.operations.verify import verify
+from hpctrain.checkpoint.operations.maintenance import verify
 from hpctrain.checkpoint.retention.delete_old import delete_checkpoint
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads

@@ -24,7 +24,7 @@ from hpctrain.checkpoint import (
     open_checkpoint,
 )
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
-from hpctrain.checkpoint.saving.background_thread import BackgroundThread
+from hpctrain.checkpoint.saving.background import BackgroundThread
 from hpctrain.checkpoint.saving.saver import Saved, SaveMode, Saver, WhenBusy, saving_into
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads

@@ -19,8 +19,16 @@ import xxhash
 from hpctrain.checkpoint.tiers import drain
 from hpctrain.checkpoint.tiers.drain import NewFile, Pace, UnreadableError, copy_file
 from hpctrain.checkpoint.tiers.node_store import LocalStore, forget_under, held_under
-from hpctrain.checkpoint.tiers.partner_copy import Offer, PartnerServer, greet, send_file
-from hpctrain.checkpoint.tiers.partner_protocol import PartnerAddress, PartnerError, connect, send_message
+from hpctrain.checkpoint.tiers.partner_copy import (
+    Offer,
+    PartnerAddress,
+    PartnerError,
+    PartnerServer,
+    connect,
+    greet,
+    send_file,
+    send_message,
+)
 from hpctrain.errors import CheckpointError
 
 pytestmark = pytest.mark.timing

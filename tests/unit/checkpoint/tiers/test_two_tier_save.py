@@ -13,13 +13,12 @@ import pytest
 
 from hpctrain.checkpoint import load_newest_good
 from hpctrain.checkpoint.retention.policy import Retention
-from hpctrain.checkpoint.saving.host_snapshot import HostBuffers
+from hpctrain.checkpoint.saving.background import HostBuffers
 from hpctrain.checkpoint.saving.save import SaveOptions, SaveResult
 from hpctrain.checkpoint.tiers.node_store import Held
 from hpctrain.checkpoint.tiers.partner_copy import Offer
 from hpctrain.checkpoint.tiers.recover import Recovered, plan_recovery, recover
-from hpctrain.checkpoint.tiers.tiers import Tiers
-from hpctrain.checkpoint.tiers.two_tier_save import TwoTier
+from hpctrain.checkpoint.tiers.two_tier_save import Tiers, TwoTier
 from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.topology import Topology
