@@ -12,22 +12,22 @@ _PASSES_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _COMMANDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "doctor": ("hpctrain.cli.doctor", "doctor_command", {}),
     "train": ("hpctrain.cli.train", "train_command", {}),
-    "check": ("hpctrain.cli.check.command", "check_command", {}),
-    "plan": ("hpctrain.cli.plan.command", "plan_command", {}),
+    "check": ("hpctrain.cli.check", "check_command", {}),
+    "plan": ("hpctrain.cli.plan", "plan_command", {}),
     "launch": ("hpctrain.cli.launch", "launch_command", _PASSES_ON),
     "supervise": ("hpctrain.cli.supervise", "supervise_command", _PASSES_ON),
     "stage-environment": ("hpctrain.cli.stage_environment", "stage_environment_command", {}),
-    "efficiency": ("hpctrain.cli.efficiency", "efficiency_command", {}),
-    "trace": ("hpctrain.cli.trace", "trace_command", {}),
-    "report": ("hpctrain.cli.report", "report_command", {}),
-    "top": ("hpctrain.cli.top", "top_command", {}),
+    "efficiency": ("hpctrain.cli.runs", "efficiency_command", {}),
+    "trace": ("hpctrain.cli.runs", "trace_command", {}),
+    "report": ("hpctrain.cli.runs", "report_command", {}),
+    "top": ("hpctrain.cli.runs", "top_command", {}),
 }
 _GROUPS = {
-    "data": ("hpctrain.cli.data.group", "data_app"),
+    "data": ("hpctrain.cli.data", "data_app"),
     "checkpoint": ("hpctrain.cli.checkpoint.group", "checkpoint_app"),
     "bench": ("hpctrain.cli.bench.group", "bench_app"),
-    "slurm": ("hpctrain.cli.slurm.group", "slurm_app"),
-    "export": ("hpctrain.cli.export", "export_app"),
+    "slurm": ("hpctrain.cli.slurm", "slurm_app"),
+    "export": ("hpctrain.cli.runs", "export_app"),
 }
 
 

@@ -12,14 +12,10 @@ from typing import Annotated, Optional
 
 import typer
 
-from hpctrain.cli.bench.checkpoint import checkpoint_command
-from hpctrain.cli.bench.compare import compare_command
-from hpctrain.cli.bench.data import data_command
-from hpctrain.cli.bench.export import export_app
-from hpctrain.cli.bench.failures import failures_command
-from hpctrain.cli.bench.predict import predict_command
-from hpctrain.cli.bench.scaling import scaling_command
+from hpctrain.cli.bench.predict import failures_command, predict_command
+from hpctrain.cli.bench.scaling import compare_command, export_app, scaling_command
 from hpctrain.cli.bench.show import show
+from hpctrain.cli.bench.storage import checkpoint_command, data_command
 from hpctrain.errors import StoppedEarly, UsageError
 from hpctrain.launch import Launcher, identify
 

@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     from click.testing import Result
     from typer.testing import CliRunner
 
-    from hpctrain.cli.data.group import data_app
+    from hpctrain.cli.data import data_app
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:click", "ignore::DeprecationWarning:typer"

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from typer.testing import CliRunner
 
-    from hpctrain.cli.data.group import data_app
+    from hpctrain.cli.data import data_app
 
 
 def opened(out: Path, *, files: list[str], fields: str, **options: Any) -> Dataset:

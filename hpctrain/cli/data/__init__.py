@@ -1,1 +1,0 @@
-"""`hpctrain data`: the command group and its commands."""

@@ -1,1 +1,0 @@
-"""`hpctrain plan`."""

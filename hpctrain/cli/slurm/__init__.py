@@ -1,1 +1,0 @@
-"""`hpctrain slurm`: the group, and its commands."""
