@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.comm.watchdog.board.run_ending import read_ending
+from hpctrain.comm.watchdog.board.node_files import read_ending
 from hpctrain.data import pack_arrays
 from tests.cluster import Cluster
 from tests.ranks_launcher import REPOSITORY

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.watchdog.board.run_ending import read_ending
+from hpctrain.comm.watchdog.board.node_files import read_ending
 from hpctrain.errors import ExitCode
 from hpctrain.telemetry import read_records
 from tests.faults.checkpoint.mounts import Mount, why_not

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.comm.interface.host_copies import on_host
+from hpctrain.comm.interface.buffer_checks import on_host
 from hpctrain.data import Dataset, Loader, batches_on, pack_arrays
 from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline
 from tests.gpu.check import Check, LongKernels, assert_a_race_is_seen, assert_equal

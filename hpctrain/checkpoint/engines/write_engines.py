@@ -115,7 +115,7 @@ class _Flow:
 # The ranks write in turns (see `two_phase_plan`), each a batch of bounded size. Small interleaving pieces
 # are first sent to the rank that writes their part of the file, which joins them. The exchange is our own,
 # since MPI's collective writes cannot be made to fail on all ranks (see
-# `hpctrain.comm.interface.collective_writer`).
+# `hpctrain.comm.interface.collective_files`).
 
 
 BATCH_BYTES = 32 << 20

@@ -14,7 +14,6 @@ from typing import Any, final
 
 import torch
 
-from hpctrain.comm.interface.attributes import Attributes
 from hpctrain.comm.interface.buffer_checks import (
     as_rows,
     check_buffer,
@@ -32,7 +31,7 @@ from hpctrain.comm.interface.buffer_checks import (
     windows_of,
 )
 from hpctrain.comm.interface.collective_files import CollectiveFiles
-from hpctrain.comm.interface.communicator import Collective, ReduceOp
+from hpctrain.comm.interface.communicator import Attributes, Collective, ReduceOp
 from hpctrain.errors import BufferMismatch, CommunicationError
 from hpctrain.storage import split_evenly
 

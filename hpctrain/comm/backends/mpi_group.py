@@ -21,9 +21,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from hpctrain.comm.backends.mpi_messages.pieces import piece_bytes, pieces
-from hpctrain.comm.backends.mpi_messages.ring import MessageRing
-from hpctrain.comm.interface.attributes import Attributes
+from hpctrain.comm.backends.mpi_messages import MessageRing, piece_bytes, pieces
 from hpctrain.comm.interface.buffer_checks import (
     HALF_TYPES,
     MAX_CHUNK_ELEMS,
@@ -36,14 +34,15 @@ from hpctrain.comm.interface.buffer_checks import (
     filled,
     gather_bytes,
     offsets_of,
+    on_host,
     pack,
     sum_in_order,
+    to_host,
     windows_of,
 )
 from hpctrain.comm.interface.collective_files import CollectiveFiles, MpiCollectiveFiles
-from hpctrain.comm.interface.communicator import ReduceOp
-from hpctrain.comm.interface.host_copies import on_host, to_host
-from hpctrain.comm.interface.polling import poll_until
+from hpctrain.comm.interface.communicator import Attributes, ReduceOp
+from hpctrain.comm.interface.transport import poll_until
 from hpctrain.errors import CommunicationError
 from hpctrain.storage import split_evenly
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm.backends.horovod_environment import NCCL_VARIABLES, HorovodBuild
+from hpctrain.comm.backends.running_horovod import NCCL_VARIABLES, HorovodBuild
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.collectives.agreement import all_gather_json, describe_ranks, raise_together
 from hpctrain.comm.interface.communicator import World
@@ -143,7 +143,7 @@ def _open_horovod(identity: RankIdentity, algorithm: str | None) -> OpenedWorld:
 
 
 def _over_mpi(mpi: World, algorithm: str | None, *, reason: str = "") -> OpenedWorld:
-    from hpctrain.comm.backends.horovod_over_mpi import HorovodOverMpi
+    from hpctrain.comm.backends.horovod_world import HorovodOverMpi
     from hpctrain.comm.backends.running_horovod import load_horovod
 
     world = HorovodOverMpi(mpi, hvd=load_horovod(), algorithm=algorithm)

@@ -10,7 +10,6 @@ from typing import final
 import numpy as np
 import torch
 
-from hpctrain.comm.interface.attributes import Attributes
 from hpctrain.comm.interface.buffer_checks import (
     check_buffer,
     check_exchange,
@@ -21,11 +20,9 @@ from hpctrain.comm.interface.buffer_checks import (
     check_slices,
 )
 from hpctrain.comm.interface.collective_files import CollectiveFiles, LocalFiles
-from hpctrain.comm.interface.communicator import Collective, ReduceOp
-from hpctrain.comm.interface.peer_messages import PeerMessages
+from hpctrain.comm.interface.communicator import Attributes, Collective, Forwarding, ReduceOp
 from hpctrain.comm.interface.remote_memory import RemoteMemory, SharedRemoteMemory
-from hpctrain.comm.interface.transport import Transport
-from hpctrain.comm.interface.world_forwarding import Forwarding
+from hpctrain.comm.interface.transport import PeerMessages, Transport
 from hpctrain.topology import Topology
 
 

@@ -1,13 +1,19 @@
-"""Checks of buffers and counts for every backend, splitting of buffers, and a sum that keeps half precision. Pure."""
+"""Buffers of every backend: checks of them and of counts, splitting, a sum that keeps half precision, copies on
+the host.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from hpctrain.comm.interface.communicator import Collective, ReduceOp
 from hpctrain.errors import BufferMismatch
+
+# Checks of buffers and counts for every backend, splitting of buffers, and a sum that keeps half precision.
+# Pure.
 
 
 def gather_bytes(comm: Collective, data: bytes) -> list[bytes]:
@@ -217,3 +223,24 @@ def reordered(whole: torch.Tensor, *, counts: Sequence[int], order: Sequence[int
     """Returns `whole`, shape (sum(counts),), with its parts in rank order; its part i belongs to rank order[i]."""
     parts = dict(zip(order, whole.split([counts[place] for place in order]), strict=True))
     return torch.cat([parts[place] for place in range(len(counts))])
+
+
+# Host copies of device buffers, for libraries that only read host memory.
+
+
+def to_host(buffer: torch.Tensor) -> torch.Tensor:
+    """Returns `buffer`, of any shape and dtype, itself if it is in host memory; else a copy, in page-locked memory if
+    it comes from CUDA."""
+    if buffer.device.type == "cpu":
+        return buffer
+    staged = torch.empty_like(buffer, device="cpu", pin_memory=buffer.device.type == "cuda")
+    return staged.copy_(buffer)
+
+
+@contextlib.contextmanager
+def on_host(buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields `buffer` in host memory; a copy is written back to `buffer` at the end."""
+    staged = to_host(buffer)
+    yield staged
+    if staged is not buffer:
+        buffer.copy_(staged)

@@ -16,8 +16,145 @@ from typing import Any, Protocol, final, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.comm.interface.collective_writer import CollectiveWriter, MpiCollectiveWriter
 from hpctrain.errors import CommunicationError
+
+# A file that all ranks of a group write together through MPI-IO.
+#
+# The MPI backend passes the module and the communicator; nothing here imports mpi4py. Source of two-phase
+# I/O, an exchange followed by large writes: R. Thakur, W. Gropp, E. Lusk, "Data Sieving and Collective I/O
+# in ROMIO", Frontiers 1999.
+
+
+@runtime_checkable
+class CollectiveWriter(Protocol):
+    """One open file. Used by one thread; all ranks of the group call the collective methods in the same order.
+
+    MPI's own collective writes are not used: where a write fails, Open MPI's modules return success, or leave
+    the other ranks waiting for ever (two_phase, 4.1.4); some have written wrong bytes (ompi#12718).
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's index in the group, from 0."""
+
+    def gather(self, mine: Sequence[int]) -> NDArray[np.int64]:
+        """Returns every rank's numbers, shape (num_ranks, len(mine)). Collective; same length on every rank."""
+
+    def write(self, data: NDArray[np.uint8], *, offset: int) -> int:
+        """Writes `data`, shape (n,), at byte `offset`; returns the bytes written, as MPI reports them. Not collective.
+
+        Fewer than n mean an error or a full disk, which MPI reports in different ways; 0 where it reports an error.
+        """
+
+    def exchange(self, outgoing: Sequence[Sequence[tuple[int, memoryview]]]) -> list[tuple[int, memoryview]]:
+        """Sends each rank the extents that it will write; returns those sent to this rank: (offset, bytes). Collective.
+
+        outgoing: for each rank of the group, its extents; possibly none. Less than 2 GiB in all.
+        """
+
+    def sync(self) -> None:
+        """Flushes the written data to the disk (MPI_File_sync). Collective."""
+
+    def close(self) -> None:
+        """Closes the file. Collective."""
+
+
+def _can_write(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+@final
+class MpiCollectiveWriter:
+    """`CollectiveWriter` over MPI-IO."""
+
+    def __init__(self, mpi: Any, comm: Any, *, path: Path, hints: Mapping[str, str]) -> None:
+        """Opens the existing file. Collective over `comm`.
+
+        mpi: the module mpi4py.MPI. hints: for MPI_File_open, the same on every rank; unknown ones are ignored.
+        Raises CommunicationError on every rank when one of them does not see the file or may not write to it, and
+        on this rank when MPI reports a failure.
+        """
+        self._mpi = mpi
+        self._comm = comm
+        self._path = path
+        # MPI_File_open does not always fail on all ranks alike: check first.
+        unseen = [place for place, row in enumerate(self.gather([int(_can_write(path))])) if not row[0]]
+        if unseen:
+            raise CommunicationError(
+                f"{path} cannot be opened for writing on {len(unseen)} of the {comm.Get_size()} ranks of its group; "
+                f"the first is rank {unseen[0]} of the group"
+            )
+        info = mpi.Info.Create()
+        try:
+            for name, value in hints.items():
+                info.Set(name, value)
+            with self._reported("opening"):
+                self._file = mpi.File.Open(comm, str(path), mpi.MODE_WRONLY, info)
+        finally:
+            info.Free()
+
+    @property
+    def rank(self) -> int:
+        return int(self._comm.Get_rank())
+
+    @contextlib.contextmanager
+    def _reported(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except self._mpi.Exception as error:
+            raise CommunicationError(
+                f"{operation} {self._path} on rank {self._comm.Get_rank()} of its group: MPI reported {error}"
+            ) from error
+
+    def gather(self, mine: Sequence[int]) -> NDArray[np.int64]:
+        row = np.array(mine, dtype=np.int64)
+        found = np.empty((self._comm.Get_size(), len(row)), dtype=np.int64)
+        with self._reported("writing"):
+            self._comm.Allgather(row, found)
+        return found
+
+    def write(self, data: NDArray[np.uint8], *, offset: int) -> int:
+        status = self._mpi.Status()
+        try:
+            self._file.Write_at(offset, [data, self._mpi.BYTE], status)
+        except self._mpi.Exception:
+            return 0  # Open MPI 5 and ROMIO report a full disk so, without the system's reason
+        return int(status.Get_count(self._mpi.BYTE))
+
+    def exchange(self, outgoing: Sequence[Sequence[tuple[int, memoryview]]]) -> list[tuple[int, memoryview]]:
+        places = np.array(
+            [(offset, view.nbytes) for part in outgoing for offset, view in part], dtype=np.int64
+        ).reshape(-1, 2)
+        data = np.frombuffer(b"".join(view for part in outgoing for _, view in part), dtype=np.uint8)
+        sent = np.array(
+            [(2 * len(part), sum(view.nbytes for _, view in part)) for part in outgoing], np.int32
+        )
+        taken = np.empty_like(sent)  # (num_ranks, 2): numbers of `places`, and bytes
+        with self._reported("writing"):
+            self._comm.Alltoall(sent, taken)
+            found = np.empty((int(taken[:, 0].sum()) // 2, 2), dtype=np.int64)
+            content = np.empty(int(taken[:, 1].sum()), dtype=np.uint8)
+            self._comm.Alltoallv([places, sent[:, 0].tolist()], [found, taken[:, 0].tolist()])
+            self._comm.Alltoallv([data, sent[:, 1].tolist()], [content, taken[:, 1].tolist()])
+        ends = np.cumsum(found[:, 1]).tolist()
+        view = content.data
+        return [
+            (offset, view[end - length : end])
+            for (offset, length), end in zip(found.tolist(), ends, strict=True)
+        ]
+
+    def sync(self) -> None:
+        with self._reported("writing"):
+            self._file.Sync()
+
+    def close(self) -> None:
+        with self._reported("closing"):
+            self._file.Close()
+
 
 _MAX_OPEN = 32
 # Open MPI 4.1.4's default module (vulcan) returns wrong bytes, without an error, where the ranks' requests differ in

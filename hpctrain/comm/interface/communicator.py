@@ -1,26 +1,29 @@
-"""The interface of a communication backend: Protocols only.
-
-Only the backend's own modules import its library. Everything else is written against these Protocols and takes the
-communicator as an argument.
-
-Buffers are contiguous one-dimensional torch tensors on the backend's device. Every method below is
-collective over the communicator's ranks unless marked as not collective: all ranks call it, in the same order.
-Constructors of the higher layers and properties never communicate.
+"""The interface of a communication backend, values that belong to a communicator, and what every backend's world
+shares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from hpctrain.comm.interface.collective_files import CollectiveFiles
-from hpctrain.comm.interface.peer_messages import PeerMessages
 from hpctrain.comm.interface.remote_memory import RemoteMemory
-from hpctrain.comm.interface.transport import Transport
+from hpctrain.comm.interface.transport import PeerMessages, Transport
 from hpctrain.topology import Topology
+
+# The interface of a communication backend: Protocols only.
+#
+# Only the backend's own modules import its library. Everything else is written against these Protocols and
+# takes the communicator as an argument.
+#
+# Buffers are contiguous one-dimensional torch tensors on the backend's device. Every method below is
+# collective over the communicator's ranks unless marked as not collective: all ranks call it, in the same
+# order. Constructors of the higher layers and properties never communicate.
+
 
 T = TypeVar("T")
 
@@ -172,3 +175,81 @@ class World(Collective, Protocol):
 
     def close(self) -> None:
         """Finishes communication. Collective. The communicator must not be used afterwards."""
+
+
+# Values that belong to a communicator and live as long as it does: attribute caching, as in MPI 4.0,
+# section 7.7.
+
+
+class Attributes:
+    """Base class of communicators: see `Collective.attribute`."""
+
+    def attribute(self, kind: type[T]) -> T:
+        found: dict[type, Any] = self.__dict__.setdefault("_attributes", {})
+        if kind not in found:
+            found[kind] = kind()
+        value: T = found[kind]
+        return value
+
+
+# A world's collective operations, forwarded to its group of all ranks. Shared by all backends.
+
+
+class Forwarding(Attributes):
+    """Base class: forwards collective operations to `_group`, which the subclass's constructor sets."""
+
+    _group: Collective
+
+    @property
+    def backend(self) -> str:
+        return self._group.backend
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self._group.num_ranks
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._group.members
+
+    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
+        self._group.all_reduce(buffer, op=op)
+
+    def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
+        return self._group.start_all_reduce(buffer, number=number)
+
+    def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        return self._group.reduce_scatter(buffer, counts=counts)
+
+    def all_gather(
+        self, part: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._group.all_gather(part, counts=counts, out=out)
+
+    def all_to_all(
+        self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        return self._group.all_to_all(buffer, send_counts=send_counts, receive_counts=receive_counts)
+
+    def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
+        self._group.broadcast(buffer, root=root)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self._group.all_gather_bytes(data)
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+    def open_group(self, members: Sequence[int]) -> tuple[Collective, PeerMessages | None] | None:
+        """Returns None: see `World.open_group`. A backend that has such groups overrides it."""
+        return None
+
+    def close(self) -> None:
+        self._group.close()
+
+    def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles | None:
+        return self._group.collective_files(members=members)

@@ -6,7 +6,9 @@ memory and the conversions busy at the same time needs operations that it can st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -67,3 +69,58 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Frees the message space and the memory. Collective. Tensors of `share` must not be used afterwards."""
+
+
+# Messages between the ranks of a group that choose their tags, and may receive from any rank.
+
+
+@runtime_checkable
+class PeerMessages(Protocol):
+    """One rank's handle on a separate message space of one group. Any thread may use it. Not collective.
+
+    Buffers are contiguous one-dimensional uint8 tensors in host memory, of any length. Ranks are those of
+    the group. Tags are from 0 to 32,767. Raises CommunicationError when the library reports a failure.
+    """
+
+    def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
+        """Starts sending `buffer`, shape (n,); returns a handle. The buffer must not change until it is finished."""
+
+    def receive(self, buffer: torch.Tensor, *, source: int | None, tag: int) -> Pending:
+        """Starts receiving into `buffer`, shape (n,), with n of the sender; returns a handle.
+
+        source: None: any rank. Messages with equal source and tag arrive in order. A message of another length is an
+        error of `finished` and `wait` on this rank. Longer ones that do not fit into MPI's own buffers may end the
+        process instead (Open MPI 4.1 within a node).
+        """
+
+    def finished(self, pending: Pending) -> bool:
+        """Returns True if the operation is finished. Does not wait; lets the library make progress.
+
+        Raises CommunicationError if it has failed: each time that it is called.
+        """
+
+    def wait(self, pending: Pending, *, what: str) -> None:
+        """Waits until the operation is finished; raises what `finished` raises. what: for messages of the watchdog."""
+
+    def source_of(self, pending: Pending) -> int:
+        """Returns the rank that sent what a finished operation has received."""
+
+    def close(self) -> None:
+        """Frees the message space, when all operations are finished. Collective, but does not wait for other ranks."""
+
+
+# Waiting for something that makes progress only while it is looked at.
+
+
+_SPIN_S = 1e-3
+_SLEEP_S = 20e-6
+
+
+def poll_until(done: Callable[[], bool]) -> None:
+    """Returns when `done()` returns True. Calls it without a pause for a millisecond, then every 20 microseconds."""
+    spin_until = time.perf_counter() + _SPIN_S
+    while not done():
+        if time.perf_counter() < spin_until:
+            os.sched_yield()
+        else:
+            time.sleep(_SLEEP_S)

@@ -130,7 +130,7 @@ def _refuse_second_program(folder: Path | None, identity: RankIdentity) -> None:
 
 def _folder(environ: Mapping[str, str]) -> tuple[Path | None, LauncherProcess]:
     """Returns the folder of the launcher's ranks on this node, None where unknown, and the launcher."""
-    from hpctrain.comm.watchdog.board.local_folder import identity_of, local_parent
+    from hpctrain.comm.watchdog.board.node_files import identity_of, local_parent
     from hpctrain.launch import find_launcher_process
 
     launcher = find_launcher_process(environ)

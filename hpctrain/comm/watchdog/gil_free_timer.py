@@ -132,23 +132,25 @@ def _report(words: Sequence[str]) -> None:
     sys.path.append(str(Path(__file__).resolve().parents[3]))
     from hpctrain.comm.watchdog.board.node_files import (
         position_path,
+        read_ending,
         read_local,
         read_node,
         read_nodes,
         status_of_node,
         time_of,
+        wait_for_ending,
         write_node,
         write_position,
     )
     from hpctrain.comm.watchdog.board.rank_status import RankPosition
-    from hpctrain.comm.watchdog.board.run_ending import read_ending, wait_for_ending
     from hpctrain.comm.watchdog.host_probe import (
         MAX_HOSTS,
+        ProbeTarget,
+        find_cut,
         host_addresses,
+        probe_hosts,
         targets_of_others,
     )
-    from hpctrain.comm.watchdog.network_partition import find_cut
-    from hpctrain.comm.watchdog.tcp_probe import ProbeTarget, probe_hosts
 
     mine = position_path(local, rank=rank)
     before, until = time_of(mine), time.monotonic() + wait_s

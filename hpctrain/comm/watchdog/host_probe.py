@@ -9,16 +9,90 @@ While all is well nothing is sent.
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import psutil
 
-from hpctrain.comm.watchdog.tcp_probe import ProbeTarget, probe_hosts
+# Asks the kernels of other hosts for an answer: a TCP connection that is accepted or refused proves that a
+# host is up.
+#
+# Loads neither torch nor MPI, so that a program that only watches nodes stays small.
+
+
+# An answer from the host's kernel, whether or not something listens on the port by now.
+ANSWERS = (0, errno.ECONNREFUSED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeTarget:
+    """A host, the addresses by which others may reach it, and a port, as one that a rank of it has reserved."""
+
+    host: str
+    addresses: tuple[str, ...]
+    port: int
+
+
+def probe_hosts(
+    targets: Sequence[ProbeTarget],
+    *,
+    timeout_s: float,
+    own: Sequence[str] = (),
+    answers: Sequence[int] = ANSWERS,
+) -> dict[str, bool]:
+    """Returns host -> whether its kernel answered at any of its addresses. Takes at most `timeout_s` for all together.
+
+    own: addresses of this host, which other hosts may have too (the bridge of a container runtime); they are left out.
+    answers: the outcomes (0 or an errno) that count; only 0 asks for a program that listens on the port.
+    """
+    found = {target.host: False for target in targets if set(target.addresses) - set(own)}
+    end = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        for target in targets:
+            for address in target.addresses:
+                if address not in own:
+                    _begin(selector, target, address=address, found=found, answers=answers)
+        while selector.get_map() and (left_s := end - time.monotonic()) > 0 and not all(found.values()):
+            for key, _ in selector.select(left_s):
+                caller = key.fileobj
+                assert isinstance(caller, socket.socket)
+                found[key.data] |= caller.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in answers
+                selector.unregister(caller)
+                caller.close()
+        for key in list(selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+    return found
+
+
+def _begin(
+    selector: selectors.BaseSelector,
+    target: ProbeTarget,
+    *,
+    address: str,
+    found: dict[str, bool],
+    answers: Sequence[int],
+) -> None:
+    """Begins a connection; `selector` then holds it with the name of the host, unless its outcome is known."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        caller = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    except OSError:
+        return
+    code = caller.connect_ex((address, target.port))
+    if code != errno.EINPROGRESS:
+        found[target.host] |= code in answers
+        caller.close()
+        return
+    selector.register(caller, selectors.EVENT_WRITE, target.host)
+
 
 _MAX_ADDRESSES = 8
 MAX_HOSTS = 64
@@ -138,3 +212,95 @@ class HostReachability:
     def close(self) -> None:
         if self._port is not None:
             self._port.close()
+
+
+# Finds hosts that are cut off, from probes between hosts. Pure.
+
+
+def find_cut(findings: Mapping[str, Mapping[str, bool]], *, here: str) -> list[str]:
+    """Returns lines for the user that name the hosts cut off. findings[a][b]: b answered a's probe. here: this host.
+
+    Empty if nothing was probed, or all hosts answered. Hosts that reach one another in either direction form a
+    part; the largest part is the network, and the others are cut off from it.
+    """
+    asked = {
+        host: {other: answered for other, answered in found.items() if other != host}
+        for host, found in findings.items()
+    }
+    asked = {host: found for host, found in asked.items() if found}
+    if all(all(found.values()) for found in asked.values()):
+        return []
+    if list(asked) == [here]:
+        return _alone(asked[here], here=here)
+    parts = _parts(asked)
+    largest = max(len(part) for part in parts)
+    if [len(part) for part in parts].count(largest) > 1:
+        names = " | ".join(name_hosts(part) for part in parts)
+        return [f"the hosts fall into parts that do not reach each other: {names}"]
+    lines = []
+    for part in parts:
+        if len(part) == largest:
+            continue
+        for host in part:
+            lines.append(_cut_host(host, asked=asked, here=here))
+    return lines or [_one_way(asked, here=here)]
+
+
+def _alone(found: Mapping[str, bool], *, here: str) -> list[str]:
+    """Lines from the probes of this host only."""
+    missing = sorted(host for host, answered in found.items() if not answered)
+    if len(missing) < len(found):
+        return [
+            f"{host} cannot be reached from {here} (this host), which reaches others: "
+            f"the link of {host} is cut, or the node is down"
+            for host in missing
+        ]
+    if len(missing) == 1:
+        return [f"{missing[0]} cannot be reached from {here} (this host): the link of one of the two is cut"]
+    return [_own_link(here, others=missing)]
+
+
+def _own_link(here: str, *, others: list[str]) -> str:
+    return (
+        f"{here} (this host) reaches none of the {len(others)} others asked ({name_hosts(others)}): "
+        "its own link is cut"
+    )
+
+
+def _cut_host(host: str, *, asked: Mapping[str, Mapping[str, bool]], here: str) -> str:
+    if host == here:
+        return _own_link(here, others=sorted(other for other, got in asked.get(here, {}).items() if not got))
+    without = sorted(other for other, found in asked.items() if found.get(host) is False)
+    if not without:
+        return f"{host} reaches none of the hosts that reach one another: its link is cut"
+    names = name_hosts([f"{other} (this host)" if other == here else other for other in without])
+    return f"{host} cannot be reached from {names}: its link is cut, or the node is down"
+
+
+def _one_way(asked: Mapping[str, Mapping[str, bool]], *, here: str) -> str:
+    pairs = [
+        f"{host} does not reach {other}"
+        for host, found in sorted(asked.items())
+        for other, answered in sorted(found.items())
+        if not answered
+    ]
+    return "some hosts do not reach each other directly: " + "; ".join(pairs[:8])
+
+
+def _parts(asked: Mapping[str, Mapping[str, bool]]) -> list[list[str]]:
+    """Connected parts of the graph of hosts, sorted by name; each a sorted list."""
+    part_of = {host: {host} for found in asked.values() for host in found} | {host: {host} for host in asked}
+    for host, found in asked.items():
+        for other, answered in found.items():
+            if answered and part_of[host] is not part_of[other]:
+                smaller, larger = sorted((part_of[host], part_of[other]), key=len)
+                larger |= smaller
+                for member in smaller:
+                    part_of[member] = larger
+    return sorted({tuple(sorted(part)): sorted(part) for part in part_of.values()}.values())
+
+
+def name_hosts(hosts: list[str]) -> str:
+    """Returns `a, b, c`; after eight names the number of the others."""
+    rest = len(hosts) - 8
+    return ", ".join(hosts[:8]) + (f" and {rest} more" if rest > 0 else "")

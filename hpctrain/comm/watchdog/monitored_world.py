@@ -9,39 +9,200 @@ import contextlib
 import hashlib
 import secrets
 import socket
+import threading
+import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hpctrain.comm.collectives.activity import Section
-from hpctrain.comm.collectives.agreement import agreed, all_gather_distinct, check_same, describe_ranks
-from hpctrain.comm.collectives.shared_folder import make_shared_folder
-from hpctrain.comm.interface.attributes import Attributes
-from hpctrain.comm.interface.collective_files import CollectiveFiles
-from hpctrain.comm.interface.communicator import Collective, ReduceOp, World
-from hpctrain.comm.interface.peer_messages import PeerMessages
+from hpctrain.comm.collectives.agreement import (
+    agreed,
+    all_gather_distinct,
+    check_same,
+    describe_ranks,
+    make_shared_folder,
+)
+from hpctrain.comm.interface.collective_files import CollectiveFiles, CollectiveWriter
+from hpctrain.comm.interface.communicator import Attributes, Collective, Forwarding, ReduceOp, World
 from hpctrain.comm.interface.remote_memory import RemoteMemory
-from hpctrain.comm.interface.transport import Transport
-from hpctrain.comm.interface.world_forwarding import Forwarding
-from hpctrain.comm.watchdog.board.local_folder import identity_of, local_folder, local_parent
-from hpctrain.comm.watchdog.board.node_files import WatchFolders
+from hpctrain.comm.interface.transport import PeerMessages, Pending, Transport
+from hpctrain.comm.watchdog.board.node_files import WatchFolders, identity_of, local_folder, local_parent
 from hpctrain.comm.watchdog.board.rank_status import place_ranks
-from hpctrain.comm.watchdog.monitored_files import MonitoredFiles
-from hpctrain.comm.watchdog.monitored_messages import MonitoredMessages
-from hpctrain.comm.watchdog.monitored_transport import MonitoredTransport
+from hpctrain.comm.watchdog.host_probe import ProbeTarget
 from hpctrain.comm.watchdog.operation_state import InputWaits, Track
 from hpctrain.comm.watchdog.section_limits import SectionLimits
-from hpctrain.comm.watchdog.tcp_probe import ProbeTarget
 from hpctrain.comm.watchdog.timeout_report import exit_now
 from hpctrain.comm.watchdog.watcher import Watcher
 from hpctrain.errors import BufferMismatch
 from hpctrain.topology import Topology
+
+# Collective reading and writing with the watcher's deadline.
+
+
+@final
+class MonitoredFiles:
+    """Wraps `CollectiveFiles`: each read, and each collective step of a write, has the deadline."""
+
+    def __init__(self, inner: CollectiveFiles, *, track: Track) -> None:
+        self._inner = inner
+        self._track = track
+
+    def read(
+        self, path: Path, *, offsets: Sequence[int], lengths: Sequence[int], out: NDArray[np.uint8]
+    ) -> None:
+        with self._track.during("read", path.name, signature=f"read {path.name}"):
+            self._inner.read(path, offsets=offsets, lengths=lengths, out=out)
+
+    def writer(self, path: Path, *, hints: Mapping[str, str]) -> CollectiveWriter | None:
+        with self._track.during("open", path.name, signature=f"open {path.name}"):
+            inner = self._inner.writer(path, hints=hints)
+        return None if inner is None else MonitoredWriter(inner, track=self._track, name=path.name)
+
+    def close(self) -> None:
+        with self._track.during("close"):
+            self._inner.close()
+
+
+@final
+class MonitoredWriter:
+    """A `CollectiveWriter` whose collective steps have a deadline."""
+
+    def __init__(self, inner: CollectiveWriter, *, track: Track, name: str) -> None:
+        """name: name of the file, for the message."""
+        self._inner = inner
+        self._track = track
+        self._name = name
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    def gather(self, mine: Sequence[int]) -> NDArray[np.int64]:
+        with self._track.during("write", self._name, signature=f"write {self._name}"):
+            return self._inner.gather(mine)
+
+    def write(self, data: NDArray[np.uint8], *, offset: int) -> int:
+        return self._inner.write(data, offset=offset)
+
+    def exchange(self, outgoing: Sequence[Sequence[tuple[int, memoryview]]]) -> list[tuple[int, memoryview]]:
+        with self._track.during("write", self._name, signature=f"write {self._name}"):
+            return self._inner.exchange(outgoing)
+
+    def sync(self) -> None:
+        with self._track.during("sync", self._name, signature=f"sync {self._name}"):
+            self._inner.sync()
+
+    def close(self) -> None:
+        with self._track.during("close", self._name, signature=f"close {self._name}"):
+            self._inner.close()
+
+
+# Messages of a group with the watcher's deadline.
+
+
+@final
+class MonitoredMessages:
+    """Wraps `PeerMessages`: the deadline runs while a thread waits for a message."""
+
+    def __init__(self, inner: PeerMessages, *, track: Track) -> None:
+        self._inner = inner
+        self._track = track
+        # A track holds one operation: of several threads that wait, one after another is watched.
+        self._watched = threading.Lock()
+
+    def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
+        return self._inner.send(buffer, to=to, tag=tag)
+
+    def receive(self, buffer: torch.Tensor, *, source: int | None, tag: int) -> Pending:
+        return self._inner.receive(buffer, source=source, tag=tag)
+
+    def finished(self, pending: Pending) -> bool:
+        return self._inner.finished(pending)
+
+    def wait(self, pending: Pending, *, what: str) -> None:
+        if self._inner.finished(pending):
+            return
+        if not self._watched.acquire(blocking=False):
+            self._inner.wait(pending, what=what)
+            return
+        try:
+            with self._track.during("message", what):
+                self._inner.wait(pending, what=what)
+        finally:
+            self._watched.release()
+
+    def source_of(self, pending: Pending) -> int:
+        return self._inner.source_of(pending)
+
+    def close(self) -> None:
+        self._inner.close()
+        self._track.closed = True
+
+
+# A transport with the watcher's deadline.
+
+
+@final
+class MonitoredTransport:
+    """Wraps a `Transport`. The deadline runs while nothing in flight makes progress, and restarts on progress."""
+
+    def __init__(self, inner: Transport, *, track: Track) -> None:
+        self._inner = inner
+        self._track = track
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    @property
+    def topology(self) -> Topology:
+        return self._inner.topology
+
+    def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
+        return self._inner.send(buffer, to=to, tag=tag)
+
+    def receive(self, buffer: torch.Tensor, *, source: int, tag: int) -> Pending:
+        return self._inner.receive(buffer, source=source, tag=tag)
+
+    def all_done(self, pending: Sequence[Pending]) -> bool:
+        return self._inner.all_done(pending)
+
+    def share(self, num_bytes: int) -> list[torch.Tensor]:
+        with self._track.during("share", f"({num_bytes} bytes here)"):
+            return self._inner.share(num_bytes)
+
+    def fence(self) -> None:
+        self._inner.fence()
+
+    def begun(self, what: str) -> None:
+        self._track.operation, self._track.detail = "reduce", what
+        self._track.sequence += 1
+        self._track.since = None
+        self._inner.begun(what)
+
+    def waits(self, what: str) -> None:
+        if self._track.since is None:
+            self._track.detail = what
+            self._track.since = time.monotonic()
+        self._inner.waits(what)
+
+    def progressed(self) -> None:
+        self._track.since = None
+        self._inner.progressed()
+
+    def close(self) -> None:
+        with self._track.during("close"):
+            self._inner.close()
+
 
 # Longer lists of counts are compared by a checksum.
 _COUNTS_SHOWN = 16

@@ -1,7 +1,7 @@
 """Time limits of the sections of a run: those of the recipe, and earlier ones that follow from measured times.
 
 A limit of the recipe always ends the run. A derived one only lets a few ranks look whether a late rank is hung
-(`hpctrain.comm.watchdog.board.hang_evidence`): if one is, they end the run, else the run's own limit applies.
+(`hpctrain.comm.watchdog.board.rank_status`): if one is, they end the run, else the run's own limit applies.
 docs/adr/0036 has the reasons. All but `SectionLimits` is pure.
 """
 

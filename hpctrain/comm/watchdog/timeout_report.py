@@ -12,10 +12,10 @@ from pathlib import Path
 
 from hpctrain.comm.collectives.activity import Section
 from hpctrain.comm.collectives.agreement import describe_ranks
+from hpctrain.comm.watchdog.board.node_files import Ending
 from hpctrain.comm.watchdog.board.rank_status import Absence, Finding
-from hpctrain.comm.watchdog.board.run_ending import Ending
 from hpctrain.comm.watchdog.board.short_stacks import StackGroup
-from hpctrain.comm.watchdog.network_partition import name_hosts
+from hpctrain.comm.watchdog.host_probe import name_hosts
 from hpctrain.comm.watchdog.operation_state import Wait
 
 

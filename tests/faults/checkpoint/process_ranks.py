@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm.interface.attributes import Attributes
-from hpctrain.comm.interface.communicator import ReduceOp
+from hpctrain.comm.interface.communicator import Attributes, ReduceOp
 from hpctrain.errors import CommunicationError, HpctrainError
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.watchdog.board.node_files import read_node
-from hpctrain.comm.watchdog.board.run_ending import read_ending
+from hpctrain.comm.watchdog.board.node_files import read_ending, read_node
 from tests.ranks.comm import comm_cases
 from tests.ranks_launcher import Launched, run_ranks, start_command
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.watchdog.board.run_ending import read_ending
+from hpctrain.comm.watchdog.board.node_files import read_ending
 from tests.ranks.comm import comm_cases, model_mismatch_cases
 from tests.ranks_launcher import run_ranks
 

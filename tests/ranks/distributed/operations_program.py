@@ -294,7 +294,7 @@ def messages_of_a_transport(session: hpctrain.Session) -> None:
 
 def in_small_pieces() -> None:
     """Has messages travel as between hosts over TCP, in pieces of 1,000 bytes."""
-    from hpctrain.comm.backends import mpi_group, mpi_transport
+    from hpctrain.comm.backends import mpi_group, mpi_world as mpi_transport
 
     for module in (mpi_group, mpi_transport):
         module.piece_bytes = lambda mpi, comm: 1000  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.backends.mpi4py_failure import explain_failure
+from hpctrain.comm.backends.library_probe import explain_failure
 
 
 def published_mpi4py() -> bool:

@@ -9,17 +9,21 @@ here communicates.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import queue
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
-from hpctrain.comm.watchdog.board.processes import Activity
-from hpctrain.comm.watchdog.board.rank_status import GroupPosition, Placement, RankPosition
+from hpctrain.comm.interface.remote_memory import SHARED_MEMORY
+from hpctrain.comm.watchdog.board.rank_status import Activity, GroupPosition, Placement, RankPosition
 from hpctrain.storage import replace_file
 
 T = TypeVar("T")
@@ -228,3 +232,183 @@ def within(seconds: float, function: Callable[[], T]) -> T | None:
     thread.start()
     thread.join(seconds)
     return found[0] if found else None
+
+
+# The folder of one node's ranks, in the node's memory or on its disk. The last rank that leaves removes it.
+
+
+_PREFIX = "hpctrain-watch-"
+# A folder that is younger may be one that its leader has just made, and not opened.
+_ABANDONED_AFTER_S = 60.0
+
+
+def local_parent() -> Path:
+    """Returns the directory of this node in which its ranks' folder is made: in memory, or else the temporary one.
+
+    Raises OSError if neither can be written to.
+    """
+    if os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
+        return SHARED_MEMORY
+    return Path(tempfile.gettempdir())
+
+
+def identity_of(directory: Path) -> str:
+    """Returns a text that is equal for ranks of one node if they see the same directory and the same processes, as in
+    one container."""
+    found = directory.stat()
+    processes = ""
+    with contextlib.suppress(OSError):
+        processes = os.readlink("/proc/self/ns/pid")
+    return f"{found.st_dev}:{found.st_ino}:{processes}"
+
+
+def local_folder(parent: Path, *, run: str, leader: int) -> Path:
+    """Returns the folder of the node whose lowest rank is `leader`. run: a text that no other run has."""
+    return parent / f"{_PREFIX}{run}-{leader}"
+
+
+def make_local_folder(path: Path) -> LocalFolder:
+    """Makes a node's folder, after removing those of runs whose ranks were killed. Returns the rank's hold on it.
+
+    Raises OSError.
+    """
+    for other in path.parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's
+            if time.time() > other.stat().st_mtime + _ABANDONED_AFTER_S:
+                LocalFolder(other).leave()
+    path.mkdir(mode=0o700)
+    return LocalFolder(path)
+
+
+@final
+class LocalFolder:
+    """A rank's hold on the folder of its node; the last rank that leaves removes it. Raises OSError.
+
+    The hold is a shared lock, which ends with the process. A rank that is killed removes nothing: `make_local_folder`
+    of a later run does, on the same node.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # a filesystem without locks: then no process removes it
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def leave(self) -> None:
+        """Ends the hold, and removes the folder if no other rank has one."""
+        if self._fd is None:
+            return
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self._path, ignore_errors=True)
+        os.close(self._fd)
+        self._fd = None
+
+
+# The announcement that the run ends, by a file: of several ranks, the first one's counts.
+
+
+# Time that the other ranks of a node give the one that asks whether the end has been announced.
+_ANOTHER_ASKS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """Announcement by `rank` that the run ends: the ranks print their reports and exit at `leave_at` (epoch)."""
+
+    rank: int
+    host: str
+    written: float  # epoch
+    leave_at: float
+    reason: str
+
+
+def ending_path(directory: Path) -> Path:
+    """File that exists when the run ends: see `Ending`."""
+    return directory / "ending.json"
+
+
+def reported_path(directory: Path) -> Path:
+    """File that exists when the announcing rank of many has printed the report for all."""
+    return directory / "reported"
+
+
+def take_over_path(directory: Path) -> Path:
+    """File that the rank makes which reports instead of an announcing rank that has not."""
+    return directory / "taken-over"
+
+
+def claim(path: Path) -> bool:
+    """Makes an empty file; returns False if it exists: of several callers, one gets True. Raises OSError."""
+    try:
+        path.open("xb").close()
+    except FileExistsError:
+        return False
+    return True
+
+
+def announce_ending(ending: Ending, *, directory: Path) -> Ending:
+    """Publishes `ending` unless another rank was first. Returns the one that was published. Raises OSError."""
+    if (found := read_ending(directory)) is not None:
+        return found  # of N ranks whose limits end at the same time, few make a file
+    text = json.dumps(asdict(ending))
+    partial = directory / f"ending-{ending.rank}.partial"
+    partial.write_text(text)
+    try:
+        os.link(partial, ending_path(directory))  # unlike a rename, it replaces nothing
+    except FileExistsError:
+        return read_ending(directory) or ending
+    except OSError:  # some filesystems have no hard links
+        return _announce_without_link(text, directory=directory) or ending
+    finally:
+        partial.unlink(missing_ok=True)
+    return ending
+
+
+def announce_from_node(ending: Ending, *, shared: Path, local: Path, after_s: float = 0.0) -> Ending:
+    """As `announce_ending` in `shared`, for which one of a node's ranks asks; the others find the answer in `local`.
+
+    C nodes make at most C files in `shared`, whatever the number of ranks. after_s: waits so long for another node's
+    announcement, which the leader brings to `local`. Raises OSError.
+    """
+    found = wait_for_ending(local, within_s=after_s)
+    if found is None and not claim(local / "announcing"):
+        found = wait_for_ending(local, within_s=_ANOTHER_ASKS_S)
+    if found is None:  # also if the rank that asks does not come back
+        found = announce_ending(ending, directory=shared)
+        announce_ending(found, directory=local)
+    return found
+
+
+def _announce_without_link(text: str, *, directory: Path) -> Ending | None:
+    """As `announce_ending`; for a moment the file is there and empty. Returns None if it stays so."""
+    with contextlib.suppress(FileExistsError), ending_path(directory).open("x") as file:
+        file.write(text)
+    return wait_for_ending(directory, within_s=1.0)
+
+
+def wait_for_ending(directory: Path, *, within_s: float, since: float = 0.0) -> Ending | None:
+    """As `read_ending`, but returns None only after `within_s`."""
+    until = time.monotonic() + within_s
+    while (found := read_ending(directory, since=since)) is None and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+def read_ending(directory: Path, *, since: float = 0.0) -> Ending | None:
+    """Returns the announcement; None if there is none, or it is older than `since` (epoch)."""
+    try:
+        ending = Ending(**json.loads(ending_path(directory).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return ending if ending.written >= since else None
+
+
+def forget_endings(directory: Path, *, since: float) -> None:
+    """Removes what an attempt before `since` (epoch) announced, which would prevent a new announcement.
+
+    Raises OSError.
+    """
+    if read_ending(directory, since=since) is None:
+        for path in (ending_path, reported_path, take_over_path):
+            path(directory).unlink(missing_ok=True)

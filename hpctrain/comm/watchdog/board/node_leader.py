@@ -13,23 +13,30 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import final
 
-from hpctrain.comm.watchdog.board.comparison import ComparisonSchedule, Mismatch, find_mismatch
 from hpctrain.comm.watchdog.board.node_files import (
     NodeStatus,
     WatchFolders,
     alarm_path,
+    announce_ending,
     call,
     call_path,
     calls_path,
+    read_ending,
     read_local,
     read_nodes,
     status_of_node,
     time_of,
     write_node,
 )
-from hpctrain.comm.watchdog.board.processes import Activity, activities
-from hpctrain.comm.watchdog.board.rank_status import Positions, find_waiting
-from hpctrain.comm.watchdog.board.run_ending import announce_ending, read_ending
+from hpctrain.comm.watchdog.board.rank_status import (
+    Activity,
+    ComparisonSchedule,
+    Mismatch,
+    Positions,
+    activities,
+    find_mismatch,
+    find_waiting,
+)
 from hpctrain.comm.watchdog.host_probe import HostReachability
 
 _NODES_COMPARED = 32  # besides its own

@@ -1,15 +1,94 @@
-"""Position of each rank: which operation of which communicator it is in, and which ranks are not in it. All pure."""
+"""What is known of each rank: its position, what its processes do, whether it hangs, and whether its arguments
+differ.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import psutil
+
 from hpctrain.comm.collectives.agreement import describe_ranks
-from hpctrain.comm.watchdog.board.processes import Activity
 from hpctrain.comm.watchdog.board.short_stacks import StackGroup, fold_stacks, without_stack
 from hpctrain.topology import Topology
+
+# What the operating system says of the processes of a node's ranks, whatever these say themselves.
+
+
+GONE = "has ended"
+STOPPED = "is stopped"
+_IN_KERNEL = "waits in the kernel, as for a file"
+_STATES = {
+    psutil.STATUS_STOPPED: STOPPED,
+    psutil.STATUS_TRACING_STOP: STOPPED,
+    psutil.STATUS_ZOMBIE: GONE,
+    psutil.STATUS_DEAD: GONE,
+    psutil.STATUS_DISK_SLEEP: _IN_KERNEL,
+    psutil.STATUS_SLEEPING: "sleeps",
+    psutil.STATUS_IDLE: "sleeps",
+    psutil.STATUS_RUNNING: "computes",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What a process does. state: for the reader, "" if it is not known. cpu_s: processor time of it and of processes
+    that it started, as compilers. looked: when that was so (epoch)."""
+
+    state: str
+    cpu_s: float
+    looked: float
+
+    @property
+    def may_be_hung(self) -> bool:
+        """False for what the operating system itself is busy with, and for what computes now."""
+        return self.state in (GONE, STOPPED, "sleeps")
+
+    @property
+    def is_over(self) -> bool:
+        """True if the process is stopped, until it is continued by a signal, or gone."""
+        return self.state in (GONE, STOPPED)
+
+
+def activities(pids: Iterable[int]) -> dict[int, Activity]:
+    """Returns what the processes `pids` of this node do. Costs some milliseconds for each 100 processes of the node."""
+    started: dict[int, list[psutil.Process]] = defaultdict(list)
+    for process in psutil.process_iter(["ppid"]):
+        started[process.info["ppid"]].append(process)
+    return {pid: _activity(pid, started, now=time.time()) for pid in pids}
+
+
+def _activity(pid: int, started: dict[int, list[psutil.Process]], *, now: float) -> Activity:
+    try:
+        process = psutil.Process(pid)
+        state, cpu_s = _STATES.get(process.status(), ""), _cpu_s(process)
+    except psutil.NoSuchProcess:
+        return Activity(state=GONE, cpu_s=0.0, looked=now)
+    except psutil.Error:
+        return Activity(state="", cpu_s=0.0, looked=now)
+    descendants, seen = list(started[pid]), {pid}
+    while descendants:
+        child = descendants.pop()
+        if child.pid not in seen:  # a number may have been given to another process meanwhile
+            seen.add(child.pid)
+            cpu_s += _cpu_s(child)
+            descendants += started[child.pid]
+    return Activity(state=state, cpu_s=cpu_s, looked=now)
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.Error:
+        return 0.0
+    return times.user + times.system + times.children_user + times.children_system
+
+
+# Position of each rank: which operation of which communicator it is in, and which ranks are not in it. All
+# pure.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +197,7 @@ class Absence:
 class Finding:
     """What a rank that ends the run has found in the files of all nodes.
 
-    cut: lines of `hpctrain.comm.watchdog.network_partition.find_cut`. waiting: ranks that wait in the same operation.
+    cut: lines of `hpctrain.comm.watchdog.host_probe.find_cut`. waiting: ranks that wait in the same operation.
     unread: nodes whose file could not be read. stacks: of the absent ranks and of those that wait.
     """
 
@@ -279,3 +358,202 @@ def _whereabouts(position: RankPosition, place: GroupPosition, *, sequence: int,
     if place.sequence == 0:
         return f"has begun no operation on it and waits in no other{step}"
     return f"is past {place.operation} number {place.sequence} of it and waits in no operation{step}"
+
+
+# Whether a rank that others wait for is hung, by what its node says of it before the run's own limit is
+# over. Pure.
+#
+# Slow is not hung: a rank that computes, or waits for a file, is left alone until the run's own limit. See
+# docs/adr/0036.
+
+
+# A process that has used less of one core than this is idle: the threads of the watchdog use less.
+_IDLE_SHARE = 0.05
+_IDLE_FOR = 1 / 8  # of the limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyLimits:
+    """Seconds after which a late rank may be found hung; None: never.
+
+    here_s: whatever section it is in. everywhere_s: if its section is not known. of: of a section, by its name.
+    """
+
+    here_s: float
+    everywhere_s: float | None
+    of: Callable[[str], float | None]
+
+
+class IdleSince:
+    """When each rank's process was last found to have used a processor, from looks at all of them."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, Activity] = {}
+
+    def update(self, positions: Positions) -> None:
+        """Adds a look."""
+        for rank, position in positions.by_rank.items():
+            if position.activity is not None and not self._is_idle(rank, position.activity):
+                self._last[rank] = position.activity
+
+    def seconds(self, rank: int, now: Activity) -> float:
+        """Returns for how long the process of `rank` has used no processor, as far as is known."""
+        last = self._last.get(rank)
+        return 0.0 if last is None else now.looked - last.looked
+
+    def _is_idle(self, rank: int, now: Activity) -> bool:
+        last = self._last.get(rank)
+        if last is None:
+            return False
+        # Less than before: a process that it has started has ended, so that it does something.
+        return 0.0 <= now.cpu_s - last.cpu_s <= _IDLE_SHARE * max(1.0, now.looked - last.looked)
+
+
+def find_hung(
+    absences: Sequence[Absence],
+    *,
+    now: Positions,
+    idle: IdleSince,
+    placement: Placement,
+    answers: Mapping[str, bool],
+    group: str,
+    waited_s: float,
+    limits: EarlyLimits,
+) -> list[str]:
+    """Returns who is hung and why, a text for each; empty if no rank is.
+
+    absences: ranks that have not begun an operation of `group`, at `now`. idle: from earlier looks and this one.
+    answers: for each host that was probed, whether it answered. waited_s: age of the operation.
+    """
+    hung = []
+    for absence in absences:
+        position = now.by_rank.get(absence.ranks[0])
+        if position is None:
+            node = placement.node_names[placement.node_of_rank[absence.ranks[0]]]
+            if waited_s > limits.here_s and answers.get(node) is False:
+                hung.append(f"{node} does not answer")
+            continue
+        is_silent = absence.silent_s is not None
+        why = _why_hung(
+            position, idle=idle, is_silent=is_silent, group=group, waited_s=waited_s, limits=limits
+        )
+        if why is not None:
+            hung.append(f"rank {position.rank} on {position.host} {why}")
+    return hung
+
+
+def _why_hung(
+    position: RankPosition,
+    *,
+    idle: IdleSince,
+    is_silent: bool,
+    group: str,
+    waited_s: float,
+    limits: EarlyLimits,
+) -> str | None:
+    activity = position.activity
+    if activity is None or not activity.may_be_hung:
+        return None
+    if activity.is_over:
+        return activity.state if waited_s > limits.here_s else None
+    if any(place.waiting_s is not None for name, place in position.groups.items() if name != group):
+        return None  # it waits for others itself
+    limit_s = limits.everywhere_s if is_silent else limits.of(position.section)
+    idle_s = idle.seconds(position.rank, activity)
+    if limit_s is None or waited_s <= limit_s or idle_s < _IDLE_FOR * limits.here_s:
+        return None
+    what = "its interpreter is blocked" if is_silent else f"it waits in no operation ({position.section})"
+    return f"has used no processor for {idle_s:.0f} s, and {what}"
+
+
+# Ranks in one operation must have passed equal arguments: when that is compared, and which rank differs.
+# Pure.
+
+
+# After this time in one operation the ranks' signatures are compared: have all passed the same buffer?
+_COMPARE_AFTER_S = 2.0
+COMPARE_AT_MOST_AFTER_S = 4.0
+_COMPARISONS = 3  # per operation, since ranks enter it and renew their files at different times
+
+
+@dataclass(slots=True)
+class ComparisonSchedule:
+    """Says when the signatures of ranks in one operation are compared. timeout_s: of an operation."""
+
+    timeout_s: float
+    _after_s: float = field(init=False)
+    _compared: dict[str, tuple[int, int]] = field(default_factory=dict)  # group -> sequence, times
+
+    def __post_init__(self) -> None:
+        self._after_s = min(_COMPARE_AFTER_S, self.timeout_s / 4)
+
+    def due(self, positions: Iterable[RankPosition]) -> dict[str, int]:
+        """Returns the groups that are to be compared now, with the number of comparisons left afterwards.
+
+        positions: of the ranks of one node.
+        """
+        longest: dict[str, GroupPosition] = {}
+        for position in positions:
+            for group, place in position.groups.items():
+                if place.waiting_s is not None and place.signature is not None:
+                    longest[group] = max(longest.get(group, place), place, key=_progress_of)
+        left = {group: self._left(group, place) for group, place in longest.items()}
+        return {group: number for group, number in left.items() if number is not None}
+
+    def _left(self, group: str, place: GroupPosition) -> int | None:
+        sequence, times = self._compared.get(group, (0, 0))
+        if sequence != place.sequence and times:
+            # That operation was only slow, and so may the next be: compare later, to save file accesses.
+            del self._compared[group]
+            self._after_s = min(COMPARE_AT_MOST_AFTER_S, self.timeout_s / 4, 2 * self._after_s)
+            times = 0
+        if times == _COMPARISONS or (place.waiting_s or 0.0) < (1 + times / 2) * self._after_s:
+            return None
+        self._compared[group] = (place.sequence, times + 1)
+        return _COMPARISONS - times - 1
+
+
+def _progress_of(place: GroupPosition) -> tuple[int, float]:
+    return place.sequence, place.waiting_s or 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """Ranks in one operation of `group` with different signatures. ranks: all in it. text: error message."""
+
+    group: str
+    sequence: int
+    ranks: tuple[int, ...]
+    text: str
+
+
+def find_mismatch(positions: Mapping[int, RankPosition], *, decided: Collection[str] = ()) -> Mismatch | None:
+    """Returns the first operation whose ranks have different signatures, None if there is none.
+
+    The most frequent signature counts as correct, in a tie the lowest rank's. A tie counts only if all ranks of the
+    group are in the operation, or the group is one of `decided`: else the next rank to come may decide.
+    """
+    held: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
+    members: dict[str, int] = {}
+    for rank in sorted(positions):
+        for group, place in positions[rank].groups.items():
+            if place.waiting_s is not None and place.signature is not None:
+                held[group, place.sequence][rank] = place.signature
+                members[group] = place.num_ranks
+    for (group, sequence), signatures in held.items():
+        counts = Counter(signatures.values())
+        usual, num_usual = counts.most_common(1)[0]  # of equally frequent ones the first seen
+        is_tie = 2 * num_usual <= len(signatures)
+        if len(counts) == 1 or (is_tie and len(signatures) < members[group] and group not in decided):
+            continue
+        different = [
+            f"rank {rank} on {positions[rank].host} has {signature}"
+            for rank, signature in signatures.items()
+            if signature != usual
+        ]
+        text = (
+            f"ranks called number {sequence} of {group} with different arguments: {', '.join(different[:8])}, "
+            f"where {num_usual} of {len(signatures)} have {usual}"
+        )
+        return Mismatch(group=group, sequence=sequence, ranks=tuple(signatures), text=text)
+    return None

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.comm.backends.horovod_environment import (
+from hpctrain.comm.backends.running_horovod import (
     HorovodBuild,
     apply_settings,
     nccl_asked,

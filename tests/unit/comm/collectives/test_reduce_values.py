@@ -10,7 +10,7 @@ import torch
 from hpctrain import init
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
-from hpctrain.comm.collectives.reduce_values import all_reduce_values
+from hpctrain.comm.collectives.values import all_reduce_values
 from hpctrain.errors import BufferMismatch, UsageError
 
 

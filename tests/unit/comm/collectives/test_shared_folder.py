@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.comm import World, make_shared_folder
 from hpctrain.comm.backends.threads_world import run_threads
-from hpctrain.comm.collectives import shared_folder
+from hpctrain.comm.collectives import agreement as shared_folder
 from hpctrain.errors import LaunchError
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from hpctrain.comm import describe_ranks
-from hpctrain.comm.backends.horovod_environment import apply_settings, can_start_again, has_groups
 from hpctrain.comm.backends.open_world import open_world, yield_while_idle
+from hpctrain.comm.backends.running_horovod import apply_settings, can_start_again, has_groups
 from hpctrain.comm.interface.buffer_checks import (
     as_rows,
     pack,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from hpctrain.comm.watchdog.board.comparison import ComparisonSchedule, find_mismatch
-from hpctrain.comm.watchdog.board.rank_status import GroupPosition, RankPosition
+from hpctrain.comm.watchdog.board.rank_status import (
+    ComparisonSchedule,
+    GroupPosition,
+    RankPosition,
+    find_mismatch,
+)
 from tests.unit.comm.watchdog.rank_alone import FOUR, SEVEN, position
 
 

@@ -9,14 +9,19 @@ import sys
 import time
 from dataclasses import replace
 
-from hpctrain.comm.watchdog.board.hang_evidence import EarlyLimits, IdleSince, find_hung
-from hpctrain.comm.watchdog.board.processes import GONE, STOPPED, Activity, activities
 from hpctrain.comm.watchdog.board.rank_status import (
+    GONE,
+    STOPPED,
     Absence,
+    Activity,
+    EarlyLimits,
     GroupPosition,
+    IdleSince,
     Placement,
     Positions,
     RankPosition,
+    activities,
+    find_hung,
 )
 from tests.unit.comm.watchdog.rank_alone import position
 

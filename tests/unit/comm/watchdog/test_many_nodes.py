@@ -10,17 +10,19 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.watchdog.board.node_files import (
+    Ending,
     NodeStatus,
     WatchFolders,
+    announce_ending,
     make_node_folders,
     node_path,
+    read_ending,
     read_node,
+    reported_path,
     write_node,
 )
-from hpctrain.comm.watchdog.board.position_reader import PositionReader
-from hpctrain.comm.watchdog.board.processes import Activity
-from hpctrain.comm.watchdog.board.rank_status import Placement
-from hpctrain.comm.watchdog.board.run_ending import Ending, announce_ending, read_ending, reported_path
+from hpctrain.comm.watchdog.board.rank_status import Activity, Placement
+from hpctrain.comm.watchdog.board.status_board import PositionReader
 from hpctrain.comm.watchdog.operation_state import Track
 from hpctrain.comm.watchdog.timeout_report import describe_finding
 from tests.unit.comm.watchdog.rank_alone import Rank, position

@@ -12,12 +12,14 @@ import pytest
 
 from hpctrain.comm.watchdog.host_probe import (
     HostReachability,
+    ProbeTarget,
     ReservedPort,
+    find_cut,
     host_addresses,
+    name_hosts,
+    probe_hosts,
     targets_of_others,
 )
-from hpctrain.comm.watchdog.network_partition import find_cut, name_hosts
-from hpctrain.comm.watchdog.tcp_probe import ProbeTarget, probe_hosts
 
 pytestmark = pytest.mark.timing
 

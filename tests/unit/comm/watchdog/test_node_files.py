@@ -13,17 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.watchdog.board.local_folder import (
+from hpctrain.comm.watchdog.board.node_files import (
+    Ending,
     LocalFolder,
+    NodeStatus,
+    announce_ending,
+    announce_from_node,
     local_folder,
     local_parent,
     make_local_folder,
-)
-from hpctrain.comm.watchdog.board.node_files import (
-    NodeStatus,
     make_node_folders,
     node_path,
     position_path,
+    read_ending,
     read_local,
     read_node,
     read_nodes,
@@ -31,8 +33,7 @@ from hpctrain.comm.watchdog.board.node_files import (
     write_node,
     write_position,
 )
-from hpctrain.comm.watchdog.board.position_reader import join_positions
-from hpctrain.comm.watchdog.board.run_ending import Ending, announce_ending, announce_from_node, read_ending
+from hpctrain.comm.watchdog.board.status_board import join_positions
 from tests.unit.comm.watchdog.rank_alone import position
 
 pytestmark = pytest.mark.timing
@@ -139,7 +140,7 @@ def test_the_folder_of_killed_ranks_is_removed_by_a_later_run_and_that_of_others
         local_folder(tmp_path, run=name, leader=0) for name in ("killed", "alive", "young")
     )
     script = "import os, sys, signal\nfrom pathlib import Path\n"
-    script += "from hpctrain.comm.watchdog.board.local_folder import make_local_folder\n"
+    script += "from hpctrain.comm.watchdog.board.node_files import make_local_folder\n"
     script += "hold = make_local_folder(Path(sys.argv[1]))\nos.kill(os.getpid(), signal.SIGKILL)"
     assert subprocess.run([sys.executable, "-c", script, str(killed)], check=False).returncode == -9
     hold = make_local_folder(alive)

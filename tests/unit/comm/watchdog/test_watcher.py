@@ -11,21 +11,19 @@ import pytest
 
 from hpctrain.comm.watchdog import section_limits, watcher
 from hpctrain.comm.watchdog.board.node_files import (
+    Ending,
     NodeStatus,
     alarm_path,
+    announce_ending,
     call,
     call_path,
-    node_path,
-    position_path,
-    read_local,
-    write_node,
-)
-from hpctrain.comm.watchdog.board.run_ending import (
-    Ending,
-    announce_ending,
     ending_path,
     forget_endings,
+    node_path,
+    position_path,
     read_ending,
+    read_local,
+    write_node,
 )
 from hpctrain.comm.watchdog.operation_state import ProgressMonitor
 from tests.unit.comm.watchdog.rank_alone import FOUR, SEVEN, Rank, folders, position

@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.comm import Collective, ReduceOp, World
 from hpctrain.comm.backends.threads_world import run_threads
-from hpctrain.comm.interface.world_forwarding import Forwarding
+from hpctrain.comm.interface.communicator import Forwarding
 from hpctrain.reduce.autotune.link_speed import SOME_BYTES, LinkSpeed, measure_levels
 from hpctrain.topology import Topology
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpctrain.comm import ReduceOp, SerialWorld, World, run_threads
-from hpctrain.comm.interface.world_forwarding import Forwarding
+from hpctrain.comm.interface.communicator import Forwarding
 from hpctrain.errors import LaunchError
 from hpctrain.run.compute.device import Proposal, agree_on_gpus, choose_device, propose
 

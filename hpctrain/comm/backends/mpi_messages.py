@@ -1,0 +1,373 @@
+"""How messages of MPI travel: in which pieces, and from rank to rank in a ring."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from hpctrain.comm.interface.buffer_checks import offsets_of
+from hpctrain.comm.interface.transport import Pending, poll_until
+from hpctrain.errors import CommunicationError
+
+# In which pieces messages travel: of any, since MPI counts 32 bits, and smaller ones between nodes (ADR
+# 60).
+
+
+# Less than 2^31 - 1, and no length that a tensor is likely to have: where sender and receiver have buffers of different
+# lengths, the sender's then ends with a shorter piece, by which the receiver notices it.
+MOST_BYTES = (1 << 30) - 4096 - 64
+
+# Below Open MPI's eager limit over TCP, 64 KiB with its header.
+_EAGER_BYTES = 56 << 10
+# Host interfaces by which MPI sends without TCP.
+_FABRICS = ("infiniband", "cxi")
+
+
+def piece_bytes(mpi: Any, comm: Any) -> int | None:
+    """Returns the most bytes of a message of the ranks of `comm`; None if long ones are best, `MOST_BYTES`. Collective.
+
+    mpi: the module mpi4py.MPI. A message above the eager limit waits for the receiver's answer before its bytes leave,
+    and over TCP that answer waits behind all bytes that the receiver's own link still has to send. Within a node, and
+    on other fabrics, it costs microseconds.
+    """
+    host = zlib.crc32(socket.gethostname().encode())
+    found = np.array([host, -host, _has_fabric()], dtype=np.int64)
+    comm.Allreduce(mpi.IN_PLACE, found, op=mpi.MAX)
+    highest, negated_lowest, has_fabric = found.tolist()
+    return None if has_fabric or highest == -negated_lowest else _EAGER_BYTES
+
+
+def pieces(num_elems: int, *, most: int | None) -> Iterator[slice]:
+    """Yields slices of at most `most` of so many elements, in their order; of all, if there is no limit."""
+    most = most or max(1, num_elems)
+    for begin in range(0, num_elems, most):
+        yield slice(begin, min(begin + most, num_elems))
+
+
+@functools.cache
+def _has_fabric() -> bool:
+    return any(any(Path("/sys/class", name).glob("*")) for name in _FABRICS)
+
+
+# All-gather, reduce-scatter and sums of MPI messages in a ring. `hpctrain.comm.backends.mpi_group` passes
+# the communicator.
+#
+# Each rank sends to the next one only. Of ranks that follow each other on a node one sends to another node,
+# so that each element leaves a node once, and no link has to take what several ranks send at the same time.
+# A rank passes on each piece as soon as it has arrived.
+#
+# Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
+
+
+Array = np.ndarray[Any, Any]
+
+_TAG = 2
+_PIECE_BYTES = 1 << 18  # if `piece_bytes` sets no limit
+_AHEAD_BYTES = 1 << 21  # that are sent before any piece has arrived
+
+
+@final
+class MessageRing:
+    """The ranks of `comm`, of mpi4py, more than one, each of which sends to the next.
+
+    piece_bytes: the most of a message; None: 256 KiB, so that pieces can be passed on. All methods are collective.
+    """
+
+    def __init__(self, comm: Any, *, piece_bytes: int | None) -> None:
+        self._comm = comm
+        self._piece_bytes = piece_bytes or _PIECE_BYTES
+        self._ahead = max(2, _AHEAD_BYTES // self._piece_bytes)
+        self._rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
+        self._next, self._previous = (self._rank + 1) % self._num_ranks, (self._rank - 1) % self._num_ranks
+
+    def gather(self, whole: Array, *, counts: Sequence[int]) -> None:
+        """Fills `whole`, shape (sum(counts),), with the parts of all ranks; this rank's must be in its place.
+
+        Bytes sent: all parts but that of the next rank.
+        """
+        arriving = list(self._slices(self._before(self._rank), counts=counts, itemsize=whole.itemsize))
+        receiving = [self._receive(whole[piece]) for _, piece in arriving]
+        own = self._slices([self._rank], counts=counts, itemsize=whole.itemsize)
+        queue = _SendQueue(self._send, [whole[piece] for _, piece in own], ahead=self._ahead)
+        for (owner, piece), request in zip(arriving, receiving, strict=True):
+            poll_until(request.Test)
+            queue.advance(whole[piece] if owner != self._next else None)
+        queue.finish()
+
+    def reduce_scatter(self, values: Array, *, counts: Sequence[int]) -> Array:
+        """Returns the sum over the ranks of this rank's slice of `values`, shape (counts[rank],).
+
+        values: shape (sum(counts),), not changed. The values of slice r are added up from rank r + 1 on. Bytes sent:
+        all slices but the own one. Memory: of all slices but that of the rank before.
+        """
+        arriving = list(self._slices(self._before(self._previous), counts=counts, itemsize=values.itemsize))
+        partial = _room_for([piece for _, piece in arriving], dtype=values.dtype)
+        receiving = [self._receive(array) for array in partial]
+        first = self._slices([self._previous], counts=counts, itemsize=values.itemsize)
+        queue = _SendQueue(self._send, [values[piece] for _, piece in first], ahead=self._ahead)
+        total = np.empty(counts[self._rank], values.dtype)
+        begin = offsets_of(counts)[self._rank]
+        for (owner, piece), array, request in zip(arriving, partial, receiving, strict=True):
+            poll_until(request.Test)
+            if owner == self._rank:
+                _add(array, values[piece], out=total[piece.start - begin : piece.stop - begin])
+                queue.advance(None)
+            else:
+                _add(array, values[piece], out=array)
+                queue.advance(array)
+        queue.finish()
+        return total
+
+    def sum_of_two(self, values: Array) -> None:
+        """Replaces `values`, shape (n,), by their sum over the two ranks.
+
+        Each sends all of its values: as many bytes as by `reduce_scatter` and `gather`, in one step.
+        """
+        own = [piece for _, piece in self._slices([0], counts=[len(values)], itemsize=values.itemsize)]
+        arriving = _room_for(own, dtype=values.dtype)
+        receiving = [self._receive(array) for array in arriving]
+        queue = _SendQueue(self._send, [values[piece] for piece in own], ahead=self._ahead)
+        for number, (piece, array) in enumerate(zip(own, arriving, strict=True)):
+            poll_until(receiving[number].Test)
+            queue.advance(None)
+            queue.wait_for(number)
+            _add(values[piece], array, out=values[piece])
+
+    def _before(self, rank: int) -> list[int]:
+        """Returns the ranks before `rank`, the next one first: whose slices arrive one after another."""
+        return [(rank - step) % self._num_ranks for step in range(1, self._num_ranks)]
+
+    def _slices(
+        self, owners: Sequence[int], *, counts: Sequence[int], itemsize: int
+    ) -> Iterator[tuple[int, slice]]:
+        """Yields each owner's slice of the whole, in pieces."""
+        offsets = offsets_of(counts)
+        for owner in owners:
+            for piece in pieces(counts[owner], most=max(1, self._piece_bytes // itemsize)):
+                yield owner, slice(offsets[owner] + piece.start, offsets[owner] + piece.stop)
+
+    def _send(self, array: Array) -> Any:
+        return self._comm.Isend(array, self._next, _TAG)
+
+    def _receive(self, array: Array) -> Any:
+        return self._comm.Irecv(array, self._previous, _TAG)
+
+
+def _add(a: Array, b: Array, *, out: Array) -> None:
+    """Adds without NumPy's warnings: gradients may overflow, which the loss scale looks for."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add(a, b, out=out)
+
+
+def _room_for(slices: Sequence[slice], *, dtype: Any) -> list[Array]:
+    """Returns an array for each slice, all in one piece of memory, which the system gets back if it is large."""
+    ends = list(accumulate(piece.stop - piece.start for piece in slices))
+    return np.split(np.empty(ends[-1] if ends else 0, dtype), ends[:-1])[: len(ends)]
+
+
+@final
+class _SendQueue:
+    """Pieces to be sent in their order: `ahead` at once, then one for each that arrives, as links are equally fast.
+
+    MPI copies messages below its eager limit when they are sent, and does not give that memory back.
+    """
+
+    def __init__(self, send: Callable[[Array], Any], arrays: Sequence[Array], *, ahead: int) -> None:
+        self._send = send
+        self._sent = [send(array) for array in arrays[:ahead]]
+        self._waiting = deque(arrays[ahead:])
+
+    def advance(self, array: Array | None) -> None:
+        """Notes that a piece has arrived. array: to be sent after all others."""
+        if array is not None:
+            self._waiting.append(array)
+        if self._waiting:
+            self._sent.append(self._send(self._waiting.popleft()))
+
+    def wait_for(self, number: int) -> None:
+        """Waits until piece `number`, which has been sent, has left."""
+        poll_until(self._sent[number].Test)
+
+    def finish(self) -> None:
+        """Sends the rest, and waits until all pieces have left."""
+        self._sent += map(self._send, self._waiting)
+        for request in self._sent:
+            poll_until(request.Test)
+
+
+# `PeerMessages` over MPI. `hpctrain.comm.backends.mpi_world` passes the communicator.
+#
+# MPI counts the bytes of a message in 32 bits. A longer buffer is sent as several messages, its pieces,
+# which arrive in the order in which they were sent, since all have the same sender, tag and communicator.
+# Sender and receiver each cut their buffers at multiples of the same length, so that they need not exchange
+# anything before.
+#
+# A long receive posts its next piece when the one before has arrived, for two reasons: only then is it
+# known whether the sender's buffer has another piece, and, of a receive from any rank, who the sender is.
+# Later receives with the same tag could take pieces of its message. Therefore they are posted after its
+# last piece.
+
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@final
+class _Operation:
+    """A buffer that is being sent or received.
+
+    posted: the pieces given to MPI so far, in order, with their requests. unposted: the pieces that follow.
+    num_ended: how many of those posted have ended. error: how it failed. MPI reports that once only: a request that has
+    ended counts as finished afterwards. source: the rank whose message was received.
+    """
+
+    def __init__(self, buffer: Bytes, *, peer: int, tag: int, receives: bool, most_bytes: int) -> None:
+        self.buffer = buffer  # kept alive as long as MPI uses it
+        # An empty buffer is one empty message.
+        self.unposted = deque(pieces(len(buffer), most=most_bytes)) or deque([slice(0, 0)])
+        self.posted: list[tuple[slice, Any]] = []
+        self.num_ended = 0
+        self.peer = peer
+        self.tag = tag
+        self.receives = receives
+        self.error: CommunicationError | None = None
+        self.source = -1
+
+    @property
+    def finished(self) -> bool:
+        return not self.unposted and self.num_ended == len(self.posted)
+
+
+@final
+class MpiMessages:
+    """`PeerMessages` over a separate MPI communicator."""
+
+    def __init__(self, mpi: Any, comm: Any, *, most_bytes: int = MOST_BYTES) -> None:
+        """mpi: the module mpi4py.MPI. comm: of the group, used by this object only. most_bytes: of an MPI message."""
+        self._mpi = mpi
+        self._comm = comm
+        self._most_bytes = most_bytes
+        # Pieces of two buffers must not mix, whichever threads send and receive them.
+        self._posting = threading.RLock()
+        # By tag, receives of which pieces are unposted: the others wait for the first one.
+        self._held_back: dict[int, deque[_Operation]] = {}
+
+    @contextlib.contextmanager
+    def _reported(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except self._mpi.Exception as error:
+            rank = self._comm.Get_rank()
+            raise CommunicationError(
+                f"{operation} on rank {rank} of the group: MPI reported {error}"
+            ) from error
+
+    def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
+        operation = _Operation(buffer.numpy(), peer=to, tag=tag, receives=False, most_bytes=self._most_bytes)
+        with self._reported(f"send to rank {to}"), self._posting:
+            self._post(operation)
+        return operation
+
+    def receive(self, buffer: torch.Tensor, *, source: int | None, tag: int) -> Pending:
+        peer = self._mpi.ANY_SOURCE if source is None else source
+        operation = _Operation(buffer.numpy(), peer=peer, tag=tag, receives=True, most_bytes=self._most_bytes)
+        with self._reported(f"receive from rank {'any' if source is None else source}"), self._posting:
+            self._held_back.setdefault(tag, deque()).append(operation)
+            self._advance(tag)
+        return operation
+
+    def _advance(self, tag: int) -> None:
+        """Posts the receives that were held back, as far as that is possible now."""
+        waiting = self._held_back[tag]
+        while waiting:
+            first = waiting[0]
+            while first.unposted and first.error is None:
+                if not self._test_piece(first):
+                    return
+                if first.error is None:
+                    self._post(first)
+            waiting.popleft()
+
+    def _post(self, operation: _Operation) -> None:
+        """Posts the next piece; of a buffer that is sent, all."""
+        while operation.unposted:
+            piece = operation.unposted.popleft()
+            message = [operation.buffer[piece], self._mpi.BYTE]
+            if operation.receives:
+                request = self._comm.Irecv(message, operation.peer, operation.tag)
+            else:
+                request = self._comm.Isend(message, operation.peer, operation.tag)
+            operation.posted.append((piece, request))
+            if operation.receives:
+                return
+
+    def finished(self, pending: Pending) -> bool:
+        operation: _Operation = pending
+        with self._reported("messages"), self._posting:
+            if operation.receives and operation.tag in self._held_back:
+                self._advance(operation.tag)
+            while operation.error is None and operation.num_ended < len(operation.posted):
+                if not self._test_piece(operation):
+                    return False
+        if operation.error is not None:
+            raise operation.error
+        return operation.finished
+
+    def _test_piece(self, operation: _Operation) -> bool:
+        """Returns True if the oldest piece that has not ended has now; keeps its error in the operation."""
+        if operation.num_ended == len(operation.posted):
+            return True
+        piece, request = operation.posted[operation.num_ended]
+        try:
+            if not self._test(operation, request, expected=piece.stop - piece.start):
+                return False
+            operation.num_ended += 1
+        except CommunicationError as error:
+            operation.error = error
+        return True
+
+    def _test(self, operation: _Operation, request: Any, *, expected: int) -> bool:
+        status = self._mpi.Status()
+        whole = len(operation.buffer)
+        try:
+            with self._reported("messages"):
+                if not request.Test(status):
+                    return False
+        except CommunicationError as error:
+            cause = error.__cause__
+            if operation.receives and cause.Get_error_class() == self._mpi.ERR_TRUNCATE:  # type: ignore[union-attr]
+                raise self._other_length(f"more than the {whole} bytes", status) from cause
+            raise
+        if not operation.receives:
+            return True
+        operation.source = operation.peer = status.Get_source()
+        found = status.Get_count(self._mpi.BYTE)
+        if found != expected:
+            before = operation.posted[operation.num_ended][0].start
+            raise self._other_length(f"{before + found} bytes instead of the {whole}", status)
+        return True
+
+    def _other_length(self, found: str, status: Any) -> CommunicationError:
+        return CommunicationError(
+            f"rank {self._comm.Get_rank()} of the group has received a message of {found} that its tensor has, from "
+            f"rank {status.Get_source()} with tag {status.Get_tag()}: send and receive tensors of one size and dtype"
+        )
+
+    def wait(self, pending: Pending, *, what: str) -> None:
+        poll_until(lambda: self.finished(pending))
+
+    def source_of(self, pending: Pending) -> int:
+        return int(pending.source)
+
+    def close(self) -> None:
+        self._comm.Free()

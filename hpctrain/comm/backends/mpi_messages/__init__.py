@@ -1,1 +1,0 @@
-"""How messages of MPI travel: in which pieces, and from rank to rank in a ring."""
