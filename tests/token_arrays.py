@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from hpctrain.data.packing.token_documents import as_tokens, check_token_dtype
+from hpctrain.data.packing.shard_makers import as_tokens, check_token_dtype
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ import torch
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.state import Header
 from hpctrain.checkpoint.planning.write_plan import EvenShards, make_plan
-from hpctrain.data.order.batch_plan import plan_batch
-from hpctrain.data.order.epoch_order import EpochOrder, LastBatch, Span
+from hpctrain.data.order.epoch_order import EpochOrder, LastBatch, Span, plan_batch
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets
 from hpctrain.reduce.shared_memory.partition import TwoLevelPlace, chunks_of, cut
 from hpctrain.topology import Topology

@@ -7,7 +7,7 @@ from .format.manifest import (
     TokenWindows as TokenWindows,
     read_manifest as read_manifest,
 )
-from .hdf5.encode import ChunkCodec as ChunkCodec
+from .hdf5.filters import ChunkCodec as ChunkCodec
 from .indexing.decoding_choice import (
     ValuesWarning as ValuesWarning,
     decoding_in_words as decoding_in_words,
@@ -17,6 +17,7 @@ from .indexing.index_files import (
     IndexPaths as IndexPaths,
     IndexReading as IndexReading,
     OldIndex as OldIndex,
+    TokenRequest as TokenRequest,
     index_files as index_files,
 )
 from .indexing.request import (
@@ -26,7 +27,12 @@ from .indexing.request import (
     parse_field_paths as parse_field_paths,
     parse_missing as parse_missing,
 )
-from .indexing.token_files import TokenRequest as TokenRequest
+from .integrity.hashed_blocks import (
+    Damage as Damage,
+    find_datasets as find_datasets,
+    merge_damage as merge_damage,
+    verify as verify,
+)
 from .integrity.read_checker import (
     BlockChecker as BlockChecker,
     CheckMode as CheckMode,
@@ -35,16 +41,9 @@ from .integrity.read_checker import (
     check_while_reading as check_while_reading,
     make_checker as make_checker,
 )
-from .integrity.verify import (
-    Damage as Damage,
-    find_datasets as find_datasets,
-    merge_damage as merge_damage,
-    verify as verify,
-)
-from .loading.batch import Batch as Batch
-from .loading.device_prefetch import batches_on as batches_on
-from .loading.epoch_iterator import Batches as Batches
+from .loading.batch import Batch as Batch, batches_on as batches_on
 from .loading.loader import PREFETCH_BYTES as PREFETCH_BYTES, Loader as Loader, Samples as Samples
+from .loading.prefetch import Batches as Batches
 from .loading.torch_dataset import (
     TorchIterableDataset as TorchIterableDataset,
     TorchMapDataset as TorchMapDataset,
@@ -60,8 +59,11 @@ from .order.epoch_order import (
     LastBatch as LastBatch,
     Order as Order,
     Span as Span,
+    add_sample_sums as add_sample_sums,
     batch_spans as batch_spans,
     rank_share as rank_share,
+    sample_sum as sample_sum,
+    show_sample_sum as show_sample_sum,
 )
 from .order.order_spec import (
     Blocks as Blocks,
@@ -73,22 +75,20 @@ from .order.order_spec import (
     Weighted as Weighted,
     block_samples_for as block_samples_for,
 )
-from .order.sample_sum import (
-    add_sample_sums as add_sample_sums,
-    sample_sum as sample_sum,
-    show_sample_sum as show_sample_sum,
-)
 from .packing.pack import (
     Existing as Existing,
     pack_arrays as pack_arrays,
     pack_iterator as pack_iterator,
+    pack_source as pack_source,
     pack_tokens as pack_tokens,
 )
-from .packing.pack_source import pack_source as pack_source
-from .reading.dataset import Dataset as Dataset, Verify as Verify
-from .reading.open_together import open_together as open_together
-from .reading.read_column import read_column as read_column
-from .sources.images import Colour as Colour, parse_size as parse_size
+from .reading.dataset import (
+    Dataset as Dataset,
+    Verify as Verify,
+    open_together as open_together,
+    read_column as read_column,
+)
+from .sources.numpy_files import Colour as Colour, parse_size as parse_size
 from .sources.registry import SourceOptions as SourceOptions
 from .sources.tables import parse_table_fields as parse_table_fields
 from .transforms.transform import TransformContext as TransformContext

@@ -30,8 +30,8 @@ from hpctrain.data.format.manifest_entries import (
     StoredField,
     TokenWindows,
     WindowList,
+    decoded_fields,
 )
-from hpctrain.data.format.value_decoding import decoded_fields
 from hpctrain.errors import DataError
 from hpctrain.storage import hash_of, replace_file
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from hpctrain.errors import DataError
 
 # numpy names of the dtypes of fields. uint64 is left out: torch cannot compute with it.
 DTYPES = (
@@ -237,3 +243,205 @@ NOT_IN_VERSION_1: dict[str, Any] = {
         }
     },
 }
+
+
+# How the stored values of a field become the values that they mean: scale, offset, missing values. Pure.
+#
+# Source of the rules: CF Conventions 1.11, sections 2.5.1 (missing data) and 8.1 (packed data), and the
+# NetCDF User's Guide, appendix A (attribute conventions).
+
+
+MASK_SUFFIX = ".mask"
+_EXACT_IN_FLOAT64 = 1 << 53
+
+
+def decoded_fields(fields: dict[str, FieldSpec], decoding: dict[str, Decoding]) -> dict[str, FieldSpec]:
+    """Returns the fields of a batch after decoding, in the order of `fields`."""
+    masks = {one.mask for one in decoding.values()}
+    found: dict[str, FieldSpec] = {}
+    for name, spec in fields.items():
+        if name in masks:
+            continue
+        how = decoding.get(name)
+        found[name] = spec if how is None else FieldSpec(dtype=how.dtype, shape=spec.shape)
+        if how is not None and how.missing == "mask":
+            found[name + MASK_SUFFIX] = FieldSpec(dtype="bool", shape=spec.shape)
+    return found
+
+
+@np.errstate(over="ignore", invalid="ignore")  # of NaN, and of values that become infinite, missing ones too
+def decode(
+    stored: NDArray[Any],
+    *,
+    packing: Packing,
+    decoding: Decoding,
+    mask: NDArray[Any] | None = None,
+    is_exact: bool = True,
+) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Returns the decoded values and where they are missing, both of the shape of `stored`.
+
+    stored: as in the file, native-endian. mask: not 0 where a value is missing, of the same shape.
+    Raises DataError if an integer is too large for the decoded dtype, unless not `is_exact`: then it is rounded; and
+    for a missing value if they are refused.
+    """
+    data = stored if packing.stored_as is None else stored.view(packing.stored_as)
+    missing = np.zeros(data.shape, dtype=np.bool_)
+    for value in packing.missing:
+        missing |= data == data.dtype.type(value)
+    if packing.nan_is_missing:
+        missing |= np.isnan(data)
+    if mask is not None:
+        missing |= mask != 0
+    if not packing.of_decoded:
+        missing |= _outside(data, packing)
+    dtype = np.dtype(decoding.dtype)
+    if packing.float_dtype is None:
+        if is_exact:
+            _check_exact(data, missing, dtype)
+        values = data.astype(dtype)
+    else:
+        computed = np.dtype(packing.float_dtype)
+        values = data.astype(computed)
+        if packing.scale is not None:
+            values *= computed.type(packing.scale)
+        if packing.offset is not None:
+            values += computed.type(packing.offset)
+        if packing.of_decoded:
+            missing |= _outside(values, packing)
+        values = values.astype(dtype, copy=False)
+    if missing.any():
+        if decoding.missing == "refused":
+            raise DataError(
+                f"{data[missing].flat[0]} is what netCDF leaves in a record that was never written, and the field has "
+                "integers: index it with --missing nan, mask or a number"
+            )
+        values[missing] = {"nan": np.nan, "value": decoding.value, "mask": 0}[decoding.missing]
+    return values, missing
+
+
+def _outside(data: NDArray[Any], packing: Packing) -> NDArray[np.bool_]:
+    """NaN is not outside. The limits of floats are rounded to their dtype, as the values were."""
+    exact = (lambda limit: limit) if data.dtype.kind in "iub" else data.dtype.type
+    outside = np.zeros(data.shape, dtype=np.bool_)
+    if packing.least is not None:
+        outside |= data < exact(packing.least)
+    if packing.most is not None:
+        outside |= data > exact(packing.most)
+    return outside
+
+
+def _check_exact(data: NDArray[Any], missing: NDArray[np.bool_], dtype: np.dtype[Any]) -> None:
+    if data.dtype.itemsize < 8 or data.dtype.kind not in "iu" or dtype.kind != "f":
+        return
+    large = (
+        (data > _EXACT_IN_FLOAT64) | (data < -_EXACT_IN_FLOAT64 if data.dtype.kind == "i" else False)
+    ) & ~missing
+    if large.any():
+        raise DataError(
+            f"the value {data[large].flat[0]} is too large for {dtype.name}, which a field with NaN for missing values "
+            "has: index it with a number or a mask for them"
+        )
+
+
+# Mean, standard deviation, minimum and maximum of a field, accumulated shard by shard in float64.
+#
+# Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+# variances", Stanford STAN-CS-79-773, 1979. Blocks are added in the order of the samples, shards in the
+# order of the dataset: the result does not depend on the number of ranks that packed it.
+
+
+# Small enough for the float64 copy of a block to stay in a core's cache.
+_BLOCK_ELEMENTS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """Moments of `count` finite elements. squares: sum of (element - mean)^2. low, high: only valid if count > 0."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    def __add__(self, other: Moments) -> Moments:
+        if not other.count or not self.count:
+            return self if self.count else other
+        count = self.count + other.count
+        delta = other.mean - self.mean
+        return Moments(
+            count=count,
+            mean=self.mean + delta * (other.count / count),
+            squares=self.squares + other.squares + delta * delta * (self.count * (other.count / count)),
+            low=min(self.low, other.low),
+            high=max(self.high, other.high),
+        )
+
+    def as_json(self) -> dict[str, float | int]:
+        """Returns JSON values; {} if there are no elements, since JSON has no infinity."""
+        return asdict(self) if self.count else {}
+
+    def statistics(self) -> FieldStatistics | None:
+        """Returns the manifest's statistics; None without finite elements, or if float64 overflowed."""
+        if not self.count or not math.isfinite(self.squares) or not math.isfinite(self.mean):
+            return None
+        return FieldStatistics(
+            mean=self.mean,
+            std=math.sqrt(self.squares / self.count),
+            min=self.low,
+            max=self.high,
+            count=self.count,
+        )
+
+
+def moments_of(array: NDArray[Any]) -> Moments:
+    """Returns the moments of all finite elements of an array of any shape; bool counts as 0 and 1."""
+    flat = array.reshape(-1)
+    if flat.dtype == np.uint8:
+        return _of_bytes(flat)
+    total = Moments()
+    for start in range(0, len(flat), _BLOCK_ELEMENTS):
+        total += _of_block(flat[start : start + _BLOCK_ELEMENTS])
+    return total
+
+
+def _of_block(block: NDArray[Any]) -> Moments:
+    with np.errstate(invalid="ignore"):  # signaling NaN
+        values = block.astype(np.float64)
+    if block.dtype.kind == "f":
+        finite = np.isfinite(values)
+        if not finite.all():
+            values = values[finite]
+    if not len(values):
+        return Moments()
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean = float(values.mean())
+        low, high = float(values.min()), float(values.max())
+        values -= mean
+        squares = float(np.dot(values, values))
+    return Moments(count=len(values), mean=mean, squares=squares, low=low, high=high)
+
+
+def _of_bytes(flat: NDArray[np.uint8]) -> Moments:
+    """Returns exact moments, from a histogram of the 256 values."""
+    counts = np.zeros(256, dtype=np.int64)
+    for start in range(0, len(flat), _BLOCK_ELEMENTS):
+        counts += np.bincount(flat[start : start + _BLOCK_ELEMENTS], minlength=256)
+    if not len(flat):
+        return Moments()
+    present = np.flatnonzero(counts)
+    mean = float(np.dot(np.arange(256), counts)) / len(flat)
+    squares = float(np.dot((np.arange(256) - mean) ** 2, counts))
+    return Moments(
+        count=len(flat), mean=mean, squares=squares, low=float(present[0]), high=float(present[-1])
+    )
+
+
+def statistics_of(parts: Iterable[Mapping[str, Moments]]) -> dict[str, FieldStatistics]:
+    """Returns field -> statistics over consecutive parts (field -> moments)."""
+    totals: dict[str, Moments] = {}
+    for part in parts:
+        for name, moments in part.items():
+            totals[name] = totals.get(name, Moments()) + moments
+    found = {name: moments.statistics() for name, moments in totals.items()}
+    return {name: statistics for name, statistics in found.items() if statistics is not None}

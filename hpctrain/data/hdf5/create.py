@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpctrain.data.hdf5.encode import Chunks
+from hpctrain.data.hdf5.filters import Chunks
 
 if TYPE_CHECKING:
     import h5py

@@ -7,17 +7,233 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.hdf5.read_elements import read_elements
-from hpctrain.data.hdf5.stored_type import describe, dtype_of, has_numpys_bytes
 from hpctrain.errors import DataError
+
+if TYPE_CHECKING:
+    import h5py
+
+# Compares types of HDF5 files with numpy's: which elements have the same bytes, which ones HDF5 must
+# convert.
+#
+# An HDF5 type has properties that numpy has no name for: an integer may use 12 of its 16 bits, a float of 2
+# bytes may have 8 exponent bits. h5py reads such elements as the next larger numpy dtype; their stored
+# bytes mean something else.
+
+
+def dtype_of(kind: h5py.h5t.TypeID) -> np.dtype[Any] | None:
+    """Returns the dtype as which h5py reads elements of type `kind`; None if numpy has none (times, 24-bit integers).
+
+    A compound has the members that can be read; the other ones are left out.
+    """
+    import h5py
+
+    try:
+        dtype: np.dtype[Any] = kind.dtype
+        return dtype
+    except (TypeError, ValueError, OverflowError, LookupError, RuntimeError):
+        if not isinstance(kind, h5py.h5t.TypeCompoundID):
+            return None
+    members = [(name, dtype_of(member)) for name, member in members_of(kind).items()]
+    readable = [(name, dtype) for name, dtype in members if dtype is not None]
+    return np.dtype(readable) if readable else None
+
+
+def members_of(kind: h5py.h5t.TypeCompoundID) -> dict[str, h5py.h5t.TypeID]:
+    """Returns the types of the members of a compound, by name."""
+    return {
+        kind.get_member_name(number).decode("utf-8", "surrogateescape"): kind.get_member_type(number)
+        for number in range(kind.get_nmembers())
+    }
+
+
+def element_of(kind: h5py.h5t.TypeID, *, member: str | None = None) -> h5py.h5t.TypeID:
+    """Returns the type of the numbers in elements of type `kind`, or in a member of a compound.
+
+    That is the base of array types and of variable lengths.
+    """
+    from h5py import h5t
+
+    if member is not None and isinstance(kind, h5t.TypeCompoundID):
+        kind = members_of(kind)[member]
+    while isinstance(kind, h5t.TypeArrayID | h5t.TypeVlenID):
+        kind = kind.get_super()
+    return kind
+
+
+def why_not_converted(kind: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> str | None:
+    """Returns why HDF5 cannot convert stored numbers to `dtype`, as it says it; None if it can.
+
+    Shown with two elements, since some of HDF5's functions refuse only when they meet a number.
+    """
+    from h5py import h5t
+
+    memory = h5t.py_create(dtype)
+    data = np.full(2 * max(kind.get_size(), memory.get_size()), 0x35, dtype=np.uint8)
+    try:
+        h5t.convert(kind, memory, 2, data, np.zeros_like(data))
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def has_numpys_bytes(kind: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
+    """True if stored elements of type `kind` are, byte for byte, numpy's elements of `dtype` in its byte order.
+
+    That holds only if every property is the same: class, size, byte order, precision, bit offset, sign; of floats also
+    the place and size of exponent and mantissa, bias and normalisation; of enums also names and values of the members.
+    False for compounds, strings, references and variable lengths, which are always read by HDF5.
+    """
+    from h5py import h5t
+
+    if isinstance(kind, h5t.TypeArrayID):
+        return has_numpys_bytes(kind.get_super(), dtype.base)
+    if isinstance(kind, h5t.TypeEnumID):
+        return bool(kind.equal(h5t.py_create(dtype, logical=True)))
+    if isinstance(kind, h5t.TypeBitfieldID):  # h5py has no functions for its precision and offset
+        return any(kind.equal(same) for same in _bit_fields(dtype))
+    if not isinstance(kind, h5t.TypeIntegerID | h5t.TypeFloatID):
+        return False
+    if kind.equal(_type_of(dtype.str)):  # nearly always; the rest is for properties that mean nothing here
+        return True
+    size = kind.get_size()
+    if (size, 8 * size, 0) != (dtype.itemsize, kind.get_precision(), kind.get_offset()):
+        return False
+    if size > 1 and kind.get_order() != (h5t.ORDER_LE if _is_little_endian(dtype) else h5t.ORDER_BE):
+        return False
+    if isinstance(kind, h5t.TypeFloatID):
+        return dtype.kind == "f" and _format(kind) == _format(h5t.py_create(dtype))
+    return dtype.kind == ("i" if kind.get_sign() == h5t.SGN_2 else "u")
+
+
+@lru_cache
+def _type_of(dtype: str) -> h5py.h5t.TypeID:
+    from h5py import h5t
+
+    return h5t.py_create(np.dtype(dtype))
+
+
+def _bit_fields(dtype: np.dtype[Any]) -> list[h5py.h5t.TypeID]:
+    """Returns the HDF5 bit fields that use all bits of numpy's unsigned integers of `dtype`."""
+    from h5py import h5t
+
+    if dtype.kind != "u":
+        return []
+    order = "LE" if _is_little_endian(dtype) else "BE"
+    return [getattr(h5t, f"STD_B{8 * dtype.itemsize}{order}")]
+
+
+def _format(kind: h5py.h5t.TypeFloatID) -> tuple[Any, ...]:
+    return (*kind.get_fields(), kind.get_ebias(), kind.get_norm())
+
+
+def _is_little_endian(dtype: np.dtype[Any]) -> bool:
+    return dtype.newbyteorder("<") == dtype
+
+
+def describe(kind: h5py.h5t.TypeID) -> str:
+    """Returns an HDF5 type that numpy does not have, in words."""
+    from h5py import h5t
+
+    names = {
+        h5t.INTEGER: "integers",
+        h5t.FLOAT: "floats",
+        h5t.TIME: "times (H5T_TIME)",
+        h5t.BITFIELD: "bit fields",
+        h5t.ENUM: "an enumeration",
+        h5t.COMPOUND: "a compound",
+        h5t.ARRAY: "arrays",
+        h5t.OPAQUE: "opaque elements",
+        h5t.VLEN: "variable lengths",
+    }
+    return f"{names.get(kind.get_class(), 'elements')} of {kind.get_size()} bytes"
+
+
+# Reads elements of an HDF5 dataset through h5py, with the filters of hdf5plugin; reports a missing filter.
+#
+# All data that HDF5 itself decodes is read here, so that all commands can read the same datasets.
+
+
+# Lower numbers: built-in filters, https://github.com/HDFGroup/hdf5_plugins/blob/master/docs/RegisteredFilterPlugins.md
+_FIRST_REGISTERED = 256
+_NAME_LENGTH = 40
+
+
+class MissingFilter(DataError):
+    """Raised if a filter that is needed to decode a dataset is not installed. The dataset is not damaged."""
+
+
+class _Wanted(NamedTuple):
+    code: int
+    name: str
+
+
+def read_elements(dataset: h5py.Dataset, selection: Any = ..., *, member: str | None = None) -> Any:
+    """Returns `dataset[selection]`, or that of a member of its compound type. Loads filters of hdf5plugin if needed.
+
+    selection: by default all elements, of a scalar an array without dimensions, which has a boolean's byte as it is
+    stored, while `dataset[()]` has 1 for each that is not 0.
+
+    Raises MissingFilter, which names the filter and what to install; OSError for other errors.
+    """
+    missing = _load_filters(dataset)
+    try:
+        return dataset[selection] if member is None else _member(dataset, selection, member)
+    except OSError as error:
+        # Reported only after an error, since the chunks may have been stored without the filter.
+        if missing is None:
+            raise
+        raise MissingFilter(
+            f"{dataset.name} is compressed with HDF5 filter {missing.code}"
+            + (f" ({missing.name})" if missing.name else "")
+            + f", {_what_to_do(missing)}"
+        ) from error
+
+
+def _member(dataset: h5py.Dataset, selection: Any, member: str) -> Any:
+    # As `dataset.fields(member)[selection]`, which needs numpy's dtypes of all members.
+    dtype = dtype_of(dataset.id.get_type())
+    if dtype is None or dtype.names is None:
+        raise DataError(f"{dataset.name} has no members that numpy can hold")
+    return dataset.__getitem__(selection, new_dtype=np.dtype([(member, dtype[member])]))[member]
+
+
+def _load_filters(dataset: h5py.Dataset) -> _Wanted | None:
+    """Loads the filters of a dataset. Returns the first one that is not available, or None."""
+    import h5py
+
+    plist = dataset.id.get_create_plist()
+    for number in range(plist.get_nfilters()):
+        code, _, _, name = plist.get_filter(number)
+        if not h5py.h5z.filter_avail(code):
+            with suppress(ImportError):
+                # Registers its filters, except those that HDF5_PLUGIN_PATH provides.
+                import hdf5plugin  # noqa: F401
+        if not h5py.h5z.filter_avail(code):
+            text = name.decode("ascii", "replace").split(";")[0]
+            return _Wanted(code, "".join(c for c in text if c.isprintable())[:_NAME_LENGTH])
+    return None
+
+
+def _what_to_do(missing: _Wanted) -> str:
+    if missing.code < _FIRST_REGISTERED:
+        return "which the HDF5 of this h5py was built without: write the file again with another filter (h5repack)"
+    try:
+        import hdf5plugin
+    except ImportError:
+        return "which is not installed here: pip install hpctrain[formats]"
+    return (
+        f"which hdf5plugin {hdf5plugin.version} does not have: install a newer hdf5plugin, let HDF5_PLUGIN_PATH "
+        "name the folder of this filter's plugin, or write the file again with another filter (h5repack)"
+    )
 
 
 def class_texts(values: NDArray[Any] | Any) -> list[str]:
@@ -27,10 +243,6 @@ def class_texts(values: NDArray[Any] | Any) -> list[str]:
     """
     flat = np.atleast_1d(np.asarray(values)).reshape(-1)
     return [value.decode("utf-8") if isinstance(value, bytes) else str(value) for value in flat.tolist()]
-
-
-if TYPE_CHECKING:
-    import h5py
 
 
 class Filter(NamedTuple):

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.hdf5.decode import can_undo
-from hpctrain.data.hdf5.layout import DatasetLayout, RowReader
-from hpctrain.data.hdf5.read_elements import read_elements
-from hpctrain.data.reading.chunk_sources import StoredChunks
+from hpctrain.data.hdf5.filters import can_undo
+from hpctrain.data.hdf5.layout import DatasetLayout, RowReader, read_elements
+from hpctrain.data.reading.chunked import StoredChunks
 from hpctrain.data.reading.field_reader import OpenFile
 from hpctrain.errors import DataError
 

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hpctrain.data.format.field_statistics import Moments, moments_of
+from hpctrain.data.format.manifest_entries import Moments, moments_of
 from hpctrain.data.indexing.inspect_file import FoundDataset, open_to_index, read_blocks
 from hpctrain.errors import DataError
 

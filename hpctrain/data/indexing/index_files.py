@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.comm import Collective, SerialWorld, agreed, on_rank_0
-from hpctrain.data.format.field_statistics import Moments
+from hpctrain.comm import Collective, SerialWorld, agreed, all_gather_json, on_rank_0
 from hpctrain.data.format.manifest import (
     MANIFEST_NAME,
     TOKENS_FIELD,
@@ -26,17 +25,26 @@ from hpctrain.data.format.manifest import (
     Manifest,
     ShardEntry,
     StoredField,
+    TokenWindows,
     WindowList,
     read_manifest,
     write_manifest,
 )
-from hpctrain.data.format.token_windows import write_windows
-from hpctrain.data.format.value_decoding import decode as decode_values
+from hpctrain.data.format.manifest_entries import Moments, decode as decode_values
+from hpctrain.data.format.token_windows import split_windows, write_windows
+from hpctrain.data.hdf5.layout import read_elements
 from hpctrain.data.indexing.compare_samples import SampleComparison
 from hpctrain.data.indexing.content_hashes import HashedContent, read_content
-from hpctrain.data.indexing.decoding_choice import ValuesWarning, choose_decoding, packing_of
-from hpctrain.data.indexing.inspect_file import FoundFile, inspect_file
-from hpctrain.data.indexing.merge_fields import FieldSource, all_places, combine, num_samples
+from hpctrain.data.indexing.decoding_choice import (
+    FieldSource,
+    ValuesWarning,
+    all_places,
+    choose_decoding,
+    combine,
+    num_samples,
+    packing_of,
+)
+from hpctrain.data.indexing.inspect_file import FoundFile, inspect_file, open_to_index
 from hpctrain.data.indexing.request import (
     Decode,
     FieldRequest,
@@ -45,17 +53,140 @@ from hpctrain.data.indexing.request import (
     parse_decode,
     parse_field_paths,
     parse_missing,
+    resolve,
     sample_is,
 )
-from hpctrain.data.indexing.token_files import (
-    CutStream,
-    TokenRequest,
-    check_token_request,
-    cut_stream,
-    token_field,
-)
-from hpctrain.data.indexing.work_sharing import Progress, share_work
+from hpctrain.data.order.epoch_order import rank_share
 from hpctrain.errors import DataError, UsageError
+
+# Divides work on many files among the ranks, and returns all results on all ranks.
+
+
+Item = TypeVar("Item")
+Progress = Callable[[int, int | None], None]
+"""Called with (done, total) items of this rank's part."""
+
+
+def share_work(
+    comm: Collective,
+    items: Sequence[Item],
+    function: Callable[[Item], dict[str, Any]],
+    *,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Calls `function` for each item, on one rank each; returns all results, in order. Collective over `comm`.
+
+    The items must be the same on all ranks; `function` returns JSON values. An error is raised on all ranks.
+    """
+    share = rank_share(0, len(items), rank=comm.rank, num_ranks=comm.num_ranks)
+
+    def work() -> list[dict[str, Any]]:
+        done = []
+        for item in items[share.start : share.stop]:
+            done.append(function(item))
+            if progress is not None:
+                progress(len(done), share.stop - share.start)
+        return done
+
+    part = agreed(comm, work, os_error=DataError)
+    if comm.num_ranks == 1:
+        return part
+    return [result for found in all_gather_json(comm, part) for result in found]
+
+
+# Token windows of indexed files: the number of windows per file, and their starts if documents split them.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRequest:
+    """Windows of window + 1 tokens that begin `stride` tokens apart. Raises UsageError if either is below 1.
+
+    documents: dataset of each file with the positions at which documents begin, which no window crosses. None:
+    windows may cross the borders of documents.
+    """
+
+    window: int
+    stride: int
+    documents: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.stride < 1:
+            raise UsageError(f"windows of {self.window} tokens, {self.stride} apart: both must be at least 1")
+
+    @property
+    def windows(self) -> TokenWindows:
+        boundaries = "ignore" if self.documents is None else "split"
+        return TokenWindows.model_validate(
+            {
+                "window": self.window,
+                "stride": self.stride,
+                "boundaries": boundaries,
+                "documents": self.documents,
+            }
+        )
+
+
+def check_token_request(requests: Sequence[FieldRequest], *, samples: SampleIs) -> None:
+    """Raises UsageError unless there is one field, named `tokens`, whose rows are the stream."""
+    if [request.name for request in requests] != [TOKENS_FIELD]:
+        raise UsageError(
+            f"--tokens needs exactly one field, named {TOKENS_FIELD}: --fields {TOKENS_FIELD}=/PATH"
+        )
+    if samples is not SampleIs.ROWS or requests[0].has_wildcard:
+        raise UsageError("--tokens cuts each file's stream into samples: no '*' in the path, no --samples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutStream:
+    """Windows of one file. num_tokens: length of the part that windows use, 0 without --tokens.
+
+    starts: first token of each window, int64, shape (samples,), if documents split them, else None.
+    """
+
+    place: FieldSource
+    samples: int
+    num_tokens: int
+    starts: NDArray[np.int64] | None
+
+
+def token_field(places: Sequence[FieldSource], *, spec: FieldSpec, request: TokenRequest) -> FieldSpec:
+    """Returns the field of windows. spec: field of the streams' rows. Raises DataError unless rows are integers."""
+    if spec.shape or spec.kind != "array" or np.dtype(spec.dtype).kind not in "iu":
+        raise DataError(
+            f"{places[0].describe(TOKENS_FIELD)} is {spec.dtype} with rows of shape {spec.shape}, not a stream of "
+            "integers: without --tokens its rows are the samples"
+        )
+    return FieldSpec(dtype=spec.dtype, shape=(request.window + 1,))
+
+
+def cut_stream(place: FieldSource, *, request: TokenRequest) -> CutStream:
+    """Returns the windows of one file; `samples` is 0 if it is shorter than one window. Raises DataError."""
+    num_tokens = place.fields[TOKENS_FIELD].shape[0]
+    windows = request.windows
+    if request.documents is None:
+        samples = windows.windows_in(num_tokens)
+        used = windows.tokens_for(samples) if samples else 0
+        return CutStream(place=place, samples=samples, num_tokens=used, starts=None)
+    documents = _documents(place.file.path, request.documents, num_tokens=num_tokens)
+    starts = split_windows(documents, num_tokens=num_tokens, window=request.window, stride=request.stride)
+    return CutStream(place=place, samples=len(starts), num_tokens=num_tokens, starts=starts)
+
+
+def _documents(path: str, name: str, *, num_tokens: int) -> NDArray[np.int64]:
+    with open_to_index(path) as file:
+        dataset = file[resolve(file, name)]
+        shape, dtype = getattr(dataset, "shape", None), getattr(dataset, "dtype", None)
+        if shape is None or len(shape) != 1 or dtype is None or dtype.kind not in "iu":
+            raise DataError(
+                f"{name} of {path} must be a list of integers, the positions at which documents begin"
+            )
+        starts: NDArray[np.int64] = read_elements(dataset).astype(np.int64)
+    if len(starts) and (np.any(np.diff(starts) < 0) or starts[0] < 0 or starts[-1] > num_tokens):
+        raise DataError(
+            f"{name} of {path} must hold the positions at which documents begin, ascending, from 0 to {num_tokens}"
+        )
+    return starts
+
 
 BLOCK_BYTES = 1 << 20
 

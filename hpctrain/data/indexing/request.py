@@ -2,15 +2,90 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from hpctrain.data.indexing.foreign_files import format_of
 from hpctrain.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    import h5py
+
+# Names what HDF5 cannot read: a file of another format, or written by a newer HDF5; says how to convert it.
+
+
+_MAGIC: tuple[tuple[bytes, str], ...] = (
+    (b"CDF\x01", "a netCDF-3 file (classic format), not HDF5: convert it with nccopy -k nc4 FILE NEW"),
+    (b"CDF\x02", "a netCDF-3 file (64-bit offsets), not HDF5: convert it with nccopy -k nc4 FILE NEW"),
+    (b"CDF\x05", "a netCDF-3 file (CDF-5), not HDF5: convert it with nccopy -k nc4 FILE NEW"),
+    (b"ADIOS-BP", "a part of an ADIOS2 BP file, not HDF5: write it with ADIOS2's HDF5 engine"),
+    (b"\x0e\x03\x13\x01", "an HDF4 file, not HDF5: convert it with h4toh5 FILE NEW"),
+    (b"MATLAB 5.0 MAT-file", "a MATLAB file before version 7.3, not HDF5: save it with save(FILE, '-v7.3')"),
+    (b"\x93NUMPY", "a numpy file, not HDF5: pack it with hpctrain data pack"),
+    (b"version https://git-lfs", "a pointer of Git LFS, not the file itself: run git lfs pull"),
+    (b"\x1f\x8b", "compressed by gzip as a whole: uncompress it with gunzip"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd as a whole: uncompress it with unzstd"),
+    (b"PK\x03\x04", "a zip archive (as numpy's .npz), not HDF5"),
+    (b"PAR1", "a Parquet file, not HDF5"),
+    (b"GRIB", "a GRIB file, not HDF5"),
+    (b"SIMPLE  =", "a FITS file, not HDF5"),
+)
+# Directories that are one dataset: a file in them, and what they are.
+_MARKERS: tuple[tuple[str, str], ...] = (
+    ("md.idx", "an ADIOS2 BP directory: write the data with ADIOS2's HDF5 engine"),
+    (".zgroup", "a Zarr directory: write the data as HDF5"),
+    (".zarray", "a Zarr directory: write the data as HDF5"),
+    ("zarr.json", "a Zarr directory: write the data as HDF5"),
+)
+# HDF5's message if the version of an object's header, layout, datatype or superblock is unknown to it
+_UNKNOWN_VERSION = re.compile(r"bad (\w+ )*version number|version number too|unknown (datatype )?class")
+# Numbers that h5repack has for the newest format that each version of HDF5 reads
+_FORMATS = {(1, 8): 1, (1, 10): 2, (1, 12): 3, (1, 14): 4}
+
+
+def format_of(path: str) -> str | None:
+    """Returns what a file or directory that is not HDF5 is, in words, and how to convert it; None if unknown."""
+    if os.path.isdir(path):
+        return next((what for name, what in _MARKERS if os.path.exists(os.path.join(path, name))), None)
+    try:
+        with open(path, "rb") as file:
+            start = file.read(32)
+    except OSError:
+        return None
+    if not start:
+        return "empty: it has no bytes"
+    found = next((what for magic, what in _MAGIC if start.startswith(magic)), None)
+    if found is None and path.endswith(".bp"):
+        return "an ADIOS2 BP file, not HDF5: write it with ADIOS2's HDF5 engine"
+    return found
+
+
+def newer_library(error: object) -> str | None:
+    """Returns an explanation if HDF5's error says that a newer HDF5 wrote what it was to read; else None."""
+    import h5py
+
+    text = str(error).strip("'\"")
+    if _UNKNOWN_VERSION.search(text) is None:
+        return None
+    number = h5py.version.hdf5_version
+    high = _FORMATS.get(h5py.version.hdf5_version_tuple[:2], 0)
+    name = {1: "v108", 2: "v110", 3: "v112", 4: "v114"}.get(high, "earliest")
+    again = (
+        "with a type that this one has (a complex number as two floats)"
+        if "datatype" in text
+        else f"with h5repack --low=0 --high={high} FILE NEW of the newer one, or in Python with "
+        f'libver=("earliest", "{name}")'
+    )
+    return (
+        f"was written by a newer HDF5 than this one ({number}), which says: {text}. Write it again {again}; or install "
+        "an h5py with the newer HDF5"
+    )
+
 
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SUFFIXES = (".h5", ".hdf5", ".he5", ".nc")
@@ -193,3 +268,86 @@ def natural(text: str) -> tuple[tuple[int, int, str], ...]:
     """Returns a sort key with which numbers within names are sorted by value."""
     parts = re.split(r"(\d+)", text)
     return tuple((1, int(part), part) if part.isdigit() else (0, 0, part) for part in parts)
+
+
+# Resolves paths within an HDF5 file link by link, so that no other file is ever opened.
+
+
+_MAX_SOFT_LINKS = 32
+
+
+def resolve(file: h5py.File, path: str) -> str:
+    """Returns the path of the same object with soft links resolved.
+
+    Raises DataError if there is no such object, a link leads to another file, or soft links form a cycle.
+    """
+    import h5py
+
+    todo = [part for part in path.split("/") if part]
+    done: list[str] = []
+    followed = ""
+    for _ in range(_MAX_SOFT_LINKS + len(todo)):
+        if not todo:
+            return "/" + "/".join(done)
+        here = file["/" + "/".join(done)]
+        name = todo.pop(0)
+        link = here.get(name, getlink=True) if isinstance(here, h5py.Group) else None
+        if link is None:
+            if followed:
+                raise DataError(
+                    f"{path} of {file.filename} leads nowhere: {followed}, which does not exist; "
+                    f"{_what_is_in(here, done)}"
+                )
+            raise DataError(f"{file.filename} has no {path}; {_what_is_in(here, done)}")
+        if isinstance(link, h5py.ExternalLink):
+            target = os.path.join(os.path.dirname(file.filename), link.filename)
+            missing = "" if os.path.exists(target) else ", which does not exist here"
+            raise DataError(
+                f"{path} of {file.filename} is a link to another file, {link.filename}: index that file itself{missing}"
+            )
+        if isinstance(link, h5py.SoftLink):
+            followed = f"/{'/'.join([*done, name])} is a soft link to {link.path}"
+            target = [part for part in link.path.split("/") if part and part != "."]
+            todo = target + todo
+            if link.path.startswith("/"):
+                done = []
+        else:
+            done.append(name)
+    raise DataError(f"{path} of {file.filename} is a cycle of soft links")
+
+
+def _what_is_in(here: h5py.Group | h5py.Dataset, done: list[str]) -> str:
+    names = list(here)[:9] if hasattr(here, "keys") else []
+    place = "/" + "/".join(done)
+    more = ", ..." if len(names) > 8 else ""
+    return f"{place} holds {', '.join(names[:8])}{more}" if names else f"{place} holds nothing"
+
+
+def matches(file: h5py.File, parts: tuple[str, ...]) -> dict[tuple[str, ...], str]:
+    """Returns the paths that match `parts`, keyed by the names that its wildcards match, in natural order."""
+    return dict(sorted(_matches(file, parts, "", ()), key=lambda match: tuple(map(natural, match[0]))))
+
+
+def _matches(
+    file: h5py.File, parts: tuple[str, ...], above: str, key: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    import h5py
+
+    if not parts:
+        yield key, above
+        return
+    head, rest = parts[0], parts[1:]
+    if "*" not in head:
+        # Parts without a wildcard are not checked here: opening the dataset fails if they do not exist.
+        yield from _matches(file, rest, f"{above}/{head}", key)
+        return
+    group = file[resolve(file, above)] if above else file["/"]
+    if not isinstance(group, h5py.Group):
+        return
+    for name in group:
+        if not fnmatch.fnmatchcase(name, head):
+            continue
+        # Skip datasets that are next to the groups.
+        if rest and not isinstance(file[resolve(file, f"{above}/{name}")], h5py.Group):
+            continue
+        yield from _matches(file, rest, f"{above}/{name}", (*key, name))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -108,3 +113,116 @@ class Batch:
                 for name, tensor in fields.items()
             }
         return replace(self, fields=fields)
+
+
+# Reuses the memory of batches that were deleted: faulting in new pages costs more than filling them.
+
+
+# Smaller tensors are allocated on the heap, which keeps its pages.
+_SMALLEST_BYTES = 64 << 10
+
+# With NumPy 1, PyTorch 2.3 may wait for ever if its first conversion of an array comes from two threads at once.
+torch.from_numpy(np.empty(0))
+
+
+class BatchMemory:
+    """Allocates tensors whose memory is reused when nothing refers to it any more. Thread-safe.
+
+    kept_bytes: upper bound on unused memory that is kept.
+    """
+
+    def __init__(self, *, kept_bytes: int) -> None:
+        self.kept_bytes = kept_bytes
+        # No lock: the garbage collector may run `_take_back` in a thread that holds it. deque has its own lock.
+        self._unused: dict[int, deque[NDArray[np.uint8]]] = {}
+
+    def empty(self, shape: tuple[int, ...], *, dtype: np.dtype[np.generic]) -> torch.Tensor:
+        """Returns an uninitialised tensor on the CPU."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes < _SMALLEST_BYTES:
+            return torch.from_numpy(np.empty(shape, dtype=dtype))
+        unused = self._unused.setdefault(num_bytes, deque())
+        try:
+            memory = unused.pop()
+        except IndexError:
+            memory = np.empty(num_bytes, dtype=np.uint8)
+        # The tensor's storage refers to this array object, which so lives as long as any view of the tensor.
+        array = memory.view(dtype).reshape(shape)
+        comes_back = weakref.finalize(array, self._take_back, memory)
+        comes_back.atexit = False  # type: ignore[misc]  # typeshed takes it for a slot
+        return torch.from_numpy(array)
+
+    def _take_back(self, memory: NDArray[np.uint8]) -> None:
+        unused = self._unused[memory.nbytes]
+        sizes = list(self._unused.items())
+        if sum(size * len(those) for size, those in sizes) + memory.nbytes > self.kept_bytes:
+            for size, those in sizes:  # buffers of other sizes, which may not be needed again
+                if size != memory.nbytes:
+                    those.clear()
+        if (len(unused) + 1) * memory.nbytes <= self.kept_bytes:
+            unused.append(memory)
+
+
+# Copies each batch to the GPU in advance, on a separate stream, while the previous one is being processed.
+
+
+T = TypeVar("T")
+
+
+def batches_on(
+    device: torch.device | str, batches: Iterable[Batch], *, dtype: torch.dtype | None = None
+) -> Iterator[Batch]:
+    """Yields the batches on `device`, in order. dtype: of their floating-point fields, see `Batch.to`.
+
+    On a CUDA device batch k + 1 is copied on a separate stream while the caller works on batch k, so one more
+    batch takes device memory. The copies overlap with computation if the batches are in pinned memory
+    (`Loader(..., pin_memory=True)`). On other devices no batch is taken in advance.
+    `Loader.position` counts batches taken from the loader: on a CUDA device it is one batch ahead. For a checkpoint
+    use `batch.stop` of the last batch that was processed.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return (batch.to(device, dtype=dtype) for batch in batches)
+    copying = torch.cuda.Stream(device)
+
+    def begin(batch: Batch) -> Batch:
+        # torch reuses the pinned memory only after the copies have ended: no reference to it is needed here.
+        with torch.cuda.stream(copying):
+            return batch.to(device, dtype=dtype, non_blocking=True)
+
+    def finish(batch: Batch) -> None:
+        computing = torch.cuda.current_stream(device)
+        computing.wait_stream(copying)
+        for tensor in batch.fields.values():
+            # Allocated on the copying stream: its memory must not be reused before the computing stream is done.
+            tensor.record_stream(computing)
+
+    return one_ahead(iter(batches), begin=begin, finish=finish)
+
+
+def one_ahead(source: Iterator[T], *, begin: Callable[[T], T], finish: Callable[[T], None]) -> Iterator[T]:
+    """Yields `begin(item)` for each item of `source`, calling it for item k + 1 before item k is yielded.
+
+    `finish` is called with each result of `begin`, before the next item is begun. An error of `source` or `begin`
+    is raised in place of its item.
+    """
+    ahead = _begun(source, begin)
+    while True:
+        if isinstance(ahead, Exception):
+            raise ahead
+        if ahead is None:
+            return
+        (item,) = ahead
+        finish(item)
+        ahead = _begun(source, begin)
+        yield item
+
+
+def _begun(source: Iterator[T], begin: Callable[[T], T]) -> tuple[T] | Exception | None:
+    """Returns the result of `begin` for the next item, or the error that was raised; None at the end of `source`."""
+    try:
+        for item in source:
+            return (begin(item),)
+    except Exception as error:  # the caller raises it in place of the item
+        return error
+    return None

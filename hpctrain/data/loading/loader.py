@@ -13,32 +13,176 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from hpctrain.data.format.manifest import FieldSpec
-from hpctrain.data.integrity.read_checker import BlockChecker, OnDamage
-from hpctrain.data.integrity.skip_damaged import read_around_damage
-from hpctrain.data.loading.batch import Batch
-from hpctrain.data.loading.block_readahead import read_ahead_for
-from hpctrain.data.loading.buffer_pool import BatchMemory
-from hpctrain.data.loading.epoch_iterator import Batches, EpochPlan
-from hpctrain.data.loading.in_progress import InProgress, InputWatch
-from hpctrain.data.loading.loader_state import LoaderState
-from hpctrain.data.loading.prefetch import ByteBound, InStep, MakingThreads, Prefetch
-from hpctrain.data.order.batch_plan import BatchPlan, plan_batch
-from hpctrain.data.order.cached_order import ahead_for
-from hpctrain.data.order.epoch_order import LastBatch, Order, Span, num_batches
+from hpctrain.data.integrity.read_checker import BlockChecker, OnDamage, read_around_damage
+from hpctrain.data.loading.batch import Batch, BatchMemory
+from hpctrain.data.loading.prefetch import (
+    Batches,
+    ByteBound,
+    EpochPlan,
+    InStep,
+    MakingThreads,
+    Prefetch,
+    read_ahead_for,
+)
+from hpctrain.data.order.epoch_order import (
+    BatchPlan,
+    LastBatch,
+    Order,
+    Span,
+    ahead_for,
+    num_batches,
+    plan_batch,
+)
 from hpctrain.data.order.order_spec import OrderSpec, Sequential, Shuffled
 from hpctrain.data.transforms.torch_dtypes import WIDENED, as_tensor, torch_dtype
 from hpctrain.data.transforms.transform import TransformContext, TransformFunction
-from hpctrain.data.transforms.transformer import build_transformer, transformed
+from hpctrain.data.transforms.worker_pool import build_transformer, transformed
 from hpctrain.errors import DataError, RecipeError
+
+# What is being done for each batch that is being made, for the message about a batch that does not come.
+
+
+class InputWatch(Protocol):
+    """Is shown what a loader waits for and makes, and ends the rank after its limit. `Session.loader` gives one."""
+
+    def during(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
+        """The `with` block waits for what `describe` returns."""
+
+    def making(self, what: str) -> AbstractContextManager[None]:
+        """The `with` block makes `what` in this thread, in code that may hold Python's lock."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stage:
+    plan: BatchPlan
+    text: str
+    thread: int
+    reads: bool
+    since: float
+
+
+@final
+class InProgress:
+    """The stages of the batches that threads are making. Thread-safe.
+
+    where: returns in which process the batch of a thread is transformed; "" in the thread itself. watch: is shown each
+    stage in a thread.
+    """
+
+    def __init__(self, where: Callable[[int], str], *, watch: InputWatch | None = None) -> None:
+        self._where = where
+        self._watch = watch
+        self._stages: dict[int, _Stage] = {}  # by thread, each of which changes its own entry
+
+    @contextlib.contextmanager
+    def stage(self, plan: BatchPlan, text: str, *, reads: bool) -> Iterator[None]:
+        """The `with` block does for a batch what `text` says. reads: it reads samples, which threads always do."""
+        thread = threading.get_ident()
+        self._stages[thread] = _Stage(
+            plan=plan, text=text, thread=thread, reads=reads, since=time.monotonic()
+        )
+        try:
+            if self._watch is None or not (reads or self._where(thread) == ""):
+                yield
+                return
+            what = (
+                f"samples from {plan.start} of epoch {plan.epoch} on, {text} in thread "
+                f"{threading.current_thread().name} ({_describe_indices(plan)})"
+            )
+            with self._watch.making(what):
+                yield
+        finally:
+            del self._stages[thread]
+
+    def describe(self, *, epoch: int, span: Span) -> str:
+        """Returns what is done for the batch at positions `span`; if that has not begun, what is done for others."""
+        wanted = f"samples {span.start} to {span.stop - 1} of epoch {epoch}"
+        stages = sorted(self._stages.copy().values(), key=lambda stage: stage.since)
+        own = [stage for stage in stages if (stage.plan.epoch, stage.plan.start) == (epoch, span.start)]
+        if own:
+            return f"{wanted}: {self._text(own[0])}"
+        return f"{wanted}, which are not begun; {self.describe_all()}"
+
+    def describe_all(self) -> str:
+        """Returns what is done for up to four batches."""
+        stages = sorted(self._stages.copy().values(), key=lambda stage: stage.since)
+        texts = [
+            f"samples from {stage.plan.start} of epoch {stage.plan.epoch} on: {self._text(stage)}"
+            for stage in stages[:4]
+        ]
+        return "; ".join(texts) or "no batch is being made"
+
+    def _text(self, stage: _Stage) -> str:
+        where = "" if stage.reads else self._where(stage.thread)
+        if not where:
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            where = f"thread {names.get(stage.thread, stage.thread)}"
+        waited_s = time.monotonic() - stage.since
+        return f"{stage.text} for {waited_s:.0f} s in {where} ({_describe_indices(stage.plan)})"
+
+
+def _describe_indices(plan: BatchPlan) -> str:
+    indices = plan.indices
+    numbers = ", ".join(map(str, indices[:4].tolist())) + (", ..." if len(indices) > 4 else "")
+    return f"this rank's {len(indices)} samples have the indices {numbers}"
+
+
+# Position in the data, saved as JSON values and valid for any number of ranks.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderState:
+    """position: samples of the epoch, over all ranks, that were consumed. order: the name of an `OrderSpec`."""
+
+    order: str
+    num_samples: int
+    seed: int
+    epoch: int
+    position: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, document: Mapping[str, Any]) -> LoaderState:
+        """Returns the state of an `as_json` document. Raises DataError if it is not one."""
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            kind = str if field.name == "order" else int
+            value: Any = document.get(field.name) if isinstance(document, Mapping) else None
+            if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
+                raise DataError(
+                    f"this is not a state of a loader: its {field.name} is {value!r}, not "
+                    f"{'a string' if kind is str else 'an integer of at least 0'}; pass what state_dict() returned"
+                )
+            values[field.name] = value
+        return cls(**values)
+
+    def check_fits(self, *, order: str, num_samples: int) -> None:
+        """Raises DataError if the state belongs to another order or another number of samples."""
+        if self.order != order:
+            raise DataError(
+                f"the state was saved with order {self.order!r}, this loader has {order!r}, in which the same position "
+                "means another sample. Use the order of the state, or start the epoch again"
+            )
+        if self.num_samples != num_samples:
+            raise DataError(
+                f"the state was saved with {self.num_samples} samples, this dataset has {num_samples}: it is another "
+                "dataset. Use the one that the state was saved with"
+            )
+
 
 PREFETCH_BYTES = 64 << 20
 MAX_BATCHES_AHEAD = 1024  # the bound in bytes counts only tensors

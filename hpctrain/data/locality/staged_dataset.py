@@ -19,8 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.format.manifest import FieldSpec, Manifest, ShardEntry
-from hpctrain.data.locality.node_folder import StageFolder, clean_up, hold, plan_files, staged_manifest
-from hpctrain.data.locality.stage_copier import Stager
+from hpctrain.data.locality.node_copies import (
+    StageFolder,
+    Stager,
+    clean_up,
+    hold,
+    plan_files,
+    staged_manifest,
+)
 from hpctrain.data.reading.dataset import Dataset, Verify
 from hpctrain.errors import DataError, RecipeError
 

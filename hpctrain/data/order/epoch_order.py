@@ -1,12 +1,14 @@
 """Order of the samples: a pure function of seed, epoch and position, the same for any number of ranks.
 
 This module has the interface of orders, the full shuffle, and the division of positions into batches and ranks' parts.
-The other orders are in `block_shuffle`, `weighted` and `stratified`; `order_spec` selects the order of a run.
+The other orders, and the choice among them, are in `order_spec`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -123,3 +125,142 @@ def batch_spans(
     for number in range(count):
         first = start + number * global_batch
         yield Span(first, min(first + global_batch, num_samples))
+
+
+# Evaluates an order 4096 positions at a time: for a few positions the calls cost more than the arithmetic.
+
+
+_BLOCK_POSITIONS = 4096
+# Several threads make batches, so positions on both sides of a block border are needed.
+_KEPT_BLOCKS = 3
+# With more ranks, each needs only a small part of a block.
+_MOST_RANKS = 4
+
+
+def ahead_for(order: Order, *, num_ranks: int) -> Order:
+    """Returns the order, wrapped in `OrderAhead` if there are so few ranks that it saves time."""
+    return OrderAhead(order) if num_ranks <= _MOST_RANKS else order
+
+
+class OrderAhead:
+    """Caches another order in blocks of 4096 positions, 32 KiB each, and keeps the last 3 made. Thread-safe."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
+
+    @property
+    def num_samples(self) -> int:
+        return self._order.num_samples
+
+    @property
+    def epoch(self) -> int:
+        return self._order.epoch
+
+    def at(self, start: int, stop: int) -> NDArray[np.int64]:
+        """As `Order.at`."""
+        inside = 0 <= start < stop <= self.num_samples
+        if not inside or stop - start >= _BLOCK_POSITIONS:
+            return self._order.at(start, stop)
+        first, last = start // _BLOCK_POSITIONS, (stop - 1) // _BLOCK_POSITIONS
+        begin = start - first * _BLOCK_POSITIONS
+        blocks = [self._block(number) for number in range(first, last + 1)]
+        positions = blocks[0] if first == last else np.concatenate(blocks)
+        return positions[begin : begin + stop - start].copy()
+
+    def _block(self, number: int) -> NDArray[np.int64]:
+        with self._lock:
+            block = self._blocks.get(number)
+            if block is None:
+                begin = number * _BLOCK_POSITIONS
+                block = self._order.at(begin, min(begin + _BLOCK_POSITIONS, self.num_samples))
+                self._blocks[number] = block
+                if len(self._blocks) > _KEPT_BLOCKS:
+                    self._blocks.popitem(last=False)
+            return block
+
+
+# Computes the sample indices that one rank reads for one global batch. Pure.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BatchPlan:
+    """One rank's part of a global batch.
+
+    indices: int64, shape (num_samples + num_padded,): this rank's samples, then repeated samples as padding.
+    start, global_samples: position and length of the global batch in the epoch, in samples, without padding.
+    num_skipped: samples of this rank that were left out because they are damaged.
+    """
+
+    epoch: int
+    start: int
+    global_samples: int
+    indices: NDArray[np.int64]
+    num_samples: int
+    num_skipped: int = 0
+
+    @property
+    def num_padded(self) -> int:
+        return len(self.indices) - self.num_samples
+
+
+def plan_batch(
+    order: Order, *, span: Span, global_batch: int, last_batch: LastBatch, rank: int, num_ranks: int
+) -> BatchPlan:
+    """Returns this rank's part of the global batch at positions `span` of the epoch.
+
+    With LastBatch.PAD a shorter batch is filled up to `global_batch` by repeating its samples from the first on,
+    and then divided among the ranks.
+    """
+    length = global_batch if last_batch is LastBatch.PAD else span.num_samples
+    share = rank_share(span.start, span.start + length, rank=rank, num_ranks=num_ranks)
+    real = Span(min(share.start, span.stop), min(share.stop, span.stop))
+    indices = order.at(*real)
+    num_padded = share.num_samples - real.num_samples
+    if num_padded:
+        first = max(share.start, span.stop) - span.stop
+        padding = _over_again(order, span=span, first=first, count=num_padded)
+        indices = np.concatenate([indices, padding])
+    return BatchPlan(
+        epoch=order.epoch,
+        start=span.start,
+        global_samples=span.num_samples,
+        indices=indices,
+        num_samples=real.num_samples,
+    )
+
+
+def _over_again(order: Order, *, span: Span, first: int, count: int) -> NDArray[np.int64]:
+    """Returns elements first, ..., first + count - 1 of the endlessly repeated samples of `span`."""
+    if count >= span.num_samples:
+        return order.at(*span)[np.arange(first, first + count) % span.num_samples]
+    begin = span.start + first % span.num_samples
+    head = order.at(begin, min(begin + count, span.stop))
+    return np.concatenate([head, order.at(span.start, span.start + count - len(head))])
+
+
+# A short value by which to see that two runs had the same samples, however many ranks shared them.
+
+
+def sample_sum(indices: NDArray[np.int64]) -> int:
+    """Returns the sum, modulo 2^64, of a 64-bit hash of each sample's number.
+
+    The order does not matter, and the sums of the ranks' parts, modulo 2^64, are that of the whole batch. Different
+    sets of samples have the same sum with a probability of 2^-64.
+    Source of the hash: Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195 (SplitMix64).
+    """
+    mixed = indices.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return int((mixed ^ (mixed >> np.uint64(31))).sum(dtype=np.uint64))
+
+
+def add_sample_sums(parts: Iterable[str]) -> str:
+    """Returns the sum of the ranks' parts as records have them: 16 hexadecimal digits."""
+    return show_sample_sum(sum(int(part, 16) for part in parts))
+
+
+def show_sample_sum(value: int) -> str:
+    """Returns 16 hexadecimal digits: JSON readers with floating-point numbers would round 64 bits."""
+    return f"{value % 2**64:016x}"

@@ -3,17 +3,283 @@
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.order.block_shuffle import BlockOrder
-from hpctrain.data.order.epoch_order import ORDER_NAME, EpochOrder, Order
-from hpctrain.data.order.stratified import Strata, StratifiedOrder
-from hpctrain.data.order.weighted import WeightedOrder, cumulative_weights
+from hpctrain.data.order.epoch_order import ORDER_NAME, EpochOrder, Order, Span, check_order, positions
+from hpctrain.data.order.permutation import (
+    MAX_GROUP_VALUES,
+    Direction,
+    epoch_key,
+    hashes,
+    permute,
+    permute_groups,
+)
 from hpctrain.errors import DataError, RecipeError
 from hpctrain.storage import hash_of
+
+# Shuffles by blocks within a window: large reads, and nearly the mixing of a full shuffle.
+#
+# The dataset is cut into blocks of consecutive samples. The blocks are shuffled and divided into windows of
+# `window_blocks` blocks; the samples of each window are shuffled among each other. So an epoch reads the
+# blocks of one window at a time, each of them completely, and each only once. The order is computed, never
+# stored. docs/guides/data-order.md measures how well it mixes.
+
+
+_BLOCKS, _SAMPLES = 1, 2  # purposes of keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOrder:
+    """Order of one epoch in blocks of `block_samples` samples (the last may be smaller).
+
+    Samples are mixed within windows of `window_blocks` blocks. Raises RecipeError if either is below 1.
+    """
+
+    num_samples: int
+    block_samples: int
+    window_blocks: int
+    seed: int = 0
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        check_order(
+            num_samples=self.num_samples, seed=self.seed, epoch=self.epoch, max_samples=MAX_GROUP_VALUES
+        )
+        if self.block_samples < 1 or self.window_blocks < 1:
+            raise RecipeError(
+                f"an order in blocks of {self.block_samples} samples, mixed within {self.window_blocks} blocks: "
+                "both must be at least 1"
+            )
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_samples // self.block_samples)
+
+    @property
+    def num_windows(self) -> int:
+        return -(-self.num_blocks // self.window_blocks)
+
+    def at(self, start: int, stop: int) -> NDArray[np.int64]:
+        """See `Order.at`."""
+        where = positions(start, stop, num_samples=self.num_samples)
+        if start == stop:
+            return where
+        slots, _ = self._slots_at(where)
+        windows = slots // self.window_blocks
+        first, end = self._first_position(windows), self._first_position(windows + 1)
+        mixed = first + permute_groups(
+            where - first,
+            groups=windows,
+            num_values=end - first,
+            key=epoch_key(self.seed, self.epoch, purpose=_SAMPLES),
+        )
+        slots, offsets = self._slots_at(mixed)
+        return self._blocks_in(slots) * self.block_samples + offsets
+
+    def windows_of(self, start: int, stop: int) -> range:
+        """Returns the numbers of the windows that contain positions start, ..., stop - 1."""
+        if start >= stop:
+            return range(0)
+        slots, _ = self._slots_at(positions(start, stop, num_samples=self.num_samples)[[0, -1]])
+        return range(int(slots[0]) // self.window_blocks, int(slots[1]) // self.window_blocks + 1)
+
+    def blocks_of(self, window: int) -> list[Span]:
+        """Returns the blocks of a window as spans of samples of the dataset, in ascending order."""
+        first = window * self.window_blocks
+        slots = np.arange(first, min(first + self.window_blocks, self.num_blocks), dtype=np.int64)
+        starts = np.sort(self._blocks_in(slots)) * self.block_samples
+        return [Span(int(at), min(int(at) + self.block_samples, self.num_samples)) for at in starts]
+
+    # A slot is the index of a block in the epoch. All blocks have `block_samples` samples, except the dataset's last.
+
+    @cached_property
+    def _missing(self) -> int:
+        """Number of samples by which the dataset's last block is smaller than the others."""
+        return self.num_blocks * self.block_samples - self.num_samples
+
+    @cached_property
+    def _short_slot(self) -> int:
+        """Slot of the dataset's last block."""
+        last = np.array([self.num_blocks - 1])
+        key = epoch_key(self.seed, self.epoch, purpose=_BLOCKS)
+        return int(permute(last, num_values=self.num_blocks, key=key, direction=Direction.INVERSE)[0])
+
+    def _blocks_in(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        key = epoch_key(self.seed, self.epoch, purpose=_BLOCKS)
+        return permute(slots, num_values=self.num_blocks, key=key)
+
+    def _slots_at(self, where: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the slot of each position, and the offset within its block."""
+        after_short = (self._short_slot + 1) * self.block_samples - self._missing
+        slots, offsets = np.divmod(where + self._missing * (where >= after_short), self.block_samples)
+        return slots, offsets
+
+    def _first_position(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the position at which each window begins; the end of the epoch for the window after the last."""
+        slots = np.minimum(windows * self.window_blocks, self.num_blocks)
+        return slots * self.block_samples - self._missing * (slots > self._short_slot)
+
+
+# Each sample once per epoch, with the classes in the dataset's proportions in any run of positions.
+#
+# Sample j of the n samples of a class (in the class's own shuffled order) has the key (j + u) / n, where u
+# in [0, 1) is drawn for the class and the epoch; the epoch is sorted by key. Between keys s and t there are
+# n (t - s) samples of each class, plus or minus one. So the number of samples of a class among any B
+# consecutive positions, with any number of ranks and any batch size, differs from B n / N by at most 1 + K
+# n / N (K classes, N samples). No sorted list of the epoch is needed: the keys near a position are computed
+# from its number.
+
+
+_PHASES, _MEMBERS = 4, 5  # purposes of keys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Strata:
+    """The samples of each class c: members[starts[c] : starts[c + 1]]. 8 bytes per sample (4 below 2**32 samples)."""
+
+    members: NDArray[np.integer]
+    starts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, classes: NDArray[np.generic]) -> Strata:
+        """classes: integers or bool, shape (n,), one for each sample. Raises DataError for other arrays."""
+        values = np.asarray(classes)
+        if values.ndim != 1 or values.dtype.kind not in "biu" or not len(values):
+            raise DataError(
+                f"strata are {values.dtype.name} of shape {values.shape}: one integer per sample is needed"
+            )
+        members = np.argsort(values, kind="stable")
+        _, counts = np.unique(values, return_counts=True)
+        if len(values) < 1 << 32:
+            members = members.astype(np.uint32)
+        return cls(members=members, starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.members)
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Number of samples of each class, int64."""
+        return np.diff(self.starts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StratifiedOrder:
+    """Order of one epoch over `strata`. `at` computes one key per position, and a few for each class."""
+
+    strata: Strata
+    seed: int = 0
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        check_order(num_samples=self.num_samples, seed=self.seed, epoch=self.epoch)
+
+    @property
+    def num_samples(self) -> int:
+        return self.strata.num_samples
+
+    def at(self, start: int, stop: int) -> NDArray[np.int64]:
+        """See `Order.at`."""
+        where = positions(start, stop, num_samples=self.num_samples)
+        if start == stop:
+            return where
+        counts = self.strata.counts
+        numbers = np.arange(len(counts))
+        drawn = hashes(epoch_key(self.seed, self.epoch, purpose=_PHASES), numbers)
+        phases = (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        # N t of N samples, plus or minus one per class, have a key below t: these bounds enclose the range.
+        slack = len(counts) + 1
+        before = _members_below((start - slack) / self.num_samples, counts=counts, phases=phases)
+        until = _members_below((stop + slack) / self.num_samples, counts=counts, phases=phases)
+        near = until - before
+        classes = np.repeat(numbers, near)
+        # j in each class: before, ..., until - 1
+        within = np.arange(len(classes)) - np.repeat(np.cumsum(near) - near, near) + before[classes]
+        keys = (within + phases[classes]) / counts[classes]
+        chosen = np.lexsort((classes, keys))[start - int(before.sum()) :][: stop - start]
+        classes, within = classes[chosen], within[chosen]
+        members = permute_groups(
+            within,
+            groups=classes,
+            num_values=counts[classes],
+            key=epoch_key(self.seed, self.epoch, purpose=_MEMBERS),
+        )
+        return self.strata.members[self.strata.starts[classes] + members].astype(np.int64)
+
+
+def _members_below(
+    key: float, *, counts: NDArray[np.int64], phases: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """Returns the exact number of members of each class whose key is below `key`: int64, shape (classes,)."""
+    guess = np.clip(np.ceil(key * counts - phases), 0, counts).astype(np.int64)
+    # The product and the quotient are rounded differently: the guess may be off by one.
+    guess -= (guess > 0) & ((guess - 1 + phases) / counts >= key)
+    guess += (guess < counts) & ((guess + phases) / counts < key)
+    return guess
+
+
+# Draws samples with replacement, with probabilities proportional to their weights.
+
+
+_DRAWS = 3  # purpose of the key
+
+
+def cumulative_weights(weights: NDArray[np.generic]) -> NDArray[np.float64]:
+    """Returns the cumulative sums of weights, float64, shape (n,), for `WeightedOrder`.
+
+    weights: numbers, shape (n,). Raises DataError if they are negative, not finite, or all zero.
+    """
+    values = np.asarray(weights)
+    if values.ndim != 1 or values.dtype.kind not in "biuf":
+        raise DataError(
+            f"weights are {values.dtype.name} of shape {values.shape}: one number per sample is needed"
+        )
+    faulty = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(faulty):
+        raise DataError(
+            f"the weight of sample {faulty[0]} is {values[faulty[0]]}: weights must be finite and not negative"
+        )
+    # cumsum adds from first to last, so the sums are the same on every machine.
+    sums = np.cumsum(values, dtype=np.float64)
+    if not len(sums) or not 0 < sums[-1] < np.inf:
+        raise DataError(
+            f"the weights add up to {sums[-1] if len(sums) else 0}: a positive finite sum is needed"
+        )
+    return sums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class WeightedOrder:
+    """Each position of an epoch is a sample drawn with replacement, independent of the other positions.
+
+    sums: from `cumulative_weights`, shape (samples in the dataset,). num_samples: draws in an epoch. Each position
+    costs one binary search. A sample of weight 0 is never drawn.
+    """
+
+    sums: NDArray[np.float64]
+    num_samples: int
+    seed: int = 0
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        check_order(num_samples=self.num_samples, seed=self.seed, epoch=self.epoch)
+
+    def at(self, start: int, stop: int) -> NDArray[np.int64]:
+        """See `Order.at`."""
+        where = positions(start, stop, num_samples=self.num_samples)
+        drawn = hashes(epoch_key(self.seed, self.epoch, purpose=_DRAWS), where)
+        # Uniform in [0, 1): 53 bits, which float64 represents exactly.
+        points = (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53 * self.sums[-1]
+        found = np.searchsorted(self.sums, points, side="right")
+        # If the product rounds up to the total, the last sample with a positive weight is drawn.
+        last = int(np.searchsorted(self.sums, self.sums[-1], side="left"))
+        return np.minimum(found, last).astype(np.int64)
+
 
 BLOCK_BYTES = 4 << 20
 """Default size of a block: a disk with 8 ms per seek and 150 MB/s then spends a quarter of the time seeking."""

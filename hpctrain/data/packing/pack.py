@@ -13,31 +13,39 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from hpctrain.comm import Collective, SerialWorld, agreed, check_same
-from hpctrain.data.format.manifest import Kind, Manifest, TokenWindows
+from hpctrain.comm import Collective, SerialWorld, agreed, check_same, on_rank_0
+from hpctrain.data.format.manifest import FieldSpec, Kind, Manifest, TokenWindows
 from hpctrain.data.format.manifest_entries import Boundaries
-from hpctrain.data.hdf5.encode import ShardCompression
+from hpctrain.data.hdf5.filters import ChunkCodec, ShardCompression
 from hpctrain.data.packing.directory import (
     FOUND_WHILE_PACKING,
     Existing,
+    Plan,
+    check_free,
+    finish,
+    finished_already,
     prepare_directory,
 )
 from hpctrain.data.packing.shard_makers import (
     DOCUMENTS_DATASET,
+    Documents,
     DocumentShards,
+    IteratorShards,
     Progress,
     RowShards,
+    Sample,
+    ShardMaker,
+    StreamShards,
     WindowPlan,
+    check_token_dtype,
+    make_shards,
     plan_windows,
+    write_together,
 )
-from hpctrain.data.packing.stream_shards import IteratorShards, Sample, StreamShards
-from hpctrain.data.packing.token_documents import Documents, check_token_dtype
-from hpctrain.data.packing.write_dataset import write_dataset
+from hpctrain.data.sources.registry import ArraySource, IteratorSource, RowSource, SourceOptions, open_source
 from hpctrain.data.sources.row_source import ArrayRows, Rows
+from hpctrain.data.sources.text import TextDocuments, TextSource
 from hpctrain.errors import DataError, UsageError
-
-SHARD_BYTES = 256 << 20
-BLOCK_BYTES = 1 << 20
 
 __all__ = [
     "BLOCK_BYTES",
@@ -51,6 +59,85 @@ __all__ = [
     "pack_tokens",
     "prepare_directory",
 ]
+
+# Packs a dataset: rank 0 prepares the directory, all ranks write shards, rank 0 writes the manifest.
+
+
+def write_dataset(
+    directory: Path,
+    maker: ShardMaker,
+    *,
+    kind: Kind,
+    plan: Mapping[str, JsonValue],
+    like: Mapping[str, JsonValue],
+    block_bytes: int,
+    compression: ShardCompression | None,
+    attributes: Callable[[], dict[str, JsonValue]],
+    existing: Existing,
+    progress: Progress | None,
+    comm: Collective,
+    windows: TokenWindows | None = None,
+    window_starts: NDArray[np.int64] | None = None,
+    total: int | None = None,
+    nothing: Callable[[], str] | None = None,
+) -> Manifest:
+    """Packs a dataset and returns its manifest. Collective over `comm`.
+
+    maker: makes this rank's shards. plan: everything that determines their content. like: values that the manifest
+    of a finished dataset must have to be kept with RESUME. attributes: called before packing and again after it,
+    when the length of a stream is known. total: number of samples, if known. nothing: returns the message of the
+    error for a dataset without shards.
+    Raises UsageError or DataError on all ranks.
+    """
+    # A plain string would fail the `is` tests, and the directory would be emptied.
+    existing = Existing(existing)
+    noted = {key: value for key, value in attributes().items() if key != FOUND_WHILE_PACKING}
+    whole_plan = Plan(
+        document={
+            "kind": kind.value,
+            **plan,
+            "block_bytes": block_bytes,
+            "compression": dict(compression.as_json()) if compression else None,
+            "attributes": noted,
+        }
+    )
+
+    def prepare() -> Any:
+        if existing is Existing.RESUME:
+            alike = {"kind": kind.value, "block_bytes": block_bytes, "attributes": noted, **like}
+            found = finished_already(directory, like=alike)
+            if found is not None:
+                return found.model_dump(mode="json")
+        prepare_directory(directory, existing=existing, plan=whole_plan)
+        return None
+
+    finished = on_rank_0(comm, prepare, os_error=DataError)
+    if finished is not None:
+        return Manifest.model_validate(finished)
+    records = make_shards(
+        maker, directory=directory, plan=whole_plan, block_bytes=block_bytes, compression=compression
+    )
+    files = write_together(records, comm=comm, total=total, progress=progress)
+
+    def end() -> Any:
+        if not files:
+            raise DataError(nothing() if nothing is not None else "there is nothing to pack")
+        return finish(
+            directory,
+            files=files,
+            plan=whole_plan,
+            kind=kind,
+            block_bytes=block_bytes,
+            tokens=windows,
+            window_starts=window_starts,
+            attributes=attributes(),
+        ).model_dump(mode="json")
+
+    return Manifest.model_validate(on_rank_0(comm, end, os_error=DataError))
+
+
+SHARD_BYTES = 256 << 20
+BLOCK_BYTES = 1 << 20
 
 
 def pack_arrays(
@@ -296,3 +383,142 @@ def _windows(*, window: int, stride: int | None) -> TokenWindows:
 def _check_sizes(*, shard: int, block: int) -> None:
     if shard < 1 or block < 1:
         raise UsageError(f"shard size {shard} and block size {block} in bytes must both be at least 1")
+
+
+# Packs a named source into dataset directories, for `hpctrain data pack`.
+
+
+DEFAULT_WINDOW = 128
+# Default size of a chunk, which is read and decoded as a whole; smaller ones compress worse.
+_CHUNK_BYTES = 1 << 18
+
+
+def pack_source(
+    source: str,
+    *,
+    out: Path,
+    window: int | None = None,
+    stride: int | None = None,
+    boundaries: Boundaries | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    held_out: float | None = None,
+    seed: int = 0,
+    shuffle: bool = False,
+    options: SourceOptions | None = None,
+    codec: ChunkCodec | None = None,
+    chunk_samples: int | None = None,
+    existing: Existing = Existing.REFUSE,
+    progress: Callable[[Path], Progress] | None = None,
+    comm: Collective | None = None,
+) -> dict[Path, Manifest]:
+    """Packs a source (see `open_source`) into `out`/train and `out`/test, or `out` if nothing is held out.
+
+    window, stride, boundaries: for text sources only; defaults: 128, the window, "ignore".
+    codec: compression, None for none. chunk_samples: samples per chunk; default: as many as fill 256 KiB.
+    progress: returns the progress callback for a dataset directory. Collective over `comm`, if given.
+    Returns dataset directory -> manifest. Raises UsageError or DataError, on all ranks.
+    """
+    comm = comm or SerialWorld()
+    existing = Existing(existing)
+    if chunk_samples is not None and codec is None:
+        raise UsageError("--chunk-samples is for compressed shards: choose --compress gzip or zstd")
+    # An error of one rank is raised on all ranks, since collectives follow.
+    opened = agreed(
+        comm,
+        lambda: open_source(source, held_out=held_out, seed=seed, shuffle=shuffle, options=options),
+        os_error=DataError,
+    )
+    is_text = isinstance(opened, TextSource)
+    if not is_text and (window is not None or stride is not None or boundaries is not None):
+        raise UsageError(
+            f"--window, --stride and --boundaries cut a stream of tokens; the source {source} holds "
+            + ("samples" if isinstance(opened, IteratorSource | RowSource) else "arrays")
+        )
+    parts = ["all"] if isinstance(opened, IteratorSource) else list(opened.parts)
+    directories = {part: out if part == "all" else out / part for part in parts}
+    on_rank_0(
+        comm,
+        lambda: _check(out, directories=list(directories.values()), existing=existing),
+        os_error=DataError,
+    )
+    manifests = {}
+    for part, directory in directories.items():
+        shared: dict[str, Any] = {
+            "shard_bytes": shard_bytes,
+            "existing": existing,
+            "progress": progress(directory) if progress is not None and comm.rank == 0 else None,
+            "comm": comm,
+        }
+        noted: dict[str, JsonValue] = {**opened.attributes, "part": part}
+        if codec is not None:
+            noted["compression"] = codec.value
+        if isinstance(opened, TextSource):
+            length = stride or window or DEFAULT_WINDOW
+            manifests[directory] = pack_documents(
+                directory,
+                TextDocuments(opened.parts[part]),
+                window=window if window is not None else DEFAULT_WINDOW,
+                stride=stride,
+                boundaries=boundaries or "ignore",
+                compression=_compression(codec, chunk_samples=chunk_samples, sample_bytes=length),
+                attributes={**noted, "files": len(opened.parts[part])},
+                **shared,
+            )
+        elif isinstance(opened, IteratorSource):
+            # The size of a sample is unknown before the first one was read.
+            manifests[directory] = pack_iterator(
+                directory,
+                opened.open_part,
+                num_parts=opened.num_parts,
+                compression=_compression(codec, chunk_samples=chunk_samples or 1, sample_bytes=1),
+                attributes=noted,
+                **shared,
+            )
+        else:
+            rows = (
+                ArrayRows(arrays=opened.parts[part], identity=[opened.identity, seed])
+                if isinstance(opened, ArraySource)
+                else opened.parts[part]
+            )
+            fields = agreed(comm, lambda rows=rows: rows.fields, os_error=DataError)  # type: ignore[misc]
+            manifests[directory] = pack_rows(
+                directory,
+                rows,
+                compression=_compression(
+                    codec,
+                    chunk_samples=chunk_samples,
+                    sample_bytes=max(s.sample_bytes for s in fields.values()),
+                ),
+                attributes={**noted, **_num_classes(fields)},
+                **shared,
+            )
+    return manifests
+
+
+def _num_classes(fields: Mapping[str, FieldSpec]) -> dict[str, JsonValue]:
+    """Returns the attribute `num_classes`, which tasks read, if exactly one field has named classes."""
+    counts = [len(spec.classes) for spec in fields.values() if spec.classes]
+    return {"num_classes": counts[0]} if len(counts) == 1 else {}
+
+
+def _compression(
+    codec: ChunkCodec | None, *, chunk_samples: int | None, sample_bytes: int
+) -> ShardCompression | None:
+    if codec is None:
+        return None
+    if chunk_samples is None:
+        chunk_samples = max(1, _CHUNK_BYTES // sample_bytes)
+    return ShardCompression(codec=codec, chunk_samples=chunk_samples)
+
+
+def _check(out: Path, *, directories: list[Path], existing: Existing) -> None:
+    """Raises UsageError if one of the directories may not be written, before any of them is changed."""
+    if out not in directories and out.is_dir():
+        foreign = sorted(child.name for child in out.iterdir() if child not in directories)
+        if foreign:
+            raise UsageError(
+                f"{out} is not empty ({', '.join(foreign[:5])}): choose another directory for the datasets "
+                f"{', '.join(directory.name for directory in directories)}"
+            )
+    for directory in directories:
+        check_free(directory, existing=existing)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import threading
+import zlib
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise, product
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.reading.chunk_cache import Chunk, ChunkCache, ChunkKey
-from hpctrain.data.reading.decode_pool import Task
-from hpctrain.data.reading.field_reader import ROW_COPY_BYTES, FieldName, Request
+from hpctrain.data.hdf5.chunk_index import ChunkAccess, ChunkIndex, read_chunk_access, read_chunk_index
+from hpctrain.data.hdf5.filters import DEFLATE, Bytes, undo
+from hpctrain.data.hdf5.layout import ChunkPlace, DatasetLayout, RowReader, class_texts
+from hpctrain.data.reading.field_reader import (
+    ROW_COPY_BYTES,
+    Chunk,
+    ChunkCache,
+    ChunkKey,
+    FieldName,
+    OpenFile,
+    Request,
+    Task,
+)
 from hpctrain.errors import DataError
 
 # Number of tasks for the samples of a batch, if each sample is one chunk.
@@ -170,3 +184,234 @@ class ChunkedField:
             row = start - first_row
             begin, end = max(row, 0), min(row + extent, rows_a_chunk)
             target[at, begin - row : end - row] = values[begin:end]
+
+
+# Sources of chunks: the bytes of the file, decoded here; or h5py, for data that only HDF5 can decode.
+
+
+# If the chunk index cannot be read, HDF5 looks up each chunk. HDF5 1.10 searches all chunks for that, so above this
+# number of chunks it reads their bytes instead.
+_MAX_LOOKED_UP = 4096
+_BLOCK_BYTES = 1 << 20
+
+
+class StoredChunks:
+    """HDF5 chunks, found in the file's chunk index, read from a map or with pread, decoded outside h5py's lock.
+
+    Chunks that are not stored, or that only HDF5 can read (see `ChunkAccess`), are read through h5py.
+    """
+
+    def __init__(
+        self,
+        reader: RowReader,
+        *,
+        file: OpenFile,
+        dataset: str,
+        layout: DatasetLayout,
+        mapped: mmap.mmap | None = None,
+    ) -> None:
+        """mapped: map of the whole file, or None. The file must not become shorter while chunks are read."""
+        assert layout.chunks is not None
+        self.shape = layout.shape
+        self.chunk_shape = layout.chunks
+        self._reader = reader
+        self._file = file
+        self._mapped = None if mapped is None else memoryview(mapped)
+        self._dataset = dataset
+        self._layout = layout
+        self._index: ChunkIndex | None = None
+        self._access = ChunkAccess.VALUES  # without an index
+        self._index_is_read = False
+        self._places: dict[tuple[int, ...], ChunkPlace | None] = {}
+        self._lock = threading.Lock()
+        codes = [each.code for each in layout.filters]
+        self._only_deflated = codes == [DEFLATE] and layout.dtype.isnative and layout.chunks[0] == 1
+        self._no_other = (0,) * (len(layout.chunks) - 1)
+        self._chunk_bytes = int(np.prod(layout.chunks, dtype=np.int64)) * layout.dtype.itemsize
+
+    def load(self, place: tuple[int, ...]) -> Chunk:
+        first = tuple(number * size for number, size in zip(place, self.chunk_shape, strict=True))
+        stored = self._stored(first)
+        dtype = self._layout.dtype
+        if stored is None:
+            return Chunk(values=self._reader.chunk(self._dataset, first=first, shape=self.chunk_shape))
+        mask, data = stored
+        decoded = undo(data, filters=self._layout.filters, mask=mask, num_bytes=self._chunk_bytes)
+        if isinstance(decoded, memoryview) and self._mapped is not None:
+            decoded = bytes(decoded)  # a cached view would keep the map, and so the file, open
+        values: NDArray[Any] = np.frombuffer(decoded, dtype=dtype).reshape(self.chunk_shape)
+        return Chunk(values=values if dtype.isnative else values.astype(dtype.newbyteorder("=")))
+
+    def inflate_row(self, row: int) -> bytes | None:
+        """Returns the bytes of row `row` if it is one chunk with deflate only; None: call `load`, also after errors."""
+        if not self._only_deflated:
+            return None
+        index = self._index
+        try:
+            if index is not None:  # the common case, kept short: this runs once per sample
+                begin, num_bytes = index.offsets[row], index.sizes[row]
+                if begin < 0 or index.masks[row]:
+                    return None
+                stored: Bytes
+                if self._mapped is not None:
+                    stored = self._mapped[begin : begin + num_bytes]
+                else:
+                    stored = os.pread(self._file.descriptor, num_bytes, begin)
+            else:
+                found = self._stored((row, *self._no_other))
+                if found is None or found[0]:
+                    return None
+                stored = found[1]
+            data = zlib.decompress(stored, bufsize=self._chunk_bytes)
+        except (DataError, OSError, RuntimeError, zlib.error):
+            return None
+        return data if len(data) == self._chunk_bytes else None
+
+    def _stored(self, first: tuple[int, ...]) -> tuple[int, Bytes] | None:
+        """Returns filter mask and stored bytes of a chunk; None if HDF5 must read it."""
+        if not self._index_is_read:
+            self._read_index()
+        if self._index is None and self._access is not ChunkAccess.PLACES:
+            if self._access is ChunkAccess.VALUES:
+                return None
+            try:
+                return self._reader.stored_chunk(self._dataset, first=first)
+            except (OSError, RuntimeError, MemoryError):
+                # Never written (HDF5 2.0 then returns any number of bytes to h5py), or damaged, which HDF5 then says.
+                return None
+        place = self._place(first)
+        if place is None:
+            return None
+        if self._mapped is not None:  # beyond the end of the map, the read below reports the missing bytes
+            view = self._mapped[place.offset : place.offset + place.num_bytes]
+            if len(view) == place.num_bytes:
+                return place.filter_mask, view
+        data = os.pread(self._file.descriptor, place.num_bytes, place.offset)
+        if len(data) == place.num_bytes:
+            return place.filter_mask, data
+        parts, offset, missing = [], place.offset, place.num_bytes
+        while missing:
+            part = os.pread(self._file.descriptor, missing, offset)
+            if not part:
+                raise DataError(
+                    f"the file ends {missing} bytes before a chunk does: copy it again, or pack again"
+                )
+            parts.append(part)
+            offset += len(part)
+            missing -= len(part)
+        return place.filter_mask, parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _read_index(self) -> None:
+        with self._lock:
+            if self._index_is_read:
+                return
+            descriptor, base = self._file.descriptor, self._reader.user_block_bytes
+            header = self._reader.header_offset(self._dataset)
+            self._index = read_chunk_index(descriptor, header=header, layout=self._layout, base=base)
+            if self._index is None:
+                self._access = read_chunk_access(
+                    descriptor,
+                    header=header,
+                    layout=self._layout,
+                    base=base,
+                    first_is_unlimited=self._reader.first_is_unlimited(self._dataset),
+                )
+                # HDF5 1.10 returns places that do not include the user block at the start of a file.
+                if self._access is ChunkAccess.PLACES and (base or self._layout.num_chunks > _MAX_LOOKED_UP):
+                    self._access = ChunkAccess.STORED
+            self._index_is_read = True
+
+    def _place(self, first: tuple[int, ...]) -> ChunkPlace | None:
+        if self._index is not None:
+            return self._index.place(tuple(f // c for f, c in zip(first, self.chunk_shape, strict=True)))
+        if first in self._places:  # without the lock: entries are never removed
+            return self._places[first]
+        with self._lock:
+            if first not in self._places:
+                self._places[first] = self._reader.chunk_place(self._dataset, first=first)
+            return self._places[first]
+
+
+def block_rows(*, row_bytes: int, num_rows: int, chunk_rows: int | None) -> int:
+    """Returns the rows of a block read through h5py: whole HDF5 chunks, about 1 MiB, at most `num_rows`."""
+    wanted = max(1, _BLOCK_BYTES // max(1, row_bytes))
+    if chunk_rows is not None:
+        wanted = max(1, wanted // chunk_rows) * chunk_rows
+    return max(1, min(wanted, num_rows))
+
+
+class NumberBlocks:
+    """Reads blocks of rows of numbers through h5py: for unknown filters, compact data, compound types."""
+
+    def __init__(
+        self,
+        reader: RowReader,
+        *,
+        dataset: str,
+        member: str | None,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        chunk_rows: int | None,
+        is_scalar: bool,
+    ) -> None:
+        """shape: (rows, *rest). is_scalar: the HDF5 dataset has no dimensions; it is read as one row."""
+        row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
+        self.shape = shape
+        self.chunk_shape = (
+            block_rows(row_bytes=row_bytes, num_rows=shape[0], chunk_rows=chunk_rows),
+            *shape[1:],
+        )
+        self._reader = reader
+        self._dataset = dataset
+        self._member = member
+        self._dtype = dtype
+        self._is_scalar = is_scalar
+
+    def inflate_row(self, row: int) -> bytes | None:
+        return None
+
+    def load(self, place: tuple[int, ...]) -> Chunk:
+        return Chunk(values=np.ascontiguousarray(self._rows(place[0]), dtype=self._dtype))
+
+    def _rows(self, block: int) -> NDArray[Any]:
+        if self._is_scalar:
+            return self._reader.whole(self._dataset, member=self._member).reshape(1, *self.shape[1:])
+        start = block * self.chunk_shape[0]
+        stop = min(start + self.chunk_shape[0], self.shape[0])
+        return self._reader.rows(self._dataset, start=start, stop=stop, member=self._member)
+
+
+class ClassBlocks(NumberBlocks):
+    """Reads strings of fixed or variable length as class numbers, int64. Raises DataError for an unknown string."""
+
+    def __init__(self, *args: Any, classes: tuple[str, ...], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._numbers = {name: number for number, name in enumerate(classes)}
+
+    def load(self, place: tuple[int, ...]) -> Chunk:
+        names = class_texts(self._rows(place[0]))
+        unknown = [name for name in names if name not in self._numbers]
+        if unknown:
+            raise DataError(
+                f"{unknown[0]!r} is not one of the {len(self._numbers)} classes: index the files again"
+            )
+        return Chunk(values=np.array([self._numbers[name] for name in names], dtype=np.int64))
+
+
+class RaggedBlocks(NumberBlocks):
+    """Reads samples of variable length, padded with zeros to shape[1]. Raises DataError for a longer one."""
+
+    def load(self, place: tuple[int, ...]) -> Chunk:
+        samples = self._rows(place[0])
+        values = np.zeros((len(samples), *self.shape[1:]), dtype=self._dtype)
+        lengths = np.empty(len(samples), dtype=np.int64)
+        for number, sample in enumerate(samples):
+            length = len(sample)
+            if length > self.shape[1]:
+                raise DataError(
+                    f"a sample has length {length}, the manifest's maximum is {self.shape[1]}: "
+                    "index the files again"
+                )
+            values[number, :length] = sample
+            lengths[number] = length
+        return Chunk(values=values, lengths=lengths)

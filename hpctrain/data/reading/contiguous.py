@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.hdf5.layout import DatasetLayout
-from hpctrain.data.reading.decode_pool import Task
-from hpctrain.data.reading.field_reader import ROW_COPY_BYTES, FieldName, OpenFile, Request
+from hpctrain.data.reading.field_reader import ROW_COPY_BYTES, FieldName, OpenFile, Request, Task
 
 # Buffers of one preadv; POSIX guarantees 16, Linux accepts 1024.
 _MAX_BUFFERS = 512

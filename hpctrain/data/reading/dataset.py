@@ -13,24 +13,84 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, final
 
 import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from hpctrain.comm import World, agreed, broadcast_json, check_same
 from hpctrain.data.format.manifest import FieldSpec, Manifest, read_manifest
-from hpctrain.data.format.shard_check import check_shard, check_shard_size
+from hpctrain.data.format.manifest_entries import MASK_SUFFIX, Packing, decode
+from hpctrain.data.format.shard_file import check_shard, check_shard_size
 from hpctrain.data.format.token_windows import read_windows
 from hpctrain.data.hdf5.layout import DatasetLayout
-from hpctrain.data.reading.chunk_cache import ChunkCache
-from hpctrain.data.reading.decode_pool import DecodeThreads, Task, default_threads
-from hpctrain.data.reading.field_decoder import FieldDecoder
-from hpctrain.data.reading.io_mode import IoMode, choose
-from hpctrain.data.reading.open_shard import OpenShard
+from hpctrain.data.reading.field_reader import ChunkCache, DecodeThreads, Task, default_threads
+from hpctrain.data.reading.open_shard import IoMode, OpenShard, choose
 from hpctrain.errors import DataError, UsageError
 
 __all__ = ["CACHE_BYTES", "ContentChecker", "Dataset", "IoMode", "ShardLocator", "Verify", "check_shard"]
+
+# Decodes the fields of a batch after their stored values were read, shard by shard.
+
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@final
+class FieldDecoder:
+    """Decodes the fields of `Manifest.decoding`; leaves the others as they are. Thread-safe."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self.fields = manifest.batch_fields
+        """Fields of a batch."""
+        self.stored_fields = manifest.stored_batch_fields
+        """Arrays to be read for them."""
+
+    def arrays(self, num_samples: int, *, out: Arrays | None) -> tuple[dict[str, NDArray[Any]], Arrays]:
+        """Returns the arrays of a batch, those of `out` where it has them, and the arrays to read, which are the same
+        ones for fields that are not decoded."""
+        given = out or {}
+        batch = {
+            name: given[name] if name in given else np.empty((num_samples, *spec.shape), spec.dtype)
+            for name, spec in self.fields.items()
+        }
+        if not self._manifest.decoding:
+            return batch, batch
+        decoded = self._manifest.decoding
+        stored = {
+            name: batch[name]
+            if name in batch and name not in decoded
+            else np.empty((num_samples, *spec.shape), spec.dtype)
+            for name, spec in self.stored_fields.items()
+        }
+        return batch, stored
+
+    def decode(
+        self, stored: Arrays, batch: Arrays, *, groups: Sequence[tuple[int, NDArray[np.int64] | None]]
+    ) -> None:
+        """Fills the decoded fields of `batch`. groups: (shard, places of its samples); None: all places.
+
+        Raises DataError that names the field and the shard if a value cannot be decoded.
+        """
+        for name, how in self._manifest.decoding.items():
+            for number, places in groups:
+                where = slice(None) if places is None else places
+                entry = self._manifest.shards[number]
+                try:
+                    values, missing = decode(
+                        stored[name][where],
+                        packing=entry.fields[name].packing or Packing(),
+                        decoding=how,
+                        mask=None if how.mask is None else stored[how.mask][where],
+                    )
+                except DataError as error:
+                    raise DataError(f"field {name!r} of shard {entry.file}: {error}") from error
+                batch[name][where] = values
+                if how.missing == "mask":
+                    batch[name + MASK_SUFFIX][where] = missing
+
 
 CACHE_BYTES = 64 << 20
 # Share of the node's memory that may be mapped if `cache_bytes` is not given. Mapped pages belong to the page cache,
@@ -41,7 +101,7 @@ MAPPED_SHARE = 0.25
 class Verify(str, Enum):
     """What is checked of every shard when a dataset is opened; its headers are checked when it is first read, too.
 
-    `hpctrain.data.integrity.verify` checks the content itself.
+    `hpctrain.data.integrity.hashed_blocks` checks the content itself.
     """
 
     OFF = "off"
@@ -308,3 +368,109 @@ def _reopen(
     return Dataset(
         directory, manifest=manifest, io=io, cache_bytes=cache_bytes, decode_threads=decode_threads
     )
+
+
+# Reads one number for each sample, from a field of the dataset or from a .npy file.
+
+
+_ROWS_AT_ONCE = 1 << 18
+
+
+def read_column(dataset: Dataset, source: str) -> NDArray[Any]:
+    """Returns one number for each sample, shape (num_samples,), in the dataset's order; for weights and strata.
+
+    source: the name of a field with one number per sample, or else the path of a .npy file. Only that field is read.
+    The whole column is held in memory. Raises DataError if `source` is neither, or has another shape or dtype.
+    """
+    if source in dataset.fields:
+        column = _field(dataset, source)
+    elif source.endswith(".npy"):
+        column = _file(Path(source))
+    else:
+        raise DataError(
+            f"{source!r} is not a field of {dataset.directory}, which has {', '.join(dataset.fields)}, nor a .npy file"
+        )
+    if column.shape != (dataset.num_samples,) or column.dtype.kind not in "biuf":
+        raise DataError(
+            f"{source!r} is {column.dtype.name} of shape {column.shape}; one number for each of the "
+            f"{dataset.num_samples} samples of {dataset.directory} is needed"
+        )
+    return column
+
+
+def _field(dataset: Dataset, name: str) -> NDArray[Any]:
+    spec = dataset.fields[name]
+    if spec.shape not in ((), (1,)):
+        raise DataError(
+            f"field {name!r} of {dataset.directory} has shape {spec.shape} in each sample: one number is needed"
+        )
+    only = Dataset(dataset.directory, manifest=_with_one_field(dataset.manifest, name))
+    column = np.empty((dataset.num_samples, *spec.shape), dtype=spec.dtype)
+    for first in range(0, len(column), _ROWS_AT_ONCE):
+        indices = np.arange(first, min(first + _ROWS_AT_ONCE, len(column)), dtype=np.int64)
+        only.gather(indices, out={name: column[first : first + len(indices)]})
+    return column.reshape(len(column))
+
+
+def _with_one_field(manifest: Manifest, name: str) -> Manifest:
+    # The structure hash covers all bytes outside the fields, so it is not valid for a subset of the fields.
+    how = manifest.decoding.get(name)
+    names = [name] if how is None or how.mask is None else [name, how.mask]
+    shards = tuple(
+        entry.model_copy(
+            update={"fields": {each: entry.fields[each] for each in names}, "structure_hash": None}
+        )
+        for entry in manifest.shards
+    )
+    fields = {each: manifest.fields[each] for each in names}
+    decoding = {} if how is None else {name: how}
+    return manifest.model_copy(update={"fields": fields, "decoding": decoding, "shards": shards})
+
+
+def _file(path: Path) -> NDArray[Any]:
+    try:
+        column: NDArray[Any] = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} cannot be read as an array: {error}") from error
+    return column
+
+
+# Opens one dataset on all ranks: the manifest is read once per node, and each shard's file is checked by
+# one rank.
+
+
+def open_together(
+    world: World,
+    directory: Path,
+    *,
+    reads_manifest: bool,
+    verify: Verify | str = Verify.SIZES,
+    **options: Any,
+) -> Dataset:
+    """Opens the dataset in `directory` on every rank. Collective. Raises the same DataError on every rank.
+
+    reads_manifest: this rank reads the manifest's file, and compares it with rank 0's, which all ranks use: true on
+    rank 0 and on one rank of every node, so that a node that sees another dataset under this name is found.
+    verify: see `Verify`. Rank r checks the shards r, r + N, ... of N ranks, so the shards are on a filesystem that all
+    nodes share; copies on the nodes' own storage are checked when they are first read.
+    options: of `Dataset.open`.
+    Cost on the shared filesystem: one read of the manifest for each node, and one look-up or opening of each shard.
+    """
+
+    path = str(directory.absolute())
+    # A rank that was started in another folder may see another dataset.
+    reads = broadcast_json(world, path) != path or reads_manifest or world.rank == 0
+    mine = agreed(world, lambda: read_manifest(directory) if reads else None, os_error=DataError)
+    manifest = Manifest.model_validate(
+        broadcast_json(world, mine.model_dump(mode="json") if mine is not None and world.rank == 0 else None)
+    )
+    check_same(
+        world, name=f"the content of {directory}", value=(mine or manifest).fingerprint, error=DataError
+    )
+
+    def open_files() -> Dataset:
+        dataset = Dataset(directory, manifest=manifest, **options)
+        dataset.check_files(range(world.rank, len(manifest.shards), world.num_ranks), verify=verify)
+        return dataset
+
+    return agreed(world, open_files, os_error=DataError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.format.manifest import LENGTH_SUFFIX, Manifest
-from hpctrain.data.format.shard_check import check_unchanged, cut_short
-from hpctrain.data.hdf5.decode import can_undo
+from hpctrain.data.format.shard_file import check_unchanged, cut_short
+from hpctrain.data.hdf5.filters import can_undo
 from hpctrain.data.hdf5.layout import DatasetLayout, RowReader
-from hpctrain.data.reading.chunk_cache import ChunkCache
-from hpctrain.data.reading.chunk_sources import ClassBlocks, NumberBlocks, RaggedBlocks, StoredChunks
-from hpctrain.data.reading.chunked import ChunkedField
+from hpctrain.data.reading.chunked import ChunkedField, ClassBlocks, NumberBlocks, RaggedBlocks, StoredChunks
 from hpctrain.data.reading.contiguous import MappedField, ReadField
-from hpctrain.data.reading.decode_pool import Task
-from hpctrain.data.reading.field_reader import FieldName, FieldReader, OpenFile, Request
-from hpctrain.data.reading.io_mode import IoMode
+from hpctrain.data.reading.field_reader import ChunkCache, FieldName, FieldReader, OpenFile, Request, Task
 from hpctrain.errors import DataError
+from hpctrain.storage import filesystem_of
+
+# How files are read: through memory maps or with read calls; and the choice for a given filesystem.
+
+
+class IoMode(str, Enum):
+    """How contiguous data, and the stored bytes of chunks that are decoded here, are read."""
+
+    AUTO = "auto"  # see `choose`
+    MAP = "map"  # copy from memory maps: fastest once the pages are mapped; a disk error kills the rank (SIGBUS)
+    READ = "read"  # preadv into the batch, which needs no other memory; a disk error raises DataError
+
+
+def choose(mode: IoMode, *, directory: Path, file_bytes: int, map_bytes: int) -> IoMode:
+    """Resolves AUTO: MAP on a local filesystem if all files together take at most `map_bytes`, else READ.
+
+    Mapping a page costs more than reading it, so maps are for datasets that stay mapped. The pages belong to the
+    page cache, which the kernel reclaims when it needs memory, but they count as memory of the process.
+    """
+    if mode is not IoMode.AUTO:
+        return mode
+    fits = file_bytes <= map_bytes
+    return IoMode.READ if not fits or filesystem_of(directory).is_shared else IoMode.MAP
 
 
 class OpenShard:

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from hpctrain.data.format.manifest import DTYPES, FieldSpec
-from hpctrain.data.sources.files import files_below, identity_of
-from hpctrain.data.sources.row_source import ArrayRows, Rows, field_spec
+from hpctrain.data.sources.row_source import ArrayRows, Rows, field_spec, files_below, identity_of
 from hpctrain.errors import DataError, UsageError
 
 CSV_SUFFIXES = frozenset({".csv", ".tsv"})

@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from hpctrain.data.sources.files import identity_of
+from hpctrain.data.sources.row_source import identity_of
 from hpctrain.errors import DataError, UsageError
 
 # This byte, which does not occur in text, follows each file, so that a model can see where a file begins.

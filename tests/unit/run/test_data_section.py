@@ -13,7 +13,7 @@ from torch.nn import functional
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.data import Dataset, pack_arrays, pack_tokens
 from hpctrain.data.order.order_spec import BLOCK_BYTES
-from hpctrain.data.reading.read_column import read_column
+from hpctrain.data.reading.dataset import read_column
 from hpctrain.errors import CheckpointError, DataError, RecipeError, StoppedEarly
 from hpctrain.run import parse_recipe
 from hpctrain.run.data import default_block, order_of

@@ -18,8 +18,7 @@ import numpy as np
 
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.data import Dataset, verify
-from hpctrain.data.indexing.index_files import IndexReading, OldIndex, index_files
-from hpctrain.data.indexing.token_files import TokenRequest
+from hpctrain.data.indexing.index_files import IndexReading, OldIndex, TokenRequest, index_files
 from hpctrain.data.integrity.read_checker import check_while_reading
 from hpctrain.data.locality.memory_store import MemoryStore
 from hpctrain.data.locality.staged_dataset import StagedDataset

@@ -25,7 +25,7 @@ from hpctrain.data import (
     read_manifest,
     verify,
 )
-from hpctrain.data.reading.read_column import read_column
+from hpctrain.data.reading.dataset import read_column
 from hpctrain.errors import DataError, UsageError
 
 NAN = float("nan")

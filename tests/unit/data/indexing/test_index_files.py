@@ -14,9 +14,8 @@ import pytest
 from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.data import Dataset, read_manifest, verify
 from hpctrain.data.format.token_windows import split_windows
-from hpctrain.data.indexing.index_files import IndexPaths, IndexReading, OldIndex, index_files
+from hpctrain.data.indexing.index_files import IndexPaths, IndexReading, OldIndex, TokenRequest, index_files
 from hpctrain.data.indexing.request import SampleIs, find_files, parse_field_paths
-from hpctrain.data.indexing.token_files import TokenRequest
 from hpctrain.errors import DataError, UsageError
 from tests.unit.data.indexing.test_index_refused import rows_beside_references
 

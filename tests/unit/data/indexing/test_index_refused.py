@@ -9,9 +9,8 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data.indexing.index_files import index_files
+from hpctrain.data.indexing.index_files import TokenRequest, index_files
 from hpctrain.data.indexing.request import SampleIs, parse_field_paths
-from hpctrain.data.indexing.token_files import TokenRequest
 from hpctrain.errors import DataError, UsageError
 
 Make = Callable[[h5py.File], object]

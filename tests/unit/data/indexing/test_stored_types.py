@@ -13,7 +13,7 @@ from h5py import h5d, h5p, h5s, h5t
 from numpy.typing import NDArray
 
 from hpctrain.data import Dataset, IndexReading, index_files, verify
-from hpctrain.data.hdf5.stored_type import has_numpys_bytes
+from hpctrain.data.hdf5.layout import has_numpys_bytes
 from hpctrain.errors import DataError
 
 

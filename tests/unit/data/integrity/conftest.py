@@ -12,7 +12,7 @@ from hpctrain.data import (
     pack_arrays,
     pack_tokens,
 )
-from hpctrain.data.hdf5.encode import ChunkCodec, ShardCompression
+from hpctrain.data.hdf5.filters import ChunkCodec, ShardCompression
 from tests.unit.data.integrity.damaged_datasets import BLOCK_BYTES, SAMPLES, SHARD_SAMPLES
 
 

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from hpctrain.data import Dataset, read_manifest, verify
-from hpctrain.data.indexing.index_files import IndexReading, index_files
+from hpctrain.data.indexing.index_files import IndexReading, TokenRequest, index_files
 from hpctrain.data.indexing.request import SampleIs
-from hpctrain.data.indexing.token_files import TokenRequest
 from hpctrain.data.integrity.read_checker import DamagedData, check_while_reading
 from hpctrain.errors import DataError
 from tests.unit.data.integrity.test_verify import flip_bit

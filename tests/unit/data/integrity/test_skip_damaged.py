@@ -15,9 +15,8 @@ from hpctrain.data import (
     Loader,
     Span,
 )
-from hpctrain.data.integrity.read_checker import CheckMode, DamagedData
-from hpctrain.data.integrity.skip_damaged import read_around_damage
-from hpctrain.data.order.batch_plan import plan_batch
+from hpctrain.data.integrity.read_checker import CheckMode, DamagedData, read_around_damage
+from hpctrain.data.order.epoch_order import plan_batch
 from hpctrain.errors import DataError, RecipeError
 from tests.unit.data.integrity.damaged_datasets import (
     IMAGE_BYTES,

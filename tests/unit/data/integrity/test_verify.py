@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpctrain.data import Damage, pack_arrays, pack_tokens, read_manifest, verify
-from hpctrain.data.integrity.verify import find_datasets, merge_damage
+from hpctrain.data.integrity.hashed_blocks import find_datasets, merge_damage
 from hpctrain.errors import DataError
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hpctrain.data import Blocks, Dataset, Loader, Shuffled, pack_arrays, pack_tokens
-from hpctrain.data.loading.block_readahead import ReadAhead, read_ahead_for
-from hpctrain.data.order.block_shuffle import BlockOrder
+from hpctrain.data.loading.prefetch import ReadAhead, read_ahead_for
 from hpctrain.data.order.epoch_order import Span
+from hpctrain.data.order.order_spec import BlockOrder
 
 
 def test_the_bytes_asked_for_are_those_of_the_windows_samples(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_loader_asks_once_for_each_window_and_one_window_ahead(
     asked: list[int] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: asked.append(length // 8))
     monkeypatch.setattr(
-        "hpctrain.data.loading.block_readahead._is_cached", lambda descriptor, part: False
+        "hpctrain.data.loading.prefetch._is_cached", lambda descriptor, part: False
     )  # just written
     dataset = Dataset.open(tmp_path)
     loader = Loader(dataset, global_batch=20, order=Blocks(block_samples=10, window_blocks=2))

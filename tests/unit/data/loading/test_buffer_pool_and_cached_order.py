@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hpctrain.data import Dataset, EpochOrder, Loader, pack_arrays
-from hpctrain.data.loading.buffer_pool import BatchMemory
-from hpctrain.data.order.cached_order import OrderAhead, ahead_for
+from hpctrain.data.loading.batch import BatchMemory
+from hpctrain.data.order.epoch_order import OrderAhead, ahead_for
 from hpctrain.errors import DataError
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
 from hpctrain.data import Batch, Dataset, EpochOrder, FieldSpec, LastBatch, Loader, pack_arrays
-from hpctrain.data.loading.buffer_pool import BatchMemory
+from hpctrain.data.loading.batch import BatchMemory
 from hpctrain.errors import DataError, ExitCode, RecipeError
 
 NUM_SAMPLES = 103

@@ -21,7 +21,7 @@ from hpctrain.data import (
     torch_iterable_dataset,
     torch_map_dataset,
 )
-from hpctrain.data.loading.device_prefetch import one_ahead
+from hpctrain.data.loading.batch import one_ahead
 from hpctrain.errors import DataError, UsageError
 
 NUM_SAMPLES = 50

@@ -22,7 +22,7 @@ import pytest
 
 from hpctrain.data import Dataset, Loader, index_files, pack_arrays, read_manifest
 from hpctrain.data.format.manifest import write_manifest
-from hpctrain.data.locality.node_folder import PREFIX, clean_up
+from hpctrain.data.locality.node_copies import PREFIX, clean_up
 from hpctrain.data.locality.staged_dataset import StagedDataset
 from hpctrain.errors import DataError, RecipeError
 from tests.ranks_launcher import REPOSITORY

@@ -16,10 +16,14 @@ from hpctrain.data import (
     Stratified,
     Weighted,
 )
-from hpctrain.data.order.block_shuffle import BlockOrder
+from hpctrain.data.order.order_spec import (
+    BlockOrder,
+    Strata,
+    StratifiedOrder,
+    WeightedOrder,
+    cumulative_weights,
+)
 from hpctrain.data.order.permutation import Direction, epoch_key, permute
-from hpctrain.data.order.stratified import Strata, StratifiedOrder
-from hpctrain.data.order.weighted import WeightedOrder, cumulative_weights
 from hpctrain.errors import DataError
 from tests.unit.data.order.order_cases import mixing
 

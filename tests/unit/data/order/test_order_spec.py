@@ -21,11 +21,14 @@ from hpctrain.data import (
     Stratified,
     Weighted,
 )
-from hpctrain.data.order.batch_plan import plan_batch
-from hpctrain.data.order.block_shuffle import BlockOrder
-from hpctrain.data.order.epoch_order import EpochOrder, Order, batch_spans, rank_share
-from hpctrain.data.order.stratified import Strata, StratifiedOrder
-from hpctrain.data.order.weighted import WeightedOrder, cumulative_weights
+from hpctrain.data.order.epoch_order import EpochOrder, Order, batch_spans, plan_batch, rank_share
+from hpctrain.data.order.order_spec import (
+    BlockOrder,
+    Strata,
+    StratifiedOrder,
+    WeightedOrder,
+    cumulative_weights,
+)
 from hpctrain.errors import DataError, RecipeError
 from tests.unit.data.order.order_cases import KINDS, ONCE, Numbers, spec_of
 

@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 
 from hpctrain.data import Dataset, EpochOrder, Existing, pack_arrays, pack_tokens, read_manifest, verify
 from hpctrain.data.format.manifest import DTYPES
-from hpctrain.data.packing.pack_source import pack_source
+from hpctrain.data.packing.pack import pack_source
 from hpctrain.errors import DataError, UsageError
 
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hpctrain.data import Dataset, Existing, pack_arrays, read_manifest, verify
-from hpctrain.data.format.field_statistics import Moments, moments_of
-from hpctrain.data.hdf5.encode import ChunkCodec, ShardCompression
+from hpctrain.data.format.manifest_entries import Moments, moments_of
+from hpctrain.data.hdf5.filters import ChunkCodec, ShardCompression
 from hpctrain.data.packing.pack import pack_documents, pack_iterator
 from hpctrain.errors import DataError, UsageError
 from tests.token_arrays import TokenArrays

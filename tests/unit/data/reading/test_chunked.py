@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from hpctrain.data import Dataset, pack_arrays, pack_tokens
-from hpctrain.data.hdf5.decode import fletcher32
+from hpctrain.data.hdf5.filters import fletcher32
 from hpctrain.data.indexing.index_files import index_files
-from hpctrain.data.reading import chunk_sources as sources
-from hpctrain.data.reading.chunk_cache import Chunk, ChunkCache, ChunkKey
+from hpctrain.data.reading import chunked as sources
+from hpctrain.data.reading.field_reader import Chunk, ChunkCache, ChunkKey
 from hpctrain.errors import DataError, UsageError
 
 NUM_SAMPLES = 90

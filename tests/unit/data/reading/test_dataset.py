@@ -17,8 +17,7 @@ from hypothesis import given, strategies as st
 from hpctrain.data import Dataset, Verify, pack_arrays, pack_tokens, read_manifest, verify
 from hpctrain.data.format.manifest import _checksum
 from hpctrain.data.indexing.index_files import index_files
-from hpctrain.data.reading.decode_pool import Task
-from hpctrain.data.reading.field_reader import OpenFile
+from hpctrain.data.reading.field_reader import OpenFile, Task
 from hpctrain.errors import DataError, ExitCode
 
 NUM_SAMPLES = 100

@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 
 from hpctrain.data import Dataset, Loader, pack_arrays, pack_tokens
 from hpctrain.data.format.manifest import Manifest, read_manifest, write_manifest
-from hpctrain.data.format.shard_check import check_shard
-from hpctrain.data.reading.io_mode import IoMode, choose
+from hpctrain.data.format.shard_file import check_shard
+from hpctrain.data.reading.open_shard import IoMode, choose
 from hpctrain.errors import DataError, ExitCode
 from hpctrain.storage import Filesystem
 
@@ -180,7 +180,9 @@ def test_auto_maps_what_fits_and_reads_the_rest(packed: Path) -> None:
 
 
 def test_a_remote_filesystem_is_read(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.data.reading.io_mode.filesystem_of", lambda path: Filesystem(kind="lustre"))
+    monkeypatch.setattr(
+        "hpctrain.data.reading.open_shard.filesystem_of", lambda path: Filesystem(kind="lustre")
+    )
     assert Dataset.open(packed).io is IoMode.READ
 
 

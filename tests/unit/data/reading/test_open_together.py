@@ -11,8 +11,8 @@ import pytest
 
 from hpctrain.comm import World, run_threads
 from hpctrain.data import Dataset, Verify, open_together, pack_arrays, read_manifest
-from hpctrain.data.format import shard_check
-from hpctrain.data.reading import dataset as dataset_module, open_together as door
+from hpctrain.data.format import shard_file as shard_check
+from hpctrain.data.reading import dataset as dataset_module, dataset as door
 from hpctrain.errors import DataError
 
 NUM_SHARDS = 7

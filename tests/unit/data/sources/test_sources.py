@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from hpctrain.data import Dataset, Manifest
-from hpctrain.data.hdf5.encode import ChunkCodec
-from hpctrain.data.packing.pack_source import pack_source
-from hpctrain.data.sources.images import Colour, parse_size
+from hpctrain.data.hdf5.filters import ChunkCodec
+from hpctrain.data.packing.pack import pack_source
+from hpctrain.data.sources.numpy_files import Colour, parse_size
 from hpctrain.data.sources.registry import SourceOptions
 from hpctrain.data.sources.tables import parse_table_fields
 from hpctrain.data.sources.text import TextDocuments

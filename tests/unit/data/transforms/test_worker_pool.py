@@ -16,7 +16,7 @@ import torch
 
 from hpctrain.data import Batch, Dataset, Loader, TransformContext, WorkerPool, pack_arrays
 from hpctrain.data.transforms.shared_memory import map_arrays, write_arrays
-from hpctrain.data.transforms.worker_handle import worker_environment
+from hpctrain.data.transforms.worker_pool import worker_environment
 from hpctrain.errors import DataError, ExitCode, RecipeError
 from tests.unit.data.transforms import worker_transforms
 
