@@ -7,7 +7,7 @@ def fsdp2_refusal() -> str:
     """Returns with which words hpctrain refuses this PyTorch's FSDP2, or ""."""
     from torch import nn
 
-    from hpctrain.distributed.fully_sharded.shard import check_shardable
+    from hpctrain.distributed.fully_sharded import check_shardable
     from hpctrain.errors import UsageError
 
     try:

@@ -1,15 +1,10 @@
 from .blocks import name_blocks as name_blocks, repeated_blocks as repeated_blocks
-from .element_shards import (
-    ElementShard as ElementShard,
-    element_shard as element_shard,
-    flat_view as flat_view,
-    forget_elements as forget_elements,
-    hold_elements as hold_elements,
-    is_dense as is_dense,
-    memory_order as memory_order,
+from .fully_sharded import (
+    ShardedPasses as ShardedPasses,
+    kept_whole as kept_whole,
+    start_group_sum as start_group_sum,
+    sum_gradients_by as sum_gradients_by,
 )
-from .fully_sharded.overlap import start_group_sum as start_group_sum, sum_gradients_by as sum_gradients_by
-from .fully_sharded.passes import ShardedPasses as ShardedPasses, kept_whole as kept_whole
 from .open_groups import (
     group_traffic as group_traffic,
     open_process_group as open_process_group,
@@ -23,9 +18,7 @@ from .operations import (
     exchange as exchange,
     reduce_scatter as reduce_scatter,
 )
-from .pipelines.pipeline import Pipeline as Pipeline, pipeline_of as pipeline_of
-from .pipelines.stage_placement import put_in_pipeline as put_in_pipeline
-from .pipelines.stages import Stages as Stages, divide as divide
+from .pipeline import Pipeline as Pipeline, Stages as Stages, divide as divide, pipeline_of as pipeline_of
 from .plan import (
     Checkpointing as Checkpointing,
     ParallelPlan as ParallelPlan,
@@ -37,12 +30,19 @@ from .plan import (
 from .process_group import CommunicatorGroup as CommunicatorGroup
 from .sharded_tensors import (
     Box as Box,
+    ElementShard as ElementShard,
     box_of as box_of,
     device_of as device_of,
+    element_shard as element_shard,
+    flat_view as flat_view,
+    forget_elements as forget_elements,
+    hold_elements as hold_elements,
+    is_dense as is_dense,
     is_first_replica as is_first_replica,
     is_sharded as is_sharded,
     is_sharded_tensor as is_sharded_tensor,
     local_part as local_part,
+    memory_order as memory_order,
     part_of as part_of,
     shard_mesh_of as shard_mesh_of,
     shard_of as shard_of,
@@ -55,6 +55,7 @@ from .split_model import (
     end_process_group as end_process_group,
     parallelize as parallelize,
 )
+from .stage_placement import put_in_pipeline as put_in_pipeline
 from .tensor_parallel import (
     TensorSplit as TensorSplit,
     replicated_over_tensor_ranks as replicated_over_tensor_ranks,

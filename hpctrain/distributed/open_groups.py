@@ -15,11 +15,32 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from hpctrain.comm import Traffic, TwoLevel, World, broadcast_json, make_two_level
-from hpctrain.distributed.host_address import address_of_rank_0
+from hpctrain.comm import Traffic, TwoLevel, World, broadcast_json, host_addresses, make_two_level
 from hpctrain.distributed.process_group import CommunicatorGroup
 from hpctrain.errors import CommunicationError, LaunchError, UsageError
 from hpctrain.topology import Topology
+
+# The address at which the ranks of a run find rank 0.
+
+
+_LOOPBACK = "127.0.0.1"
+
+
+def address_of_rank_0(topology: Topology) -> str:
+    """Returns a name or an address of this host, rank 0's, that the other ranks can connect to. Not collective.
+
+    One node needs no name. A host of several whose own name does not resolve (in containers) is found by the address
+    of a network interface.
+    """
+    if topology.num_nodes == 1:
+        return _LOOPBACK
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return next(iter(host_addresses()), _LOOPBACK)
+    return name
+
 
 BACKEND = "hpctrain"
 # Smaller sums go over all ranks at once: within the node and between the nodes costs more messages.

@@ -16,8 +16,13 @@ import torch.distributed as dist
 
 from hpctrain.comm import Collective, PeerMessages
 from hpctrain.distributed import operations
-from hpctrain.distributed.barriers import barrier_with_timeout
-from hpctrain.distributed.work import MessageThread, MessageWork, OperationThread, finished_work
+from hpctrain.distributed.work import (
+    MessageThread,
+    MessageWork,
+    OperationThread,
+    barrier_with_timeout,
+    finished_work,
+)
 from hpctrain.errors import UsageError
 
 Tensors = Sequence[torch.Tensor]

@@ -1,11 +1,14 @@
 """Splits a model over the ranks: layers by DTensor, parameters by FSDP2; leaves out activations that backward computes
-again."""
+again.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,10 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.comm import World, agreed, broadcast_tensors
 from hpctrain.distributed.blocks import name_blocks, repeated_blocks
-from hpctrain.distributed.fully_sharded.shard import check_dense, check_shardable, shard_parameters
+from hpctrain.distributed.fully_sharded import check_dense, check_shardable, shard_parameters
 from hpctrain.distributed.open_groups import open_process_group
 from hpctrain.distributed.plan import Checkpointing, ParallelPlan
-from hpctrain.distributed.selective_checkpointing import keep_products
 from hpctrain.distributed.sharded_tensors import is_sharded_tensor, mark_sharded, note_mesh
 from hpctrain.distributed.tensor_parallel import TensorSplit, check_tensor_plan, mark_split, split_layers
 from hpctrain.errors import UsageError
@@ -25,6 +27,64 @@ from hpctrain.topology import ParallelMesh, Topology
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+# Which results of operations a checkpointed block keeps, instead of computing them again in backward.
+#
+# Source: Korthikanti et al. 2022, arXiv:2205.05198 (selective activation recomputation); the mechanism is
+# PyTorch's.
+
+
+# Names in `torch.ops.aten`: most of a block's arithmetic is in these. What is left (activation functions,
+# normalisation, dropout, copies) takes memory bandwidth only. Which attention runs depends on device, dtype and mask.
+_KEPT_NAMES = (
+    "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_addmm_activation", "linear", "_scaled_mm",
+    "convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution", "cudnn_convolution",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)  # fmt: skip
+
+
+def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Returns the contexts of a block's forward and of its second computation for `torch.utils.checkpoint.checkpoint`.
+
+    Results of matrix products, convolutions and attention are kept; all others are computed again.
+    """
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = (
+        create_selective_checkpoint_contexts(_policy)
+    )
+    return contexts
+
+
+def keeps(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns True if the result of `operation(*args, **kwargs)`, of `torch.ops.aten`, is kept.
+
+    Attention with dropout is computed again: what is not computed draws no random numbers, so that later dropouts would
+    draw others than in forward.
+    """
+    if operation not in _kept():
+        return False
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+            return float(given) == 0.0
+    return True
+
+
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    kept = keeps(operation, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def _kept() -> frozenset[Any]:
+    """Returns the operations of `_KEPT_NAMES`, all their overloads; a name that this PyTorch lacks is left out."""
+    packets = [getattr(torch.ops.aten, name) for name in _KEPT_NAMES if hasattr(torch.ops.aten, name)]
+    return frozenset(getattr(packet, overload) for packet in packets for overload in packet.overloads())
 
 
 def parallelize(

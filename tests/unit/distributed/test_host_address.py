@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from hpctrain.comm import host_addresses
-from hpctrain.distributed.host_address import address_of_rank_0
+from hpctrain.distributed.open_groups import address_of_rank_0
 from hpctrain.topology import Topology
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from hpctrain.distributed.fully_sharded.shard import check_shardable
+from hpctrain.distributed.fully_sharded import check_shardable
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.run import init
 from hpctrain.run.torch_distributed.initialize import init_process_group

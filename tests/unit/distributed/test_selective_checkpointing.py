@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.comm import SerialWorld
 from hpctrain.distributed import ParallelPlan, parallelize
-from hpctrain.distributed.selective_checkpointing import keeps
+from hpctrain.distributed.split_model import keeps
 from hpctrain.errors import UsageError
 from hpctrain.topology import Topology
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.distributed import ParallelPlan
-from hpctrain.distributed.pipelines.stage_placement import _StageRanks
+from hpctrain.distributed.stage_placement import _StageRanks
 from hpctrain.errors import TopologyError
 from hpctrain.topology import Topology
 

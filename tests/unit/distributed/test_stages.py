@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hpctrain.distributed import ParallelPlan
-from hpctrain.distributed.pipelines.stages import check_held_by_layers, divide, release_others
+from hpctrain.distributed.pipeline import check_held_by_layers, divide, release_others
 from hpctrain.errors import UsageError
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.distributed.pipelines.timed_stage import gaps
+from hpctrain.distributed.pipeline import gaps
 
 
 def test_gaps_are_what_no_span_covers_whatever_their_order_and_overlap() -> None:

@@ -14,8 +14,7 @@ from torch import nn
 from hpctrain.comm import World, agreed
 from hpctrain.distributed.blocks import repeated_blocks
 from hpctrain.distributed.open_groups import open_process_group
-from hpctrain.distributed.pipelines.pipeline import Pipeline
-from hpctrain.distributed.pipelines.stages import Stages, check_held_by_layers, divide, release_others
+from hpctrain.distributed.pipeline import Pipeline, Stages, check_held_by_layers, divide, release_others
 from hpctrain.distributed.plan import ParallelPlan
 from hpctrain.distributed.sharded_tensors import PIPELINE_AXIS, mark_sharded, note_mesh
 from hpctrain.distributed.split_model import broadcast_model, check_plan, checkpoint_activations

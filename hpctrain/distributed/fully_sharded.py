@@ -1,0 +1,441 @@
+"""Parameters sharded by FSDP2, and its communication while a CPU computes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hpctrain.distributed.blocks import repeated_blocks, tied_across
+from hpctrain.distributed.sharded_tensors import shard_of
+from hpctrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# What forward and backward of a model sharded by FSDP2 leave on a rank: whole parameters, whole gradients,
+# and the state of a pass that has failed.
+
+
+_KEPT = "_hpctrain_kept_whole"
+# Of a sharded model; and of a module whose gradients `sum_gradients_by` sums.
+_FACTOR, SUMMED_HERE = "_hpctrain_gradient_factor", "_hpctrain_sums_gradients"
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Returns the modules of `model` to which `fully_shard` was applied, in the order of `modules`."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def gradient_factor(model: nn.Module) -> float:
+    """Returns by what the gradients of `model` are multiplied before they are summed."""
+    return float(getattr(model, _FACTOR, 1.0))
+
+
+def free_after_evaluation(model: nn.Module) -> None:
+    """Has a forward of `model` without gradients end with this rank's parts only, except within `kept_whole`.
+
+    FSDP2 keeps some parameters whole after forward, for backward. Without one, what the program then does to
+    `model.parameters()` would be done to these copies, and be lost.
+    """
+    modules = sharded_modules(model)
+
+    def free(*_: Any) -> None:
+        if not torch.is_grad_enabled() and not getattr(model, _KEPT, False):
+            _reshard(modules)
+
+    model.register_forward_hook(free)
+
+
+@contextmanager
+def kept_whole(model: nn.Module) -> Iterator[None]:
+    """Within it forwards without gradients, one after another, gather only once what FSDP2 keeps whole after forward.
+
+    The parameters must not change within it. At its end this rank has only its parts. It does nothing for a model
+    without sharded parameters. Every rank enters it together; it does not communicate.
+    """
+    if shard_of(model) != "parameters":
+        yield
+        return
+    setattr(model, _KEPT, True)
+    try:
+        yield
+    finally:
+        setattr(model, _KEPT, False)
+        _reshard(sharded_modules(model))
+
+
+@final
+class ShardedPasses:
+    """The forwards and backwards of `model`, to which `fully_shard` was applied, from one step to the next.
+
+    Every rank calls each method equally often; only `sum_whole_gradients` communicates. plain_factor: by which the
+    gradients of a backward outside of `weighted` are multiplied, until `close`.
+    """
+
+    def __init__(self, model: nn.Module, *, plain_factor: float = 1.0) -> None:
+        self._root: Any = model
+        self._modules = sharded_modules(model)
+        self._sums = True
+        self._may_hold_gradients = False
+        self._owners: list[nn.Module | torch.optim.Optimizer] = []
+        self._plain_factor = plain_factor
+        self._set_factor(plain_factor)
+
+    @contextmanager
+    def weighted(self) -> Iterator[None]:
+        """Within it the gradients of a backward are summed as they are."""
+        self._set_factor(1.0)
+        try:
+            yield
+        finally:
+            self._set_factor(self._plain_factor)
+
+    def drop_with(self, owner: nn.Module | torch.optim.Optimizer) -> None:
+        """Has `owner.zero_grad` drop whole gradients too, until `close`: those of `without_sums` would be added to a
+        later step."""
+        zero_grad = owner.zero_grad
+
+        def zero_all(*arguments: Any, **options: Any) -> None:
+            zero_grad(*arguments, **options)
+            self.drop_gradients()
+
+        owner.zero_grad = zero_all  # type: ignore[method-assign]
+        self._owners.append(owner)
+
+    def close(self) -> None:
+        self._set_factor(1.0)
+        while self._owners:
+            vars(self._owners.pop()).pop("zero_grad", None)
+
+    def _set_factor(self, factor: float) -> None:
+        setattr(self._root, _FACTOR, factor)
+        for module in self._modules:
+            if not getattr(module, SUMMED_HERE, False):
+                module.set_gradient_divide_factor(1.0 / factor)
+
+    @property
+    def backward_has_failed(self) -> bool:
+        """True if a backward raised an error, and neither `drop_gradients` nor `end_step` was called since."""
+        # FSDP2 sets it when backward begins, and clears it at its end.
+        return any(state._state_ctx.post_backward_final_callback_queued for state in self._states())
+
+    @property
+    def _forward_has_failed(self) -> bool:
+        return any(state._state_ctx.iter_forward_root is not None for state in self._states())
+
+    @contextmanager
+    def without_sums(self) -> Iterator[None]:
+        """Within it each rank adds up whole gradients in backward, until the next backward outside."""
+        before, self._sums = self._sums, False
+        self._may_hold_gradients = True
+        self._root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._sums = before
+            self._root.set_requires_gradient_sync(before)
+
+    def sum_whole_gradients(self) -> None:
+        """Sums over the ranks what no backward has summed since `without_sums`. Collective.
+
+        What a backward that has failed left is not summed.
+        """
+        if self._may_hold_gradients and not self.backward_has_failed:
+            self._root.set_requires_gradient_sync(True)
+            # As PyTorch's own pipelines end a step: it sums and shards what is still whole.
+            self._root._get_fsdp_state()._root_post_backward_final_callback()
+            self._root.set_requires_gradient_sync(self._sums)
+        self._may_hold_gradients = False
+
+    def drop_gradients(self) -> None:
+        """Drops whole gradients, which `optimizer.zero_grad` does not know, and what a failed pass has left.
+
+        Otherwise parameters that are whole stay so: a backward may follow that needs them.
+        """
+        if self.backward_has_failed or self._forward_has_failed:
+            self._reset()
+        for state in self._states():
+            for group in state._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    # From PyTorch 2.15 on a property, without a setter, that reads the gradient of the next line.
+                    if "unsharded_accumulated_grad" in vars(parameter):
+                        parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
+        self._may_hold_gradients = False
+
+    def end_step(self) -> None:
+        """Frees what is whole of parameters that `step` has updated, and forgets all passes before it."""
+        self._reset()
+        _reshard(self._modules)
+
+    def _reset(self) -> None:
+        for module, state in zip(self._modules, self._states(), strict=True):
+            if state._is_root:
+                module.reset_iter_state()
+
+    def _states(self) -> list[Any]:
+        return [module._get_fsdp_state() for module in self._modules]
+
+
+def _reshard(modules: list[Any]) -> None:
+    for module in modules:
+        module.reshard()
+
+
+# Has FSDP2 communicate while the CPU computes.
+#
+# On GPUs it overlaps the two by streams. CPUs have none, so each of its operations would block. Through its
+# hooks they are started here, and waited for where their result is needed (ADR 59).
+
+
+class StartSum(Protocol):
+    """Starts a sum over the ranks: of `values`, shape (num_ranks * n,), into this rank's part `out`, shape (n,).
+
+    Returns the work that ends with it. group: FSDP2's, of these ranks.
+    """
+
+    def __call__(self, values: torch.Tensor, *, out: torch.Tensor, group: Any) -> dist.Work: ...
+
+
+def overlap_communication(model: nn.Module, blocks: Mapping[str, nn.Module], *, num_axes: int) -> None:
+    """Has each block's parameters gathered while its neighbour computes, and its gradients summed while backward of the
+    block before it runs. Not collective.
+
+    model: sharded by `fully_shard`. blocks: in the order in which forward runs them; one that runs out of order is
+    gathered when it is needed. Shards within a node, on a mesh of two axes, are still summed while backward waits: the
+    sum between the nodes follows at once. Memory: of one more block its parameters, or its gradients as they are sent.
+    """
+    gather = _Gather()
+    modules: list[Any] = [model, *blocks.values()]
+    for module in modules:
+        module.set_custom_all_gather(gather)
+    _gather_ahead(modules)
+    if num_axes == 1:
+        sum_gradients_by(start_group_sum, model)
+
+
+def _gather_ahead(modules: Sequence[Any]) -> None:
+    """Has each of `modules`, the model and its blocks, gather the next one's parameters before its own forward.
+
+    What was gathered for a block that did not run is dropped at the end of the model's forward: parameters may be
+    loaded before the next one.
+    """
+    unused: dict[int, Any] = {}
+
+    def runs(module: Any, following: Any) -> None:
+        unused.pop(id(module), None)
+        if following is not None:
+            unused[id(following)] = following
+
+    def drop(*_: Any) -> None:
+        for block in unused.values():
+            block.unshard()  # ends what has begun
+            block.reshard()
+        unused.clear()
+
+    for module, following in itertools.zip_longest(modules, modules[1:]):
+        if following is not None:
+            module.set_modules_to_forward_prefetch([following])
+        module.register_forward_pre_hook(lambda module, _, following=following: runs(module, following))
+    modules[0].register_forward_hook(drop)
+
+
+def sum_gradients_by(start: StartSum, model: nn.Module) -> None:
+    """Has the gradients of each group of parameters of `model`, sharded by `fully_shard`, summed by `start`.
+
+    Not collective. model: sharded over one axis of ranks. The sums have ended when backward has, and at most one runs
+    at a time. Backward waits for a sum that is added to a gradient, or that a hook of the parameter takes.
+    """
+    unfinished = _Unfinished()
+    sharded = sharded_modules(model)
+    for module in sharded:
+        module.reshard()  # after a forward without backward some are whole
+    for module in sharded:
+        within = [inner for inner in sharded_modules(module) if inner is not module]
+        others = {id(parameter) for inner in within for parameter in inner.parameters()}
+        own = [parameter for parameter in module.parameters() if id(parameter) not in others]
+        factor = partial(gradient_factor, model)
+        module.set_custom_reduce_scatter(_ReduceScatter(start, own, unfinished=unfinished, factor=factor))
+        setattr(module, SUMMED_HERE, True)
+
+
+def start_group_sum(values: torch.Tensor, *, out: torch.Tensor, group: Any) -> dist.Work:
+    """The `StartSum` of the group itself. Collective."""
+    work = dist.reduce_scatter_single(out, values, group=group, op=dist.ReduceOp.SUM, async_op=True)
+    assert work is not None
+    return work
+
+
+class _Allocating:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+@final
+class _Gather(_Allocating):
+    """What FSDP2 calls to gather the parameters of a group; its `AllGather`."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Starts gathering; FSDP2 waits for the work before it uses the parameters. Collective."""
+        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
+
+
+@final
+class _Unfinished:
+    """The sum that backward has started and not waited for: at most one of a model."""
+
+    def __init__(self) -> None:
+        self._work: dist.Work | None = None
+
+    def start(self, begin: Callable[[], dist.Work]) -> None:
+        """Waits for the sum before, and starts another, which ends before the backward that runs now."""
+        self.wait()
+        self._work = begin()
+        try:
+            torch.autograd.Variable._execution_engine.queue_callback(self.wait)
+        except RuntimeError:  # no backward runs: a pipeline reduces after it
+            self.wait()
+
+    def wait(self) -> None:
+        if self._work is not None:
+            work, self._work = self._work, None
+            work.wait()
+
+
+@final
+class _ReduceScatter(_Allocating):
+    """What FSDP2 calls with the gradients of a group of parameters; its `ReduceScatter`.
+
+    parameters: of the group, as they are sharded. factor: returns by what gradients are multiplied before they are
+    summed; not after, as FSDP2 would do at once, when the sum has not ended.
+    """
+
+    def __init__(
+        self,
+        start: StartSum,
+        parameters: Sequence[Any],
+        *,
+        unfinished: _Unfinished,
+        factor: Callable[[], float],
+    ) -> None:
+        self._start = start
+        self._factor = factor
+        self._parameters = parameters
+        self._unfinished = unfinished
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Sums `input_tensor`, shape (num_ranks * n,), into `output_tensor`, shape (n,). Collective."""
+        if op != dist.ReduceOp.SUM:
+            raise UsageError(f"FSDP2 asks for {op}: gradients of this model are summed, set no divide factor")
+        if (factor := self._factor()) != 1.0:
+            input_tensor.mul_(factor)
+        self._unfinished.start(lambda: self._start(input_tensor, out=output_tensor, group=group))
+        if any(
+            p.grad is not None or getattr(p, "_post_accumulate_grad_hooks", None) for p in self._parameters
+        ):
+            self._unfinished.wait()  # FSDP2 reads it at once
+
+
+# Shards parameters by FSDP2.
+
+
+def shard_parameters(model: nn.Module, mesh: DeviceMesh, *, offload: bool = False) -> None:
+    """Shards the parameters of each repeated block, and what is left, by FSDP2 over `mesh`. Collective.
+
+    Of a mesh with two axes, `node` and `local`, over the second, with a replica for each index of the first.
+    offload: the parts, their gradients and the optimizer's state are in page-locked host memory, where the optimizer
+    steps. It was never run: see docs/gpu.md.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    blocks = repeated_blocks(model)
+    for number, block in enumerate(blocks.values(), start=1):
+        # Backward begins with the last one, which would be gathered again at once.
+        fully_shard(block, mesh=mesh, offload_policy=policy, reshard_after_forward=number < len(blocks))
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    for module in sharded_modules(model):
+        # The loss carries the weight (ADR 5): gradients are summed, not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    if mesh.device_type == "cpu":
+        overlap_communication(model, blocks, num_axes=mesh.ndim)
+    free_after_evaluation(model)
+
+
+def check_shardable(model: nn.Module) -> None:
+    """Raises UsageError for what FSDP2 cannot shard, or would train wrongly, and if this PyTorch's FSDP2 is too old."""
+    import torch.distributed.fsdp as fsdp
+
+    # The newest of what `passes` and `overlap` call.
+    if not hasattr(getattr(fsdp, "FSDPModule", None), "reset_iter_state"):
+        raise UsageError(
+            f"FSDP2 of PyTorch {torch.__version__} is too old to shard parameters: it has no reset_iter_state. "
+            "Use PyTorch 2.13 or newer, or shard = 'gradients'"
+        )
+    if getattr(model.forward, "__func__", None) is nn.Module.forward:  # a ModuleList
+        raise UsageError(
+            f"{type(model).__name__} has no forward, in which its parameters would be gathered: give a module whose "
+            "forward calls its parts, or shard each part, with an updater each"
+        )
+    blocks = repeated_blocks(model)
+    for known, name in tied_across(model, blocks):
+        raise UsageError(
+            f"{known} and {name} are one parameter, in different blocks, which are sharded apart: untie them, or leave "
+            "shard = 'parameters' out"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise UsageError(f"{name} has no dimension along which it can be sharded: give it the shape (1,)")
+        if parameter.numel() == 0 and parameter.requires_grad:
+            raise UsageError(
+                f"{name} has the shape {tuple(parameter.shape)}, without elements, and its gradient cannot be sharded: "
+                "remove it, or set requires_grad to False"
+            )
+    _check_dtypes(model, blocks)
+    check_dense(model)
+
+
+def _check_dtypes(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Raises UsageError if the gradients of a block, or of what is outside the blocks, differ in dtype."""
+    of_block = {id(p): name for name, block in blocks.items() for p in block.parameters()}
+    first: dict[str | None, tuple[str, torch.dtype]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        block = of_block.get(id(parameter))
+        other, dtype = first.setdefault(block, (name, parameter.dtype))
+        if dtype != parameter.dtype:
+            where = "outside the blocks" if block is None else f"in the block {block}"
+            raise UsageError(
+                f"{other} is {dtype} and {name} {parameter.dtype}, both {where}, whose gradients are summed together: "
+                "give them one dtype, or leave shard = 'parameters' out"
+            )
+
+
+def check_dense(model: nn.Module) -> None:
+    """Raises UsageError for a module that makes sparse gradients."""
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False):
+            raise UsageError(
+                f"{name} makes sparse gradients, which cannot be sharded: make it with sparse=False"
+            )

@@ -1,1 +1,0 @@
-"""Parameters sharded by FSDP2, and its communication while a CPU computes."""

@@ -1,1 +1,0 @@
-"""Pipelines: which layers are which stage, and how PyTorch's schedules compute them."""
