@@ -15,7 +15,6 @@ from .asynchronous import (
     reducescatter_async as reducescatter_async,
     sparse_allreduce_async as sparse_allreduce_async,
 )
-from .compression import Compression as Compression
 from .differentiable import (
     allgather as allgather,
     allreduce as allreduce,
@@ -44,6 +43,7 @@ from .optimizer import DistributedOptimizer as DistributedOptimizer
 from .reductions import (
     Adasum as Adasum,
     Average as Average,
+    Compression as Compression,
     Max as Max,
     Min as Min,
     Product as Product,

@@ -13,9 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from hpctrain.errors import UsageError
 from hpctrain.hvd import asynchronous
-from hpctrain.hvd.compression import Compression, Compressor
 from hpctrain.hvd.group import synchronize
-from hpctrain.hvd.reductions import Average, ReduceOp, Sum, chosen_op
+from hpctrain.hvd.reductions import Average, Compression, Compressor, ReduceOp, Sum, chosen_op
 from hpctrain.hvd.running import ProcessSet, global_process_set, group_of
 
 Tensors = Sequence[torch.Tensor]

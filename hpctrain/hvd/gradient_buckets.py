@@ -16,10 +16,17 @@ import torch
 from hpctrain.distributed import CollectiveWork
 from hpctrain.errors import GradientsInUse, UsageError
 from hpctrain.hvd.asynchronous import described, reduce_scaled, sparse_sum, start_all_reduce
-from hpctrain.hvd.compression import Compressor, FP16Compressor, NoneCompressor
 from hpctrain.hvd.errors import HorovodValueError, as_horovod_error
 from hpctrain.hvd.group import Group, dtype_name, reduction_of_zeros
-from hpctrain.hvd.reductions import JOINABLE, Average, ReduceOp, Sum
+from hpctrain.hvd.reductions import (
+    JOINABLE,
+    Average,
+    Compressor,
+    FP16Compressor,
+    NoneCompressor,
+    ReduceOp,
+    Sum,
+)
 from hpctrain.reduce import GradientSpec, PendingGradient, plan_buckets
 from hpctrain.storage import split_evenly
 

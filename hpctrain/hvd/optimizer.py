@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.hvd.compression import Compression, Compressor
 from hpctrain.hvd.errors import HorovodValueError
 from hpctrain.hvd.gradient_buckets import GradientReduction, Named, Settings, reduce_deltas
-from hpctrain.hvd.reductions import Adasum, Average, chosen_op
+from hpctrain.hvd.reductions import Adasum, Average, Compression, Compressor, chosen_op
 from hpctrain.hvd.running import ProcessSet, global_process_set, gradient_group_of
 
 

@@ -7,9 +7,9 @@ import torch
 
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.hvd import gradient_buckets
-from hpctrain.hvd.compression import Compression
 from hpctrain.hvd.gradient_buckets import GradientReduction, Settings
 from hpctrain.hvd.group import Group
+from hpctrain.hvd.reductions import Compression
 
 
 def parameters(*elements: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
