@@ -30,7 +30,7 @@ from typing import Any
 
 from hpctrain.launch import ForkServer, Machine, plan_launch, survey_machine
 from hpctrain.launch.fork_server.plan import KEY_VARIABLE, OFF, divide_servers, plan_fork_server
-from hpctrain.launch.machine import MpirunFamily
+from hpctrain.launch.placement import MpirunFamily
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # What an outer launcher leaves in the environment would make the inner ranks take themselves for its ranks.

@@ -3,6 +3,7 @@ from .command import (
     LaunchPlan as LaunchPlan,
     plan_launch as plan_launch,
     read_hosts as read_hosts,
+    refuse_program_on_stdin as refuse_program_on_stdin,
 )
 from .cores import (
     RankCores as RankCores,
@@ -27,8 +28,7 @@ from .failure import (
 )
 from .fork_server.plan import ForkServer as ForkServer
 from .forked_start import hand_over as hand_over
-from .machine import Machine as Machine, survey_machine as survey_machine
-from .placement import place_ranks as place_ranks
+from .placement import Machine as Machine, place_ranks as place_ranks, survey_machine as survey_machine
 from .plain_errors import print_and_exit as print_and_exit
 from .process import (
     STOP_SIGNALS as STOP_SIGNALS,
@@ -48,6 +48,8 @@ from .rank_identity.containers import (
 from .rank_identity.identity import (
     RankIdentity as RankIdentity,
     cross_check as cross_check,
+    cure_for as cure_for,
+    find_launcher as find_launcher,
     identify as identify,
 )
 from .rank_identity.launcher_process import (
@@ -60,8 +62,6 @@ from .rank_identity.launcher_process import (
     seconds_since_start as seconds_since_start,
     was_forked as was_forked,
 )
-from .rank_identity.launchers import cure_for as cure_for, find_launcher as find_launcher
-from .stdin_program import refuse_program_on_stdin as refuse_program_on_stdin
 from .yielding import (
     YIELD_VARIABLE as YIELD_VARIABLE,
     describe_crowd as describe_crowd,

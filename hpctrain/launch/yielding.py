@@ -17,9 +17,8 @@ from pathlib import Path
 
 from hpctrain.errors import LaunchError
 from hpctrain.launch.cores import RankCores, num_cpus_of_host
-from hpctrain.launch.rank_identity.identity import identify
+from hpctrain.launch.rank_identity.identity import find_launcher, identify
 from hpctrain.launch.rank_identity.launcher_process import find_launcher_process
-from hpctrain.launch.rank_identity.launchers import find_launcher
 
 YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
 PRELOAD_VARIABLE = "LD_PRELOAD"

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from hpctrain.launch.rank_identity.identity import find_launcher
 from hpctrain.launch.rank_identity.launcher_process import STARTERS
-from hpctrain.launch.rank_identity.launchers import find_launcher
 
 # The path in a Slurm step's control groups, of both versions.
 _SLURM_TASK = re.compile(r"/job_(\d+)/step_(\d+)/(?:user/)?task_(\d+)")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.launch.rank_identity.launchers import find_launcher
+from hpctrain.launch.rank_identity.identity import find_launcher
 
 # Programs whose children are the ranks of a node.
 STARTERS = {

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from hpctrain.launch import survey_machine
-from hpctrain.launch.machine import MpirunFamily
+from hpctrain.launch.placement import MpirunFamily
 from tests.ranks_launcher import REPOSITORY
 
 pytestmark = pytest.mark.launches

@@ -9,7 +9,14 @@ import pytest
 from hpctrain.errors import LaunchError
 from hpctrain.launch import Launcher, LaunchPlan, Machine, plan_launch
 from hpctrain.launch.command import read_hosts
-from hpctrain.launch.machine import Mpirun, MpirunFamily, Srun, read_mpi_types, read_mpirun_version, read_srun
+from hpctrain.launch.placement import (
+    Mpirun,
+    MpirunFamily,
+    Srun,
+    read_mpi_types,
+    read_mpirun_version,
+    read_srun,
+)
 
 OPEN_MPI_4 = Mpirun(path="/usr/bin/mpirun", family=MpirunFamily.OPEN_MPI_4, version="mpirun (Open MPI) 4.1.4")
 OPEN_MPI_5 = Mpirun(path="/usr/bin/mpirun", family=MpirunFamily.OPEN_MPI_5, version="mpirun (Open MPI) 5.0.3")

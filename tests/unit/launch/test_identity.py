@@ -10,8 +10,7 @@ import pytest
 from hpctrain.comm import SerialWorld, open_world
 from hpctrain.errors import LaunchError, TopologyError
 from hpctrain.launch import RankIdentity, cross_check, identify
-from hpctrain.launch.rank_identity.launchers import LAUNCHERS
-from hpctrain.launch.slurm_counts import expand_counts
+from hpctrain.launch.rank_identity.identity import LAUNCHERS, expand_counts
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "launchers"
 

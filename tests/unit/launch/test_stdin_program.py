@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.errors import LaunchError
 from hpctrain.launch import refuse_program_on_stdin
-from hpctrain.launch.stdin_program import reads_program_from_stdin
+from hpctrain.launch.command import reads_program_from_stdin
 
 
 @pytest.mark.parametrize(
