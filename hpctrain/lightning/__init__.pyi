@@ -1,2 +1,5 @@
-from .environment import SessionEnvironment as SessionEnvironment
-from .strategies import DDPStrategy as DDPStrategy, ModelParallelStrategy as ModelParallelStrategy
+from .strategies import (
+    DDPStrategy as DDPStrategy,
+    ModelParallelStrategy as ModelParallelStrategy,
+    SessionEnvironment as SessionEnvironment,
+)
