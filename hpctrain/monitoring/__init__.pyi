@@ -1,8 +1,9 @@
-from .panel import (
+from .dashboards import (
     Dashboard as Dashboard,
     Panel as Panel,
     Query as Query,
     Section as Section,
+    monitoring_files as monitoring_files,
     read_dashboards as read_dashboards,
+    write_monitoring as write_monitoring,
 )
-from .write import monitoring_files as monitoring_files, write_monitoring as write_monitoring

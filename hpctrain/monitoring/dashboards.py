@@ -1,14 +1,92 @@
-"""A dashboard as Grafana's classic JSON, which Grafana 9 and later import and which people share. Pure.
-
-The data source and the run are variables of the dashboard, so that the same file suits every Grafana.
-"""
+"""Writes dashboards, alert rules and an example of Prometheus's configuration into a folder."""
 
 from __future__ import annotations
 
+import functools
+import json
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
 
-from hpctrain.monitoring.panel import Dashboard, Panel, Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from hpctrain.errors import UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# Dashboards, as `files/dashboards.toml` has them: sections of panels, and their PromQL. No Grafana in here.
+
+
+FILES = files("hpctrain.monitoring") / "files"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Query(_Part):
+    """An expression of a panel, in PromQL with Grafana's variables, and the name of its series."""
+
+    expr: str
+    legend: str
+
+
+class Panel(_Part):
+    """A panel of a dashboard. The comment in the table says what its fields mean."""
+
+    title: str
+    about: str
+    kind: Literal["stat", "timeseries", "heatmap", "table"]
+    unit: str
+    queries: tuple[Query, ...] = Field(min_length=1)
+    width: int = Field(8, ge=1, le=24)
+    warn_above: float | None = None
+    warn_below: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+
+
+class Section(_Part):
+    """A heading of a dashboard and the panels below it."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+class Dashboard(_Part):
+    """A dashboard. name: of its file, and in its address in Grafana. about: who looks at it, and for what."""
+
+    name: str
+    title: str
+    about: str
+    sections: tuple[Section, ...]
+
+    @property
+    def panels(self) -> tuple[Panel, ...]:
+        """All panels, in the order in which they are shown."""
+        return tuple(panel for section in self.sections for panel in section.panels)
+
+
+class _Table(_Part):
+    dashboards: tuple[Dashboard, ...]
+
+
+@functools.cache
+def read_dashboards() -> tuple[Dashboard, ...]:
+    """Returns the dashboards of the table."""
+    text = (FILES / "dashboards.toml").read_text(encoding="utf-8")
+    return _Table.model_validate(tomllib.loads(text)).dashboards
+
+
+# A dashboard as Grafana's classic JSON, which Grafana 9 and later import and which people share. Pure.
+#
+# The data source and the run are variables of the dashboard, so that the same file suits every Grafana.
+
 
 _SCHEMA_VERSION = 36  # of Grafana 9; newer ones convert it when they load it
 _COLUMNS = 24
@@ -196,3 +274,35 @@ def _one_table() -> dict[str, Any]:
     """Leaves out of a table what the reader does not look for."""
     hidden = ("Time", "__name__", "instance", "job")
     return {"id": "organize", "options": {"excludeByName": dict.fromkeys(hidden, True)}}
+
+
+# Written by hand, and copied as they are.
+_COPIED = ("alerts.yml", "prometheus.yml")
+
+
+def monitoring_files() -> Mapping[str, str]:
+    """Returns the text of each file by its path in the folder."""
+    found = {
+        f"dashboards/{dashboard.name}.json": json.dumps(grafana_dashboard(dashboard), indent=2) + "\n"
+        for dashboard in read_dashboards()
+    }
+    return found | {name: (FILES / name).read_text(encoding="utf-8") for name in _COPIED}
+
+
+def write_monitoring(folder: Path) -> tuple[Path, ...]:
+    """Writes the files into `folder`, which is made if it is not there, and returns their paths.
+
+    Files of these names that are there already are replaced. Raises UsageError if one cannot be written.
+    """
+    written = []
+    for name, text in monitoring_files().items():
+        path = folder / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(
+                f"{path} cannot be written ({error.strerror}): name a folder where this user may write"
+            ) from error
+        written.append(path)
+    return tuple(written)
