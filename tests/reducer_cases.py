@@ -8,7 +8,7 @@ import torch
 
 from hpctrain.comm import World, make_two_level
 from hpctrain.errors import BufferMismatch
-from hpctrain.reduce.codecs.registry import codec_named
+from hpctrain.reduce.codecs import codec_named
 from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, plan_buckets
 from hpctrain.topology import Topology

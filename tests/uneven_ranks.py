@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hpctrain.reduce.contract.polling import Backoff
-from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
-from hpctrain.reduce.shared_memory.work_shared_sum import PIECE_ELEMS
+from hpctrain.reduce.contract.bucket_reducer import Backoff
+from hpctrain.reduce.shared_memory.engine_reducer import PIECE_ELEMS, EngineReducer
 
 
 def fill_and_sum(

@@ -16,7 +16,7 @@ from hpctrain.checkpoint.format.state import Header
 from hpctrain.checkpoint.planning.write_plan import EvenShards, make_plan
 from hpctrain.data.order.epoch_order import EpochOrder, LastBatch, Span, plan_batch
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets
-from hpctrain.reduce.shared_memory.partition import TwoLevelPlace, chunks_of, cut
+from hpctrain.reduce.shared_memory.shared_buckets import TwoLevelPlace, chunks_of, cut
 from hpctrain.topology import Topology
 
 NUM_RANKS = 65_536

@@ -12,14 +12,16 @@ from .algorithms import (
     decide as decide,
     parse_algorithm as parse_algorithm,
 )
-from .autotune.cost_model import Candidate as Candidate
 from .autotune.decision import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
-from .autotune.trial_cache import CALIBRATION_FILE as CALIBRATION_FILE
+from .autotune.link_speed import Candidate as Candidate
 from .autotune.trials import ELEMENT_BYTES as ELEMENT_BYTES
-from .autotune.tune import CalibrationFiles as CalibrationFiles, find_choice as find_choice
+from .autotune.tune import (
+    CALIBRATION_FILE as CALIBRATION_FILE,
+    CalibrationFiles as CalibrationFiles,
+    find_choice as find_choice,
+)
 from .autotune.tuned_reducer import AutoReducer as AutoReducer
-from .codecs.codec import Codec as Codec
-from .codecs.registry import codec_named as codec_named
+from .codecs import Codec as Codec, codec_named as codec_named
 from .collective_reducers.power_sgd import LowRankReducer as LowRankReducer
 from .collective_reducers.top_k import TopKReducer as TopKReducer
 from .contract.bucket_plan import (
@@ -32,27 +34,28 @@ from .contract.bucket_reducer import (
     BucketReducer as BucketReducer,
     InBackground as InBackground,
     StateTensor as StateTensor,
+    result_of as result_of,
+    run_to_end as run_to_end,
 )
-from .contract.divide_by import FED_BACK_WIRES as FED_BACK_WIRES
-from .contract.optimizer_checks import (
-    Layout as Layout,
-    check_optimizer as check_optimizer,
-    takes_sparse_gradients as takes_sparse_gradients,
-)
-from .contract.polling import result_of as result_of, run_to_end as run_to_end
+from .contract.step_end import FED_BACK_WIRES as FED_BACK_WIRES
 from .contract.updater import (
     BackwardTimes as BackwardTimes,
     DistributedOptimizer as DistributedOptimizer,
+    Layout as Layout,
     ReductionObserver as ReductionObserver,
     StepOutcome as StepOutcome,
+    check_optimizer as check_optimizer,
+    takes_sparse_gradients as takes_sparse_gradients,
 )
 from .data_parallel.all_reduce_updater import AllReduceUpdater as AllReduceUpdater
-from .data_parallel.gradient_buckets import describe_gradient as describe_gradient
+from .data_parallel.gradient_buckets import (
+    PendingGradient as PendingGradient,
+    describe_gradient as describe_gradient,
+)
 from .data_parallel.loss_scale import LossScale as LossScale
-from .data_parallel.pending_gradient import PendingGradient as PendingGradient
 from .data_parallel.sparse_updater import SparseUpdater as SparseUpdater
 from .factory import ReducerMaker as ReducerMaker
-from .horovod_compression.compressors import Compression as Compression
+from .horovod_compression import Compression as Compression
 from .needs import (
     ReductionNeeds as ReductionNeeds,
     Sent as Sent,

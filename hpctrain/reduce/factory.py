@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import final
+
+import torch
 
 from hpctrain.comm import Transport, World, is_true_everywhere, make_two_level
 from hpctrain.errors import CommunicationError, UsageError
@@ -22,17 +24,63 @@ from hpctrain.reduce.algorithms import (
     decide,
     parse_algorithm,
 )
-from hpctrain.reduce.codecs.registry import codec_named
+from hpctrain.reduce.codecs import codec_named
 from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
 from hpctrain.reduce.collective_reducers.power_sgd import LowRankReducer
-from hpctrain.reduce.collective_reducers.single_rank import LocalReducer
 from hpctrain.reduce.collective_reducers.top_k import TopKReducer
-from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce.contract.bucket_plan import Bucket
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer, Shapes, StateTensor
+from hpctrain.reduce.contract.step_end import StepEnd
 from hpctrain.reduce.sharded.scatter_reducer import ScatterReducer
 from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
-from hpctrain.reduce.shared_memory.partition import one_rank_nodes
+from hpctrain.reduce.shared_memory.shared_buckets import one_rank_nodes
 from hpctrain.reduce.shared_memory.summation import COMPILED
 from hpctrain.topology import Topology
+
+# Reducer for one rank, whose gradients are the sum already.
+
+
+@final
+class LocalReducer(StepEnd):
+    """`BucketReducer` that does nothing; no value is rounded.
+
+    wire: the requested wire format, from which the updater derives the same defaults as with several ranks.
+    """
+
+    def __init__(self, *, wire: str = "fp32") -> None:
+        self._wire = wire
+
+    @property
+    def algorithm(self) -> str:
+        return "flat"
+
+    @property
+    def wire(self) -> str:
+        return self._wire
+
+    def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
+        memory = [torch.zeros(bucket.numel, dtype=bucket.dtype, device=device) for bucket in buckets]
+        self._will_finish(buckets, memory)
+        return memory
+
+    def reduce(self, number: int) -> Iterator[bool]:
+        return iter(())
+
+    def settle(self, *, applied: bool, rescale: float) -> None: ...
+
+    def bytes_sent(self) -> int:
+        return 0
+
+    def state(self) -> list[StateTensor]:
+        return []
+
+    def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
+        return {}
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None: ...
+
+    def close(self) -> None: ...
+
 
 _SHARED_MEMORY = Path("/dev/shm")
 # Usable share of the free shared memory; the rest is for others (MPI itself, loaders).

@@ -16,10 +16,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from hpctrain.reduce.algorithms import AUTO, LIBRARY_ALGORITHMS, Algorithm, Means, decide, parse_algorithm
-from hpctrain.reduce.codecs.registry import codec_named
-from hpctrain.reduce.collective_reducers.cast_sum import wire_dtype
-from hpctrain.reduce.collective_reducers.power_sgd import FACTOR_COLUMNS
-from hpctrain.reduce.collective_reducers.power_sgd_factors import FactoredBucket
+from hpctrain.reduce.codecs import codec_named
+from hpctrain.reduce.collective_reducers.collective_reducer import wire_dtype
+from hpctrain.reduce.collective_reducers.power_sgd import FACTOR_COLUMNS, FactoredBucket
 from hpctrain.reduce.collective_reducers.top_k import FRACTION, TopKMessage
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.shared_memory.shared_buckets import capacity_of

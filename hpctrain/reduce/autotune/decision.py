@@ -14,8 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.autotune.cost_model import Candidate, Cost, Measurement
-from hpctrain.reduce.autotune.link_bound import LinkFloor
+from hpctrain.reduce.autotune.link_speed import Candidate, Cost, LinkFloor, Measurement
 
 DEFAULT_BUCKET_BYTES = 4_000_000
 SMALLEST_BUCKET_BYTES = 1 << 19

@@ -1,17 +1,24 @@
-"""Measures latency and bandwidth within a node and between nodes, for the run's record and the link floor."""
+"""What a message costs: links measured within a node and between nodes, the model of a cost by size, and the lower
+bound.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hpctrain.comm import Collective, ReduceOp, World
+from hpctrain.errors import UsageError
 from hpctrain.topology import Topology
+
+# Measures latency and bandwidth within a node and between nodes, for the run's record and the link floor.
+
 
 AXES = {"local": "within the node", "node": "between nodes"}
 LATENCY_TRIALS = 5
@@ -146,3 +153,161 @@ def levels_from_json(value: Any) -> tuple[LinkSpeed, ...]:
         )  # fmt: skip
     except (TypeError, KeyError) as error:
         raise ValueError(f"no levels: {error}") from error
+
+
+# Cost of a reduction by size, from a few measurements. Pure.
+#
+# The usual model of a message, a latency and a time per byte (Hockney 1994,
+# doi:10.1016/S0167-8191(06)80021-9), is valid within a range of sizes only: libraries change their protocol
+# with the size, and caches are limited. So the model is piecewise linear between the measured sizes.
+
+
+# Minimum share of the largest measured size's time that is attributed to its bytes.
+LEAST_SHARE_OF_BYTES = 0.1
+
+
+class Candidate(NamedTuple):
+    """An algorithm and a wire format, by their names in the recipe."""
+
+    algorithm: str
+    wire: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Time of one reduction of `num_bytes` of gradients (before the cast to the wire), on the slowest rank."""
+
+    algorithm: str
+    wire: str
+    num_bytes: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if self.num_bytes < 1 or not 0 < self.seconds < float("inf"):
+            raise UsageError(
+                f"a measurement of {self.algorithm} with {self.wire} has {self.seconds} s for {self.num_bytes} bytes: "
+                "both must be above 0"
+            )
+
+    @property
+    def candidate(self) -> Candidate:
+        return Candidate(self.algorithm, self.wire)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds by size: piecewise linear through `points`, (bytes, seconds), both ascending.
+
+    latency_s: at size 0. slope: seconds per byte beyond the last point.
+    """
+
+    points: tuple[tuple[int, float], ...]
+    latency_s: float
+    slope: float
+
+    @classmethod
+    def fit(cls, measured: Iterable[tuple[int, float]]) -> Cost:
+        """Fits a cost to (bytes, seconds). Of several times of one size the lowest is used. UsageError if empty.
+
+        Noise only adds time, so if a larger size took less time, that time also limits the smaller one's.
+        """
+        least: dict[int, float] = {}
+        for num_bytes, seconds in measured:
+            least[num_bytes] = min(seconds, least.get(num_bytes, seconds))
+        if not least:
+            raise UsageError("no measurement to fit a cost to: give at least one")
+        points: list[tuple[int, float]] = []
+        for num_bytes in sorted(least, reverse=True):
+            points.append((num_bytes, min(least[num_bytes], points[-1][1] if points else least[num_bytes])))
+        points.reverse()
+        first, last = points[0], points[-1]
+        # With one size the share of latency is unknown: beyond it, all time is attributed to bytes. If noise made the
+        # curve flat, a minimum slope ensures that larger sizes are not free.
+        slope = last[1] / last[0]
+        latency = first[1]
+        if len(points) > 1:
+            slope = max(_slope(points[-2], last), _slope(first, last), LEAST_SHARE_OF_BYTES * slope)
+            latency = max(0.0, first[1] - first[0] * _slope(first, points[1]))
+        return cls(tuple(points), latency, slope)
+
+    def at(self, num_bytes: float) -> float:
+        """Returns the seconds for a bucket of `num_bytes`; never decreases with the size."""
+        place = bisect_right(self.points, num_bytes, key=lambda point: point[0])
+        if place == len(self.points):
+            last_bytes, last_s = self.points[-1]
+            return last_s + (num_bytes - last_bytes) * self.slope
+        low_bytes, low_s = self.points[place - 1] if place else (0, self.latency_s)
+        high_bytes, high_s = self.points[place]
+        share = (num_bytes - low_bytes) / (high_bytes - low_bytes)
+        return min(high_s, low_s + share * (high_s - low_s))
+
+    def crossings(self, other: Cost) -> list[float]:
+        """Returns the sizes at which the two costs cross."""
+        knots = sorted({0, *(p[0] for p in self.points), *(p[0] for p in other.points)})
+        found = []
+        for low, high in zip(knots, [*knots[1:], None], strict=True):
+            before = self.at(low) - other.at(low)
+            # Beyond the last knot both are linear: any second size determines the slopes.
+            end = 2 * low + 1 if high is None else high
+            after = self.at(end) - other.at(end)
+            if before * after < 0 or (high is None and before * (after - before) < 0):
+                found.append(low + (end - low) * before / (before - after))
+        return found
+
+
+def _slope(low: tuple[int, float], high: tuple[int, float]) -> float:
+    return (high[1] - low[1]) / (high[0] - low[0])
+
+
+# Lower bound of a reduction's time between nodes: the bytes that leave a node, divided by the rate of its
+# link. Pure.
+#
+# A trial can be faster: queues and shapers of a link accept some hundred KB at once, however slow it is. A
+# training step cannot. So times below this bound are raised to it when candidates are compared.
+
+
+WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
+ELEMENT_BYTES = 4
+TWO_LEVEL = ("hierarchical", "hierarchical-ring", "hierarchical-flat")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFloor:
+    """The bound's inputs. ranks_per_node: ranks of the largest node. bytes_per_s: rate of a node's link."""
+
+    num_ranks: int
+    num_nodes: int
+    ranks_per_node: int
+    bytes_per_s: float
+
+    @classmethod
+    def of(cls, topology: Topology, levels: Iterable[LinkSpeed]) -> LinkFloor | None:
+        """Returns the bound; None for one node, or if the links were not measured."""
+        rates = [level.bytes_per_s for level in levels if level.axis == "node"]
+        if topology.num_nodes == 1 or not rates:
+            return None
+        return cls(
+            num_ranks=topology.num_ranks, num_nodes=topology.num_nodes,
+            ranks_per_node=max(len(group) for group in topology.groups("local")), bytes_per_s=rates[0],
+        )  # fmt: skip
+
+    def sent(self, candidate: Candidate) -> float:
+        """Returns the bytes that leave the busiest node per byte of gradients before the cast; 0 if unknown.
+
+        Two levels and a ring: Patarasuk, Yuan 2009, doi:10.1016/j.jpdc.2008.09.002. `flat` is the backend's own
+        algorithm, which does not distinguish nodes: at best a ring over all ranks.
+        """
+        share = WIRE_BYTES.get(candidate.wire, 0) / ELEMENT_BYTES
+        if candidate.algorithm in TWO_LEVEL:
+            return share * 2 * (self.num_nodes - 1) / self.num_nodes
+        if candidate.algorithm in ("ring", "flat"):
+            # Ranks of a node are neighbours in the ring, so one of them sends to the next node.
+            return share * 2 * (self.num_ranks - 1) / self.num_ranks
+        if candidate.algorithm == "direct":  # each sends a slice to every rank of other nodes, twice
+            elsewhere = self.num_ranks - self.ranks_per_node
+            return share * 2 * self.ranks_per_node * elsewhere / self.num_ranks
+        return 0.0
+
+    def seconds_per_byte(self, candidate: Candidate) -> float:
+        """Returns the bound per byte of gradients before the cast, in seconds."""
+        return self.sent(candidate) / self.bytes_per_s

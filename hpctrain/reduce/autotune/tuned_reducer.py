@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.comm import Collective
 from hpctrain.errors import UsageError
-from hpctrain.reduce.autotune.cost_model import Candidate
+from hpctrain.reduce.autotune.link_speed import Candidate
 from hpctrain.reduce.autotune.trials import MakeReducer
 from hpctrain.reduce.autotune.tune import AutoChoice
 from hpctrain.reduce.contract.bucket_plan import Bucket
@@ -22,8 +22,8 @@ from hpctrain.reduce.contract.bucket_reducer import (
     Reduced,
     Shapes,
     StateTensor,
+    check_same_plan,
 )
-from hpctrain.reduce.contract.plan_agreement import check_same_plan
 from hpctrain.reduce.shared_memory.summation import in_order
 
 

@@ -7,27 +7,298 @@ Available for every backend, on the backend's device. If its operations only blo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol, final
 
 import torch
 
-from hpctrain.comm import Collective, TwoLevel, all_gather_json, check_same
+from hpctrain.comm import Collective, TwoLevel, all_gather_json, check_same, to_host
 from hpctrain.errors import BufferMismatch, UsageError
-from hpctrain.reduce.codecs.codec import Codec
-from hpctrain.reduce.codecs.error_feedback import Residuals
-from hpctrain.reduce.collective_reducers import sliced_sum
-from hpctrain.reduce.collective_reducers.cast_sum import CastSum
-from hpctrain.reduce.collective_reducers.sliced_sum import SliceSum
-from hpctrain.reduce.collective_reducers.traffic_bounds import (
-    all_reduce_bytes,
-    num_ranks_elsewhere,
-    successor_is_elsewhere,
-)
+from hpctrain.reduce.codecs import Codec, Residuals
 from hpctrain.reduce.contract.bucket_plan import Bucket
-from hpctrain.reduce.contract.bucket_reducer import Finishing, Numbers, Reduced, Shapes, StateTensor
-from hpctrain.reduce.contract.plan_agreement import check_same_plan
+from hpctrain.reduce.contract.bucket_reducer import (
+    Finishing,
+    Numbers,
+    Reduced,
+    Shapes,
+    StateTensor,
+    check_same_plan,
+)
 from hpctrain.reduce.contract.step_end import StepEnd
+from hpctrain.storage import split_evenly
 from hpctrain.topology import Topology
+
+# The backend's own sum of a bucket, after a cast to the wire's dtype.
+
+
+class StartSum(Protocol):
+    """Signature of `Collective.start_all_reduce`."""
+
+    def __call__(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]: ...
+
+
+WIRE_DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def wire_dtype(wire: str, *, bucket: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which a bucket of dtype `bucket` is sent. `fp32` sends every bucket in its own dtype."""
+    return WIRE_DTYPES[wire] or bucket
+
+
+@final
+class CastSum:
+    """Casts a bucket to the wire's dtype and has it summed in place, on the bucket's device.
+
+    start: starts to sum a buffer over all ranks and returns a function that waits; collective. bytes_of(numel,
+    itemsize): bytes that this rank sends to other nodes. wire: `fp32`, `fp16` or `bf16`; the constructor raises
+    UsageError if the backend cannot sum it.
+    """
+
+    def __init__(
+        self,
+        start: StartSum,
+        *,
+        wire: str,
+        backend: str,
+        bytes_of: Callable[[int, int], int],
+    ) -> None:
+        if wire not in WIRE_DTYPES:
+            raise UsageError(
+                f"a backend's own sum does not support the wire format {wire!r}: choose {', '.join(WIRE_DTYPES)}, "
+                "or the algorithm direct"
+            )
+        if wire == "bf16" and backend == "horovod":
+            raise UsageError("Horovod cannot sum bfloat16: choose the algorithm direct, which sends bytes")
+        self._start = start
+        self._wire = wire
+        self._bytes_of = bytes_of
+        self._cast: list[torch.Tensor | None] = []
+        self.bytes_sent = 0
+
+    @property
+    def wire(self) -> str:
+        return self._wire
+
+    def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> None:
+        self._cast = []
+        for bucket in buckets:
+            dtype = wire_dtype(self._wire, bucket=bucket.dtype)
+            own = dtype == bucket.dtype
+            self._cast.append(None if own else torch.zeros(bucket.numel, dtype=dtype, device=device))
+
+    def start(self, number: int, memory: torch.Tensor) -> Callable[[], None]:
+        """See `BucketSum.start`."""
+        cast = self._cast[number]
+        travelling = memory if cast is None else cast.copy_(memory)
+        wait = self._start(travelling, number=number)
+        self.bytes_sent += self._bytes_of(travelling.numel(), travelling.element_size())
+
+        def finish() -> None:
+            wait()
+            if cast is not None:
+                memory.copy_(cast)
+
+        return finish
+
+
+# Bytes that the flat collectives send between nodes, computed for a ring over the ranks in order. Pure.
+#
+# A backend may use another algorithm, but none sends fewer bytes per rank than a ring, so algorithms are
+# compared by this number. In a ring a rank sends to its successor only: the bytes count if that rank is on
+# another node.
+
+
+def successor_is_elsewhere(rank: int, *, num_ranks: int, topology: Topology | None) -> bool:
+    """Returns True if `rank`'s successor in the ring is on another node. topology None: one rank per node."""
+    following = (rank + 1) % num_ranks
+    if topology is None:
+        return following != rank
+    return topology.node_of(following) != topology.node_of(rank)
+
+
+def num_ranks_elsewhere(rank: int, *, num_ranks: int, topology: Topology | None) -> int:
+    """Returns the number of ranks on other nodes than `rank`. topology None: one rank per node."""
+    if topology is None:
+        return num_ranks - 1
+    return num_ranks - len(topology.ranks_by_node[topology.node_of(rank)])
+
+
+def all_reduce_bytes(num_bytes: int, *, num_ranks: int) -> int:
+    """Returns the bytes that each rank sends for a buffer of `num_bytes`: 2 (N-1)/N of them."""
+    return 2 * num_bytes * (num_ranks - 1) // num_ranks
+
+
+def all_gather_bytes(counts: Sequence[int], *, rank: int) -> int:
+    """Returns the bytes that `rank` sends: every rank's part except its successor's."""
+    return sum(counts) - counts[(rank + 1) % len(counts)]
+
+
+# Sums by slices over any backend: all-to-all of encoded slices, sum in float32, all-gather. For any codec.
+#
+# A rank owns one slice of every piece of a bucket. It encodes the other ranks' slices and an all-to-all
+# sends them to their owners; the owner sums them in rank order, encodes the sum once, and an all-gather
+# distributes it. Each value is rounded twice, whatever the number of ranks, and the backend only transports
+# bytes: so bfloat16 and int8 work over Horovod, which can sum neither. Thakur et al. 2005, section 4.5.
+#
+# Error feedback is possible: a rank keeps the rounding errors of the slices that it sent, and in its own
+# slice those of the sum. Its own gradients in its own slice are not rounded, so one residual per element is
+# enough.
+
+
+# Maximum number of elements of a piece: limits the memory for encoded slices, and their number of bytes, which
+# backends count in 32 bits.
+PIECE_ELEMS = 2**26
+ALIGNMENT = 8  # bytes, of every encoded slice; codecs require it
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPiece:
+    """A run of a bucket's elements. Rank r owns those from offsets[r] to offsets[r + 1]."""
+
+    offsets: tuple[int, ...]
+
+    def numel(self, owner: int) -> int:
+        return self.offsets[owner + 1] - self.offsets[owner]
+
+    def slice(self, values: torch.Tensor, owner: int) -> torch.Tensor:
+        return values[self.offsets[owner] : self.offsets[owner + 1]]
+
+    def num_bytes(self, codec: Codec, *, dtype: torch.dtype) -> list[int]:
+        """Returns the size of each owner's encoded slice, in bytes."""
+        owners = range(len(self.offsets) - 1)
+        return [codec.num_bytes(self.numel(owner), dtype=dtype) for owner in owners]
+
+
+def pieces_of(numel: int, *, num_ranks: int, piece_elems: int = PIECE_ELEMS) -> list[BucketPiece]:
+    """Splits a bucket into pieces of at most `piece_elems` elements; none for an empty bucket. Pure."""
+    pieces = []
+    for begin in range(0, numel, piece_elems):
+        counts = split_evenly(min(piece_elems, numel - begin), num_parts=num_ranks)
+        pieces.append(BucketPiece(tuple(accumulate(counts, initial=begin))))
+    return pieces
+
+
+def padded(num_bytes: int) -> int:
+    """Returns `num_bytes` rounded up to a multiple of the alignment."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@final
+class SliceSum:
+    """`BucketSum` by slices over `comm`, with error feedback if `residuals` are given.
+
+    Works in host memory: a CUDA bucket is copied there and back. `bytes_sent`: of the all-to-all, those to ranks of
+    other nodes; of the all-gather, computed for a ring.
+    """
+
+    def __init__(
+        self,
+        comm: Collective,
+        *,
+        codec: Codec,
+        topology: Topology,
+        residuals: Residuals | None = None,
+        piece_elems: int = PIECE_ELEMS,
+    ) -> None:
+        self._comm = comm
+        self._codec = codec
+        self._residuals = residuals
+        self._piece_elems = piece_elems
+        node = topology.node_of(comm.rank)
+        self._elsewhere = [topology.node_of(rank) != node for rank in range(comm.num_ranks)]
+        self._next_elsewhere = successor_is_elsewhere(comm.rank, num_ranks=comm.num_ranks, topology=topology)
+        self._buckets: Sequence[Bucket] = ()
+        self.bytes_sent = 0
+
+    @property
+    def wire(self) -> str:
+        return self._codec.name
+
+    def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> None:
+        self._buckets = buckets
+        if self._residuals is not None:
+            self._residuals.plan(buckets, device=torch.device("cpu"))
+
+    def start(self, number: int, memory: torch.Tensor) -> Callable[[], None]:
+        """Calls `sum`, which needs several dependent operations: collective and blocking. See `BucketSum.start`."""
+        self.sum(number, memory)
+        return lambda: None
+
+    def sum(self, number: int, memory: torch.Tensor) -> None:
+        """Sums `memory` over all ranks, in place. Collective: two blocking operations per piece."""
+        bucket = self._buckets[number]
+        host = to_host(memory)
+        lost = None
+        if self._residuals is not None:
+            self._residuals.add_to(host, bucket)
+            lost = torch.empty_like(host)
+        for piece in pieces_of(bucket.numel, num_ranks=self._comm.num_ranks, piece_elems=self._piece_elems):
+            self._sum_piece(piece, host, lost=lost)
+        if host is not memory:
+            memory.copy_(host)
+        if self._residuals is not None and lost is not None:
+            for slot in bucket.slots:
+                self._residuals.left(slot).copy_(lost[slot.offset : slot.offset + slot.numel])
+
+    def _sum_piece(self, piece: BucketPiece, values: torch.Tensor, *, lost: torch.Tensor | None) -> None:
+        mine, num_ranks = self._comm.rank, self._comm.num_ranks
+        sizes = piece.num_bytes(self._codec, dtype=values.dtype)
+        padded_sizes = [padded(size) for size in sizes]
+        to_owners = [0 if owner == mine else part for owner, part in enumerate(padded_sizes)]
+        leaving = torch.zeros(sum(to_owners), dtype=torch.uint8)
+        for owner, part in enumerate(leaving.split(to_owners)):
+            if owner != mine:
+                self._encode(piece, owner, values, out=part[: sizes[owner]], lost=lost)
+        arrived = self._comm.all_to_all(
+            leaving,
+            send_counts=to_owners,
+            receive_counts=[0 if rank == mine else padded_sizes[mine] for rank in range(num_ranks)],
+        )
+        self.bytes_sent += sum(n for n, far in zip(to_owners, self._elsewhere, strict=True) if far)
+        others = [part[: sizes[mine]] for part in arrived.view(num_ranks - 1, padded_sizes[mine])]
+        own = piece.slice(values, mine)
+        if own.numel():
+            _sum_in_order(own, before=others[:mine], after=others[mine:], codec=self._codec)
+        packet = torch.zeros(padded_sizes[mine], dtype=torch.uint8)
+        self._encode(piece, mine, values, out=packet[: sizes[mine]], lost=lost)
+        whole = self._comm.all_gather(packet, counts=padded_sizes)
+        if self._next_elsewhere:
+            self.bytes_sent += all_gather_bytes(padded_sizes, rank=mine)
+        for owner, part in enumerate(whole.split(padded_sizes)):
+            self._codec.decode(part[: sizes[owner]], out=piece.slice(values, owner))
+
+    def _encode(
+        self,
+        piece: BucketPiece,
+        owner: int,
+        values: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        lost: torch.Tensor | None,
+    ) -> None:
+        """Encodes the owner's slice of `values` into `out`, and writes the error into its slice of `lost`."""
+        own = piece.slice(values, owner)
+        self._codec.encode(own, out=out)
+        if lost is not None:
+            missing = piece.slice(lost, owner)
+            self._codec.decode(out, out=missing)
+            torch.sub(own, missing, out=missing)
+
+
+def _sum_in_order(
+    own: torch.Tensor, *, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], codec: Codec
+) -> None:
+    """Sums into `own`, in rank order, the encoded slices of the ranks before and after this one."""
+    if before:
+        total = torch.empty_like(own)
+        codec.decode(before[0], out=total)
+        for data in before[1:]:
+            codec.add(data, out=total)
+        own.add_(total)  # float addition commutes: (sum of earlier ranks) + own
+    for data in after:
+        codec.add(data, out=own)
+
 
 # Of all buckets: up to here each rank computes the norm of the sums alone, which takes less time than a collective.
 MAX_NORM_ALONE_BYTES = 16 << 20
@@ -142,7 +413,7 @@ class CollectiveReducer(StepEnd):
         topology: Topology,
         codec: Codec,
         feedback: bool = False,
-        piece_elems: int = sliced_sum.PIECE_ELEMS,
+        piece_elems: int = PIECE_ELEMS,
     ) -> CollectiveReducer:
         """Returns a reducer that sums by slices: see `sliced_sum`. Not collective. feedback: for a lossy codec."""
         residuals = None

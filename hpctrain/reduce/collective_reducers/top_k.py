@@ -16,15 +16,14 @@ import torch
 
 from hpctrain.comm import Collective
 from hpctrain.errors import UsageError
-from hpctrain.reduce.codecs.error_feedback import Residuals
-from hpctrain.reduce.collective_reducers.traffic_bounds import (
+from hpctrain.reduce.codecs import Residuals
+from hpctrain.reduce.collective_reducers.collective_reducer import (
     all_gather_bytes,
     all_reduce_bytes,
     successor_is_elsewhere,
 )
 from hpctrain.reduce.contract.bucket_plan import Bucket
-from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
-from hpctrain.reduce.contract.plan_agreement import check_dtypes, check_same_plan
+from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor, check_dtypes, check_same_plan
 from hpctrain.reduce.contract.step_end import StepEnd
 from hpctrain.topology import Topology
 

@@ -1,16 +1,156 @@
-"""The end of a step for reducers that only sum buckets: one more pass over the gradients, one all-reduce."""
+"""The end of a step: the norm of the gradients, clipping, their divisor, and one more all-reduce where a reducer
+only sums.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import final
 
 import numpy as np
 import torch
 
 from hpctrain.comm import Collective
+from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import Finishing, Numbers, Reduced
-from hpctrain.reduce.contract.gradient_norm import GradientSquares
+
+# Squares of gradients, in little more than the time of reading the memory once, and exact enough for a
+# norm.
+
+
+# Norms are taken of rows of so many elements, and of those in float64: a float32 sum over a whole bucket would
+# lose up to a thousandth, a float64 one takes four times as long.
+ROW_ELEMS = 1024
+
+
+def in_rows(gradients: torch.Tensor) -> list[torch.Tensor]:
+    """Returns views of shape (rows, elements), none of them empty, that cover `gradients`, shape (n,)."""
+    whole = gradients.numel() - gradients.numel() % ROW_ELEMS
+    return [rows for rows in (gradients[:whole].view(-1, ROW_ELEMS), gradients[None, whole:]) if rows.numel()]
+
+
+def square_of(norms: torch.Tensor) -> float:
+    """Returns the sum of the squares of `norms`, shape (n,)."""
+    norm = float(torch.linalg.vector_norm(norms, dtype=torch.float64))
+    return norm * norm  # ** would raise where this is infinite
+
+
+def square_of_all(tensors: Iterable[torch.Tensor]) -> float:
+    """Returns the sum of the squares of all elements of `tensors`, of any shape; infinite or NaN if one of them is.
+
+    Needs memory for one norm in ROW_ELEMS elements, and for a copy of a tensor that is not contiguous.
+    """
+    return _square_of_rows([rows for tensor in tensors for rows in in_rows(tensor.detach().reshape(-1))])
+
+
+def _square_of_rows(rows: Sequence[torch.Tensor]) -> float:
+    if not rows:
+        return 0.0
+    square = square_of(torch.cat([_norms(part) for part in rows]))
+    if math.isinf(square):  # perhaps only in float32
+        norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in rows]
+        square = square_of(torch.cat(norms))
+    return square
+
+
+def _norms(rows: torch.Tensor) -> torch.Tensor:
+    narrow = rows.dtype in (torch.float16, torch.bfloat16)
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32 if narrow else None)
+
+
+@final
+class GradientSquares:
+    """Computes the sum of the squares of the gradients in planned buckets. Other elements of the buckets (flags of used
+    parameters, padding) do not count."""
+
+    def __init__(self, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> None:
+        """buffers: memory of each bucket, shape (bucket.numel,)."""
+        pairs = list(zip(buckets, buffers, strict=True))
+        gradients = [buffer[: bucket.num_gradients] for bucket, buffer in pairs if bucket.slots]
+        self._rows = [rows for values in gradients for rows in in_rows(values)]
+
+    def of_share(self, share: int, *, num_shares: int) -> float:
+        """Returns the sum over part `share` of the gradients; the parts add up to the sum over all."""
+        mine = [rows.tensor_split(num_shares)[share] for rows in self._rows]
+        return _square_of_rows([rows for rows in mine if rows.numel()])
+
+    def of_all(self) -> float:
+        """Returns the sum over all gradients."""
+        return self.of_share(0, num_shares=1)
+
+
+# Clipping of gradients by their global norm, by the formula of `torch.nn.utils.clip_grad_norm_`.
+
+
+_ADDED_TO_NORM = 1e-6  # as torch does
+
+
+def check_clip_norm(clip_norm: float | None) -> None:
+    """Raises UsageError for a `clip_norm` that is not above 0; None: gradients are not clipped."""
+    if clip_norm is not None and not clip_norm > 0:
+        raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
+
+
+def clip_factor(norm: float, *, clip_norm: float | None) -> float:
+    """Returns the factor of gradients whose global 2-norm is `norm`: clip_norm / (norm + 1e-6), at most 1."""
+    return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + _ADDED_TO_NORM))
+
+
+# What gradients are divided by when the weights of a step do not add up to 1, such as numbers of tokens.
+
+
+# Wire formats with error feedback: what they do not send is added to the gradients of the next step.
+FED_BACK_WIRES = ("int8", "top-k", "low-rank")
+
+
+def check_divide_by(
+    divide_by: str | None, *, sums: Mapping[str, float] | None, plain: bool, wire: str | None = None
+) -> None:
+    """Raises UsageError unless `divide_by` is None or a name in `sums` that can be used.
+
+    plain: a backward of this step ran outside the updater, which has weighted it equally on all ranks. wire: the wire
+    format; with error feedback, what it does not send in a step would be divided by the sum of the next step. None: the
+    weights of each step add up to about 1.
+    """
+    if divide_by is None:
+        return
+    if divide_by not in (sums or {}):
+        raise UsageError(
+            f"step(divide_by={divide_by!r}) needs a number of that name in sums, which has {sorted(sums or {})}"
+        )
+    if plain:
+        raise UsageError(
+            f"step(divide_by={divide_by!r}) after a plain loss.backward(), which weights all ranks equally: call "
+            "updater.backward(loss, weight=...) with the weights that sums adds up"
+        )
+    if wire in FED_BACK_WIRES:
+        raise UsageError(
+            f"step(divide_by={divide_by!r}) with wire={wire!r}: what this wire format does not send is added to the "
+            "gradients of the next step, and would be divided by that step's sum of weights. Divide the weights before "
+            "backward instead, with `mine` the sum of this rank's weights over the micro-batches of the step: "
+            "total = session.all_reduce({'weight': mine})['weight']; updater.backward(loss, weight=weight / total); "
+            "updater.step() without divide_by. Or use wire='fp32', 'fp16' or 'bf16'"
+        )
+
+
+def divisor(totals: Mapping[str, float], *, divide_by: str | None) -> float:
+    """Returns the sum over the ranks of the number `divide_by`, or 1. With 0 the step cannot be applied.
+
+    Raises UsageError, on all ranks as `totals` are the same, if it is negative or not finite.
+    """
+    total = 1.0 if divide_by is None else totals[divide_by]
+    if not 0 <= total < math.inf:
+        raise UsageError(
+            f"the sum over the ranks of {divide_by!r}, by which step divides the gradients, is {total:g}: weights are "
+            "finite numbers, 0 or more",
+            agreed=True,
+        )
+    return total
+
+
+# The end of a step for reducers that only sum buckets: one more pass over the gradients, one all-reduce.
 
 
 class StepEnd:

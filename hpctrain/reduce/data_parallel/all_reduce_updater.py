@@ -18,6 +18,8 @@ from hpctrain.comm import Collective, broadcast_json
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket, completed_order
 from hpctrain.reduce.contract.bucket_reducer import (
+    LONGEST_WAIT_CROWDED_S,
+    LONGEST_WAIT_S,
     BucketReducer,
     Chooser,
     InBackground,
@@ -25,14 +27,12 @@ from hpctrain.reduce.contract.bucket_reducer import (
     Reduced,
     Shapes,
     StateTensor,
+    result_of,
 )
-from hpctrain.reduce.contract.clipping import clip_factor
-from hpctrain.reduce.contract.divide_by import check_divide_by, divisor
-from hpctrain.reduce.contract.polling import LONGEST_WAIT_CROWDED_S, LONGEST_WAIT_S, result_of
-from hpctrain.reduce.contract.step_end import all_reduced
+from hpctrain.reduce.contract.step_end import all_reduced, check_divide_by, clip_factor, divisor
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
-from hpctrain.reduce.data_parallel.backward_clock import BackwardClock
-from hpctrain.reduce.data_parallel.bucket_filling import PlannedBuckets
+from hpctrain.reduce.data_parallel.bucket_filling import BackwardClock, PlannedBuckets
+from hpctrain.reduce.data_parallel.gradient_buckets import asks_for_gradients, ran_twice
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
 from hpctrain.reduce.data_parallel.parameter_checks import (
     ParameterChecks,
@@ -40,7 +40,6 @@ from hpctrain.reduce.data_parallel.parameter_checks import (
     check_options,
     trainable,
 )
-from hpctrain.reduce.data_parallel.pending_gradient import asks_for_gradients, ran_twice
 from hpctrain.reduce.data_parallel.reduction_thread import InFlight, ReductionPipeline
 from hpctrain.reduce.watch.step_watch import Watched, watched
 

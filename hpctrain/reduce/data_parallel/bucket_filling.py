@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -9,11 +10,51 @@ import torch
 
 from hpctrain.reduce.contract.bucket_plan import Bucket, Milestone, milestones, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
-from hpctrain.reduce.contract.gradient_norm import GradientSquares
-from hpctrain.reduce.data_parallel.backward_clock import BackwardClock
-from hpctrain.reduce.data_parallel.gradient_buckets import GradientMemory, describe_gradient, one_device
+from hpctrain.reduce.contract.step_end import GradientSquares
+from hpctrain.reduce.contract.updater import BackwardTimes
+from hpctrain.reduce.data_parallel.gradient_buckets import (
+    GradientMemory,
+    describe_gradient,
+    one_device,
+    ran_twice,
+)
 from hpctrain.reduce.data_parallel.parameter_checks import ParameterChecks
-from hpctrain.reduce.data_parallel.pending_gradient import ran_twice
+
+# Records when buckets become complete during backward, from which scaling to more nodes is predicted.
+
+
+@final
+class BackwardClock:
+    """Context manager around the last backward of a step."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended = time.perf_counter()
+
+    def filled(self) -> None:
+        """The next bucket is complete."""
+        self._filled.append(time.perf_counter())
+
+    def reset(self) -> None:
+        self._began = self._ended = 0.0
+        self._filled: list[float] = []
+
+    def times(self, buckets: Sequence[Bucket], *, update_s: float) -> BackwardTimes | None:
+        """Returns the times of the step; None if backward ran elsewhere or left a bucket incomplete."""
+        if not self._began < self._ended or not self._filled or self._filled[-1] > self._ended:
+            return None
+        return BackwardTimes(
+            backward_s=self._ended - self._began,
+            update_s=update_s,
+            ready_s=tuple(filled - self._began for filled in self._filled),
+            bucket_bytes=tuple(bucket.numel * bucket.dtype.itemsize for bucket in buckets),
+        )
+
 
 # Minimum number of elements before a partly filled bucket is announced: 128 KB of float32.
 _MIN_ANNOUNCED_ELEMS = 1 << 15

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.contract.clipping import check_clip_norm
+from hpctrain.reduce.contract.step_end import check_clip_norm
 
 
 class Kind(NamedTuple):

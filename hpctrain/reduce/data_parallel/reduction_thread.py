@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 
 import torch
 
-from hpctrain.reduce.contract.polling import LONGEST_WAIT_S, SHORTEST_WAIT_S, Backoff
+from hpctrain.reduce.contract.bucket_reducer import LONGEST_WAIT_S, SHORTEST_WAIT_S, Backoff
 from hpctrain.reduce.contract.updater import ReductionObserver
 
 Reduce = Callable[[int], Iterator[bool]]

@@ -16,10 +16,9 @@ from hpctrain.comm import Collective
 from hpctrain.distributed import all_reduce_sparse
 from hpctrain.errors import GradientsInUse, UsageError
 from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
-from hpctrain.reduce.contract.clipping import clip_factor
-from hpctrain.reduce.contract.divide_by import check_divide_by, divisor
-from hpctrain.reduce.contract.gradient_norm import square_of_all
+from hpctrain.reduce.contract.step_end import check_divide_by, clip_factor, divisor, square_of_all
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
+from hpctrain.reduce.data_parallel.gradient_buckets import PendingGradient, asks_for_gradients, ran_twice
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
 from hpctrain.reduce.data_parallel.parameter_checks import (
     ParameterChecks,
@@ -27,7 +26,6 @@ from hpctrain.reduce.data_parallel.parameter_checks import (
     check_options,
     trainable,
 )
-from hpctrain.reduce.data_parallel.pending_gradient import PendingGradient, asks_for_gradients, ran_twice
 from hpctrain.reduce.watch.step_watch import Watched, watched
 
 

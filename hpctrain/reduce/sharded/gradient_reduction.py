@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any, Protocol, final
 
 import torch
 
-from hpctrain.comm import Collective, Traffic, World, make_two_level
+from hpctrain.comm import Collective, Traffic, TwoLevel, World, make_two_level
 from hpctrain.distributed import (
     CommunicatorGroup,
     OperationThread,
@@ -19,12 +20,145 @@ from hpctrain.distributed import (
     sum_gradients_by,
 )
 from hpctrain.errors import UsageError
-from hpctrain.reduce.codecs.codec import Codec
-from hpctrain.reduce.codecs.registry import codec_named
+from hpctrain.reduce.codecs import Codec, codec_named
 from hpctrain.reduce.sharded.choices import SHARDED_ALGORITHMS, SHARDED_WIRES
-from hpctrain.reduce.sharded.rank_order_sum import RankOrderSum
-from hpctrain.reduce.sharded.two_level_sum import TwoLevelSum
+from hpctrain.storage import split_evenly
 from hpctrain.topology import Topology
+
+# Sums over the ranks of a communicator, in their order, of values that travel encoded.
+#
+# Every rank sends the owner of a slice its values of that slice, and the owner adds them up in the order of
+# the ranks: the sum does not depend on which message arrives first, and each value is rounded once. Thakur
+# et al. 2005, section 4.5.
+
+
+_ALIGNMENT = 8  # bytes, of every encoded slice; codecs require it
+
+
+@final
+class RankOrderSum:
+    """Reduce-scatter and all-reduce over `comm`, which no other object may use.
+
+    Values are contiguous float32 or float64 in host memory, and are summed in their dtype. A rank's own values of its
+    own slice are not encoded. codec: of what is sent; no error feedback.
+    """
+
+    def __init__(self, comm: Collective, *, codec: Codec) -> None:
+        self._comm = comm
+        self._codec = codec
+
+    def reduce_scatter(self, values: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor) -> None:
+        """Writes the sum of this rank's slice of `values`, shape (sum(counts),), into `out`, shape (counts[rank],).
+
+        Collective. counts: the same on every rank; an entry may be 0. Bytes sent: of all other slices, encoded.
+        """
+        mine, num_ranks = self._comm.rank, self._comm.num_ranks
+        sizes = [self._codec.num_bytes(count, dtype=values.dtype) for count in counts]
+        room = [0 if owner == mine else _aligned(size) for owner, size in enumerate(sizes)]
+        leaving = torch.zeros(sum(room), dtype=torch.uint8)
+        slices = values.split(list(counts))
+        for owner, packet in enumerate(leaving.split(room)):
+            if owner != mine:
+                self._codec.encode(slices[owner], out=packet[: sizes[owner]])
+        received = [0 if rank == mine else _aligned(sizes[mine]) for rank in range(num_ranks)]
+        arrived = self._comm.all_to_all(leaving, send_counts=room, receive_counts=received).split(received)
+        for rank in range(num_ranks):
+            packet = arrived[rank][: sizes[mine]]
+            if rank == 0:
+                out.copy_(slices[0]) if mine == 0 else self._codec.decode(packet, out=out)
+            elif rank == mine:
+                out.add_(slices[mine])
+            else:
+                self._codec.add(packet, out=out)
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        """Sums `values`, shape (n,), over the ranks in place: the same bits on every rank. Collective.
+
+        Each rank sums a slice, and the sums travel encoded too: with N ranks each sends 2 (N-1)/N of the values.
+        """
+        counts = split_evenly(values.numel(), num_parts=self._comm.num_ranks)
+        part = torch.empty(counts[self._comm.rank], dtype=values.dtype)
+        self.reduce_scatter(values, counts=counts, out=part)
+        sizes = [self._codec.num_bytes(count, dtype=values.dtype) for count in counts]
+        room = [_aligned(size) for size in sizes]
+        packet = torch.zeros(room[self._comm.rank], dtype=torch.uint8)
+        self._codec.encode(part, out=packet[: sizes[self._comm.rank]])
+        whole = self._comm.all_gather(packet, counts=room)
+        firsts = accumulate(room, initial=0)
+        for first, size, own in zip(firsts, sizes, values.split(counts), strict=False):
+            self._codec.decode(whole[first : first + size], out=own)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+# Reduce-scatter in two levels: within the nodes, then between them. For equal parts, one a rank.
+#
+# A node sends each element to another node once, not once from every rank. Source: Mikami et al. 2018,
+# arXiv:1811.05233, of which this is the first half.
+
+
+@final
+class TwoLevelSum:
+    """Sums within the node without loss, and sends the node's sums to other nodes encoded.
+
+    Each element is added up over the ranks of a node in their order, then over the nodes in theirs. Bytes leaving a
+    node: (C-1)/C of the values, encoded, with C nodes, through as many ranks as the smallest node has. Of unequal nodes
+    the other ranks receive their parts from a rank of their node.
+
+    levels: of `topology`, used by this object only. codec: of what is sent between nodes.
+    """
+
+    def __init__(self, levels: TwoLevel, *, topology: Topology, codec: Codec) -> None:
+        self._local: Collective = levels.local
+        self._within = RankOrderSum(levels.local, codec=codec_named("fp32"))
+        self._between = RankOrderSum(levels.cross, codec=codec) if levels.cross is not None else None
+        self._carriers = range(levels.num_slices)
+        # The first ranks of a node carry the parts between nodes: [carrier][node] -> the ranks whose parts it carries.
+        self._ranks = [
+            [ranks[carrier :: levels.num_slices] for ranks in topology.ranks_by_node]
+            for carrier in self._carriers
+        ]
+        self._order = torch.tensor(
+            [rank for of_carrier in self._ranks for of_node in of_carrier for rank in of_node]
+        )
+        self._node = topology.node_of(levels.local.members[levels.local.rank])
+
+    def reduce_scatter(self, values: torch.Tensor, *, out: torch.Tensor) -> None:
+        """Writes this rank's part of the sum of `values`, shape (num_ranks * n,), into `out`, shape (n,).
+
+        Collective over all ranks; blocks.
+        """
+        width, place = out.numel(), self._local.rank
+        counts = [width * sum(map(len, of_carrier)) for of_carrier in self._ranks]
+        counts += [0] * (self._local.num_ranks - len(counts))
+        carried = torch.empty(counts[place], dtype=values.dtype)
+        ordered = values.view(len(self._order), width)[self._order].view(-1)
+        self._within.reduce_scatter(ordered, counts=counts, out=carried)
+        mine = carried.new_empty(0)
+        if self._between is not None:
+            per_node = [width * len(of_node) for of_node in self._ranks[place]]
+            mine = carried.new_empty(per_node[self._node])
+            self._between.reduce_scatter(carried, counts=per_node, out=mine)
+        out.copy_(self._delivered(mine, width=width))
+
+    def _delivered(self, mine: torch.Tensor, *, width: int) -> torch.Tensor:
+        """Returns this rank's part; on a node with more ranks than carriers these hand out what they have summed."""
+        local, carriers = self._local, len(self._carriers)
+        if local.num_ranks == carriers:
+            return mine
+        return local.all_to_all(
+            mine,
+            send_counts=self._widths(local.rank, width) if local.rank < carriers else [0] * local.num_ranks,
+            receive_counts=[
+                width if carrier == local.rank % carriers else 0 for carrier in range(local.num_ranks)
+            ],
+        )
+
+    def _widths(self, carrier: int, width: int) -> Sequence[int]:
+        carriers = len(self._carriers)
+        return [width if rank % carriers == carrier else 0 for rank in range(self._local.num_ranks)]
 
 
 def reduce_gradients_by(

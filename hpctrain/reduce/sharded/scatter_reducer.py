@@ -19,17 +19,11 @@ from typing import final
 import torch
 
 from hpctrain.comm import NUM_TAGS, Collective, Pending, Transport, is_true_everywhere
-from hpctrain.reduce.codecs.codec import Codec
-from hpctrain.reduce.codecs.part_feedback import CodecFeedback
-from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
-from hpctrain.reduce.contract.plan_agreement import check_same_plan
-from hpctrain.reduce.contract.polling import until
+from hpctrain.reduce.codecs import Codec, CodecFeedback
+from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor, check_same_plan, until
 from hpctrain.reduce.sharded.shard_plan import ShardPlan, Unit
-from hpctrain.reduce.shared_memory.engine_losses import EngineLosses, LossyPart
-from hpctrain.reduce.shared_memory.inter_node import sum_in_order
-from hpctrain.reduce.shared_memory.message_buffers import ChunkMemory, Loan
-from hpctrain.reduce.shared_memory.partition import TwoLevelPlace
-from hpctrain.reduce.shared_memory.shared_buckets import NodeMemory
+from hpctrain.reduce.shared_memory.inter_node import ChunkMemory, EngineLosses, Loan, LossyPart, sum_in_order
+from hpctrain.reduce.shared_memory.shared_buckets import NodeMemory, TwoLevelPlace
 from hpctrain.reduce.shared_memory.summation import add
 from hpctrain.topology import Topology
 

@@ -19,19 +19,21 @@ from hpctrain.comm import Collective, agreed, broadcast_json, is_true_everywhere
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
-from hpctrain.reduce.contract.clipping import clip_factor
-from hpctrain.reduce.contract.divide_by import check_divide_by, divisor
+from hpctrain.reduce.contract.step_end import check_divide_by, clip_factor, divisor
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
-from hpctrain.reduce.data_parallel.backward_clock import BackwardClock
-from hpctrain.reduce.data_parallel.gradient_buckets import describe_gradient, one_device
+from hpctrain.reduce.data_parallel.bucket_filling import BackwardClock
+from hpctrain.reduce.data_parallel.gradient_buckets import (
+    NOT_READABLE_SHARDED,
+    describe_gradient,
+    one_device,
+    ran_twice,
+    refuse_grad_scaler,
+)
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
 from hpctrain.reduce.data_parallel.parameter_checks import check_open, check_options, trainable
-from hpctrain.reduce.data_parallel.pending_gradient import NOT_READABLE_SHARDED, ran_twice, refuse_grad_scaler
-from hpctrain.reduce.sharded.bucket_progress import BucketProgress
-from hpctrain.reduce.sharded.owned_parts import OwnedParts, check_shardable
-from hpctrain.reduce.sharded.parameter_copies import ParameterCopies
+from hpctrain.reduce.sharded.owned_parts import OwnedParts, ParameterCopies, check_shardable
 from hpctrain.reduce.sharded.scatter_reducer import ScatterReducer
-from hpctrain.reduce.sharded.shard_plan import ALIGNMENT_ELEMS, ShardPlan
+from hpctrain.reduce.sharded.shard_plan import ALIGNMENT_ELEMS, BucketProgress, ShardPlan
 from hpctrain.reduce.sharded.units_in_flight import UnitsInFlight
 from hpctrain.reduce.watch.step_watch import Watched, watched
 

@@ -215,8 +215,8 @@ done:
 
 static PyMethodDef methods[] = {
     {"add", add, METH_VARARGS, "add(parts, into, num_squared, factor): see hpctrain.reduce.shared_memory.summation."},
-    {"fill", fill, METH_VARARGS, "fill(flags, count): publishes the elements written before; see hpctrain.reduce.shared_memory.work_shared_sum."},
-    {"take", take, METH_VARARGS, "take(parts, flags, claimed, squares, local, before, piece_elems, num_squared, factor): see hpctrain.reduce.shared_memory.work_shared_sum."},
+    {"fill", fill, METH_VARARGS, "fill(flags, count): publishes the elements written before; see hpctrain.reduce.shared_memory.engine_reducer."},
+    {"take", take, METH_VARARGS, "take(parts, flags, claimed, squares, local, before, piece_elems, num_squared, factor): see hpctrain.reduce.shared_memory.engine_reducer."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -17,8 +17,7 @@ from hpctrain.comm import Collective
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import plan_buckets
 from hpctrain.reduce.data_parallel.gradient_buckets import describe_gradient
-from hpctrain.reduce.sharded.owned_parts import OwnedParts, check_shardable
-from hpctrain.reduce.sharded.parameter_copies import ParameterCopies
+from hpctrain.reduce.sharded.owned_parts import OwnedParts, ParameterCopies, check_shardable
 from hpctrain.reduce.sharded.shard_plan import ShardPlan
 
 _UNIT_BYTES = 25_000_000  # of the gradients that are copied and summed at once

@@ -9,7 +9,7 @@ import torch
 from hpctrain.comm import ReduceOp, World
 from hpctrain.reduce.algorithms import Algorithm
 from hpctrain.reduce.contract.bucket_plan import Bucket
-from hpctrain.reduce.contract.polling import run_to_end
+from hpctrain.reduce.contract.bucket_reducer import run_to_end
 from hpctrain.reduce.factory import ReducerMaker
 from hpctrain.topology import Topology
 

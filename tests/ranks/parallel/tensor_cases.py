@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from hpctrain.comm import World, all_gather_json
 from hpctrain.distributed import ParallelPlan, local_part
 from hpctrain.errors import UsageError
-from hpctrain.reduce.split_models import early_sums
+from hpctrain.reduce.split_models import tensor_gradients as early_sums
 from hpctrain.tasks.characters import Characters
 from hpctrain.train import Fields, Position
 from tests.ranks.parallel.parallel_cases import LATER, train

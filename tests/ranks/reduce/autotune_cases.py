@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.comm import World
 from hpctrain.reduce.algorithms import Algorithm
-from hpctrain.reduce.autotune.cost_model import Candidate
+from hpctrain.reduce.autotune.link_speed import Candidate
 from hpctrain.reduce.autotune.tune import CalibrationFiles, find_choice
 from hpctrain.reduce.autotune.tuned_reducer import AutoReducer
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets

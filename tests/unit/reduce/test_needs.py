@@ -9,7 +9,7 @@ from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.reduce.algorithms import Algorithm, Means
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets
-from hpctrain.reduce.contract.polling import run_to_end
+from hpctrain.reduce.contract.bucket_reducer import run_to_end
 from hpctrain.reduce.factory import ReducerMaker
 from hpctrain.reduce.needs import ReductionNeeds, reduction_needs, scatter_needs, sharded_sum
 from hpctrain.reduce.sharded.scatter_reducer import Gathered

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from hpctrain.comm import World
-from hpctrain.reduce.autotune.cost_model import Candidate
+from hpctrain.reduce.autotune.link_speed import Candidate
 from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.topology import Topology
@@ -20,7 +20,7 @@ CANDIDATES = (Candidate("flat", "fp32"), Candidate("direct", "fp32"))
 
 
 def make_real(world: World, topology: Topology, *, made: list[str]) -> Callable[[str, str], BucketReducer]:
-    from hpctrain.reduce.codecs.registry import codec_named
+    from hpctrain.reduce.codecs import codec_named
 
     def make(algorithm: str, wire: str) -> BucketReducer:
         made.append(algorithm)

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.autotune.cost_model import Candidate, Cost, Measurement
 from hpctrain.reduce.autotune.decision import (
     LEAST_BUCKETS,
     SMALLEST_BUCKET_BYTES,
@@ -17,6 +16,7 @@ from hpctrain.reduce.autotune.decision import (
     measurements_from_json,
     measurements_to_json,
 )
+from hpctrain.reduce.autotune.link_speed import Candidate, Cost, Measurement
 
 SIZES = st.integers(1, 1 << 26)
 SECONDS = st.floats(1e-7, 10)

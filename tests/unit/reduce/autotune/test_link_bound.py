@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.reduce.autotune.cost_model import Candidate, Cost, Measurement
 from hpctrain.reduce.autotune.decision import Choice
-from hpctrain.reduce.autotune.link_bound import LinkFloor
-from hpctrain.reduce.autotune.link_speed import LinkSpeed
+from hpctrain.reduce.autotune.link_speed import Candidate, Cost, LinkFloor, LinkSpeed, Measurement
 from hpctrain.topology import Topology
 
 CLUSTER = Topology.from_node_names(["a", "a", "b", "b", "c", "c", "d", "d"])

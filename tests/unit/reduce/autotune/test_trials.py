@@ -12,9 +12,8 @@ import torch
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.errors import CommunicationError, UsageError
-from hpctrain.reduce.autotune.cost_model import Candidate
 from hpctrain.reduce.autotune.decision import Choice
-from hpctrain.reduce.autotune.link_bound import LinkFloor
+from hpctrain.reduce.autotune.link_speed import Candidate, LinkFloor
 from hpctrain.reduce.autotune.trials import MAX_ROUNDS_COMPARED, ROUNDS_OF_ALL, Calibration, calibrate
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer, StateTensor

@@ -15,8 +15,8 @@ from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.errors import BufferMismatch, CheckpointError, UsageError
 from hpctrain.reduce import AllReduceUpdater
 from hpctrain.reduce.algorithms import Algorithm
-from hpctrain.reduce.autotune.cost_model import Candidate, Measurement
 from hpctrain.reduce.autotune.decision import Choice
+from hpctrain.reduce.autotune.link_speed import Candidate, Measurement
 from hpctrain.reduce.autotune.tune import (
     AutoChoice,
     TrialResults,
@@ -25,8 +25,7 @@ from hpctrain.reduce.autotune.tune import (
 )
 from hpctrain.reduce.autotune.tuned_reducer import AutoReducer
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, Slot, plan_buckets
-from hpctrain.reduce.contract.bucket_reducer import BucketReducer
-from hpctrain.reduce.contract.polling import run_to_end
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer, run_to_end
 from hpctrain.reduce.factory import ReducerMaker
 from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
 from hpctrain.topology import Topology

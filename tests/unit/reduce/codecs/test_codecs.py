@@ -9,9 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.codecs.cache_scratch import PIECE
-from hpctrain.reduce.codecs.codec import Codec
-from hpctrain.reduce.codecs.registry import CODEC_NAMES, codec_named
+from hpctrain.reduce.codecs import CODEC_NAMES, PIECE, Codec, codec_named
 from hpctrain.testing.codec import encoded, some_values, there_and_back
 
 DTYPES = (torch.float32, torch.float64)

@@ -10,9 +10,7 @@ import torch
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.reduce.collective_reducers.cast_sum import CastSum
-from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
-from hpctrain.reduce.collective_reducers.sliced_sum import pieces_of
+from hpctrain.reduce.collective_reducers.collective_reducer import CastSum, CollectiveReducer, pieces_of
 from tests import reducer_cases
 from tests.reducer_cases import (
     ALGORITHMS,

@@ -10,8 +10,7 @@ import torch
 
 from hpctrain.comm import World
 from hpctrain.errors import UsageError
-from hpctrain.reduce.collective_reducers.power_sgd import LowRankReducer
-from hpctrain.reduce.collective_reducers.power_sgd_factors import matrix_shape
+from hpctrain.reduce.collective_reducers.power_sgd import LowRankReducer, matrix_shape
 from hpctrain.topology import Topology
 from tests.unit.reduce.bucket_steps import (
     SHAPES,

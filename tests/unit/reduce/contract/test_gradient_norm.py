@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hpctrain.reduce.contract.gradient_norm import ROW_ELEMS, square_of_all
+from hpctrain.reduce.contract.step_end import ROW_ELEMS, square_of_all
 
 
 def test_the_sum_over_tensors_of_any_shape_and_dtype_is_that_in_float64() -> None:

@@ -13,9 +13,9 @@ from hpctrain.comm import World
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.errors import UsageError
 from hpctrain.reduce import AllReduceUpdater, LossScale
-from hpctrain.reduce.collective_reducers.single_rank import LocalReducer
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce.factory import LocalReducer
 from tests.unit.reduce.data_parallel.updater_cases import Net, batch, make, on_threads, reducer_for
 
 VIEWED = [torch.float32, torch.float64]

@@ -11,7 +11,7 @@ import torch
 from hpctrain.checkpoint import Checkpoint, load, open_checkpoint, save
 from hpctrain.comm import World
 from hpctrain.reduce import AllReduceUpdater
-from hpctrain.reduce.codecs.registry import codec_named
+from hpctrain.reduce.codecs import codec_named
 from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.topology import Topology

@@ -12,9 +12,9 @@ from hpctrain.comm import World, make_two_level
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.reduce import AllReduceUpdater
 from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
-from hpctrain.reduce.collective_reducers.single_rank import LocalReducer
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce.factory import LocalReducer
 from hpctrain.topology import Topology
 
 BATCH = 24

@@ -13,8 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 import hpctrain
 from hpctrain.errors import UsageError
-from hpctrain.reduce.horovod_compression.compressors import Compression, HvdCompression
-from hpctrain.reduce.horovod_compression.int8 import pack, unpack
+from hpctrain.reduce.horovod_compression import Compression, HvdCompression, pack, unpack
 
 Make = Callable[..., HvdCompression]
 KINDS: dict[str, Make] = {"fp16": Compression.fp16, "int8": Compression.int8}

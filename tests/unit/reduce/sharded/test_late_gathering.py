@@ -15,7 +15,7 @@ from torch import nn
 from hpctrain.comm import World, run_threads
 from hpctrain.errors import CommunicationError
 from hpctrain.reduce import ScatterUpdater
-from hpctrain.reduce.data_parallel.arriving_parameters import ArrivingParameter, has_compiled
+from hpctrain.reduce.sharded.units_in_flight import ArrivingParameter, has_compiled
 from tests.unit.reduce.sharded.scatter_cases import Net, Plan, make_updater, net_of, samples, take_step
 
 PLAN = Plan(shard="gradients", layout="ab", bucket_bytes=1000, rare_at=())

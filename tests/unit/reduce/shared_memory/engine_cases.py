@@ -8,10 +8,10 @@ import torch
 
 from hpctrain.comm.backends.threads_world import ThreadsWorld
 from hpctrain.reduce.algorithms import Algorithm
-from hpctrain.reduce.codecs.registry import codec_named
+from hpctrain.reduce.codecs import codec_named
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
-from hpctrain.reduce.shared_memory.partition import one_rank_nodes
+from hpctrain.reduce.shared_memory.shared_buckets import one_rank_nodes
 from hpctrain.topology import Topology
 
 CPU = torch.device("cpu")

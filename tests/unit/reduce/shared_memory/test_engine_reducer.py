@@ -12,7 +12,7 @@ from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.errors import BufferMismatch
 from hpctrain.reduce.algorithms import Algorithm
 from hpctrain.reduce.contract.bucket_plan import Bucket
-from hpctrain.reduce.shared_memory.partition import ElemRange, TwoLevelPlace, chunks_of, cut
+from hpctrain.reduce.shared_memory.shared_buckets import ElemRange, TwoLevelPlace, chunks_of, cut
 from hpctrain.topology import Topology
 from tests.unit.reduce.shared_memory.engine_cases import (
     CPU,

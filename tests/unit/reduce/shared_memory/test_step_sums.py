@@ -17,9 +17,8 @@ from hpctrain.errors import BufferMismatch
 from hpctrain.reduce.algorithms import Algorithm
 from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, plan_buckets
-from hpctrain.reduce.contract.bucket_reducer import BucketReducer
-from hpctrain.reduce.contract.gradient_norm import ROW_ELEMS
-from hpctrain.reduce.contract.polling import result_of, run_to_end
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer, result_of, run_to_end
+from hpctrain.reduce.contract.step_end import ROW_ELEMS
 from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
 from hpctrain.reduce.shared_memory.shared_buckets import MAX_NUMBERS
 from hpctrain.reduce.shared_memory.summation import PIECE_ELEMS

@@ -16,9 +16,8 @@ from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.reduce.algorithms import Algorithm
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, milestones, plan_buckets
 from hpctrain.reduce.shared_memory import engine_reducer as engine_module, summation as add_module
-from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
+from hpctrain.reduce.shared_memory.engine_reducer import PIECE_ELEMS, EngineReducer
 from hpctrain.reduce.shared_memory.summation import COMPILED
-from hpctrain.reduce.shared_memory.work_shared_sum import PIECE_ELEMS
 from tests.uneven_ranks import fill_and_sum
 from tests.unit.reduce.shared_memory.engine_cases import CPU, engine, topology_of, values_of
 

@@ -13,8 +13,13 @@ from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.distributed import ParallelPlan, Shard
 from hpctrain.errors import ExitCode, RanksDiffer
 from hpctrain.reduce import AllReduceUpdater, CompareRanks
-from hpctrain.reduce.watch.digests import _bytes_of, _device_digest, describe_settings, digests
-from hpctrain.reduce.watch.rank_comparison import compares_parameters
+from hpctrain.reduce.watch.rank_comparison import (
+    _bytes_of,
+    _device_digest,
+    compares_parameters,
+    describe_settings,
+    digests,
+)
 from hpctrain.run import Session
 from tests.sessions import session_over
 

@@ -1,1 +1,0 @@
-"""`Compression` for plain Horovod scripts. Imports nothing else of `hpctrain.reduce`."""
