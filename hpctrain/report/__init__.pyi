@@ -1,6 +1,13 @@
-from .conclusions import Conclusion as Conclusion, conclude as conclude
-from .contents import Report as Report, make_report as make_report
-from .files import (
+from .conclusions import (
+    Conclusion as Conclusion,
+    Level as Level,
+    ReductionLimit as ReductionLimit,
+    conclude as conclude,
+    reduction_limit as reduction_limit,
+)
+from .contents import (
+    Report as Report,
+    make_report as make_report,
     write_csv as write_csv,
     write_html as write_html,
     write_markdown as write_markdown,
@@ -8,12 +15,11 @@ from .files import (
 )
 from .mlflow_export import export_to_mlflow as export_to_mlflow
 from .plots import check_matplotlib as check_matplotlib
-from .prices import Prices as Prices, read_prices as read_prices
-from .reduction_limit import (
-    Level as Level,
-    ReductionLimit as ReductionLimit,
-    reduction_limit as reduction_limit,
-)
 from .run_data import INCIDENTS as INCIDENTS, RunData as RunData, read_run as read_run
-from .table import Row as Row, Table as Table
-from .tables import incident_text as incident_text
+from .tables import (
+    Prices as Prices,
+    Row as Row,
+    Table as Table,
+    incident_text as incident_text,
+    read_prices as read_prices,
+)

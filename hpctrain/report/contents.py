@@ -2,26 +2,114 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jinja2
+
 from hpctrain.errors import UsageError
 from hpctrain.report import tables
-from hpctrain.report.by_axis import by_axis
-from hpctrain.report.conclusions import Conclusion, conclude
-from hpctrain.report.plots import Plot, plots_of
-from hpctrain.report.prices import Prices
-from hpctrain.report.reduction_limit import reduction_limit, reduction_table
+from hpctrain.report.conclusions import (
+    ACCEPTABLE,
+    Conclusion,
+    by_axis,
+    conclude,
+    reduction_limit,
+    reduction_table,
+)
+from hpctrain.report.plots import PALETTE, Plot, plots_of
 from hpctrain.report.run_data import read_run
-from hpctrain.report.sweep import conclude_sweep, sweep_table, sweep_title
-from hpctrain.report.table import Table
+from hpctrain.report.tables import Prices, Row, Table
 from hpctrain.slurm import Controller, consumed_energy
+from hpctrain.storage import replace_file
 
 if TYPE_CHECKING:
     from hpctrain.bench import ScalingDocument
+
+# What a scaling sweep says: a table, and conclusions. Pure.
+
+
+def sweep_table(sweep: ScalingDocument) -> Table:
+    """Returns what a sweep has measured, a line for each number of ranks."""
+    rows = [
+        Row(
+            name=f"{size.ranks}",
+            values=[
+                size.nodes,
+                f"{size.samples_per_s['median']:,.0f}",
+                f"{1e3 * size.step_s['median']:,.2f}",
+                _percent(size.efficiency.get("value")),
+                _percent(size.efficiency.get("low")),
+                _percent(size.efficiency.get("high")),
+                _percent(
+                    size.seconds["exposed_sync"] / size.seconds["step"] if size.seconds.get("step") else None
+                ),
+                size.repeats,
+            ],
+        )
+        for size in sweep.sizes
+    ]
+    chosen = (sweep.fits or {}).get("chosen")
+    law = f" Fitted: {chosen} ({sweep.fits['why']})." if sweep.fits and chosen else ""
+    return Table(
+        name="scaling", title=f"Scaling, {sweep.settings.mode}", head="ranks",
+        columns=["nodes", "samples/s", "ms a step", "efficiency", "from", "to", "exposed", "repeats"], rows=rows,
+        note=f"Efficiency relative to {_baseline(sweep)}, with t intervals over the rounds." + law,
+    )  # fmt: skip
+
+
+def sweep_title(sweep: ScalingDocument) -> str:
+    sizes = ", ".join(str(size.ranks) for size in sweep.sizes)
+    return f"{sweep.recipe['run']['name']}: {sweep.settings.mode} scaling on {sizes} ranks"
+
+
+def conclude_sweep(sweep: ScalingDocument) -> list[Conclusion]:
+    """Returns the efficiency of the largest size, the law that was fitted, and what limits both."""
+    found = []
+    largest = sweep.sizes[-1] if sweep.sizes else None
+    value = None if largest is None else largest.efficiency.get("value")
+    if largest is not None and value is not None and largest.ranks > sweep.baseline_ranks:
+        interval = ""
+        if largest.efficiency.get("low") is not None:
+            low, high, level = (largest.efficiency[name] for name in ("low", "high", "level"))
+            interval = f" ({level:.0%} interval {low:.0%} to {high:.0%})"
+        found.append(
+            Conclusion(
+                text=f"{largest.ranks} ranks reach {value:.0%}{interval} of the samples/s per rank on "
+                f"{_baseline(sweep)}, a speedup of {largest.speedup['value']:.2f}.",
+                source=f"{largest.repeats} rounds of the sweep, {sweep.settings.steps} steps each", weight=3,
+                kind="good" if value >= ACCEPTABLE else "problem",
+            )
+        )  # fmt: skip
+    fits = sweep.fits or {}
+    if fits.get("chosen"):
+        found.append(
+            Conclusion(
+                text=f"Of the scaling laws, {fits['chosen']} describes the rates.",
+                source=str(fits["why"]),
+                weight=2,
+                kind="note",
+            )
+        )
+    found += [Conclusion(text=f"{note}.", source="cores of the machine", weight=1) for note in sweep.notes]
+    if not sweep.complete:
+        found.append(
+            Conclusion(text="The sweep is not complete.", source="its document", weight=4, kind="problem")
+        )
+    return sorted(found, key=lambda conclusion: -conclusion.weight)
+
+
+def _baseline(sweep: ScalingDocument) -> str:
+    return f"{sweep.baseline_ranks} rank{'s' * (sweep.baseline_ranks > 1)}"
+
+
+def _percent(value: float | None) -> str | None:
+    return None if value is None else f"{value:.1%}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,3 +181,70 @@ def _labels(directories: Sequence[Path]) -> list[str]:
         if len(set(labels)) == len(labels):
             return labels
     return [str(path) for path in paths]
+
+
+# Writes a report: a page, Markdown, or files for papers.
+
+
+def write_html(report: Report, path: Path) -> None:
+    """Writes one page that needs nothing else: no network, no JavaScript. Raises UsageError if it cannot."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hpctrain.report", "templates"), autoescape=True, trim_blocks=True,
+        lstrip_blocks=True, undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    text = environment.get_template("report.html.j2").render(report=report, palette=PALETTE)
+    _write(path, text.encode())
+
+
+def write_markdown(report: Report, path: Path) -> None:
+    """Writes conclusions and tables as GitHub's Markdown. Raises UsageError if it cannot."""
+    lines = [f"# {report.title}", "", f"Made {report.made}.", ""]
+    for label, conclusions in report.conclusions:
+        lines += [f"## {label}", "", *(f"- {each.text} ({each.source})" for each in conclusions)]
+        lines += ["Nothing stands out, or too little was recorded."] * (not conclusions) + [""]
+    for table in report.tables:
+        heads = [table.head, *table.columns]
+        lines += [f"## {table.title}", "", _line(heads), _line(["---"] * len(heads))]
+        for row in table.rows:
+            name = "&nbsp;" * 2 * row.indent + row.name + (f", {row.unit}" if row.unit else "")
+            lines.append(_line([name, *row.shown()]))
+        lines += ["", *([table.note, ""] if table.note else [])]
+    _write(path, "\n".join(lines).encode())
+
+
+def write_csv(report: Report, directory: Path) -> None:
+    """Writes each table as a CSV file, with the numbers in full. Raises UsageError if it cannot."""
+    for table in report.tables:
+        _write(directory / f"{_file_name(table.name)}.csv", _csv(table).encode())
+
+
+def write_png(report: Report, directory: Path) -> None:
+    """Writes each figure as a PNG file, on white. Raises UsageError if it cannot."""
+    for plot in report.plots:
+        _write(directory / f"{_file_name(plot.name)}.png", plot.png())
+
+
+def _csv(table: Table) -> str:
+    written = io.StringIO()
+    writer = csv.writer(written, lineterminator="\n")
+    writer.writerow([table.head, "unit", *table.columns])
+    writer.writerows(
+        [row.name, row.unit, *("" if each is None else each for each in row.values)] for row in table.rows
+    )
+    return written.getvalue()
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def _file_name(name: str) -> str:
+    return name.replace("/", "-")
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content, partial=path.with_name(f".{path.name}.partial"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error

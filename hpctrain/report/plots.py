@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.errors import UsageError
-from hpctrain.report.reduction_limit import ReductionLimit
+from hpctrain.report.conclusions import ReductionLimit
 from hpctrain.report.run_data import RunData
 from hpctrain.scaling import PARTS, attribute
 

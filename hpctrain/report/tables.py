@@ -1,17 +1,99 @@
-"""The tables of a report. Pure."""
+"""The tables of a report, and what a node costs."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hpctrain.report.prices import Prices
+from hpctrain.errors import UsageError
 from hpctrain.report.run_data import Record, RunData
-from hpctrain.report.table import Row, Table, Value
 from hpctrain.scaling import PARTS, Efficiency, against
 from hpctrain.supervise import effective_time
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# What a node costs, from a file of the user's.
+
+
+class Prices(BaseModel):
+    """per_node_hour: price of a node for an hour. currency: as it is to be shown."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    per_node_hour: float = Field(ge=0, allow_inf_nan=False)
+    currency: str = Field(min_length=1, max_length=12)
+
+
+def read_prices(path: Path) -> Prices:
+    """Returns the prices in a TOML file with `per_node_hour` and `currency`. Raises UsageError if it has others."""
+    try:
+        return Prices.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"--prices {path} cannot be read: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UsageError(
+            f"--prices {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}; it has two lines, as "
+            'per_node_hour = 1.5 and currency = "EUR"'
+        ) from error
+
+
+# Tables whose values stay numbers until they are written. Pure.
+
+
+Value = str | float | int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of a table: a name and a value for each column.
+
+    format: a format specification for numbers, as ".1%"; text is shown as it is, None as a dash. indent: depth below
+    the row above.
+    """
+
+    name: str
+    values: Sequence[Value]
+    format: str = ""
+    unit: str = ""
+    indent: int = 0
+
+    def shown(self) -> list[str]:
+        """Returns the values as a reader sees them."""
+        return [_shown(value, self.format) for value in self.values]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """name: for files, in lower case with hyphens. columns: their heads; head: of the rows' names."""
+
+    name: str
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Row]
+    note: str = ""
+    head: str = ""
+
+
+def _shown(value: Value, specification: str) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, str):
+        return value
+    return format(value, specification)
+
+
+# The tables of a report. Pure.
+
 
 Runs = Sequence[RunData]
 J_PER_KWH = 3.6e6

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from hpctrain.report import ReductionLimit, RunData, conclude, make_report, read_run, reduction_limit
+from hpctrain.report import (
+    ReductionLimit,
+    RunData,
+    conclude,
+    conclusions as reduction_limit,
+    make_report,
+    read_run,
+)
 from hpctrain.telemetry import read_records
 
 # A weight of 4 x 2 and 2 biases, float32; the buckets are padded and carry a step's numbers too.
