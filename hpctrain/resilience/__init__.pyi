@@ -1,14 +1,11 @@
 from .divergence import Divergence as Divergence, DivergenceLimits as DivergenceLimits
-from .end_time import EndTime as EndTime
-from .freed_memory import (
+from .host_memory import (
+    OUT_OF_MEMORY_VARIABLE as OUT_OF_MEMORY_VARIABLE,
+    GroupLimit as GroupLimit,
     give_back_freed_memory as give_back_freed_memory,
     give_back_large_pieces as give_back_large_pieces,
     give_back_once as give_back_once,
     keep_freed_memory as keep_freed_memory,
-)
-from .host_memory import (
-    OUT_OF_MEMORY_VARIABLE as OUT_OF_MEMORY_VARIABLE,
-    GroupLimit as GroupLimit,
     limit_own_memory as limit_own_memory,
     read_group_limit as read_group_limit,
 )
@@ -18,12 +15,10 @@ from .out_of_memory import (
     release as release,
     shortage as shortage,
 )
-from .save_signal import SaveSignal as SaveSignal
-from .slurm_limit import job_to_ask_about as job_to_ask_about
 from .stop import StopRequest as StopRequest
-from .stop_plan import RecentTimes as RecentTimes, StopPlan as StopPlan
 from .stop_signals import (
     DEFAULT_STOP_SIGNALS as DEFAULT_STOP_SIGNALS,
+    SaveSignal as SaveSignal,
     SignalName as SignalName,
     hold_signals as hold_signals,
     ignore_signals as ignore_signals,
@@ -31,4 +26,10 @@ from .stop_signals import (
     let_stop_end as let_stop_end,
     release_signals as release_signals,
 )
-from .wall_clock import WallClock as WallClock
+from .wall_clock import (
+    EndTime as EndTime,
+    RecentTimes as RecentTimes,
+    StopPlan as StopPlan,
+    WallClock as WallClock,
+    job_to_ask_about as job_to_ask_about,
+)

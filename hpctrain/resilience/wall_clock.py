@@ -2,14 +2,158 @@
 
 from __future__ import annotations
 
+import math
 import os
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import final
 
-from hpctrain.resilience.end_time import SLURM_END_VARIABLE, EndTime, earliest, ends_known_at_start
-from hpctrain.resilience.slurm_limit import SlurmAnswer, ask_again_after_s, ask_slurm, job_to_ask_about
+from hpctrain.errors import LaunchError
+from hpctrain.telemetry import in_words
+
+# When a run has to have ended: from the recipe and the environment. Pure.
+
+
+DEADLINE_VARIABLE = "HPCTRAIN_DEADLINE"
+# Set by Slurm since 23.02. Slurm is asked as well, since the limit of a running job can be changed.
+SLURM_END_VARIABLE = "SLURM_JOB_END_TIME"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndTime:
+    """A moment at which the run has to have ended. at_s: seconds since 1970. source: who says so, for messages."""
+
+    at_s: float
+    source: str
+
+    def describe(self, now_s: float) -> str:
+        """For example `18:00:00, in 59 min (Slurm's time limit)`; the date is left out within a day."""
+        left_s = self.at_s - now_s
+        at = datetime.fromtimestamp(self.at_s)
+        clock = f"{at:%H:%M:%S}" if abs(left_s) < 86_400 else f"{at:%Y-%m-%d %H:%M:%S}"
+        return f"{clock}, {f'in {in_words(left_s)}' if left_s >= 0 else 'already over'} ({self.source})"
+
+
+def earliest(ends: Iterable[EndTime]) -> EndTime | None:
+    return min(ends, key=lambda end: end.at_s, default=None)
+
+
+def ends_known_at_start(
+    environ: Mapping[str, str], *, started_s: float, stop_after_s: float | None
+) -> list[EndTime]:
+    """Returns the ends that need not be asked for, without Slurm's.
+
+    started_s: when this start of the run began, seconds since 1970. stop_after_s: the recipe's `stop.after_s`.
+    Raises LaunchError if HPCTRAIN_DEADLINE cannot be read.
+    """
+    ends = []
+    if stop_after_s is not None:
+        ends.append(EndTime(at_s=started_s + stop_after_s, source="stop.after_s of the recipe"))
+    if text := environ.get(DEADLINE_VARIABLE, "").strip():
+        ends.append(EndTime(at_s=parse_deadline(text), source=DEADLINE_VARIABLE))
+    return ends
+
+
+def parse_deadline(text: str) -> float:
+    """Returns a moment in seconds since 1970. text: these seconds, or ISO 8601; without a zone it is local time.
+
+    Raises LaunchError if it is neither.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+        except ValueError:
+            seconds = math.nan
+    if not math.isfinite(seconds):
+        raise LaunchError(
+            f"{DEADLINE_VARIABLE} is {text!r}: write seconds since 1970, as `date +%s` prints them, or a time such as "
+            "2026-07-30T18:00:00"
+        )
+    return seconds
+
+
+# The end of a Slurm job, asked of Slurm's controller with squeue.
+
+
+# squeue itself waits for a busy controller; `MessageTimeout` is 10 s by default.
+SQUEUE_MAY_TAKE_S = 20.0
+_ASK_AGAIN_AFTER_S = (60.0, 600.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmAnswer:
+    """end_s: when Slurm ends the job, seconds since 1970; None: never, or unknown. problem: why it is unknown."""
+
+    end_s: float | None = None
+    problem: str | None = None
+
+
+def job_to_ask_about(environ: Mapping[str, str]) -> str | None:
+    """Returns the job of this process, as squeue and scontrol name it; None outside a Slurm job.
+
+    One task of a job array has the number of the whole array as its SLURM_JOB_ID; for that number squeue lists every
+    task. The components of a heterogeneous job end together, and rank 0 is in the first one, whose number stands for
+    all of them.
+    """
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    if array and task:
+        return f"{array}_{task}"
+    return environ.get("SLURM_JOB_ID") or None
+
+
+def ask_slurm(job: str, *, timeout_s: float = SQUEUE_MAY_TAKE_S) -> SlurmAnswer:
+    """Asks Slurm when `job` ends. Not collective; to be called on one rank only, and rarely.
+
+    The child is made by vfork, which is safe with MPI's registered memory. The time is one of the controller's clock.
+    """
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    try:
+        done = subprocess.run(
+            ["squeue", "--noheader", f"--jobs={job}", "--format=%l %e"],
+            env={**environ, "SLURM_TIME_FORMAT": "%s"},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return SlurmAnswer(problem=f"squeue did not answer within {timeout_s:.0f} s")
+    except OSError as error:
+        return SlurmAnswer(problem=f"squeue cannot be run: {error.strerror}")
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return SlurmAnswer(problem=f"squeue failed: {lines[-1]}")
+    return parse_squeue(done.stdout)
+
+
+def parse_squeue(text: str) -> SlurmAnswer:
+    """Returns the earliest end in squeue's lines `LIMIT END`, one for each component of the job. END: since 1970."""
+    ends = []
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) != 2:
+            return SlurmAnswer(problem=f"squeue printed {line!r}, and not a time limit and an end")
+        limit, end = words
+        if limit == "UNLIMITED":
+            continue  # Slurm then names an end a year from now
+        if not end.isdigit():
+            return SlurmAnswer(problem=f"squeue gives {end!r} as the end of the job")
+        ends.append(float(end))
+    if not text.strip():
+        return SlurmAnswer(problem="squeue does not list the job")
+    return SlurmAnswer(end_s=min(ends, default=None))
+
+
+def ask_again_after_s(time_left_s: float | None) -> float:
+    """Returns the seconds until Slurm should be asked again, for a limit may be changed: from 1 to 10 minutes."""
+    shortest_s, longest_s = _ASK_AGAIN_AFTER_S
+    left_s = math.inf if time_left_s is None else time_left_s
+    return min(longest_s, max(shortest_s, left_s / 20))
+
 
 _SLURM = "Slurm's time limit"
 # An end that moves by less is not news: squeue's times are whole seconds.
@@ -103,3 +247,66 @@ class WallClock:
             elif not said and self._slurm_s is None:
                 said, self._problem = True, answer.problem
             self._ended.wait(ask_again_after_s(self.time_left_s()))
+
+
+# Whether a run must stop now in order to have saved before its time is over, from the times measured so
+# far. Pure.
+
+
+# A p95 over so many steps leaves the five slowest out; the first steps, which are slow, are among them.
+_STEPS_REMEMBERED = 100
+_OTHERS_REMEMBERED = 20
+
+
+@final
+class RecentTimes:
+    """The newest `num_kept` of a series of durations, in seconds."""
+
+    def __init__(self, num_kept: int) -> None:
+        self._seconds: deque[float] = deque(maxlen=num_kept)
+
+    def add(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+
+    def p95(self) -> float | None:
+        """Returns the smallest duration that at least 95% of them do not exceed; None before the first."""
+        if not self._seconds:
+            return None
+        return sorted(self._seconds)[math.ceil(0.95 * len(self._seconds)) - 1]
+
+
+@final
+@dataclass(kw_only=True, slots=True)
+class StopPlan:
+    """The time that a stop takes, from the durations measured so far.
+
+    margin_s: for what is not measured: the end of the processes, a step or save that is slower than the others.
+    assumed_save_s: duration of a save until one has been measured.
+    steps, saves, evaluations: what was measured; a save lasts until the checkpoint is committed.
+    """
+
+    margin_s: float
+    assumed_save_s: float = 0.0
+    steps: RecentTimes = field(default_factory=lambda: RecentTimes(_STEPS_REMEMBERED))
+    saves: RecentTimes = field(default_factory=lambda: RecentTimes(_OTHERS_REMEMBERED))
+    evaluations: RecentTimes = field(default_factory=lambda: RecentTimes(_OTHERS_REMEMBERED))
+
+    @property
+    def save_s(self) -> float:
+        """Duration of a save to allow for."""
+        measured_s = self.saves.p95()
+        return self.assumed_save_s if measured_s is None else measured_s
+
+    def needed_s(self, *, num_saves: int = 1, evaluates: bool = False) -> float:
+        """Returns the seconds that must be left for the run to do one more step, save and end.
+
+        num_saves: saves to be waited for, with the last one. evaluates: an evaluation comes before the next decision.
+        """
+        evaluation_s = (self.evaluations.p95() or 0.0) if evaluates else 0.0
+        return (self.steps.p95() or 0.0) + evaluation_s + num_saves * self.save_s + self.margin_s
+
+    def must_stop(self, time_left_s: float | None, *, num_saves: int = 1, evaluates: bool = False) -> bool:
+        """Returns True if less than `needed_s` is left. time_left_s: None if there is no limit."""
+        return time_left_s is not None and time_left_s < self.needed_s(
+            num_saves=num_saves, evaluates=evaluates
+        )

@@ -93,7 +93,7 @@ def reduce_for_ever(backend: str, by: str, algorithm: str, timeout_s: str, direc
 def time_left(directory: str) -> None:
     """Write down which job Slurm is asked about here, and when it ends; and what `hpctrain supervise` finds."""
     from hpctrain.errors import LaunchError
-    from hpctrain.resilience.slurm_limit import ask_slurm, job_to_ask_about
+    from hpctrain.resilience.wall_clock import ask_slurm, job_to_ask_about
     from hpctrain.supervise import find_allocation
 
     job = job_to_ask_about(os.environ)

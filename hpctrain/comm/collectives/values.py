@@ -18,7 +18,7 @@ from hpctrain.errors import BufferMismatch, UsageError
 # Broadcast of many tensors in few messages.
 
 
-# Above 32 MiB, so that glibc gives a message's memory back (resilience/freed_memory.py).
+# Above 32 MiB, so that glibc gives a message's memory back (resilience/host_memory.py).
 MESSAGE_BYTES = 64 << 20
 
 

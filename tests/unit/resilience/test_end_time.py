@@ -10,12 +10,13 @@ import pytest
 
 from hpctrain.errors import LaunchError
 from hpctrain.resilience import EndTime, WallClock
-from hpctrain.resilience.end_time import ends_known_at_start, parse_deadline
-from hpctrain.resilience.slurm_limit import (
+from hpctrain.resilience.wall_clock import (
     SlurmAnswer,
     ask_again_after_s,
     ask_slurm,
+    ends_known_at_start,
     job_to_ask_about,
+    parse_deadline,
     parse_squeue,
 )
 
