@@ -20,7 +20,7 @@ import torch
 from hpctrain.data import Dataset, Loader
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets, sum_dtype
 from hpctrain.resilience import keep_freed_memory
-from hpctrain.run.optimizers import build_optimizer
+from hpctrain.run.build import build_optimizer
 from hpctrain.run.recipe.load import load_recipe
 from hpctrain.run.recipe.schema import Recipe
 from hpctrain.telemetry import RecordWriter, StepClock

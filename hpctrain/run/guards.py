@@ -21,8 +21,8 @@ from hpctrain.resilience import (
     read_group_limit,
 )
 from hpctrain.run.initial_state import roll_back_run
-from hpctrain.run.recipe.guards_schema import DEFAULT_JUMP_Z
 from hpctrain.run.recipe.schema import Recipe
+from hpctrain.run.recipe.sections import DEFAULT_JUMP_Z
 from hpctrain.run.session import Session
 from hpctrain.telemetry import RecordWriter
 from hpctrain.train import (

@@ -60,10 +60,9 @@ from hpctrain.reduce import (
 from hpctrain.resilience import give_back_large_pieces, keep_freed_memory
 from hpctrain.run.compute.device import choose_device
 from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
-from hpctrain.run.compute.rank_axes import RankAxes
-from hpctrain.run.compute.ranks import check_num_ranks, set_threads
+from hpctrain.run.compute.ranks import RankAxes, check_num_ranks, set_threads
 from hpctrain.run.compute.uncaught_errors import UncaughtErrors, uncaught_as_message
-from hpctrain.run.experiments.causes.report import CheckReport
+from hpctrain.run.experiments.causes.findings import CheckReport
 from hpctrain.run.experiments.own_loop import Build, check_loop
 from hpctrain.run.reduction import Reduction, ReductionPlan, check_for_layouts, gradient_bytes, layouts_of
 from hpctrain.run.reductions import Reductions

@@ -30,22 +30,36 @@ from hpctrain.run.build import (
     reduction_plan,
     total_steps,
 )
+from hpctrain.run.compute.device import loss_scale_for
 from hpctrain.run.compute.postponed_dynamo import set_deterministic
-from hpctrain.run.compute.precision import loss_scale_for
 from hpctrain.run.compute.ranks import check_num_ranks
 from hpctrain.run.data import open_data
 from hpctrain.run.directory import claim_run_directory, prepare_run_directory, set_aside
 from hpctrain.run.guards import build_guards, compare_ranks, limit_host_memory
 from hpctrain.run.initial_state import open_tiers, resume_run, start_from_weights
-from hpctrain.run.metrics_out.history import what_the_last_start_left
-from hpctrain.run.metrics_out.open_sinks import TENSORBOARD, RunFacts, check_sinks, open_sinks, records_steps
+from hpctrain.run.metrics_out import (
+    TENSORBOARD,
+    RunFacts,
+    check_sinks,
+    open_sinks,
+    records_steps,
+    what_the_last_start_left,
+)
 from hpctrain.run.probe import PROBE_FILE, probe_before_training
 from hpctrain.run.recipe.load import to_toml
 from hpctrain.run.recipe.schema import Recipe
-from hpctrain.run.record import environment_record, print_start, reduction_record, working_commit
+from hpctrain.run.record import (
+    NODES,
+    SUMMARY,
+    environment_record,
+    finished_summary,
+    print_start,
+    reduction_record,
+    summarize,
+    working_commit,
+)
 from hpctrain.run.reduction import gradient_bytes
 from hpctrain.run.session import Session, init
-from hpctrain.run.summary import NODES, SUMMARY, finished_summary, summarize
 from hpctrain.storage import LOST_AFTER_S, release
 from hpctrain.telemetry import ENERGY, RecordWriter, Sinks, tell, write_json
 from hpctrain.train import (

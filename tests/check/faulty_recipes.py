@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import hpctrain
-from hpctrain.run.check.check_recipe import check_with
+from hpctrain.run.check import check_with
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import hpctrain
-from hpctrain.run.check.check_recipe import check_with
+from hpctrain.run.check import check_with
 
 
 def check(session: Any, path: Path) -> Any:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from hpctrain.reduce import DistributedOptimizer, StepOutcome
 from hpctrain.run import Session, init
-from hpctrain.run.compute.precision import autocast_for, loss_scale_for
+from hpctrain.run.compute.device import autocast_for, loss_scale_for
 from tests.gpu.check import Check, largest_difference, samples, small_model
 
 WIDTH = 64

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import os
 from fractions import Fraction
+from typing import final
 
 import torch
 
-from hpctrain.errors import TopologyError
+from hpctrain.errors import TopologyError, UsageError
 from hpctrain.launch import RankIdentity
+from hpctrain.topology import Axis, ParallelMesh, Topology
 
 
 def check_num_ranks(identity: RankIdentity, *, ranks: int | None) -> None:
@@ -27,3 +29,74 @@ def set_threads(asked: int | None, share: Fraction) -> None:
         torch.set_num_threads(asked)
     elif not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, math.floor(share)))
+
+
+# Which samples a rank computes: its place on the data axis. Nothing here communicates.
+
+
+@final
+class RankAxes:
+    """The axes of a run for one rank. At first all ranks are data parallel."""
+
+    def __init__(self, topology: Topology, *, rank: int) -> None:
+        self._topology = topology
+        self._rank = rank
+        self._mesh: ParallelMesh | None = None
+        self._used = False
+
+    @property
+    def data(self) -> Axis:
+        """The ranks that train on different samples, and this rank's index among them. All ranks, unless the model is
+        split: then the ranks of one tensor group or one pipeline have the same index, and train on the same samples."""
+        if self._mesh is None:
+            return Axis("data", tuple(range(self._topology.num_ranks)), self._rank)
+        return self._mesh.data_axis(self._rank)
+
+    @property
+    def counts_samples(self) -> bool:
+        """True on one rank of each tensor group, and of each pipeline on the one with the last stage, which has the
+        loss: what is summed over samples counts there, and is 0 on the others."""
+        if self._mesh is None:
+            return True
+        pipeline = self._mesh.pipeline_axis(self._rank)
+        return self._mesh.tensor_axis(self._rank).index == 0 and pipeline.index == pipeline.size - 1
+
+    @property
+    def drawing(self) -> Axis:
+        """The ranks that draw different random numbers, for dropout and the like: as `data`, but each stage of a
+        pipeline draws its own."""
+        if self._mesh is None:
+            return self.data
+        stages = [self._mesh.data_axis(rank) for rank in self._mesh.pipeline_axis(self._rank).ranks]
+        ranks = tuple(rank for stage in stages for rank in stage.ranks)
+        return Axis(
+            "drawing", ranks, self._mesh.pipeline_axis(self._rank).index * self.data.size + self.data.index
+        )
+
+    def places(self) -> dict[int, dict[str, int]]:
+        """Returns, by rank, its index on the axes `pipeline` (its stage), `data` and `tensor`; {} if all ranks are data
+        parallel."""
+        return {} if self._mesh is None else self._mesh.places()
+
+    def arrange(self, *, tensor: int = 1, pipeline: int = 1) -> None:
+        """Places the ranks on the axes pipeline, data and tensor. tensor: the ranks of a tensor group. pipeline: the
+        ranks that hold the stages of one copy of the model.
+
+        Raises TopologyError, on every rank, if that does not divide the ranks (tensor: those of each node); UsageError
+        if a loader was made for other axes.
+        """
+        shape = {"tensor": 1, "pipeline": 1} if self._mesh is None else self._mesh.shape
+        if (tensor, pipeline) == (shape["tensor"], shape["pipeline"]):
+            return
+        if self._used:
+            what = f"tensor = {tensor}" if pipeline == 1 else f"pipeline = {pipeline}"
+            raise UsageError(
+                f"{what} changes which ranks train on the same samples, but a loader was made already: call "
+                "session.parallelize before session.loader"
+            )
+        self._mesh = ParallelMesh.plan(self._topology, tensor=tensor, pipeline=pipeline)
+
+    def for_loader(self) -> Axis:
+        """Returns the data axis for a loader, after which it stays as it is."""
+        self._used = True
+        return self.data

@@ -1,4 +1,4 @@
-"""What must not differ between ranks without anyone noticing: variables, packages, kernel and processor."""
+"""What the doctor reads and judges of a host: its environment, cores, clock, and the time of a start."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import os
 import platform
 import re
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.comm import describe_ranks
-from hpctrain.run.doctor.finding import Facts, Finding, warning
-from hpctrain.storage import hash_of
+from hpctrain.comm import Collective, describe_ranks
+from hpctrain.launch import RankCores, core_share, read_cores, seconds_since_start
+from hpctrain.run.doctor.finding import Facts, Finding, ok, warning
+from hpctrain.storage import filesystem_of, hash_of
+
+# What must not differ between ranks without anyone noticing: variables, packages, kernel and processor.
+
 
 # Of launchers only the variables that users set: others name the rank, and differ by design.
 _PREFIXES = (
@@ -87,3 +92,195 @@ def judge_variables(facts_by_rank: Sequence[Facts]) -> list[Finding]:
             )
             findings.append(warning("variables", f"{name} differs between ranks: {shown}", cure))
     return findings
+
+
+# How long Python took to start and to import what a rank needs.
+
+
+# Imports of torch, h5py and MPI take two to five seconds from a local disk.
+_SLOW_SHARED_S = 10.0
+_SLOW_LOCAL_S = 30.0
+
+
+def read_start(*, proc: Path = Path("/proc")) -> dict[str, Any]:
+    """Returns the seconds since this process was started, and the filesystem of its Python environment.
+
+    To be called as soon as the imports are done.
+    """
+    filesystem = filesystem_of(Path(sys.prefix))
+    facts: dict[str, Any] = {"kind": filesystem.kind, "is_shared": filesystem.is_shared, "prefix": sys.prefix}
+    seconds = seconds_since_start(os.environ, proc=proc)
+    if seconds is None:
+        facts["error"] = "the system does not tell when the process was started"
+    else:
+        facts["seconds"] = round(seconds, 2)
+    return facts
+
+
+def judge_start(facts_by_rank: Sequence[Facts]) -> list[Finding]:
+    """Returns the finding about the slowest rank. Entry r of `facts_by_rank` is from rank r. Pure."""
+    seconds = {
+        rank: facts["start"]["seconds"]
+        for rank, facts in enumerate(facts_by_rank)
+        if "seconds" in facts.get("start", {})  # missing in the facts of an older hpctrain
+    }
+    if not seconds:
+        return []
+    rank = max(seconds, key=lambda rank: seconds[rank])
+    start = facts_by_rank[rank]["start"]
+    where = (
+        f", {describe_ranks([rank])} on {facts_by_rank[rank]['host']} the slowest" if len(seconds) > 1 else ""
+    )
+    text = f"{seconds[rank]:.1f} s until everything was imported from {start['kind']}{where}"
+    if start["is_shared"] and seconds[rank] > _SLOW_SHARED_S:
+        remedy = (
+            "`hpctrain stage-environment` packs the environment, to be unpacked on the nodes' own disks; "
+            "ranks that are forked import once on each node (docs/guides/starting.md)"
+        )
+        return [warning("start of Python", text, remedy)]
+    if seconds[rank] > _SLOW_LOCAL_S:
+        remedy = "the node's disk is slow, or its cores are busy with something else: see `top` there"
+        return [warning("start of Python", text, remedy)]
+    return [ok("start of Python", text)]
+
+
+# Cores of a host and the ranks on it: more ranks or threads than cores, and cores that are shared (F8).
+
+
+TOPIC = "cores"
+
+
+def probe_cores(environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, Any]:
+    """Returns the hardware threads and cores that this rank may use, its CPU limit, and the NUMA nodes they are on."""
+    mine = read_cores(root)
+    nodes = {path.name: (path / "cpulist") for path in (root / "sys/devices/system/node").glob("node[0-9]*")}
+    return {
+        "usable": sorted(mine.cpus),
+        "of_machine": os.cpu_count(),
+        "omp_num_threads": environ.get("OMP_NUM_THREADS"),
+        "share": mine.to_json(),
+        "num_numa_nodes": sum(bool(mine.cpus & _cpus(path)) for path in nodes.values()) or 1,
+    }
+
+
+def _cpus(cpulist: Path) -> frozenset[int]:
+    try:
+        spans = [span.partition("-") for span in cpulist.read_text().strip().split(",") if span]
+        return frozenset(cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1))
+    except (OSError, ValueError):
+        return frozenset()
+
+
+def judge_cores(facts_of_host: Sequence[Facts], *, ranks: Sequence[int]) -> Finding:
+    """Returns the finding about the cores of one host. Pure.
+
+    ranks: the ranks on it, in the order of `facts_of_host`.
+    """
+    num_ranks = len(facts_of_host)
+    usable = {cpu for facts in facts_of_host for cpu in facts["cores"]["usable"]}
+    of_machine = max(int(facts["cores"]["of_machine"] or 0) for facts in facts_of_host)
+    threads = [int(facts["torch"].get("threads", 1)) for facts in facts_of_host]
+    thread_text = f"{min(threads)}" if len(set(threads)) == 1 else f"{min(threads)} to {max(threads)}"
+    text = (
+        f"{num_ranks} rank{'s' if num_ranks > 1 else ''} on {len(usable)} core{'s' if len(usable) > 1 else ''}, "
+        f"{thread_text} thread{'s' if thread_text != '1' else ''} each"
+    )
+    if num_ranks > len(usable):
+        cure = "ranks wait for each other's cores: start fewer ranks, or do not use this for measurements"
+        if of_machine > len(usable):
+            cure = (
+                f"the ranks are bound to {len(usable)} of the machine's {of_machine} cores: use mpirun "
+                "--bind-to none, or ask Slurm for more with --cpus-per-task"
+            )
+        return warning(TOPIC, text, cure)
+    crowded = _crowded(facts_of_host, ranks)
+    if crowded:
+        return warning(
+            TOPIC,
+            f"{text}; {describe_ranks(crowded)} share cores while others are free",
+            "bind each rank to cores of its own (mpirun --map-by slot:PE=N --bind-to core, srun --cpu-bind=cores), or "
+            "none (mpirun --bind-to none, srun --cpu-bind=none)",
+        )
+    limit = min((share.limit for share in _shares(facts_of_host) if share.limit is not None), default=None)
+    if limit is not None and sum(threads) > limit:
+        return warning(
+            TOPIC,
+            f"{text}; their control group allows {limit:g} cores' time",
+            "ask for more (Docker and Podman: --cpus, Kubernetes: limits.cpu), or start fewer ranks or threads",
+        )
+    if sum(threads) > len(usable):
+        cure = f"set OMP_NUM_THREADS={max(1, len(usable) // num_ranks)} (`hpctrain launch` does)"
+        return warning(TOPIC, text, cure)
+    numa = max(int(facts["cores"].get("num_numa_nodes", 1)) for facts in facts_of_host)
+    return ok(TOPIC, text + (f", a rank may run on {numa} NUMA nodes" if numa > 1 else ""))
+
+
+def _crowded(facts_of_host: Sequence[Facts], ranks: Sequence[int]) -> list[int]:
+    """Returns the ranks with less than a core each, on a host that has at least a core for every rank."""
+    shares = _shares(facts_of_host)
+    if len(shares) < len(ranks) or len(frozenset().union(*(share.cores for share in shares))) < len(ranks):
+        return []
+    without_limit = [RankCores(host=share.host, cpus=share.cpus, cores=share.cores) for share in shares]
+    return [rank for index, rank in enumerate(ranks) if core_share(without_limit, index) < 1]
+
+
+def _shares(facts_of_host: Sequence[Facts]) -> list[RankCores]:
+    # Missing in the facts of an older hpctrain, which some rank may have.
+    return [
+        RankCores.from_json(facts["cores"]["share"]) for facts in facts_of_host if "share" in facts["cores"]
+    ]
+
+
+# Whether the nodes' clocks agree, from barriers: no rank leaves one before every rank has entered it.
+
+
+_ROUNDS = 8
+_MAX_SKEW_S = 1.0
+
+
+def sample_clock(comm: Collective) -> list[tuple[float, float]]:
+    """Returns this node's time right before and right after each of several barriers, in seconds. Collective."""
+    samples = []
+    for _ in range(_ROUNDS):
+        before_s = time.time()
+        comm.barrier()
+        samples.append((before_s, time.time()))
+    return samples
+
+
+def skew_bounds(
+    mine: Sequence[tuple[float, float]], reference: Sequence[tuple[float, float]]
+) -> tuple[float, float]:
+    """Returns the least and the greatest possible lead of this clock over the reference's, in seconds. Pure.
+
+    In true time every rank leaves a barrier after every rank has entered it, so my entry, less my lead, is not after
+    the other's exit; and the other way round.
+    """
+    least = max(before - other_after for (before, _), (_, other_after) in zip(mine, reference, strict=True))
+    greatest = min(
+        after - other_before for (_, after), (other_before, _) in zip(mine, reference, strict=True)
+    )
+    return least, greatest
+
+
+def judge_clocks(facts_by_rank: Sequence[Facts]) -> list[Finding]:
+    """Returns the finding about the clocks of the hosts, compared with that of rank 0's host. Pure."""
+    samples = {facts["host"]: facts["clock"] for facts in reversed(facts_by_rank) if facts.get("clock")}
+    reference = facts_by_rank[0]["host"]
+    if len(samples) < 2 or reference not in samples:
+        return []
+    bounds = {
+        host: skew_bounds(mine, samples[reference]) for host, mine in samples.items() if host != reference
+    }
+    leads = {host: least if least > 0 else min(greatest, 0.0) for host, (least, greatest) in bounds.items()}
+    wrong = {host: lead for host, lead in leads.items() if abs(lead) > _MAX_SKEW_S}
+    if not wrong:
+        spread_s = max(max(abs(least), abs(greatest)) for least, greatest in bounds.values())
+        return [ok("clocks", f"those of {len(samples)} hosts agree within {spread_s:.3f} s")]
+    named = [
+        f"{host} {abs(lead):.1f} s {'ahead' if lead > 0 else 'behind'}"
+        for host, lead in sorted(wrong.items())
+    ]
+    shown = ", ".join(named[:4]) + (", ..." if len(named) > 4 else "")
+    cure = "the site must run chrony or ntpd there: times in records and logs, and Slurm's credentials, are compared"
+    return [warning("clocks", f"compared with {reference}: {shown}", cure)]

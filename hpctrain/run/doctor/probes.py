@@ -22,12 +22,9 @@ from hpctrain.launch import (
     read_surroundings,
     why_not_alone,
 )
-from hpctrain.run.doctor.cores import probe_cores
-from hpctrain.run.doctor.environment import read_environment
-from hpctrain.run.doctor.limits import read_limits
-from hpctrain.run.doctor.network import read_network
+from hpctrain.run.doctor.environment import probe_cores, read_environment, read_start
+from hpctrain.run.doctor.network import read_limits, read_network
 from hpctrain.run.doctor.run_directory import read_run_directory
-from hpctrain.run.doctor.start_time import read_start
 from hpctrain.version import __version__
 
 

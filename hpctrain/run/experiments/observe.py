@@ -13,30 +13,37 @@ import torch
 from hpctrain.comm import all_gather_json
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.run.experiments.causes.decide import cause_of_error
-from hpctrain.run.experiments.causes.drift import find_drift, schedulers_apart
 from hpctrain.run.experiments.causes.findings import Cause
-from hpctrain.run.experiments.causes.observations import Observations, Resumptions
-from hpctrain.run.experiments.measuring.compare import (
-    Comparison,
-    Residual,
-    collinearity,
-    compare,
-    merge,
-    with_losses,
+from hpctrain.run.experiments.causes.observations import (
+    Observations,
+    Resumptions,
+    find_drift,
+    schedulers_apart,
 )
-from hpctrain.run.experiments.measuring.evaluation import metrics_apart, probe_evaluation
-from hpctrain.run.experiments.measuring.not_finite import first_not_finite, probe_not_finite
 from hpctrain.run.experiments.measuring.own_state import OwnState
 from hpctrain.run.experiments.measuring.probes import (
     EvaluationFacts,
     LossFacts,
     LowPrecision,
     find_low_precision,
+    first_not_finite,
+    metrics_apart,
+    probe_evaluation,
     probe_loss,
+    probe_not_finite,
     unchanged,
 )
 from hpctrain.run.experiments.measuring.samples import SampleFacts
-from hpctrain.run.experiments.measuring.trace import Failure, RunTrace
+from hpctrain.run.experiments.measuring.trace import (
+    Comparison,
+    Failure,
+    Residual,
+    RunTrace,
+    collinearity,
+    compare,
+    merge,
+    with_losses,
+)
 from hpctrain.run.experiments.sample_pass import pass_over_samples
 from hpctrain.run.experiments.subject import Subject, Trial
 from hpctrain.run.experiments.trials import Conditions, Ran, Trials

@@ -18,13 +18,12 @@ from hpctrain.data import Batch
 from hpctrain.distributed import is_sharded, pipeline_of, split_of
 from hpctrain.errors import UsageError
 from hpctrain.run.experiments.causes.decide import decide
-from hpctrain.run.experiments.causes.report import CheckReport
+from hpctrain.run.experiments.causes.findings import CheckReport
 from hpctrain.run.experiments.measuring.own_state import variables_of_module
 from hpctrain.run.experiments.measuring.samples import as_fields, row_hashes, rows_not_finite
 from hpctrain.run.experiments.observe import Experiments
-from hpctrain.run.experiments.scratch import scratch_folder
-from hpctrain.run.experiments.sessions import sum_exactly
-from hpctrain.run.experiments.subject import Rows, Setting
+from hpctrain.run.experiments.subject import Rows, Setting, scratch_folder
+from hpctrain.run.experiments.trials import sum_exactly
 from hpctrain.topology import Axis
 from hpctrain.train import Stateful, check_also, seed_generators
 

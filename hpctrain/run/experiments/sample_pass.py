@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from hpctrain.comm import all_gather_json
-from hpctrain.run.experiments.measuring.randomness import GeneratorWatch
+from hpctrain.run.experiments.measuring.own_state import GeneratorWatch
 from hpctrain.run.experiments.measuring.samples import SampleFacts, repeats, repeats_beyond
 from hpctrain.run.experiments.measuring.trace import RunTrace
 from hpctrain.run.experiments.subject import Rows, Trial

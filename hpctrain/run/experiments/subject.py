@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from hpctrain.comm import Collective, make_shared_folder, on_rank_0
 from hpctrain.reduce import DistributedOptimizer
 from hpctrain.topology import Axis
 from hpctrain.train import Stateful
@@ -115,3 +119,19 @@ class Subject(Protocol):
 
     def variables(self) -> Mapping[str, Any]:
         """Returns the variables of the user's modules, by name, which a new process would begin with anew."""
+
+
+# A folder for the checkpoints of a check, removed afterwards.
+
+
+@contextmanager
+def scratch_folder(parent: Path, *, comm: Collective) -> Iterator[Path]:
+    """Makes a folder in `parent`, which all nodes see, and removes it after the block. Collective."""
+    made = on_rank_0(comm, lambda: tempfile.mkdtemp(prefix=".hpctrain-check-", dir=parent))
+    folder = Path(made)
+    make_shared_folder(folder, comm=comm)
+    try:
+        yield folder
+    finally:
+        if comm.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -18,8 +18,7 @@ from hpctrain.run.memory.layouts import (
     pipeline_sizes,
     tensor_sizes,
 )
-from hpctrain.run.memory.rank_groups import RankGroups
-from hpctrain.run.memory.sizes import StageSizes
+from hpctrain.run.memory.sizes import RankGroups, StageSizes
 from hpctrain.run.recipe.load import parse_recipe
 from hpctrain.run.recipe.parallel_schema import check_enough_samples
 from hpctrain.run.recipe.schema import Recipe, ReductionSection

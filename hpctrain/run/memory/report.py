@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.distributed import ParallelPlan
-from hpctrain.run.memory.calculate import MemoryPlan
-from hpctrain.run.memory.choice import (
+from hpctrain.run.memory.calculate import (
     Fit,
+    MemoryPlan,
     Way,
     best_of_families,
     cost_of,

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from hpctrain.distributed import Checkpointing, ParallelPlan, Schedule, Shard, TensorPlan, Within
 from hpctrain.errors import UsageError
 from hpctrain.reduce import SHARDED_ALGORITHMS, SHARDED_WIRES
-from hpctrain.run.recipe.section import Section
+from hpctrain.run.recipe.sections import Section
 
 
 class ParallelSection(Section):

@@ -10,15 +10,17 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from hpctrain.run.compute.device_names import DEVICE_NAMES
-from hpctrain.run.recipe.checkpoint_schema import CheckpointSection
-from hpctrain.run.recipe.guards_schema import GuardsSection
-from hpctrain.run.recipe.limits_schema import LimitsSection
 from hpctrain.run.recipe.parallel_schema import ParallelSection, check_enough_samples, check_parallel
-from hpctrain.run.recipe.section import Section
+from hpctrain.run.recipe.sections import (
+    CheckpointSection,
+    GuardsSection,
+    LimitsSection,
+    Section,
+    StopSection,
+    StragglersSection,
+    TelemetrySection,
+)
 from hpctrain.run.recipe.slurm_schema import SlurmSection
-from hpctrain.run.recipe.stop_schema import StopSection
-from hpctrain.run.recipe.stragglers_schema import StragglersSection
-from hpctrain.run.recipe.telemetry_schema import TelemetrySection
 
 
 class RunSection(Section):

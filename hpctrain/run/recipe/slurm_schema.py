@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from hpctrain.run.recipe.section import Section
+from hpctrain.run.recipe.sections import Section
 
 # Options of sbatch that have a key of their own here; `options` may not set them a second time.
 KEY_OF_OPTION = {

@@ -10,7 +10,7 @@ from torch.torch_version import TorchVersion
 from hpctrain.distributed.fully_sharded import check_shardable
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.run import init
-from hpctrain.run.torch_distributed.initialize import init_process_group
+from hpctrain.run.torch_distributed import init_process_group
 
 
 def test_a_pytorch_that_is_too_old_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 
 from hpctrain.comm import run_threads
-from hpctrain.run.doctor.clock import judge_clocks, sample_clock, skew_bounds
-from hpctrain.run.doctor.cores import probe_cores
-from hpctrain.run.doctor.environment import judge_variables, read_environment
+from hpctrain.run.doctor.environment import (
+    judge_clocks,
+    judge_start,
+    judge_variables,
+    probe_cores,
+    read_environment,
+    read_start,
+    sample_clock,
+    skew_bounds,
+)
 from hpctrain.run.doctor.finding import Finding, Severity, size_text
-from hpctrain.run.doctor.limits import judge_limits, read_limits
+from hpctrain.run.doctor.network import judge_limits, read_limits
 from hpctrain.run.doctor.run_directory import (
     judge_run_directory,
     judge_visibility,
@@ -22,7 +29,6 @@ from hpctrain.run.doctor.run_directory import (
     stripe_count,
 )
 from hpctrain.run.doctor.slurm_settings import ask_slurm, judge_slurm, read_config, read_pairs
-from hpctrain.run.doctor.start_time import judge_start, read_start
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "slurm"
 PORT = {"device": "mlx5_0", "port": "1", "active": True, "layer": "InfiniBand", "rate": "200 Gb/sec"}

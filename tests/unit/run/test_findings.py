@@ -12,8 +12,7 @@ import pytest
 
 from hpctrain.launch import RankCores
 from hpctrain.run.doctor.finding import Finding, Severity, worst_severity
-from hpctrain.run.doctor.findings import judge_rank
-from hpctrain.run.doctor.merge_findings import merge_findings
+from hpctrain.run.doctor.merge_findings import judge_rank, merge_findings
 from hpctrain.run.doctor.probes import identity_of, inspect_rank
 
 MPIRUN = {

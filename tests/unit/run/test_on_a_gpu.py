@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.checkpoint import HostBuffers
 from hpctrain.errors import RecipeError
-from hpctrain.run.compute.precision import autocast_for
+from hpctrain.run.compute.device import autocast_for
 
 
 class Runtime:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from hpctrain.comm import SerialWorld
 from hpctrain.errors import RecipeError
-from hpctrain.run.optimizers import build_decay, build_optimizer, check_recipe_optimizer
+from hpctrain.run.build import build_decay, build_optimizer, check_recipe_optimizer
 from hpctrain.run.recipe.parallel_schema import ParallelSection
 from hpctrain.run.recipe.schema import OptimizerSection
 from hpctrain.train import Position, Schedule
@@ -83,7 +83,7 @@ def test_lamb_scales_each_layer_by_its_norms() -> None:
 
 @pytest.mark.parametrize("name", ["lars", "lamb"])
 def test_a_release_that_steps_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("hpctrain.run.optimizers.version", lambda _: "3.10.1")
+    monkeypatch.setattr("hpctrain.run.build.version", lambda _: "3.10.1")
     with pytest.raises(RecipeError, match=rf"{name} needs pytorch-optimizer 3.11 or newer, this is 3.10.1"):
         build_optimizer(a_model(), OptimizerSection(name=name))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import TopologyError, UsageError
-from hpctrain.run.compute.rank_axes import RankAxes
+from hpctrain.run.compute.ranks import RankAxes
 from hpctrain.topology import ParallelMesh, Topology
 
 # Ranks of a node are not consecutive.

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpctrain.errors import BackwardRanTwice, GradientsInUse
-from hpctrain.run.experiments.causes.decide_data import data_findings
-from hpctrain.run.experiments.causes.decide_division import accumulation, division_findings
-from hpctrain.run.experiments.causes.decide_resumed import resumption_findings
+from hpctrain.run.experiments.causes.decide_parts import (
+    accumulation,
+    data_findings,
+    division_findings,
+    resumption_findings,
+)
 from hpctrain.run.experiments.causes.findings import Cause, Finding, describe, in_percent_or_power, seen
 from hpctrain.run.experiments.causes.observations import Drift, Observations
 

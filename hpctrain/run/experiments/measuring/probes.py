@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpctrain.run.experiments.measuring.own_state import OwnState
-from hpctrain.run.experiments.measuring.randomness import NoDropout
+from hpctrain.run.experiments.measuring.own_state import GeneratorWatch, NoDropout, OwnState
+from hpctrain.run.experiments.measuring.trace import RunTrace, StepTrace, keep
 from hpctrain.run.experiments.subject import Trial
 from hpctrain.train import capture_generators, restore_generators
 
@@ -348,3 +350,141 @@ class EvaluationFacts:
     draws: Sequence[str] = ()
     changed: Sequence[str] = ()
     modes: Sequence[str] = ()
+
+
+# Evaluates a trial twice and watches what that does.
+
+
+def probe_evaluation(trial: Trial, *, tolerance: float) -> EvaluationFacts | None:
+    """Evaluates twice, from the same parameters but other states of the generators. Collective. None without one."""
+    model, training = trial.model, dict[str, str]()
+
+    def entered(module: torch.nn.Module, *_: object) -> None:
+        if module.training:
+            training.setdefault(names[module], type(module).__name__)
+
+    draws: set[str] = set()
+    names = {module: name or "the model" for name, module in model.named_modules()}
+    with unchanged(trial):
+        before, modes = _state(model), [module.training for module in model.modules()]
+        handles: list[Any] = [module.register_forward_pre_hook(entered) for module in model.modules()]
+        watch = _Draws(trial, draws)
+        handles += [model.register_forward_pre_hook(watch.begin), model.register_forward_hook(watch.end)]
+        try:
+            first = trial.evaluate()
+            if first is None:
+                return None
+            after, now = _state(model), [module.training for module in model.modules()]
+            torch.rand(3), np.random.rand(3), random.random()
+            second = trial.evaluate() or {}
+        finally:
+            for handle in handles:
+                handle.remove()
+    differs = metrics_apart(first, second, tolerance=tolerance)
+    moved = [names[module] for module, a, b in zip(model.modules(), modes, now, strict=True) if a != b]
+    return EvaluationFacts(
+        metrics=dict(first), differs=differs, training=tuple(training.items()), draws=sorted(draws),
+        changed=[name for name, value in after.items() if before[name] != value], modes=moved,
+    )  # fmt: skip
+
+
+def metrics_apart(
+    reference: Mapping[str, float], other: Mapping[str, float], *, tolerance: float
+) -> dict[str, float]:
+    """Returns the metrics of `reference` that `other` lacks or has otherwise, with the relative difference; infinite
+    where one of the two is not finite."""
+    apart = {}
+    for name, value in reference.items():
+        found = other.get(name)
+        if found is not None and (value == found or (math.isnan(value) and math.isnan(found))):
+            continue
+        relative = math.inf
+        if found is not None and math.isfinite(value) and math.isfinite(found):
+            relative = abs(value - found) / max(abs(value), abs(found))
+        if relative > tolerance:
+            apart[name] = relative
+    return apart
+
+
+def _state(model: torch.nn.Module) -> dict[str, int]:
+    return dict(keep([*model.named_parameters(), *model.named_buffers()]).hashes)
+
+
+class _Draws:
+    """Collects the generators that the model's forward uses."""
+
+    def __init__(self, trial: Trial, found: set[str]) -> None:
+        self._device = trial.session.device
+        self._found = found
+        self._watch: GeneratorWatch | None = None
+
+    def begin(self, *_: object) -> None:
+        self._watch = GeneratorWatch(self._device).__enter__()
+
+    def end(self, *_: object) -> None:
+        if self._watch is not None:
+            self._watch.__exit__()
+            self._found |= self._watch.used
+
+
+# Where NaN or infinities come from: in what was recorded of a trial, and in the modules of a model.
+
+
+_SHOWN = 5
+
+
+def first_not_finite(trace: RunTrace) -> list[str]:
+    """Returns what is not finite in the first step that has such a thing, in the order in which a step computes it:
+    a line each for samples, loss, gradients and buffers. Before the first step: the parameters. [] if all is finite."""
+    name = _first(trace.initial.values)
+    if name is not None:
+        return [f"parameter {name} is not finite before the first step"]
+    for number, step in enumerate(trace.steps, start=1):
+        found = [f"step {number}: {text} is not finite" for text in _of_step(step)]
+        if found:
+            return found
+    return []
+
+
+def _of_step(step: StepTrace) -> list[str]:
+    found = []
+    fields: dict[str, list[int]] = {}
+    for row, name in step.rows.not_finite:
+        fields.setdefault(name, []).append(row)
+    numbered = "samples" if step.rows.indices is not None else "rows"
+    for name, rows in fields.items():
+        found.append(f"field {name} in {_listed(numbered, sorted(rows))}")
+    if not math.isfinite(step.loss):
+        found.append(f"the loss ({step.loss})")
+    gradient = _first(step.own_gradients)
+    if gradient is not None:
+        found.append(f"the gradient of {gradient}, the first that backward computes so,")
+    buffer = _first(step.buffers.values)
+    if buffer is not None:
+        found.append(f"buffer {buffer}")
+    return found
+
+
+def _listed(what: str, rows: list[int]) -> str:
+    more = f" and {len(rows) - _SHOWN} more between {rows[0]} and {rows[-1]}" if len(rows) > _SHOWN else ""
+    return f"{what} {', '.join(map(str, rows[:_SHOWN]))}{more}"
+
+
+def _first(values: Mapping[str, torch.Tensor]) -> str | None:
+    return next((name for name, t in values.items() if not bool(t.isfinite().all())), None)
+
+
+def probe_not_finite(trial: Trial, batch: object) -> str | None:
+    """Computes the loss of `batch`, which is finite, and says where that first is not; None if it is finite all over.
+
+    Not collective on one rank. Nothing of the trial changes.
+    """
+    with unchanged(trial), NoDropout(), ModuleOutputs(trial.model) as outputs:
+        loss, _ = trial.loss(batch)
+    for name, inputs, values in outputs.seen:
+        if all(bool(t.isfinite().all()) for t in inputs) and not all(
+            bool(t.isfinite().all()) for t in values
+        ):
+            kind = type(trial.model.get_submodule(name)).__name__
+            return f"{name or 'the model'} ({kind}) returns values that are not finite, for finite inputs"
+    return None if math.isfinite(loss) else f"the loss ({loss}) of finite outputs of the model is not finite"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 import xxhash
 
-from hpctrain.run.experiments.measuring.randomness import GeneratorWatch
+from hpctrain.run.experiments.measuring.own_state import GeneratorWatch
 from hpctrain.run.experiments.subject import Rows, Trial
 
 # Elements of a tensor that are kept for comparison, evenly spaced; hashes are of all.
@@ -181,3 +182,282 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     return value if isinstance(value, int | float | str | bool) or value is None else type(value).__name__
+
+
+# Compares two traces of a training. Pure.
+
+
+# In the order in which a step computes them.
+KINDS = ("initial", "samples", "loss", "gradient", "option", "parameter", "buffer")
+# A gradient below this share of the largest one is mostly rounding; optimizers like Adam enlarge what it holds.
+_NOISE = 1e-5
+# Running statistics follow what it holds: such as the bias of a convolution before a batch norm, whose gradient is 0.
+_NOISE_ALLOWED = 1e-7
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """The first difference of a kind. step: from 1; 0: before the first. relative: to the largest value of the tensor
+    (of a gradient: of all gradients). worst: the largest relative difference in any step."""
+
+    kind: str
+    step: int
+    tensor: str
+    relative: float
+    absolute: float
+    worst: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Of a trial with the one that it should equal. worst: the largest relative difference, also below the tolerance.
+
+    factor: what all gradients of the first step are multiplied by, against the reference; None if by no one number.
+    failure: text of the error that ended the trial. steps: that the trial made. applied: those in which it called the
+    optimizer; expected: those of the same steps in which the reference did.
+    """
+
+    first: Mapping[str, Difference]
+    worst: float
+    factor: float | None = None
+    failure: str | None = None
+    failed_step: int = 0
+    steps: int = 0
+    applied: int = 0
+    expected: int = 0
+
+    @property
+    def equal(self) -> bool:
+        return not self.first and self.failure is None
+
+    @property
+    def earliest(self) -> Difference | None:
+        """The first difference: of the earliest step, and there of what is computed first."""
+        found = sorted(self.first.values(), key=lambda d: (d.step, KINDS.index(d.kind)))
+        return found[0] if found else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "equal": self.equal}
+
+    @classmethod
+    def of_json(cls, value: Mapping[str, Any]) -> Comparison:
+        first = {kind: Difference(**found) for kind, found in value["first"].items()}
+        return cls(
+            first=first, worst=value["worst"], factor=value["factor"], failure=value["failure"],
+            failed_step=value["failed_step"], steps=value["steps"], applied=value["applied"],
+            expected=value["expected"],
+        )  # fmt: skip
+
+
+class _Found:
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = tolerance
+        self.first: dict[str, Difference] = {}
+        self.worst = 0.0
+
+    def add(self, kind: str, step: int, tensor: str, *, absolute: float, scale: float) -> None:
+        if math.isnan(absolute):
+            absolute = math.inf
+        relative = 0.0 if absolute == 0 else absolute / scale if scale > 0 else math.inf
+        self.worst = max(self.worst, relative)
+        if relative <= self.tolerance:
+            return
+        known = self.first.get(kind)
+        if known is None or (known.step == step and relative > known.relative):
+            worst = max(relative, known.worst if known else 0.0)
+            self.first[kind] = Difference(
+                kind=kind, step=step, tensor=tensor, relative=relative, absolute=absolute, worst=worst
+            )
+        elif relative > known.worst:
+            self.first[kind] = Difference(**{**asdict(known), "worst": relative})
+
+
+def compare(
+    reference: RunTrace, other: RunTrace, *, tolerance: float, samples: bool = True, from_step: int = 1
+) -> Comparison:
+    """Compares on one rank. tolerance: relative. samples: whether both should see the same rows. from_step: the step
+    of `reference` that is the first one of `other`."""
+    found = _Found(tolerance)
+    if from_step == 1:
+        _compare_kept(found, "initial", 0, reference.initial, other.initial)
+    noisy: dict[str, torch.Tensor] = {}
+    factor, excused = None, False
+    for number, mine in enumerate(other.steps, start=from_step):
+        if number > len(reference.steps):
+            break
+        theirs = reference.steps[number - 1]
+        if samples and theirs.rows.names() != mine.rows.names():
+            found.add("samples", number, "the samples", absolute=1.0, scale=1.0)
+        found.add(
+            "loss",
+            number,
+            "the loss",
+            absolute=_distance(theirs.loss, mine.loss),
+            scale=abs(theirs.loss) or 1.0,
+        )
+        if theirs.gradients is not None and mine.gradients is not None:
+            _compare_gradients(found, number, theirs.gradients, mine.gradients, noisy)
+            if number == from_step:
+                factor = factor_between(theirs.gradients.values, mine.gradients.values)
+        elif (theirs.gradients is None) != (mine.gradients is None):
+            found.add(
+                "gradient", number, "all (the step is skipped in one of the two)", absolute=1.0, scale=1.0
+            )
+        _compare_options(found, number, theirs.options, mine.options)
+        excused |= _compare_kept(found, "parameter", number, theirs.parameters, mine.parameters, noisy)
+        allowed = _NOISE_ALLOWED if excused else 0.0
+        _compare_kept(found, "buffer", number, theirs.buffers, mine.buffers, allowed=allowed)
+    failure = other.failure if reference.failure is None else None
+    same_steps = reference.steps[from_step - 1 : from_step - 1 + len(other.steps)]
+    return Comparison(
+        steps=len(other.steps), applied=sum(step.applied for step in other.steps),
+        expected=sum(step.applied for step in same_steps),
+        first=found.first, worst=found.worst, factor=factor,
+        failure=f"{failure.kind}: {failure.text}" if failure else None, failed_step=failure.step if failure else 0,
+    )  # fmt: skip
+
+
+def _distance(a: float, b: float) -> float:
+    return 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else abs(a - b)
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Returns |a - b|, 0 where both are the same NaN or infinity."""
+    same = (a == b) | (a.isnan() & b.isnan())
+    return torch.where(same, torch.zeros_like(a), (a - b).abs())
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _compare_kept(
+    found: _Found,
+    kind: str,
+    step: int,
+    reference: Kept,
+    other: Kept,
+    noisy: Mapping[str, torch.Tensor] | None = None,
+    *,
+    allowed: float = 0.0,
+) -> bool:
+    """noisy: where `_NOISE_ALLOWED` is allowed. allowed: relative, everywhere. Returns whether noise was excused."""
+    excused = False
+    least = 1e-3 * max((_largest(t) for t in reference.values.values()), default=0.0)
+    for name, mine in other.values.items():
+        theirs = reference.values.get(name)
+        if theirs is None or theirs.shape != mine.shape or reference.hashes[name] == other.hashes[name]:
+            continue
+        apart, scale = _apart(theirs, mine), max(_largest(theirs), least) or 1.0
+        noise = (noisy or {}).get(name)
+        if noise is not None and noise.shape == apart.shape:
+            small = noise & (apart <= _NOISE_ALLOWED * scale)
+            excused |= bool((small & (apart > 0)).any())
+            apart = torch.where(small, torch.zeros_like(apart), apart)
+        apart = torch.where(apart <= allowed * scale, torch.zeros_like(apart), apart)
+        found.add(kind, step, name, absolute=float(apart.max()) if apart.numel() else 0.0, scale=scale)
+    return excused
+
+
+def _compare_gradients(
+    found: _Found, step: int, reference: Kept, other: Kept, noisy: dict[str, torch.Tensor]
+) -> None:
+    scale = max((_largest(t) for t in reference.values.values()), default=0.0)
+    for name, theirs in reference.values.items():
+        small = theirs.abs() < _NOISE * scale
+        noisy[name] = small | noisy[name] if name in noisy else small
+        mine = other.values.get(name)
+        if mine is not None and mine.shape == theirs.shape and reference.hashes[name] != other.hashes[name]:
+            apart = _apart(theirs, mine)
+            found.add(
+                "gradient",
+                step,
+                name,
+                absolute=float(apart.max()) if apart.numel() else 0.0,
+                scale=scale or 1.0,
+            )
+
+
+def _compare_options(
+    found: _Found, step: int, reference: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]
+) -> None:
+    """Compares the options of the optimizer's groups, where both runs called it."""
+    for theirs, mine in zip(reference, other, strict=False):
+        for name, value in theirs.items():
+            now = mine.get(name)
+            if now == value:
+                continue
+            is_number = isinstance(value, int | float) and isinstance(now, int | float)
+            absolute, scale = (abs(value - now), abs(value) or 1.0) if is_number else (1.0, 1.0)
+            found.add("option", step, f"{name} ({now} instead of {value})", absolute=absolute, scale=scale)
+
+
+def factor_between(
+    reference: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], *, accuracy: float = 1e-9
+) -> float | None:
+    """Returns c if `other` is c times `reference` within `accuracy` of the norm, over all tensors; else None."""
+    residual = collinearity(reference, other)
+    return residual.factor if residual is not None and residual.relative <= accuracy else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Residual:
+    """Of `other` as a multiple of a reference: the best factor, and the norm of the rest relative to `other`'s.
+
+    tensor: the one that differs most."""
+
+    factor: float
+    relative: float
+    tensor: str
+
+
+def collinearity(reference: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Residual | None:
+    """Returns how far `other` is from a multiple of `reference`; None if there is nothing to compare."""
+    names = [n for n, t in reference.items() if n in other and other[n].shape == t.shape]
+    square = sum(float((reference[n] * reference[n]).sum()) for n in names)
+    norm = math.sqrt(sum(float((other[n] * other[n]).sum()) for n in names))
+    if not square > 0 or not norm > 0 or not math.isfinite(square + norm):
+        return None
+    factor = sum(float((reference[n] * other[n]).sum()) for n in names) / square
+    rests = {n: float((other[n] - factor * reference[n]).norm()) for n in names}
+    worst = max(rests, key=lambda n: rests[n])
+    return Residual(
+        factor=factor, relative=math.sqrt(sum(r * r for r in rests.values())) / norm, tensor=worst
+    )
+
+
+def merge(by_rank: Sequence[Comparison]) -> Comparison:
+    """Returns the comparison over all ranks: of each kind the earliest difference, and the largest values."""
+    first: dict[str, Difference] = {}
+    for found in by_rank:
+        for kind, difference in found.first.items():
+            known = first.get(kind)
+            if known is None:
+                first[kind] = difference
+                continue
+            chosen = min((known, difference), key=lambda d: (d.step, -d.relative))
+            worst = max(known.worst, difference.worst)
+            first[kind] = Difference(**{**asdict(chosen), "worst": worst})
+    failed = next((found for found in by_rank if found.failure is not None), None)
+    factors = {found.factor for found in by_rank}
+    return Comparison(
+        first=first, worst=max(found.worst for found in by_rank), steps=max(found.steps for found in by_rank),
+        applied=max(found.applied for found in by_rank), expected=max(found.expected for found in by_rank),
+        factor=by_rank[0].factor if None not in factors else None,
+        failure=failed.failure if failed else None, failed_step=failed.failed_step if failed else 0,
+    )  # fmt: skip
+
+
+def over_ranks(losses: Sequence[float]) -> float:
+    """Returns the loss of a step over all ranks, from their shares of it."""
+    return math.fsum(losses)
+
+
+def with_losses(trace: RunTrace, losses: Sequence[float]) -> RunTrace:
+    """Returns the trace with the losses over all ranks."""
+
+    steps: list[StepTrace] = [
+        replace(step, loss=loss) for step, loss in zip(trace.steps, losses, strict=True)
+    ]
+    return RunTrace(initial=trace.initial, steps=steps, failure=trace.failure)

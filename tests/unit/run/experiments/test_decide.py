@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.run.experiments.causes.decide import decide
-from hpctrain.run.experiments.causes.findings import Cause
+from hpctrain.run.experiments.causes.findings import Cause, CheckReport
 from hpctrain.run.experiments.causes.observations import EQUAL, Drift, Observations, Resumptions
-from hpctrain.run.experiments.causes.report import CheckReport
-from hpctrain.run.experiments.measuring.compare import Comparison, Difference, Residual
 from hpctrain.run.experiments.measuring.probes import EvaluationFacts, LossFacts, LowPrecision
 from hpctrain.run.experiments.measuring.samples import SampleFacts
+from hpctrain.run.experiments.measuring.trace import Comparison, Difference, Residual
 
 SOUND = Observations(
     num_ranks=2, steps=4, tolerance=1e-12, double=True, asks_double=False, micro=EQUAL, resumed=Resumptions(),

@@ -14,13 +14,23 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from hpctrain.run.experiments.causes.drift import find_drift
-from hpctrain.run.experiments.measuring.compare import collinearity, compare, factor_between
-from hpctrain.run.experiments.measuring.own_state import OwnState, variables_of_module
+from hpctrain.run.experiments.causes.observations import find_drift
+from hpctrain.run.experiments.measuring.own_state import (
+    GeneratorWatch,
+    NoDropout,
+    OwnState,
+    variables_of_module,
+)
 from hpctrain.run.experiments.measuring.probes import _is_sum_of_two_means
-from hpctrain.run.experiments.measuring.randomness import GeneratorWatch, NoDropout
 from hpctrain.run.experiments.measuring.samples import as_fields, repeats_beyond, row_hashes, rows_not_finite
-from hpctrain.run.experiments.measuring.trace import RunTrace, StepTrace, keep
+from hpctrain.run.experiments.measuring.trace import (
+    RunTrace,
+    StepTrace,
+    collinearity,
+    compare,
+    factor_between,
+    keep,
+)
 from hpctrain.run.experiments.own_loop import _is_shuffled
 from hpctrain.run.experiments.subject import Rows
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpctrain.distributed import ParallelPlan
-from hpctrain.run.memory.choice import (
+from hpctrain.run.memory.calculate import (
     Way,
     best_of_families,
     cost_of,

@@ -9,9 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.run.memory.measuring.activations import LiveBytes, measure_activations, most_bytes
-from hpctrain.run.memory.measuring.layer_parts import counted_messages, leave_one_part, split_dimensions
-from hpctrain.run.memory.measuring.model import META, count_model, optimizer_state
+from hpctrain.run.memory.forward_backward import (
+    LiveBytes,
+    counted_messages,
+    leave_one_part,
+    measure_activations,
+    most_bytes,
+    split_dimensions,
+)
+from hpctrain.run.memory.measured_model import META, count_model, optimizer_state
 from hpctrain.run.memory.sizes import TensorMessages
 from hpctrain.run.recipe.schema import OptimizerSection
 from tests.unit.run.memory.measured_task import WIDTH, Block, Splittable, Task, batch_of, runner_of

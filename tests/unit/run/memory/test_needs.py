@@ -12,7 +12,6 @@ from hpctrain.distributed import ParallelPlan
 from hpctrain.reduce import Algorithm, ReductionNeeds, gathered_in_a_ring
 from hpctrain.run.memory.layouts import name_of, ways_to_split
 from hpctrain.run.memory.needs import Needs, needs_of
-from hpctrain.run.memory.rank_groups import RankGroups
 from hpctrain.run.memory.sizes import (
     Activations,
     LayerActivations,
@@ -21,6 +20,7 @@ from hpctrain.run.memory.sizes import (
     MeasuredPart,
     ModelSizes,
     ParameterSize,
+    RankGroups,
     RunSizes,
     StageSizes,
     TensorMessages,

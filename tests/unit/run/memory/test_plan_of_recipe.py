@@ -17,9 +17,8 @@ from hpctrain.data import pack_arrays
 from hpctrain.distributed import ParallelPlan
 from hpctrain.errors import RecipeError
 from hpctrain.run import memory_document, memory_lines, memory_table, parse_recipe, plan_memory
-from hpctrain.run.memory.choice import Fit
-from hpctrain.run.memory.measuring.activations import LiveBytes, most_bytes
-from hpctrain.run.memory.measuring.layer_parts import counted_messages, leave_one_part
+from hpctrain.run.memory.calculate import Fit
+from hpctrain.run.memory.forward_backward import LiveBytes, counted_messages, leave_one_part, most_bytes
 from hpctrain.run.memory.sizes import TensorMessages
 from hpctrain.topology import ParallelMesh, Topology
 from hpctrain.train.task.task import Fields

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.run.metrics_out.history import (
+from hpctrain.run.metrics_out import (
     figures_of_starts,
     read_figures_of_starts,
     what_the_last_start_left,

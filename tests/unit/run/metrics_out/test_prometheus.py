@@ -22,8 +22,8 @@ from pydantic import ValidationError
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.errors import RecipeError
-from hpctrain.run.metrics_out.open_sinks import run_id
-from hpctrain.run.recipe.telemetry_schema import TelemetrySection
+from hpctrain.run.metrics_out import run_id
+from hpctrain.run.recipe.sections import TelemetrySection
 from hpctrain.telemetry import METRICS, read_records
 from tests.unit.run.training_cases import Task, run
 

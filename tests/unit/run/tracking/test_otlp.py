@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import RecipeError
-from hpctrain.run.metrics_out import open_sinks
+from hpctrain.run import metrics_out as open_sinks
 from hpctrain.telemetry import METRICS, MetricType
 from tests.unit.run.tracking.collector import Collector
 from tests.unit.run.tracking.records_by_step import newest

@@ -1,20 +1,26 @@
-"""Counts a model's parameters, buffers and optimizer state, on the meta device, where tensors have no memory."""
+"""Counts a model's parameters and state, and reads the first samples of its training data."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from hpctrain.data import Batch, Dataset, Loader, Sequential
 from hpctrain.distributed import TensorPlan, repeated_blocks
 from hpctrain.errors import HpctrainError
-from hpctrain.run.build import build_model
-from hpctrain.run.memory.measuring.layer_parts import split_dimensions
-from hpctrain.run.memory.sizes import ModelSizes, ParameterSize
-from hpctrain.run.optimizers import build_optimizer
+from hpctrain.run.build import build_model, build_optimizer
+from hpctrain.run.memory.forward_backward import split_dimensions
+from hpctrain.run.memory.sizes import LoaderSizes, ModelSizes, ParameterSize
 from hpctrain.run.recipe.schema import OptimizerSection, Recipe
 from hpctrain.train import Task
+
+# Counts a model's parameters, buffers and optimizer state, on the meta device, where tensors have no
+# memory.
+
 
 META = torch.device("meta")
 # Each dimension of the parameters that an optimizer is tried with if it cannot step on the meta device.
@@ -121,3 +127,51 @@ def _size_of(state: dict[str, object], parameter: torch.Tensor) -> StateSize:
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     like = sum(tensor.nbytes for tensor in tensors if tensor.shape == parameter.shape and tensor.dim())
     return StateSize(like, sum(tensor.nbytes for tensor in tensors) - like)
+
+
+# Reads the first samples of a recipe's training data, and how much of it a rank holds.
+
+
+# Samples of the largest micro-batch that is measured, unless the recipe's is smaller; at least the first number, since
+# batch normalisation needs some.
+_LEAST_SAMPLES, _MOST_SAMPLES = 4, 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingData:
+    """The first samples, and sizes for the loader."""
+
+    first: Batch
+    loader: LoaderSizes
+
+
+def read_training_data(
+    recipe: Recipe, *, micro_batch: int, note: Callable[[str], None]
+) -> TrainingData | None:
+    """Returns the first samples of the training data, about `micro_batch` of them. None, with a note, if that fails."""
+    section = recipe.data
+    try:
+        io = "auto" if section.io == "collective" else section.io
+        dataset = Dataset.open(section.train, verify="off", io=io)
+        wanted = min(max(micro_batch, _LEAST_SAMPLES), _MOST_SAMPLES, dataset.num_samples)
+        loader = Loader(
+            dataset, global_batch=wanted, order=Sequential(), transform=section.transform, prefetch_bytes=1
+        )
+        with loader.epoch(0) as batches:
+            first = next(batches)
+    except Exception as error:  # the user's transform may raise anything
+        note(
+            f"activations were not measured and count as nothing, since no training data can be read: {error}"
+        )
+        return None
+    decoded = any(
+        stored.offset is None for shard in dataset.manifest.shards for stored in shard.fields.values()
+    )
+    cache = dataset.cache_bytes if section.cache_mb is None else int(section.cache_mb * 1e6)
+    sizes = LoaderSizes(
+        sample_bytes=math.ceil(first.num_bytes / first.num_samples),
+        num_samples=dataset.num_samples,
+        prefetch_bytes=int(section.prefetch_mb * 1e6),
+        cache_bytes=cache if decoded else 0,
+    )
+    return TrainingData(first=first, loader=sizes)

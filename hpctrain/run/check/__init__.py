@@ -1,1 +1,0 @@
-"""`hpctrain check`: the experiments on a recipe."""

@@ -1,1 +1,0 @@
-"""What a run sends to monitoring systems, in addition to its own records."""

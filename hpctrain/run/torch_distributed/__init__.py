@@ -1,1 +1,0 @@
-"""`torch.distributed` on the ranks of a session."""
