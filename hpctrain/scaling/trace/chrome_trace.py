@@ -1,14 +1,100 @@
-"""Spans of all ranks in the Trace Event Format of Chrome, which Perfetto (ui.perfetto.dev) shows. Pure.
-
-Source: "Trace Event Format", Google, 2016.
-"""
+"""Traces of steps: the ranks' spans and Horovod's timeline are read, and written in the format of Chrome."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from hpctrain.scaling.trace.read_trace import RankTrace, Span
+import numpy as np
+
+from hpctrain.errors import UsageError
+from hpctrain.scaling.trace.trace_steps import TRACE_FOLDER
+from hpctrain.telemetry import read_records
+
+# Reads the spans that the ranks wrote of traced steps, and puts them on rank 0's clock.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """begin_s, end_s: seconds since 1970 by rank 0's clock. bucket: whose reduction it is; None: of the main thread."""
+
+    step: int
+    name: str
+    begin_s: float
+    end_s: float
+    bucket: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTrace:
+    """The spans of one rank in one range of steps. error_s: how far they may be off rank 0's clock."""
+
+    rank: int
+    node: str
+    spans: tuple[Span, ...]
+    error_s: float
+
+
+def read_traces(directory: Path) -> list[RankTrace]:
+    """Returns what all ranks of the run in `directory` traced, of every range of steps.
+
+    Raises UsageError if there is none, or if it cannot be read.
+    """
+    folders = sorted((directory / TRACE_FOLDER).glob("step-*"))
+    found = [trace for folder in folders for trace in _read_range(folder)]
+    if not found:
+        raise UsageError(
+            f"{directory} has no trace: set telemetry.trace_steps in the recipe, as '100-105', and run these steps"
+        )
+    return found
+
+
+def _read_range(folder: Path) -> list[RankTrace]:
+    first = folder / "rank-00000.jsonl"
+    try:
+        of_rank_0 = list(read_records(first))
+        head = of_rank_0[0]
+        # From rank 0's monotonic clock to seconds since 1970.
+        epoch_s = head["time"] - head["clock_s"]
+        paths = [folder / f"rank-{rank:05}.jsonl" for rank in range(head["ranks"])]
+        records = [of_rank_0, *(list(read_records(path)) for path in paths[1:])]
+        return [_on_rank_0s_clock(lines, epoch_s=epoch_s) for lines in records]
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise UsageError(
+            f"the trace in {folder} cannot be read ({type(error).__name__}: {error}): a rank that was killed leaves it "
+            "incomplete; trace the steps again, or remove the folder"
+        ) from error
+
+
+def _on_rank_0s_clock(records: Sequence[dict[str, Any]], *, epoch_s: float) -> RankTrace:
+    head = records[0]
+    clocks = [record for record in records if record["kind"] == "clock"]
+    at_s = [clock["clock_s"] for clock in clocks]
+    offsets_s = [clock["offset_s"] for clock in clocks]
+
+    def shared(clock_s: float) -> float:
+        # Clocks drift in proportion to time: linear between the comparisons before and after.
+        return clock_s + float(np.interp(clock_s, at_s, offsets_s)) + epoch_s
+
+    spans = tuple(
+        Span(
+            step=record["step"], name=record["name"], begin_s=shared(record["begin_s"]),
+            end_s=shared(record["end_s"]), bucket=record.get("bucket"),
+        )
+        for record in records
+        if record["kind"] == "span"
+    )  # fmt: skip
+    error_s = max(clock["error_s"] for clock in clocks)
+    return RankTrace(rank=head["rank"], node=head["node"], spans=spans, error_s=error_s)
+
+
+# Spans of all ranks in the Trace Event Format of Chrome, which Perfetto (ui.perfetto.dev) shows. Pure.
+#
+# Source: "Trace Event Format", Google, 2016.
+
 
 _MAIN = 0
 
@@ -72,3 +158,47 @@ def _event(span: Span, *, rank: int, row: int, zero_s: float) -> dict[str, Any]:
 
 def _named(kind: str, name: str, *, rank: int, row: int = _MAIN) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": row, "args": {"name": name}}
+
+
+# Reads the timeline that Horovod writes to HOROVOD_TIMELINE, with times since 1970.
+
+
+# Horovod numbers its tensors from 0 as processes of its trace: they come after the ranks.
+_FIRST_PROCESS = 1_000_000
+_EPOCH = "start_time_since_epoch_in_micros"
+
+
+def read_horovod_timeline(path: Path) -> list[dict[str, Any]]:
+    """Returns the events with `ts` in microseconds since 1970 by the clock of rank 0's node, where it was written.
+
+    The end may be missing. Raises UsageError if the file cannot be read, or does not say when it began (Horovod before
+    0.21). Source of the format: horovod/common/timeline.cc of Horovod 0.28.1.
+    """
+    try:
+        events = _events(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as Horovod's timeline: {error}") from error
+    began_us = next((e["args"][_EPOCH] for e in events if _EPOCH in e.get("args", {})), None)
+    if began_us is None:
+        raise UsageError(
+            f"{path} does not say when it began ({_EPOCH}): it is not a timeline of Horovod 0.21 or later"
+        )
+    return [_moved(event, began_us=began_us) for event in events if "pid" in event]
+
+
+def _events(text: str) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(text)
+    except ValueError:  # the run was killed while Horovod wrote
+        found = json.loads(text[: text.rindex("},") + 1] + "]")
+    if not isinstance(found, list):
+        raise ValueError("it is not a list of events")
+    return [event for event in found if isinstance(event, dict)]
+
+
+def _moved(event: dict[str, Any], *, began_us: int) -> dict[str, Any]:
+    moved = {**event, "pid": event["pid"] + _FIRST_PROCESS}
+    if event.get("ph") == "M":
+        name = event.get("args", {}).get("name")
+        return {**moved, "args": {"name": f"Horovod: {name}"}} if name is not None else moved
+    return {**moved, "ts": event["ts"] + began_us} if "ts" in event else moved

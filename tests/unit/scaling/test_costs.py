@@ -37,7 +37,7 @@ from hpctrain.scaling import (
     spread_of_times,
     step_of,
 )
-from hpctrain.scaling.model.fit import USUAL, machine_of
+from hpctrain.scaling.model.calibrate import USUAL, machine_of
 
 MACHINE = Machine(
     network=Link(latency_s=20e-6, bytes_per_s=1.25e9, per_message_s=2e-6),

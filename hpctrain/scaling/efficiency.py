@@ -1,0 +1,339 @@
+"""Attribution of each step's time on every rank, and the POP efficiency hierarchy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.errors import UsageError
+from hpctrain.telemetry import STEP, read_records
+
+# The efficiency hierarchy of the POP Centre of Excellence for synchronous training. Pure.
+#
+# Sources: POP CoE, "POP Standard Metrics for Parallel Performance Analysis" (pop-coe.eu); C. Rosas, J.
+# Gimenez and J. Labarta, "Scalability Prediction for Fundamental Performance Factors", Supercomputing
+# Frontiers and Innovations 1(2), 2014. The derivation for steps that end with a reduction is in
+# docs/guides/efficiency.md.
+
+
+# Where a rank's time goes; the parts add up to the step.
+PARTS = (
+    "compute", "hidden_reduction", "exposed_reduction", "waiting", "bubble", "input", "checkpoint", "evaluation",
+    "other",
+)  # fmt: skip
+# Names of the records' seconds from which the parts follow.
+RECORDED = ("input", "compute", "hidden_sync", "bubble", "exposed_sync", "checkpoint", "evaluation", "other")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """Efficiencies between 0 and 1. computing: the share of the ranks' own time in which they computed."""
+
+    load_balance: float
+    serialisation: float
+    transfer: float
+    computing: float
+
+    @property
+    def communication(self) -> float:
+        return self.serialisation * self.transfer
+
+    @property
+    def parallel(self) -> float:
+        return self.load_balance * self.communication
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Where the time of all ranks went in some steps.
+
+    parts: seconds in a step by name of `PARTS`, mean over ranks and steps. own_s: a rank's time in a step without
+    communication: `mean` over ranks and steps, `largest` of a rank over all steps, and `ideal`, the mean over the steps
+    of the latest arrival in each: the largest own time, in a pipeline with its bubbles. samples: of all ranks in these
+    steps.
+    """
+
+    steps: int
+    ranks: int
+    samples: int
+    parts: Mapping[str, float]
+    own_s: Mapping[str, float]
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def computed_s(self) -> float:
+        """Seconds of computing in a step, mean over the ranks."""
+        return self.parts["compute"] + self.parts["hidden_reduction"]
+
+    @property
+    def factors(self) -> Factors:
+        mean, largest, ideal = (self.own_s[name] for name in ("mean", "largest", "ideal"))
+        own_parts = sum(self.parts[name] for name in ("input", "checkpoint", "evaluation", "other"))
+        return Factors(
+            load_balance=_ratio(mean, largest),
+            serialisation=_ratio(largest, ideal),
+            transfer=_ratio(
+                ideal, mean + sum(self.parts[name] for name in ("bubble", "exposed_reduction", "waiting"))
+            ),
+            computing=_ratio(self.computed_s, self.computed_s + own_parts),
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Returns the fields of the records `efficiency` in docs/metrics.md."""
+        factors = self.factors
+        return {
+            "steps": self.steps, "ranks": self.ranks, "samples": self.samples, "step_s": self.step_s,
+            "parts": dict(self.parts), "own_s": dict(self.own_s),
+            "factors": {
+                "parallel": factors.parallel, "communication": factors.communication, **asdict(factors),
+            },
+        }  # fmt: skip
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Efficiency:
+        """Returns the efficiency of which `document` returned the fields. Raises KeyError, TypeError."""
+        found = {name: document[name] for name in ("steps", "ranks", "samples", "parts", "own_s")}
+        # Versions before pipelines recorded no bubble.
+        return cls(**{**found, "parts": {"bubble": 0.0, **document["parts"]}})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """A run against a reference, usually on fewer ranks.
+
+    computation: computing of all ranks for a sample, of the reference divided by this run's. global_efficiency:
+    parallel efficiency x share of computing x computation scaling, that is, the computing that the reference needs
+    for this run's samples, divided by the time of all ranks. relative_speed: samples/s of a rank divided by the
+    reference's.
+    """
+
+    computation: float
+    global_efficiency: float
+    relative_speed: float
+
+
+def efficiency_from(
+    seconds: Mapping[str, float],
+    *,
+    own_s: float,
+    largest_s: float,
+    ideal_s: float,
+    steps: int,
+    ranks: int,
+    samples: int,
+) -> Efficiency:
+    """Returns the efficiency of `steps` steps of `ranks` ranks.
+
+    seconds: by name of `RECORDED`, sums over ranks and steps. own_s: time without communication, summed over ranks and
+    steps; largest_s: the largest of a rank's sums over the steps; ideal_s: the sum over the steps of the largest own
+    time with bubbles.
+    """
+    mean = {name: seconds[name] / (steps * ranks) for name in RECORDED}
+    own = {"mean": own_s / (steps * ranks), "largest": largest_s / steps, "ideal": ideal_s / steps}
+    waiting = min(max(0.0, own["ideal"] - own["mean"] - mean["bubble"]), mean["exposed_sync"])
+    hidden = min(mean["hidden_sync"], mean["compute"])
+    parts = {
+        "compute": mean["compute"] - hidden,
+        "hidden_reduction": hidden,
+        "exposed_reduction": mean["exposed_sync"] - waiting,
+        "waiting": waiting,
+        **{name: mean[name] for name in ("bubble", "input", "checkpoint", "evaluation", "other")},
+    }
+    return Efficiency(steps=steps, ranks=ranks, samples=samples, parts=parts, own_s=own)
+
+
+def against(run: Efficiency, *, reference: Efficiency) -> Scaling:
+    """Compares a run with a reference, of the same model on samples of the same size."""
+    factors = run.factors
+    computation = _ratio(_computed_for_a_sample(reference), _computed_for_a_sample(run))
+    return Scaling(
+        computation=computation,
+        global_efficiency=factors.parallel * factors.computing * computation,
+        relative_speed=_ratio(_rank_seconds_for_a_sample(reference), _rank_seconds_for_a_sample(run)),
+    )
+
+
+def _computed_for_a_sample(run: Efficiency) -> float:
+    return _ratio(run.computed_s * run.ranks * run.steps, run.samples)
+
+
+def _rank_seconds_for_a_sample(run: Efficiency) -> float:
+    return _ratio(run.step_s * run.ranks * run.steps, run.samples)
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b > 0 else 1.0
+
+
+# The time of every step on every rank divided into parts, from the records of all ranks. Pure.
+#
+# A rank's own record does not say for how long it waited for slower ranks and for how long for the network.
+# The records of all ranks do, since a reduction ends on all of them together: the last rank to arrive waits
+# for the network only, and the others wait for it in addition.
+
+
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Recorded seconds of all ranks.
+
+    steps: numbers of the steps, ascending, shape (steps,). samples: of all ranks in each, shape (steps,).
+    seconds: by name, those of `RECORDED`, `step` and `after_sync`, each of shape (ranks, steps).
+    carried: `after_sync` of the step before each, shape (ranks, steps); 0 where it has no record.
+    """
+
+    steps: NDArray[np.int64]
+    samples: NDArray[np.int64]
+    seconds: Mapping[str, Times]
+    carried: Times
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self.seconds["step"].shape[0])
+
+
+def own_times(times: StepTimes) -> Times:
+    """Returns each rank's time without communication from the end of a step's reduction to that of the next one.
+
+    Shape (ranks, steps). Of a step without the record of the one before it, from its begin.
+    """
+    return _arrivals(times) - times.seconds["bubble"]
+
+
+def _arrivals(times: StepTimes) -> Times:
+    """Returns when each rank arrives at a step's reduction, from the end of the one before: own time and bubbles."""
+    seconds = times.seconds
+    return seconds["step"] - seconds["exposed_sync"] - seconds["after_sync"] + times.carried
+
+
+def attribute(times: StepTimes) -> Times:
+    """Returns the seconds of every part of every step on every rank, shape (ranks, steps, parts), in order of `PARTS`.
+
+    They add up to the step.
+    """
+    seconds = times.seconds
+    arrivals = _arrivals(times)
+    waiting = np.minimum(arrivals.max(axis=0) - arrivals, seconds["exposed_sync"])
+    hidden = np.minimum(seconds["hidden_sync"], seconds["compute"])
+    parts = {
+        **seconds,
+        "compute": seconds["compute"] - hidden,
+        "hidden_reduction": hidden,
+        "exposed_reduction": seconds["exposed_sync"] - waiting,
+        "waiting": waiting,
+    }
+    return np.stack([parts[name] for name in PARTS], axis=-1)
+
+
+def efficiency_of(times: StepTimes) -> Efficiency:
+    """Returns the POP efficiencies of these steps. At least one step."""
+    own = own_times(times)
+    return efficiency_from(
+        {name: float(times.seconds[name].sum()) for name in RECORDED},
+        own_s=float(own.sum()),
+        largest_s=float(own.sum(axis=1).max()),
+        ideal_s=float(_arrivals(times).max(axis=0).sum()),
+        steps=len(times.steps),
+        ranks=times.num_ranks,
+        samples=int(times.samples.sum()),
+    )
+
+
+def document_of(times: StepTimes) -> dict[str, Any]:
+    """Returns the efficiency of these steps with the parts of each rank, seconds in a step, as JSON."""
+    by_rank = attribute(times).mean(axis=1)
+    ranks = [dict(zip(PARTS, row.tolist(), strict=True)) for row in by_rank]
+    first, last = int(times.steps[0]), int(times.steps[-1])
+    return {"first_step": first, "last_step": last, **efficiency_of(times).document(), "by_rank": ranks}
+
+
+# Reads the times of steps and the efficiencies from a run directory.
+
+
+_NAMES = (*RECORDED, "step", "after_sync")
+
+
+def read_step_times(directory: Path, *, first: int = 2, last: int | None = None) -> StepTimes:
+    """Returns the recorded times of all ranks of the run in `directory`, of the steps from `first` to `last`.
+
+    The first step of a run, in which buckets and memory are set up, is left out by default. Of a step that was done
+    twice the later record counts. Raises UsageError if a rank has not recorded its steps, or no step is in all records.
+    """
+    num_ranks = _num_ranks(directory)
+    by_rank: list[dict[int, Mapping[str, Any]]] = []
+    for rank in range(num_ranks):
+        path = directory / "metrics" / f"rank-{rank:05}.jsonl"
+        try:
+            records: dict[int, Mapping[str, Any]] = {
+                r["step"]: r for r in read_records(path) if r["kind"] == STEP
+            }
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"the records of rank {rank} of {num_ranks} cannot be read ({path}: {error}): dividing each "
+                "rank's time needs the records of all, which telemetry.ranks = 'all' writes"
+            ) from error
+        by_rank.append(records)
+    wanted = [s for s in by_rank[0] if s >= first and (last is None or s <= last)]
+    steps = sorted(s for s in wanted if all(s in records for records in by_rank))
+    if not steps:
+        raise UsageError(
+            f"{directory / 'metrics'} has no step from {first} to {last or 'the end'} that all {num_ranks} ranks "
+            "recorded"
+        )
+    if "after_sync" not in by_rank[0][steps[0]]["seconds"]:
+        raise UsageError(
+            f"the records in {directory / 'metrics'} were made by a version that did not divide its steps"
+        )
+
+    def carried(record: Mapping[str, Any] | None) -> float:
+        return 0.0 if record is None else record["seconds"].get("after_sync", 0.0)
+
+    return StepTimes(
+        steps=np.array(steps),
+        samples=np.array([sum(records[s]["samples"] for records in by_rank) for s in steps]),
+        seconds={
+            name: np.array([[_seconds(records[s], name) for s in steps] for records in by_rank])
+            for name in _NAMES
+        },
+        carried=np.array([[carried(records.get(s - 1)) for s in steps] for records in by_rank]),
+    )
+
+
+def _seconds(record: Mapping[str, Any], name: str) -> float:
+    # Versions before pipelines recorded no bubble.
+    seconds: float = record["seconds"].get(name, 0.0) if name == "bubble" else record["seconds"][name]
+    return seconds
+
+
+def read_efficiency(directory: Path) -> Efficiency:
+    """Returns the efficiency that the run in `directory` has measured over all ranks and steps since its last start.
+
+    Raises UsageError if it has no summary yet, or one without it.
+    """
+    path = directory / "summary.json"
+    try:
+        return Efficiency.from_document(json.loads(path.read_text(encoding="utf-8"))["efficiency"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path} has no efficiency ({type(error).__name__}: {error}): it is written at the end of a run of at "
+            "least two steps"
+        ) from error
+
+
+def _num_ranks(directory: Path) -> int:
+    path = directory / "environment.json"
+    try:
+        return len(json.loads(path.read_text(encoding="utf-8"))["ranks"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} cannot be read ({error}): give the directory of a run") from error

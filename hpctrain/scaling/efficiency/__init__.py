@@ -1,1 +1,0 @@
-"""Attribution of each step's time on every rank, and the POP efficiency hierarchy."""
