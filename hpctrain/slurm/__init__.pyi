@@ -3,25 +3,36 @@ from .controller import (
     SlurmRefused as SlurmRefused,
     SlurmUnavailable as SlurmUnavailable,
 )
-from .energy import consumed_energy as consumed_energy, parse_energy as parse_energy
-from .jobs import Submission as Submission, newest_submission as newest_submission
-from .progress import CheckpointFound as CheckpointFound, Progress as Progress, read_progress as read_progress
-from .queue import Job as Job, past_jobs as past_jobs, queued_jobs as queued_jobs
-from .read_status import find_run as find_run, run_statuses as run_statuses
-from .resizing import Resized as Resized, resize as resize
-from .script import JobScript as JobScript, render_script as render_script
+from .jobs import (
+    Job as Job,
+    Submission as Submission,
+    consumed_energy as consumed_energy,
+    newest_submission as newest_submission,
+    parse_energy as parse_energy,
+    past_jobs as past_jobs,
+    queued_jobs as queued_jobs,
+)
 from .status import (
+    CheckpointFound as CheckpointFound,
+    Progress as Progress,
     RunStatus as RunStatus,
     describe_status as describe_status,
+    find_run as find_run,
     newest_job as newest_job,
+    read_progress as read_progress,
+    run_statuses as run_statuses,
 )
 from .submission import (
+    JobScript as JobScript,
     PlannedJob as PlannedJob,
+    Resized as Resized,
     active_jobs as active_jobs,
     check_idle as check_idle,
     check_job as check_job,
     kill_jobs as kill_jobs,
     plan_job as plan_job,
+    render_script as render_script,
+    resize as resize,
     stop_jobs as stop_jobs,
     submit_job as submit_job,
 )

@@ -1,14 +1,20 @@
-"""The jobs of a run, as recorded in `slurm/jobs.jsonl` of its run directory."""
+"""The jobs of a run as it has recorded them, and as squeue and sacct list them."""
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import LaunchError, UsageError
+from hpctrain.slurm.controller import Controller, SlurmRefused
 from hpctrain.telemetry import RecordWriter, read_records
+
+# The jobs of a run, as recorded in `slurm/jobs.jsonl` of its run directory.
+
 
 FOLDER = "slurm"
 JOBS = "jobs.jsonl"
@@ -78,3 +84,229 @@ def _lines(run_directory: Path) -> list[dict[str, Any]]:
         return []
     except (OSError, ValueError) as error:
         raise LaunchError(f"{record_path(run_directory)} cannot be read: {error}") from error
+
+
+# Jobs as squeue and sacct list them. Parsing is pure.
+
+
+# The states of a job that will not run again by itself; in every other it waits, runs or ends.
+_ENDED = frozenset({
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "SPECIAL_EXIT", "TIMEOUT",
+})  # fmt: skip
+_DURATION = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
+_SQUEUE_FIELDS = "%i|%T|%r|%M|%l|%L|%D|%S|%N"
+_SACCT_FIELDS = "JobID,State,ExitCode,Start,End,Elapsed,NNodes,NodeList"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job, or one task of an array, or, of sacct, one attempt of it.
+
+    job_id: `12`, or `12_3` for task 3 of an array. reason: why it waits, Slurm's word for it; empty if it does not.
+    start: when it started or is expected to start, as Slurm writes it; None if unknown.
+    """
+
+    job_id: str
+    state: str
+    reason: str = ""
+    elapsed_s: int | None = None
+    limit_s: int | None = None
+    left_s: int | None = None
+    num_nodes: int = 0
+    node_list: str = ""
+    start: str | None = None
+    end: str | None = None
+    exit_code: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.state in _ENDED
+
+    @property
+    def waits(self) -> bool:
+        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+
+
+def queued_jobs(controller: Controller, job_ids: Sequence[str]) -> list[Job]:
+    """Returns the jobs among `job_ids` that Slurm's controller still knows, oldest first; ended ones stay for minutes.
+
+    Raises LaunchError.
+    """
+    if not job_ids:
+        return []
+    words = ["squeue", "--noheader", "--states=all", "--array", f"--jobs={','.join(job_ids)}"]
+    try:
+        text = controller.ask([*words, f"--format={_SQUEUE_FIELDS}"])
+    except SlurmRefused as error:
+        if "Invalid job id" in str(error):
+            return []
+        raise
+    return sorted(parse_squeue(text), key=lambda job: [int(part) for part in re.findall(r"\d+", job.job_id)])
+
+
+def past_jobs(controller: Controller, job_ids: Sequence[str]) -> list[Job] | None:
+    """Returns the attempts of jobs that the accounting database knows, oldest first; None if there is no database."""
+    if not job_ids:
+        return []
+    words = [
+        "sacct",
+        "--noheader",
+        "--parsable2",
+        "--allocations",
+        "--duplicates",
+        f"--jobs={','.join(job_ids)}",
+    ]
+    try:
+        return parse_sacct(controller.ask([*words, f"--format={_SACCT_FIELDS}"]))
+    except SlurmRefused as error:
+        if "disabled" in str(error):
+            return None
+        raise
+
+
+def parse_squeue(text: str) -> list[Job]:
+    """Parses the output of squeue with the fields of `queued_jobs`."""
+    found = []
+    for line in text.splitlines():
+        if line.count("|") != _SQUEUE_FIELDS.count("|"):
+            continue
+        job_id, state, reason, elapsed, limit, left, nodes, start, node_list = line.split("|")
+        found.append(
+            Job(
+                job_id=job_id,
+                state=state,
+                reason="" if reason == "None" else reason,
+                elapsed_s=parse_duration(elapsed),
+                limit_s=parse_duration(limit),
+                left_s=parse_duration(left),
+                num_nodes=int(nodes) if nodes.isdigit() else 0,
+                node_list=node_list,
+                start=_time(start),
+            )
+        )
+    return found
+
+
+def parse_sacct(text: str) -> list[Job]:
+    """Parses the output of sacct with the fields of `past_jobs`."""
+    found = []
+    for line in text.splitlines():
+        if line.count("|") != _SACCT_FIELDS.count(","):
+            continue
+        job_id, state, code, start, end, elapsed, nodes, node_list = line.split("|")
+        found.append(
+            Job(
+                job_id=job_id,
+                state=state.partition(" ")[0],  # `CANCELLED by 1000`
+                exit_code=int(code.partition(":")[0]),
+                elapsed_s=parse_duration(elapsed),
+                num_nodes=int(nodes) if nodes.isdigit() else 0,
+                node_list="" if node_list == "None assigned" else node_list,
+                start=_time(start),
+                end=_time(end),
+            )
+        )
+    return found
+
+
+def parse_duration(text: str) -> int | None:
+    """Returns the seconds of `1-02:03:04`, `02:03:04` or `3:04`; None for UNLIMITED, NOT_SET, INVALID."""
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
+    return seconds + 60 * (minutes + 60 * (hours + 24 * days))
+
+
+def _time(text: str) -> str | None:
+    return text if re.match(r"\d{4}-", text) else None
+
+
+# Slurm's reasons for which a job waits, in plain words. Pure.
+
+
+_REASONS = {
+    "Priority": "jobs of higher priority are before it in the queue",
+    "Resources": "it is next, and waits until enough nodes are free",
+    "Dependency": "it waits for another job to end",
+    "DependencyNeverSatisfied": "the job that it waits for did not end as asked for, so it will never start: cancel it",
+    "BeginTime": "its time to begin has not come; a job that was queued again waits up to two minutes",
+    "JobHeldUser": "it is held: `scontrol release JOB` lets it start",
+    "JobHeldAdmin": "an administrator holds it; so does Slurm after a failed start: ask the site's support",
+    "JobArrayTaskLimit": "as many tasks of the array run as it allows at a time",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved, for maintenance before its time limit ends "
+    "perhaps: a shorter slurm.time may fit in before",
+    "PartitionNodeLimit": "it asks for more nodes than the partition gives to one job: lower slurm.nodes",
+    "PartitionTimeLimit": "it asks for more time than the partition allows: lower slurm.time",
+    "PartitionDown": "the partition is down",
+    "PartitionInactive": "the partition is not active",
+    "Reservation": "it waits for its reservation to begin",
+    "NodeDown": "a node that it needs is down",
+    "BadConstraints": "no node has what it asks for: change slurm.constraint, cpus_per_task or gpus_per_task",
+    "Licenses": "it waits for a licence",
+    "Cleaning": "its earlier start is still being cleaned up",
+    "launch failed requeued held": "a node could not start it, and it is held: `scontrol release JOB` tries again",
+    "RaisedSignal:53(Real-time_signal_19)": "Slurm could not write its output file: is the folder there?",
+}
+
+
+def explain_reason(reason: str) -> str | None:
+    """Returns what a job's reason means and what can be done; None for one that says it itself or is not known."""
+    # `ReqNodeNotAvail, UnavailableNodes:a,b`
+    name = reason.partition(",")[0]
+    if name in _REASONS:
+        return _REASONS[name]
+    if name.startswith(("QOSMax", "AssocMax", "QOSGrp", "AssocGrp", "MaxCpu", "MaxNode")):
+        return (
+            "a limit of the account or QOS on jobs, nodes or hours is reached: it waits for other jobs to end"
+        )
+    return None
+
+
+# Energy of jobs as Slurm accounts for it. Parsing is pure.
+
+
+_FIELDS = "JobIDRaw,ConsumedEnergyRaw"
+# Slurm's NO_VAL64 and INFINITE64 are the two largest numbers of 64 bits.
+_UNKNOWN = 2**64 - 2
+
+
+def consumed_energy(controller: Controller, job_ids: Iterable[str]) -> dict[str, float]:
+    """Returns the joules of each job of which Slurm knows them: of none where the site's Slurm does not gather energy,
+    or has no accounting database. job_ids: as in SLURM_JOB_ID.
+
+    They are those of the job's nodes while it ran, hence of the job only if it had them for itself. Raises LaunchError.
+    """
+    known = sorted(set(job_ids))
+    if not known:
+        return {}
+    words = ["sacct", "--noheader", "--parsable2", "--duplicates", f"--jobs={','.join(known)}"]
+    try:
+        found = parse_energy(controller.ask([*words, f"--format={_FIELDS}"]))
+    except SlurmRefused as error:
+        if "disabled" in str(error):
+            return {}
+        raise
+    # Of an array sacct lists all tasks.
+    return {job: joules for job, joules in found.items() if job in known}
+
+
+def parse_energy(text: str) -> dict[str, float]:
+    """Parses the output of sacct with the fields of `consumed_energy`. Attempts of a requeued job are added up.
+
+    A job's own line counts where it has a number; otherwise the sum of its numbered steps, which srun started. The
+    steps `batch` and `extern` measured the same nodes at the same time.
+    """
+    jobs: dict[str, float] = {}
+    steps: dict[str, float] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition("|")
+        job, _, step = name.partition(".")
+        if not value.isdigit() or int(value) >= _UNKNOWN:
+            continue
+        found = jobs if not step else steps if re.fullmatch(r"\d+", step) else None
+        if found is not None:
+            found[job] = found.get(job, 0.0) + int(value)
+    joules = {job: jobs.get(job, 0.0) or steps.get(job, 0.0) for job in jobs.keys() | steps.keys()}
+    return {job: value for job, value in joules.items() if value > 0}

@@ -1,16 +1,159 @@
-"""Merges what Slurm and the run directory say of a run. Pure."""
+"""The status of a run: what Slurm and the run directory say of it, read and merged."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from hpctrain.slurm.progress import Progress
-from hpctrain.slurm.queue import Job
-from hpctrain.slurm.waiting import explain_reason
-from hpctrain.supervise import Attempt, effective_time
+from hpctrain.checkpoint import finished_newest_first, read_structure, step_of
+from hpctrain.errors import CheckpointError, LaunchError, UsageError
+from hpctrain.run import Recipe, load_recipe
+from hpctrain.slurm.controller import Controller
+from hpctrain.slurm.jobs import Job, explain_reason, past_jobs, queued_jobs, record_path, recorded_ids
+from hpctrain.supervise import Attempt, effective_time, read_attempts
+from hpctrain.telemetry import read_records
+
+# What a run's directory says of it: starts, newest steps and their speed, newest good checkpoint, how it
+# ended.
+
+
+# The speed is that of the steps in this many last bytes of rank 0's records, some 150 steps.
+_TAIL_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFound:
+    """A checkpoint whose structure and metadata are intact. saved: seconds since 1970."""
+
+    path: str
+    step: int
+    saved: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What the run directory says.
+
+    num_starts: how often training began or resumed. step: newest recorded; None before the first. last_step_at: when
+    that was, seconds since 1970. steps_per_s: of the newest start's last steps. damaged: newer checkpoints that are not
+    good. status: `finished`, `stopped` or `diverged` if the newest start ended so, else None. job_id: Slurm's, of the
+    newest start.
+    """
+
+    num_starts: int = 0
+    step: int | None = None
+    total_steps: int | None = None
+    last_step_at: float | None = None
+    loss: float | str | None = None
+    steps_per_s: float | None = None
+    samples_per_s: float | None = None
+    checkpoint: CheckpointFound | None = None
+    damaged: tuple[str, ...] = ()
+    status: str | None = None
+    job_id: str | None = None
+
+    @property
+    def seconds_to_go(self) -> float | None:
+        if self.step is None or self.total_steps is None or not self.steps_per_s:
+            return None
+        return (self.total_steps - self.step) / self.steps_per_s
+
+
+def read_progress(run_directory: Path, *, checkpoints: Path | None = None) -> Progress:
+    """Reads what a run has written so far. checkpoints: their directory, if it is not in the run directory.
+
+    Raises LaunchError if files that are there cannot be read.
+    """
+    try:
+        starts = _records(run_directory / "starts.jsonl")
+        began_at = float(starts[-1]["time"]) if starts else 0.0
+        steps = [
+            record
+            for record in _newest_steps(run_directory / "metrics" / "rank-00000.jsonl")
+            if record["time"] >= began_at
+        ]
+        status = _status(run_directory / "summary.json", began_at=began_at)
+        checkpoint, damaged = _newest_good(checkpoints or run_directory / "checkpoints")
+    except (OSError, ValueError, KeyError) as error:
+        raise LaunchError(f"the run directory {run_directory} cannot be read: {error}") from error
+    total = starts[-1].get("total_steps") if starts else None
+    found: dict[str, Any] = {}
+    if steps:
+        first, last = steps[0], steps[-1]
+        found = {"step": last["step"], "last_step_at": last["time"], "loss": last["loss"]}
+        seconds = last["time"] - first["time"]
+        if seconds > 0:
+            found["steps_per_s"] = (last["step"] - first["step"]) / seconds
+            found["samples_per_s"] = (last["global_samples"] - first["global_samples"]) / seconds
+    elif starts:
+        found = {"step": starts[-1]["step"]}
+    if starts:
+        found["job_id"] = starts[-1].get("environment", {}).get("variables", {}).get("SLURM_JOB_ID")
+    return Progress(
+        num_starts=len(starts),
+        total_steps=total,
+        checkpoint=checkpoint,
+        damaged=damaged,
+        status=status,
+        **found,
+    )
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    try:
+        return list(read_records(path))
+    except FileNotFoundError:
+        return []
+
+
+def _newest_steps(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the records of steps in the last part of a file."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+            file.seek(start)
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return
+    # The last piece is empty or a line that is being written, the first one may have been cut.
+    for line in lines[1 if start else 0 : -1]:
+        record = json.loads(line)
+        if record.get("kind") == "step":
+            yield record
+
+
+def _status(path: Path, *, began_at: float) -> str | None:
+    try:
+        if path.stat().st_mtime < began_at:
+            return None  # of an earlier start
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return str(summary["status"])
+
+
+def _newest_good(directory: Path) -> tuple[CheckpointFound | None, tuple[str, ...]]:
+    damaged = []
+    for path in finished_newest_first(directory):
+        try:
+            metadata = read_structure(path).metadata
+        except CheckpointError as error:
+            if path.exists():  # not one that the run has just deleted
+                damaged.append(str(error))
+            continue
+        step = step_of(path) or 0
+        return CheckpointFound(path=str(path), step=step, saved=metadata.created_unix_s), tuple(damaged)
+    return None, tuple(damaged)
+
+
+# Merges what Slurm and the run directory say of a run. Pure.
+
 
 _ATTEMPTS_SHOWN = 10
 
@@ -182,3 +325,75 @@ def _span(seconds: float) -> str:
         return f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+# Asks Slurm and reads the run directory: the status of a run, or of each task of its array.
+
+
+def find_run(target: Path, *, overrides: Sequence[str] = ()) -> tuple[Path, Recipe | None]:
+    """Returns the run directory that a recipe names, and the recipe; or `target` itself if it is a run directory.
+
+    Raises UsageError or RecipeError.
+    """
+    if not target.is_dir():
+        recipe = load_recipe(target, overrides=overrides)
+        return Path(recipe.run.directory), recipe
+    if not record_path(target).exists() and not (target / "starts.jsonl").exists():
+        raise UsageError(f"{target} is not the directory of a run: give a recipe, or its run.directory")
+    written = target / "recipe.toml"
+    return target, load_recipe(written) if written.exists() else None
+
+
+def run_statuses(run_directory: Path, recipe: Recipe | None, controller: Controller) -> list[RunStatus]:
+    """Returns the status of a run; of an array, that of each task. Asks squeue and sacct once each.
+
+    Raises LaunchError if Slurm cannot be asked, or files not be read.
+    """
+    name = run_directory.name if recipe is None else recipe.run.name
+    own = None if recipe is None else recipe.checkpoint.directory
+    progress = read_progress(run_directory, checkpoints=None if own is None else Path(own))
+    ids = recorded_ids(run_directory)
+    if not ids and progress.job_id is not None:
+        ids = [progress.job_id]  # of a script that was submitted without `hpctrain slurm`
+    queued = queued_jobs(controller, ids)
+    past = past_jobs(controller, ids)
+    tasks = _tasks(run_directory, [*queued, *(past or [])])
+    if not tasks:
+        return [_status_of(name, run_directory, progress, queued=queued, past=past)]
+    return [
+        _status_of(
+            f"{name}, task {index}",
+            run_directory / f"task-{index}",
+            read_progress(run_directory / f"task-{index}"),
+            queued=[job for job in queued if _index(job) == index],
+            past=None if past is None else [job for job in past if _index(job) == index],
+        )
+        for index in tasks
+    ]
+
+
+def _status_of(
+    name: str, directory: Path, progress: Progress, *, queued: Sequence[Job], past: Sequence[Job] | None
+) -> RunStatus:
+    return RunStatus(
+        name=name,
+        run_directory=str(directory),
+        job=newest_job(queued, past),
+        attempts=past,
+        progress=progress,
+        ledger=read_attempts(directory),
+    )
+
+
+def _tasks(run_directory: Path, jobs: Sequence[Job]) -> list[int]:
+    """Returns the indexes of an array's tasks: those that Slurm knows, and those that have a run directory."""
+    found = {_index(job) for job in jobs}
+    for path in run_directory.glob("task-*"):
+        if match := re.fullmatch(r"task-(\d+)", path.name):
+            found.add(int(match[1]))
+    return sorted(index for index in found if index is not None)
+
+
+def _index(job: Job) -> int | None:
+    match = re.fullmatch(r"\d+_(\d+)", job.job_id)
+    return int(match[1]) if match else None

@@ -8,9 +8,8 @@ import pytest
 
 from hpctrain.errors import ExitCode, LaunchError, RecipeError, UsageError
 from hpctrain.slurm import SlurmRefused, SlurmUnavailable, check_idle, plan_job, resize, stop_jobs, submit_job
-from hpctrain.slurm.jobs import newest_submission, recorded_ids
-from hpctrain.slurm.queue import Job
-from hpctrain.slurm.refusals import is_busy
+from hpctrain.slurm.controller import is_busy
+from hpctrain.slurm.jobs import Job, newest_submission, recorded_ids
 from tests.unit.slurm.busy_slurm import FakeSlurm
 
 FAILED = "1 err sbatch: error: Batch job submission failed:"

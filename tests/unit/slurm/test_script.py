@@ -15,7 +15,7 @@ import pytest
 from hpctrain.errors import RecipeError
 from hpctrain.run import SlurmSection
 from hpctrain.slurm import JobScript, render_script
-from hpctrain.slurm.script import option_text, sweep_points
+from hpctrain.slurm.submission import option_text, sweep_points
 from tests.ranks_launcher import REPOSITORY
 from tests.unit.launch.srun_endings import ENDINGS, Ending
 from tests.unit.slurm.jobs_to_render import KINDS, job
