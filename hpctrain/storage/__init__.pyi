@@ -7,15 +7,13 @@ from .full_io import (
     sync_directory as sync_directory,
     write_fully as write_fully,
 )
-from .lease.claims import (
-    check_claim as check_claim,
-    claim as claim,
-    release as release,
-    release_all as release_all,
-)
-from .lease.lease import (
+from .lease import (
     LOST_AFTER_S as LOST_AFTER_S,
     InUseError as InUseError,
     Lease as Lease,
     Place as Place,
+    check_claim as check_claim,
+    claim as claim,
+    release as release,
+    release_all as release_all,
 )

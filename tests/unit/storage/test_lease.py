@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.storage import InUseError, Lease, Place, check_claim, claim, release
-from hpctrain.storage.lease.holder import Holder
+from hpctrain.storage.lease import Holder
 
 HOLDING = (
     "import sys; from hpctrain.storage import claim; claim(sys.argv[1]); print('has it', flush=True); input()"
@@ -25,7 +25,7 @@ Other = subprocess.Popen[str]
 
 @pytest.fixture(autouse=True)
 def _nobody_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.storage.lease.lease._lost", set())
+    monkeypatch.setattr("hpctrain.storage.lease._lost", set())
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_a_process_that_proc_hides_is_not_taken_for_ended(
     """As another user's is where /proc is mounted with `hidepid`."""
     here = Holder.of_this_process("0" * 16)
     hidden = replace(here, pid=other.pid)
-    monkeypatch.setattr("hpctrain.storage.lease.holder._text", lambda path: "")
+    monkeypatch.setattr("hpctrain.storage.lease._text", lambda path: "")
     assert hidden.has_ended(seen_by=here) is None
     other.kill()
     other.wait()
@@ -247,7 +247,7 @@ def test_what_killed_processes_were_writing_is_removed_by_the_next_one(tmp_path:
 def test_an_empty_lease_is_watched_for_a_shorter_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpctrain.storage.lease.lease.EMPTY_AFTER_S", 0.1)
+    monkeypatch.setattr("hpctrain.storage.lease.EMPTY_AFTER_S", 0.1)
     (tmp_path / ".lease-00000005").write_text("")
     Lease.take(Place.within(tmp_path), lost_after_s=3000.0, poll_s=0.05).release()
     assert [path.name for path in tmp_path.iterdir()] == [".lease-00000006"]  # its process may still run

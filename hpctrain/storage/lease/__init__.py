@@ -1,1 +1,0 @@
-"""A directory that one run at a time writes to."""
