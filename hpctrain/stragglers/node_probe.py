@@ -4,15 +4,120 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import final
 
 import torch
 
-from hpctrain.comm import Transport, World, all_gather_json
-from hpctrain.stragglers.node_pairs import PairSpeed, chosen_rounds, measure_pair, partner_of
-from hpctrain.stragglers.probe_findings import SLOW_SHARE, NodeLink, RankSpeeds, SlowPair
+from hpctrain.comm import Transport, World, all_gather_json, receive_message, send_message
+from hpctrain.stragglers.probe_findings import (
+    SLOW_SHARE,
+    Finding,
+    NodeLink,
+    Quantity,
+    RankSpeeds,
+    SlowPair,
+    slow_links,
+)
+from hpctrain.stragglers.slow_ranks import LEAST_EXCESS_S, Cause, Change, Limits, Slow
 from hpctrain.topology import Topology
+
+# Times messages between pairs of nodes, many pairs at once: each node is in one pair at a time.
+
+
+LATENCY_TRIALS = 10
+BANDWIDTH_TRIALS = 3
+# One message that takes longer shows the link's rate: no further trials.
+SLOW_S = 0.05
+_SMALL_BYTES = 8
+_WAIT = "a message of the probe between nodes"
+_LAST = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSpeed:
+    """latency_s: of a message of 8 bytes, one way. bytes_per_s: of large ones, the mean of both directions."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+def partner_of(node: int, *, number: int, num_nodes: int) -> int | None:
+    """Returns the other node of `node`'s pair in round `number`; None if it is in none. Pure.
+
+    In rounds 0 to num_rounds - 1 every two nodes are a pair once (the circle method of tournaments).
+    """
+    even = num_nodes + num_nodes % 2  # a node that is not there makes their number even
+    last = even - 1
+    if node == last:
+        partner = number * (even // 2) % last  # even // 2 is the inverse of 2 modulo an odd number
+    else:
+        partner = (number - node) % last
+        if partner == node:
+            partner = last
+    return partner if partner < num_nodes else None
+
+
+def num_rounds(num_nodes: int) -> int:
+    """Returns the rounds in which all pairs have met."""
+    return num_nodes + num_nodes % 2 - 1
+
+
+def chosen_rounds(num_nodes: int, *, at_most: int | None) -> Sequence[int]:
+    """Returns the numbers of the rounds to measure: all, or `at_most` of them, evenly spread. Pure."""
+    total = num_rounds(num_nodes)
+    if at_most is None or total <= at_most:
+        return range(total)
+    return [number * total // at_most for number in range(at_most)]
+
+
+def measure_pair(transport: Transport, *, peer: int, num_bytes: int) -> PairSpeed:
+    """Returns the speed between this rank and rank `peer`, which must call this too; both get the same result.
+
+    A message travels there and back before the next one, so that no buffer on the way can hide the link's rate. The
+    fastest of a few trials counts. num_bytes: of a large message.
+    """
+    small = torch.zeros(_SMALL_BYTES, dtype=torch.uint8)
+    large = torch.zeros(num_bytes, dtype=torch.uint8)
+    result = torch.zeros(2, dtype=torch.float64)
+    as_bytes = result.view(torch.uint8)
+    begins = transport.rank < peer
+    _swap(transport, small, peer=peer, begins=begins)  # opens the connection, and waits until both are here
+    if not begins:
+        for _ in range(LATENCY_TRIALS):
+            _swap(transport, small, peer=peer, begins=False)
+        while True:
+            _swap(transport, large, peer=peer, begins=False)
+            if int(large[0]) == _LAST:
+                break
+        receive_message(transport, as_bytes, source=peer, what=_WAIT)
+        return PairSpeed(latency_s=float(result[0]), bytes_per_s=float(result[1]))
+    latency_s = min(_round_trip_s(transport, small, peer=peer) for _ in range(LATENCY_TRIALS)) / 2
+    trips_s: list[float] = []
+    while not int(large[0]):
+        if len(trips_s) == BANDWIDTH_TRIALS - 1 or (trips_s and trips_s[-1] > SLOW_S):
+            large[0] = _LAST
+        trips_s.append(_round_trip_s(transport, large, peer=peer))
+    result[0], result[1] = latency_s, 2 * num_bytes / max(min(trips_s), 1e-9)
+    send_message(transport, as_bytes, to=peer, what=_WAIT)
+    return PairSpeed(latency_s=latency_s, bytes_per_s=float(result[1]))
+
+
+def _round_trip_s(transport: Transport, buffer: torch.Tensor, *, peer: int) -> float:
+    began = time.perf_counter()
+    _swap(transport, buffer, peer=peer, begins=True)
+    return time.perf_counter() - began
+
+
+def _swap(transport: Transport, buffer: torch.Tensor, *, peer: int, begins: bool) -> None:
+    """Sends `buffer` to the peer and back, from the side that begins."""
+    for send in (begins, not begins):
+        if send:
+            send_message(transport, buffer, to=peer, what=_WAIT)
+        else:
+            receive_message(transport, buffer, source=peer, what=_WAIT)
+
 
 # Enough partners to distinguish a slow node from a slow partner, and enough bytes to detect a rate lower by a tenth.
 QUICK_ROUNDS = 8
@@ -149,3 +254,97 @@ def _median_s(work: Callable[[], object], *, device: torch.device, trials: int) 
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
     return max(statistics.median(seconds[1:]), 1e-9)
+
+
+# When the links between nodes are measured during a run, and which of them are named as slow. Pure.
+#
+# A slow link delays the reduction of all ranks by the same time, so no rank's own work shows it. The
+# communication floor does: the time that even the last rank to arrive waits. When the floor has risen, a
+# short probe of the links finds the slow one, if it is a link at all.
+
+
+# A floor that has changed by this factor since the last probe calls for another one.
+_CHANGED = 1.5
+# After probes that find nothing the next ones wait for longer streaks, up to so many windows.
+_MOST_WINDOWS = 60
+
+
+@final
+class LinkWatch:
+    """Asks for probes (`wants_probe`), and judges them (`probed`). A link is named after two probes in a row found it.
+
+    before: the links at the start of the run; None: the first window's probe measures them.
+    """
+
+    def __init__(self, topology: Topology, *, limits: Limits = Limits(), before: Links | None = None) -> None:
+        self._topology = topology
+        self._limits = limits
+        self._before = before
+        self._needed = limits.windows
+        self._level_s: float | None = None  # the floor when the links were measured last
+        self._floor_s = 0.0
+        self._step_s = 0.0
+        self._streak = 0
+        self._suspected: dict[tuple[str, ...], Finding] = {}
+        self._named: dict[tuple[str, ...], Slow] = {}
+
+    @property
+    def named(self) -> list[Slow]:
+        """What is slow now."""
+        return list(self._named.values())
+
+    def wants_probe(self, *, floor_s: float, step_s: float) -> bool:
+        """Judges a window. floor_s, step_s: of its steps. Returns True if the links should be measured now."""
+        self._floor_s, self._step_s = floor_s, step_s
+        if self._before is None or self._suspected:
+            return True
+        if self._level_s is None:
+            self._level_s = floor_s
+        risen = self._matters(floor_s) and floor_s >= _CHANGED * self._level_s
+        fallen = bool(self._named) and floor_s * _CHANGED <= self._level_s
+        self._streak = self._streak + 1 if risen or fallen else 0
+        if not self._named:
+            self._level_s = min(self._level_s, floor_s)
+        return self._streak >= self._needed
+
+    def probed(self, links: Links) -> list[Change]:
+        """Judges a probe of the window that `wants_probe` has seen last. Returns what is new."""
+        found = {
+            finding.nodes: finding
+            for finding in slow_links(
+                links.nodes, links.pairs, topology=self._topology,
+                before=self._before.nodes if self._before is not None else None,
+            )
+            if finding.quantity is Quantity.BANDWIDTH  # latencies vary too much under other load
+        }  # fmt: skip
+        first, self._before = self._before is None, self._before or links
+        level_s, self._streak = self._level_s, 0
+        changes = [Change(slow, ended=True) for nodes, slow in self._named.items() if nodes not in found]
+        self._named = {nodes: slow for nodes, slow in self._named.items() if nodes in found}
+        new = {nodes: finding for nodes, finding in found.items() if nodes not in self._named}
+        if not (new and self._matters(self._floor_s)):
+            self._suspected = {}
+            self._level_s = self._floor_s
+            in_vain = not (first or changes)
+            self._needed = min(2 * self._needed, _MOST_WINDOWS) if in_vain else self._limits.windows
+            return changes
+        confirmed = [nodes for nodes in new if nodes in self._suspected]
+        self._suspected = {} if confirmed else new
+        for nodes in confirmed:
+            slow = self._slow(new[nodes], level_s=level_s)
+            self._named[nodes] = slow
+            changes.append(Change(slow))
+        if confirmed:
+            self._needed = self._limits.windows
+            self._level_s = self._floor_s
+        return changes
+
+    def _matters(self, floor_s: float) -> bool:
+        return floor_s >= max(self._limits.min_excess * self._step_s, LEAST_EXCESS_S)
+
+    def _slow(self, finding: Finding, *, level_s: float | None) -> Slow:
+        calm_s = level_s if level_s is not None and level_s < self._floor_s else 0.0
+        return Slow(
+            ranks=finding.ranks, nodes=finding.nodes, cause=Cause.NETWORK, value=finding.value,
+            usual=finding.usual, wait_s=self._floor_s - calm_s, before=finding.before,
+        )  # fmt: skip

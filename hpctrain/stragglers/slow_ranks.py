@@ -13,17 +13,172 @@ windows in a row.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.stragglers.slowness import Cause, Change, Slow
-from hpctrain.stragglers.window_times import COMPUTE, INPUT, NUM_OWN, OTHER, SAMPLES, SAVE, STEP
+from hpctrain.comm import describe_ranks
+from hpctrain.telemetry import in_words
 from hpctrain.topology import Topology
+
+# What is found to be slow, and the lines that say so. Pure.
+
+
+# Of more ranks or nodes that become slow at once the records have the rest.
+MOST_LINES = 8
+
+
+class Cause(Enum):
+    """Probable cause. OTHER: work of the rank outside of input, compute and saving, such as writing its records."""
+
+    INPUT = "input"
+    COMPUTE = "compute"
+    OTHER = "other"
+    CHECKPOINT = "checkpoint"
+    NETWORK = "network"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slow:
+    """Ranks of one node that are slower than the others, or the links of one node, between two nodes or of all.
+
+    value, usual: seconds of the cause in a step (checkpoint: in a save), here and as the median of all ranks; for the
+    network bytes/s, here and as the median of the nodes or, if `before`, as it was earlier in the run.
+    wait_s: for which the other ranks wait in each step; 0 if unknown.
+    """
+
+    ranks: tuple[int, ...]
+    nodes: tuple[str, ...]
+    cause: Cause
+    value: float
+    usual: float
+    wait_s: float = 0.0
+    before: bool = False
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], Cause]:
+        return self.ranks, self.cause
+
+    def describe(self, *, over: str) -> str:
+        """Returns the line for the user. over: the steps or saves that were compared, as `the last 200 steps`."""
+        if self.cause is Cause.NETWORK:
+            usual = "it was" if self.before else "the median of the nodes is"
+            found = (
+                f"{_rate(self.value)} between {self._ends()}, {usual} {_rate(self.usual)}; all ranks wait "
+                f"{_time(self.wait_s)} a step for communication"
+            )
+        else:
+            per = "a save" if self.cause is Cause.CHECKPOINT else "a step"
+            found = f"{_time(self.value)} {per}, the median of the ranks is {_time(self.usual)}, over {over}"
+            if self.wait_s:
+                found += f"; the others wait {_time(self.wait_s)} a step for {_pronoun(self)}"
+        return f"{self._who()} {_is(self)} slow ({self.cause.value}): {found}"
+
+    def describe_end(self) -> str:
+        return f"{self._who()} {_is(self)} no longer slow ({self.cause.value})"
+
+    def _who(self) -> str:
+        nodes = ", ".join(self.nodes) if len(self.nodes) <= 2 else f"{len(self.nodes)} nodes"
+        return f"{describe_ranks(self.ranks)} ({nodes})"
+
+    def _ends(self) -> str:
+        if len(self.nodes) == 1:
+            return f"{self.nodes[0]} and the other nodes"
+        return " and ".join(self.nodes) if len(self.nodes) == 2 else "the nodes"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something has become slow, or (`ended`) is no longer slow."""
+
+    slow: Slow
+    ended: bool = False
+
+
+def lines_of(changes: Sequence[Change], *, over: str) -> list[str]:
+    """Returns the lines for the user, at most MOST_LINES and one that says how many more there are."""
+    lines = [c.slow.describe_end() if c.ended else c.slow.describe(over=over) for c in changes[:MOST_LINES]]
+    if len(changes) > MOST_LINES:
+        lines.append(f"{len(changes) - MOST_LINES} more of such changes are in the records only")
+    return lines
+
+
+def _is(slow: Slow) -> str:
+    return "is" if len(slow.ranks) == 1 else "are"
+
+
+def _pronoun(slow: Slow) -> str:
+    return "it" if len(slow.ranks) == 1 else "them"
+
+
+def _time(seconds: float) -> str:
+    return in_words(seconds) if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:.3g} MB/s"
+
+
+# What a rank measures of itself in a window of steps: a few numbers, robust against single slow steps.
+# Pure.
+
+
+# Seconds of a step: waiting for data; forward, backward and optimizer, in a pipeline with waits for other stages, so
+# that stages of different lengths are not taken for slow ranks; what is not named; waiting for communication; the whole
+# step without an evaluation. Then the rank's samples of a step, and the seconds of writing its part of a
+# checkpoint.
+COLUMNS = ("input", "compute", "other", "exposed_sync", "step", "samples", "save")
+INPUT, COMPUTE, OTHER, EXPOSED, STEP, SAMPLES, SAVE = range(len(COLUMNS))
+NUM_OWN = 3  # columns of the rank's own work in a step: input, compute, other
+NUM_PARTS = 5
+_NUM_PER_STEP = SAVE
+
+
+@final
+class WindowTimes:
+    """Collects this rank's steps until `take`.
+
+    A time is the median of the means over NUM_PARTS successive parts of the window (median of means: Lugosi and
+    Mendelson 2019, arXiv:1906.04280). So one or two hiccups do not count, but waits for data that come in every tenth
+    step do.
+    """
+
+    def __init__(self) -> None:
+        self._steps = array("d")
+        self._saves: list[float] = []
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._steps) // _NUM_PER_STEP
+
+    def add(self, seconds: Mapping[str, float], *, samples: int) -> None:
+        """Adds a step. seconds: as `StepClock.lap` returns them. samples: of this rank."""
+        step = seconds["step"] - seconds["evaluation"]
+        own = (seconds["input"], seconds["compute"] + seconds.get("bubble", 0.0), seconds["other"])
+        self._steps.extend((*own, seconds["exposed_sync"], step, samples))
+        if "own_write" in seconds:
+            self._saves.append(seconds["own_write"])
+
+    def take(self) -> NDArray[np.float32]:
+        """Returns the numbers of the window, shape (len(COLUMNS),), and starts the next one. At least one step."""
+        steps = np.array(self._steps, dtype=np.float64).reshape(-1, _NUM_PER_STEP)
+        parts = np.array_split(steps, min(NUM_PARTS, len(steps)))
+        numbers = np.full(len(COLUMNS), np.nan, dtype=np.float32)
+        # Not np.median: its first call imports numpy.ma, on every rank in the middle of training (0.8 MB).
+        numbers[:_NUM_PER_STEP] = np.quantile([part.mean(axis=0) for part in parts], 0.5, axis=0)
+        numbers[SAMPLES] = steps[:, SAMPLES].mean()
+        if self._saves:
+            numbers[SAVE] = sum(self._saves) / len(self._saves)
+        self._steps = array("d")
+        self._saves.clear()
+        return numbers
+
 
 Numbers = NDArray[np.float64]
 

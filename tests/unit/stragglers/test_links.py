@@ -24,7 +24,7 @@ from hpctrain.stragglers import (
     slow_links,
     slow_speeds,
 )
-from hpctrain.stragglers.node_pairs import chosen_rounds, num_rounds, partner_of
+from hpctrain.stragglers.node_probe import chosen_rounds, num_rounds, partner_of
 from hpctrain.topology import Topology
 
 FAST, SLOW = 112e6, 11e6
