@@ -1,11 +1,10 @@
-from .allocation import Allocation as Allocation, find_allocation as find_allocation
-from .causes import Cause as Cause, Diagnosis as Diagnosis
-from .classify import Evidence as Evidence, classify as classify
+from .classify import Cause as Cause, Diagnosis as Diagnosis, Evidence as Evidence, classify as classify
 from .ledger import (
     Attempt as Attempt,
     EffectiveTime as EffectiveTime,
     effective_time as effective_time,
     read_attempts as read_attempts,
 )
+from .nodes import Allocation as Allocation, find_allocation as find_allocation
 from .rules import Limits as Limits
 from .supervisor import SupervisedRun as SupervisedRun, Supervisor as Supervisor

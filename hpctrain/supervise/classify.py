@@ -12,13 +12,183 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from hpctrain.errors import ExitCode
-from hpctrain.launch import CAUSES, RankFailure, signal_name
-from hpctrain.supervise import signs
-from hpctrain.supervise.causes import Cause, Diagnosis
+from hpctrain.launch import (
+    CAUSES,
+    LOST_PEER,
+    LOST_PEER_CODE,
+    STEP_ENDS as STEP_ENDS,
+    STOPPED as STOPPED,
+    RankFailure,
+    find_failure,
+    signal_name,
+)
+
+# Causes for which an attempt of a run ends.
+
+
+class Cause(str, Enum):
+    """Why an attempt ended. FINISHED: the command ended with 0. UNKNOWN: nothing that is known says why."""
+
+    FINISHED = "finished"
+    WALL_CLOCK = "wall clock"
+    PREEMPTION = "preemption"
+    CANCELLED = "cancelled"
+    LOST_NODE = "lost node"
+    LOST_RANK = "lost rank"
+    OUT_OF_MEMORY = "out of memory"
+    DISK_FULL = "disk full"
+    USER_ERROR = "user error"
+    DATA = "data"
+    CHECKPOINT = "checkpoint"
+    HANG = "hang"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Result of the classifier.
+
+    reason: one line for the user, mostly the line of the log that decided. nodes: to which the failure is attributed,
+    by name; none if it is not tied to nodes. error: text by which the same error of a program is recognised again;
+    "" if the cause is not an error of the program, its data or its files, or if it need not come again.
+    """
+
+    cause: Cause
+    reason: str
+    nodes: tuple[str, ...] = ()
+    error: str = ""
+
+
+# Lines that launchers, Slurm, libraries and hpctrain print when something has failed, as patterns. Pure.
+#
+# Slurm's lines are those of 22.05 to 24.11, Open MPI's those of 4 and 5 (PRRTE), and Hydra's (MPICH, Intel
+# MPI).
+
+
+_NODE = r"(?P<node>[\w.\[\],-]+)"
+
+# Slurm says why it has ended a step or a job.
+TIME_LIMIT = re.compile(r"CANCELLED AT \S+ DUE TO TIME LIMIT")
+PREEMPTED = re.compile(r"CANCELLED AT \S+ DUE TO PREEMPTION|DUE TO JOB REQUEUE|CANCELLED DUE TO PREEMPTION")
+NODE_FAILURE = re.compile(r"CANCELLED AT \S+ DUE TO NODE FAILURE")
+STEP_CANCELLED = re.compile(r"slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED AT")
+# Slurm's PMIx plugin names the rank whose connection broke: it is the one that died.
+PMIX_LOST = re.compile(
+    r"mpi/pmix\S*: .*[Ee]rror handler invoked: status = -\d+, source = \[\S+:(?P<rank>\d+)\]"
+)
+
+MPI_ABORT = re.compile(r"MPI_ABORT was invoked on rank (?P<rank>\d+)")
+MPI_ABORT_CODE = re.compile(r"^with errorcode (?P<code>\d+)\.$")
+# Open MPI's TCP transport: a rank on that host has gone, or the whole host has. srun need not notice it. Open MPI 5
+# does not always name the host.
+PEER_GONE = re.compile(rf"^\s*Peer host:\s+{_NODE}\s*$|{LOST_PEER.pattern}")
+
+# A node is gone, or cannot be reached.
+_LOST_NODE = [
+    re.compile(rf"srun: error: Node failure on {_NODE}"),
+    re.compile(
+        rf"srun: error: Task launch for .*\S+ failed on node {_NODE}: "
+        r"(Communication connection failure|Socket timed out|Connection (refused|timed out)|No route to host)"
+    ),
+    re.compile(
+        rf"(?:ORTE|PRTE) has lost communication with a remote daemon|^ *Remote daemon: .* on node {_NODE}"
+    ),
+    re.compile(
+        rf"^{_NODE} cannot be reached from \S.*: (its link|the link of {_NODE.replace('node', 'same')}) is cut"
+    ),
+    re.compile(rf"^{_NODE} (\(this host\) )?reaches none of the .*: its (own )?link is cut"),
+    re.compile(r"^\S+ cannot be reached from \S+ \(this host\): the link of one of the two is cut(?P<node>)"),
+]
+# srun has lost its connection to the daemon of a step (slurmstepd) on the node of this number.
+STEPD_GONE = re.compile(
+    r"srun: error: .*io error .*(?:slurmstepd|step) on node (?P<number>\d+)|Cannot communicate with node (?P<other>\d+)"
+)
+
+OUT_OF_MEMORY = re.compile(
+    r"ran out of memory.* in a micro-batch of one sample"
+    r"|\boom[-_ ]?kill|Out Of Memory|[Ee]xceeded (job |step )?memory limit"
+    r"|OutOfMemoryError|\bMemoryError\b|std::bad_alloc|[Cc]annot allocate memory"
+    r"|can't allocate memory|CUDA out of memory|CUDA error: out of memory|hipErrorOutOfMemory"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|Unable to allocate .* for an array"
+)
+SRUN_OUT_OF_MEMORY = re.compile(rf"srun: error: {_NODE}: tasks? \S+: Out Of Memory")
+DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]|errno = (28|122)\b")
+
+# Our own lines.
+# In the reason of such a stop: the ranks' own clock (`hpctrain.resilience.WallClock`) names what ends the time.
+TIME_OVER = re.compile(r"Slurm's time limit|HPCTRAIN_DEADLINE|stop\.after_s")
+RANK_ENDS = re.compile(r"hpctrain: rank (?P<rank>\d+) ends the run \(exit code (?P<code>\d+)\)")
+RANK_SAYS = re.compile(r"^hpctrain: rank \d+ on \S+: (?P<text>.*)$")
+DID_NOT_COME = re.compile(rf"^ {{2}}ranks? [\d, -]+ on {_NODE} \S")
+HANG = re.compile(r"did not come: rank|the operation itself hangs|has waited \S+ s .*\(limit")
+DIFFERENT_CALLS = re.compile(r"with different arguments|must be the same on every rank")
+SAYS = re.compile(r"^hpctrain: (?P<text>(?!rank \d+ (?:ends|on \S+ (?:has waited|ends))).+)$")
+
+TRACEBACK = re.compile(r"Traceback \(most recent call last\):")
+EXCEPTION = re.compile(r"^(?P<text>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Iteration)\b.*)$")
+# An exception that says that another rank or a connection to it is gone: a consequence.
+BROKEN_CONNECTION = re.compile(
+    r"MPI_ERR_|mpi4py\.MPI\.Exception|Connection (reset|refused|closed)|Broken pipe|HorovodInternalError"
+    r"|Horovod has been shut down"
+)
+
+MPIRUN_EXIT_CODE = re.compile(r"^\s+Exit code:\s+\d+")
+# MPICH's and Intel MPI's forms. Neither says which rank ended first; `hpctrain launch` finds out.
+HYDRA_SIGNAL = re.compile(r"EXIT STRING: .*\(signal (?P<mpich>\d+)\)|=\s+KILLED BY SIGNAL: (?P<intel>\d+)")
+HYDRA_NODE = re.compile(rf"=\s+(?:RANK \d+ )?PID \d+ RUNNING AT {_NODE}")
+
+_TELLING = (
+    TIME_LIMIT, PREEMPTED, NODE_FAILURE, STEP_ENDS, PMIX_LOST, MPI_ABORT, MPI_ABORT_CODE, PEER_GONE, STEPD_GONE,
+    OUT_OF_MEMORY, DISK_FULL, STOPPED, RANK_ENDS, RANK_SAYS, DID_NOT_COME, HANG, DIFFERENT_CALLS, SAYS, TRACEBACK,
+    EXCEPTION, MPIRUN_EXIT_CODE, HYDRA_SIGNAL, HYDRA_NODE, *_LOST_NODE,
+)  # fmt: skip
+
+
+def is_telling(line: str) -> bool:
+    """Returns True if the classifier may use this line."""
+    return any(sign.search(line) for sign in _TELLING) or find_failure(line.encode()) is not None
+
+
+def failures_in(lines: Sequence[str]) -> Iterator[tuple[int, RankFailure]]:
+    """Yields the ranks that the launcher reports as failed, each with the index of its line.
+
+    Not those that stopped, nor those that left because they lost a peer. Open MPI 5 breaks its line in two.
+    """
+    lost_peer = any(LOST_PEER.search(line) for line in lines)
+    for index, line in enumerate(lines):
+        failure = find_failure(line.encode())
+        if failure is None and line.endswith("exited on") and index + 1 < len(lines):
+            failure = find_failure(f"{line} {lines[index + 1]}".encode())
+        if failure is None or failure.exit_code == ExitCode.STOPPED_EARLY:
+            continue
+        if not (lost_peer and failure.exit_code == LOST_PEER_CODE):
+            yield index, failure
+
+
+def lost_node_in(line: str) -> str | None:
+    """Returns the node that this line says is lost: its name, or `#2` for number 2 of the step; None for other lines.
+
+    "" if the line says so without naming it.
+    """
+    for sign in _LOST_NODE:
+        match = sign.search(line)
+        if match is not None:
+            return match["node"] or ""
+    match = STEPD_GONE.search(line)
+    if match is not None:
+        return f"#{match['number'] or match['other']}"
+    return "" if NODE_FAILURE.search(line) else None
+
+
+def says_a_loss(line: str) -> bool:
+    """Returns True if this line says that a node or a rank is gone."""
+    return lost_node_in(line) is not None or PEER_GONE.search(line) is not None
+
 
 # A warning before the time limit may come so much earlier; SIGTERM comes at the limit itself.
 _WARNED_BEFORE_S = 900.0
@@ -80,7 +250,7 @@ def _wanted_end(evidence: Evidence) -> Diagnosis | None:
     """Judges an intended end: by the command itself, by the user, or by Slurm."""
     if evidence.exit_code == ExitCode.DONE:
         return Diagnosis(cause=Cause.FINISHED, reason="the command ended with 0")
-    for sign, cause in ((signs.TIME_LIMIT, Cause.WALL_CLOCK), (signs.PREEMPTED, Cause.PREEMPTION)):
+    for sign, cause in ((TIME_LIMIT, Cause.WALL_CLOCK), (PREEMPTED, Cause.PREEMPTION)):
         match = _first(sign, evidence.lines)
         if match is not None:
             return Diagnosis(cause=cause, reason=match.string)
@@ -93,10 +263,10 @@ def _wanted_end(evidence: Evidence) -> Diagnosis | None:
         evidence.exit_code != ExitCode.STOPPED_EARLY or evidence.overdue_s is not None
     ):
         return None
-    saved = _first(signs.STOPPED, evidence.lines)
+    saved = _first(STOPPED, evidence.lines)
     asked = evidence.signals[0] if evidence.signals else (saved["reason"] if saved else "unknown reason")
     how = f"stopped ({asked})" + (", the state is saved" if saved else "")
-    if saved is not None and signs.TIME_OVER.search(saved["reason"]):
+    if saved is not None and TIME_OVER.search(saved["reason"]):
         return Diagnosis(cause=Cause.WALL_CLOCK, reason=f"stopped ({saved['reason']}), the state is saved")
     if evidence.preempted:
         return Diagnosis(cause=Cause.PREEMPTION, reason=f"{how}: Slurm has preempted the job")
@@ -114,10 +284,10 @@ def _lost_node(evidence: Evidence) -> Diagnosis | None:
     silent = tuple(node for node in evidence.nodes if node in evidence.silent_nodes)
     found: dict[str, str] = {}  # node, or "" -> the line that says that it is lost
     for line in evidence.lines:
-        name = signs.lost_node_in(line)
+        name = lost_node_in(line)
         if name is not None:
             found.setdefault(_name_of(name, evidence.nodes), line)
-        elif signs.STEP_ENDS.search(line) or signs.RANK_ENDS.search(line):
+        elif STEP_ENDS.search(line) or RANK_ENDS.search(line):
             break  # what breaks off after this breaks off because of it
     named = tuple(node for node in found if node)
     reason = next((line for node, line in found.items() if node), next(iter(found.values()), ""))
@@ -129,7 +299,7 @@ def _lost_node(evidence: Evidence) -> Diagnosis | None:
         )
     if not found:
         return None
-    if all(map(signs.STEPD_GONE.search, found.values())) and {*named} <= {*evidence.answering_nodes}:
+    if all(map(STEPD_GONE.search, found.values())) and {*named} <= {*evidence.answering_nodes}:
         # The node works: Slurm's daemon of the step was killed there, and the ranks with it.
         return Diagnosis(cause=Cause.LOST_RANK, reason=reason, nodes=named)
     return Diagnosis(cause=Cause.LOST_NODE, reason=reason, nodes=named)
@@ -146,13 +316,13 @@ def _name_of(name: str, nodes: Sequence[str]) -> str:
 def _resources(evidence: Evidence) -> Diagnosis | None:
     """Judges by the first line that says that memory or disk is used up."""
     for line in evidence.lines:
-        if signs.OUT_OF_MEMORY.search(line):
-            victim = _first(signs.SRUN_OUT_OF_MEMORY, evidence.lines)
+        if OUT_OF_MEMORY.search(line):
+            victim = _first(SRUN_OUT_OF_MEMORY, evidence.lines)
             nodes = (victim["node"],) if victim else ()
             # hpctrain has met it itself, and could not divide the batch any further: it will come again.
             error = _fingerprint(line) if evidence.exit_code == ExitCode.OUT_OF_MEMORY else ""
             return Diagnosis(cause=Cause.OUT_OF_MEMORY, reason=line.strip(), nodes=nodes, error=error)
-        if signs.DISK_FULL.search(line):
+        if DISK_FULL.search(line):
             return Diagnosis(cause=Cause.DISK_FULL, reason=line.strip(), error=_fingerprint(line))
     return None
 
@@ -176,17 +346,17 @@ def _by_counter(found: Diagnosis | None, evidence: Evidence) -> Diagnosis | None
 
 def _who_failed(evidence: Evidence) -> Diagnosis | None:
     lines = evidence.lines
-    own, text = _first(signs.RANK_ENDS, lines), _error_text(lines)
+    own, text = _first(RANK_ENDS, lines), _error_text(lines)
     if own is not None and int(own["code"]) != ExitCode.COMMUNICATION and not _is_consequence(lines):
         return _by_code(int(own["code"]), text=text or own.string, evidence=evidence)
-    hydra, peer = _first(signs.HYDRA_SIGNAL, lines), _first(signs.PEER_GONE, lines)
+    hydra, peer = _first(HYDRA_SIGNAL, lines), _first(PEER_GONE, lines)
     victim = _victim(lines) or _hydra_failure(evidence)
     if victim is not None and (victim.signal is not None or (hydra is not None and victim.exit_code > 128)):
         by = "a signal" if victim.signal is None else signal_name(victim.signal)
         reason = f"rank {victim.rank} on {victim.node} was ended by {by}"
         return Diagnosis(cause=Cause.LOST_RANK, reason=reason, nodes=(victim.node,))
     if hydra is not None and victim is None:
-        node = _first(signs.HYDRA_NODE, lines)
+        node = _first(HYDRA_NODE, lines)
         reason = f"a rank was ended by {signal_name(int(hydra['mpich'] or hydra['intel']))}"
         return Diagnosis(cause=Cause.LOST_RANK, reason=reason, nodes=(node["node"],) if node else ())
     if victim is None and own is None and peer is not None:
@@ -201,12 +371,12 @@ def _who_failed(evidence: Evidence) -> Diagnosis | None:
         return _by_code(int(own["code"]), text=text, evidence=evidence)
     if victim is not None:
         return _by_code(victim.exit_code, text=text, evidence=evidence)
-    cancelled = _first(signs.STEP_CANCELLED, lines)
+    cancelled = _first(STEP_CANCELLED, lines)
     # Slurm 24.11 also says so when a rank ends all after a hang, before it says how any has ended.
-    if cancelled is not None and not text and _first(signs.HANG, lines) is None:
+    if cancelled is not None and not text and _first(HANG, lines) is None:
         return _cancelled_or_killed(cancelled.string, lines)
     code = evidence.exit_code
-    says_so = text or _first(signs.MPIRUN_EXIT_CODE, lines) is not None
+    says_so = text or _first(MPIRUN_EXIT_CODE, lines) is not None
     if code is None or not (says_so or code > 128 or code in ExitCode.__members__.values()):
         return None
     return _by_code(code, text=text, evidence=evidence)
@@ -218,9 +388,7 @@ def _cancelled_or_killed(cancelled: str, lines: Sequence[str]) -> Diagnosis:
     Slurm 24.11 prints the same for a killed rank and for `scancel JOB.STEP`: first that the step is cancelled, then
     that a task was killed. A user who wants the run to end can say so to the supervisor; a killed rank cannot.
     """
-    killed = next(
-        (failure for _, failure in signs.failures_in(lines) if failure.signal == signal.SIGKILL), None
-    )
+    killed = next((failure for _, failure in failures_in(lines) if failure.signal == signal.SIGKILL), None)
     if killed is None:
         return Diagnosis(cause=Cause.CANCELLED, reason=cancelled)
     reason = (
@@ -243,14 +411,14 @@ def _by_code(code: int, *, text: str, evidence: Evidence) -> Diagnosis | None:
 
 
 def _communication(evidence: Evidence, *, text: str) -> Diagnosis:
-    different = _first(signs.DIFFERENT_CALLS, evidence.lines)
+    different = _first(DIFFERENT_CALLS, evidence.lines)
     if different is not None:
         return Diagnosis(
             cause=Cause.USER_ERROR, reason=different.string.strip(), error=_fingerprint(different.string)
         )
-    hang = _first(signs.HANG, evidence.lines)
+    hang = _first(HANG, evidence.lines)
     if hang is not None:
-        late = [match for line in evidence.lines if (match := signs.DID_NOT_COME.search(line))]
+        late = [match for line in evidence.lines if (match := DID_NOT_COME.search(line))]
         named = late[0].string.strip() if late else hang.string.strip()
         return Diagnosis(
             cause=Cause.HANG, reason=named, nodes=tuple(dict.fromkeys(match["node"] for match in late))
@@ -264,13 +432,13 @@ def _victim(lines: Sequence[str]) -> RankFailure | None:
     It is named by Slurm's PMIx plugin or by MPI_Abort, or else is the first that is reported before the step is being
     ended: later lines may name the innocent.
     """
-    failures = list(signs.failures_in(lines))
-    abort_code = _first(signs.MPI_ABORT_CODE, lines)
-    for sign in (signs.PMIX_LOST, signs.MPI_ABORT):
+    failures = list(failures_in(lines))
+    abort_code = _first(MPI_ABORT_CODE, lines)
+    for sign in (PMIX_LOST, MPI_ABORT):
         named = _first(sign, lines)
         for _, failure in failures if named is not None else ():
             if named is not None and _includes(failure.rank, int(named["rank"])):
-                if sign is signs.MPI_ABORT and abort_code is not None:
+                if sign is MPI_ABORT and abort_code is not None:
                     # It may have been killed with the others before it could end with its code.
                     return replace(failure, exit_code=int(abort_code["code"]), signal=None)
                 return failure
@@ -279,13 +447,13 @@ def _victim(lines: Sequence[str]) -> RankFailure | None:
 
 def _hydra_failure(evidence: Evidence) -> RankFailure | None:
     """Returns the rank that `hpctrain launch` found where Hydra says that a signal has ended one."""
-    return None if _first(signs.HYDRA_SIGNAL, evidence.lines) is None else evidence.failure
+    return None if _first(HYDRA_SIGNAL, evidence.lines) is None else evidence.failure
 
 
 def _first_failure(lines: Sequence[str]) -> RankFailure | None:
     """Returns the rank that is reported first as failed, before the step is being ended."""
-    step_ends = next((index for index, line in enumerate(lines) if signs.STEP_ENDS.search(line)), len(lines))
-    return next((failure for index, failure in signs.failures_in(lines) if index < step_ends), None)
+    step_ends = next((index for index, line in enumerate(lines) if STEP_ENDS.search(line)), len(lines))
+    return next((failure for index, failure in failures_in(lines) if index < step_ends), None)
 
 
 def _includes(ranks: str, rank: int) -> bool:
@@ -299,18 +467,18 @@ def _includes(ranks: str, rank: int) -> bool:
 
 def _is_consequence(lines: Sequence[str]) -> bool:
     """Returns True if the first exception says that another rank, or the connection to it, is gone."""
-    exception = _first(signs.EXCEPTION, lines)
-    return exception is not None and signs.BROKEN_CONNECTION.search(exception.string) is not None
+    exception = _first(EXCEPTION, lines)
+    return exception is not None and BROKEN_CONNECTION.search(exception.string) is not None
 
 
 def _error_text(lines: Sequence[str]) -> str:
     """Returns the exception of the first traceback, or else the first message of hpctrain; "" if there is neither."""
     in_traceback = False
     for line in lines:
-        in_traceback = in_traceback or signs.TRACEBACK.search(line) is not None
-        if in_traceback and signs.EXCEPTION.search(line):
+        in_traceback = in_traceback or TRACEBACK.search(line) is not None
+        if in_traceback and EXCEPTION.search(line):
             return line.strip()
-    for sign in (signs.RANK_SAYS, signs.SAYS):
+    for sign in (RANK_SAYS, SAYS):
         match = _first(sign, lines)
         if match is not None:
             return str(match["text"])

@@ -6,17 +6,20 @@ attempts. `docs/metrics.md` describes the fields.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
-from hpctrain.errors import LaunchError
+from hpctrain.checkpoint import finished_newest_first, step_of
+from hpctrain.errors import CheckpointError, LaunchError
 from hpctrain.storage import replace_file
-from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.classify import Cause, Diagnosis, Evidence, classify
 
 FILE_NAME = "attempts.jsonl"
 
@@ -156,3 +159,175 @@ def effective_time(attempts: Sequence[Attempt]) -> EffectiveTime:
             trained_s = (attempt.lost_at or attempt.ended) - attempt.training_began
             effective_s += max(0.0, trained_s) * gained / (gained + lost)
     return EffectiveTime(wall_s=wall_s, effective_s=effective_s)
+
+
+# What an attempt has achieved, read from the run directory: when training began, at which step, and how far
+# it came.
+#
+# Files are compared with what they were when the attempt began, not by their times: the clocks of nodes may
+# differ. They are opened each time, since over NFS the size of a file is only current after an open.
+
+
+# The line of a start holds the whole environment; the step is among its first fields (`hpctrain/run/training.py`).
+_START = re.compile(rb'^\{"time": [\d.e+]+, "step": (\d+),', re.MULTILINE)
+STEPS = Path("metrics", "rank-00000.jsonl")
+_MAX_BYTES = 1 << 20
+_TAIL_BYTES = 1 << 16
+
+
+@final
+class RunProgress:
+    """One attempt's progress; make it before the attempt begins.
+
+    directory: the run directory. checkpoints: folder of the finished checkpoints.
+    """
+
+    def __init__(self, directory: Path, *, checkpoints: Path) -> None:
+        self._checkpoints = checkpoints
+        self._starts = _NewContent(directory / "starts.jsonl")
+        self._steps = _NewContent(directory / STEPS)
+        self._ending = _NewContent(directory / "watch" / "ending.json")
+
+    @classmethod
+    def of_all(cls, directory: Path, *, checkpoints: Path) -> RunProgress:
+        """Returns the progress of all that was ever recorded in the directory, for an attempt that has ended."""
+        progress = cls(directory, checkpoints=checkpoints)
+        for content in (progress._starts, progress._steps, progress._ending):
+            content.forget()
+        return progress
+
+    def first_step(self) -> int | None:
+        """Returns the step from which training began: 0, or that of a checkpoint. None: it has not begun."""
+        found = _START.findall(self._starts.read(_MAX_BYTES))
+        return int(found[-1]) if found else None
+
+    def last_step(self) -> int | None:
+        """Returns the last step in rank 0's records, which are up to a second old; None if there is none."""
+        for line in reversed(self._steps.read(_TAIL_BYTES).split(b"\n")[:-1]):
+            try:
+                record = json.loads(line)
+            except ValueError:  # the first of these lines may be cut
+                continue
+            if isinstance(record, dict) and record.get("kind") == "step":
+                return int(record["step"])
+        return None
+
+    def newest_checkpoint(self) -> int | None:
+        """Returns the step of the newest finished checkpoint in the shared folder; None if there is none."""
+        try:
+            paths = finished_newest_first(self._checkpoints)
+        except CheckpointError:
+            return None
+        return step_of(paths[0]) if paths else None
+
+    def announced_ending(self) -> str | None:
+        """Returns why the ranks ended the run, as one of them announced it (`watch/ending.json`); None: none did."""
+        try:
+            ending = json.loads(self._ending.read(_TAIL_BYTES))
+            return f"hpctrain: rank {ending['rank']} on {ending['host']} ends the run: {ending['reason']}"
+        except (ValueError, KeyError, TypeError):
+            return None
+
+
+class _NewContent:
+    """What is added to a file, or stands in a file that has replaced it, after this object was made."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode, self._size = 0, 0
+        try:
+            found = os.stat(path)
+        except OSError:
+            return
+        self._inode, self._size = found.st_ino, found.st_size
+
+    def forget(self) -> None:
+        """Takes all of the file for new."""
+        self._inode, self._size = 0, 0
+
+    def read(self, max_bytes: int) -> bytes:
+        """Returns the last `max_bytes` of it at most."""
+        try:
+            with self._path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                is_same = found.st_ino == self._inode and found.st_size >= self._size
+                begin = max(self._size if is_same else 0, found.st_size - max_bytes)
+                file.seek(begin)
+                return file.read(max_bytes)
+        except OSError:
+            return b""
+
+
+# Records in the ledger how far an attempt came: when training begins, at its end, and when the next one
+# continues from it.
+
+
+def record_begin_of_training(ledger: Ledger, *, first_step: int, at: float) -> float | None:
+    """Records that the last attempt trains from `first_step` on, and what that says of the one before it.
+
+    Only now it is known from where training could continue: the nodes' own storage may have held a newer checkpoint
+    than the shared folder. Returns when that attempt was lost (epoch); None if this job has trained for the first
+    time.
+    """
+    *earlier, attempt = ledger.attempts
+    ledger.replace(replace(attempt, training_began=at, first_step=first_step))
+    trained = [entry for entry in earlier if entry.job == attempt.job and entry.first_step is not None]
+    if not trained:
+        return None
+    ledger.replace(_with_steps(trained[-1], reached=first_step))
+    last = earlier[-1]
+    return last.lost_at or last.ended
+
+
+def record_end(
+    ledger: Ledger,
+    progress: RunProgress,
+    *,
+    exit_code: int | None,
+    diagnosis: Diagnosis,
+    ended: float,
+    lost_at: float | None = None,
+) -> Attempt:
+    """Records the end of the last attempt, and returns it. Arguments: see `Attempt`."""
+    attempt = ledger.attempts[-1]
+    finished = replace(
+        attempt,
+        ended=ended,
+        lost_at=lost_at,
+        last_step=progress.last_step(),
+        exit_code=exit_code,
+        cause=diagnosis.cause,
+        reason=diagnosis.reason,
+        blamed=diagnosis.nodes,
+        error=diagnosis.error,
+    )
+    reached = max(progress.newest_checkpoint() or 0, attempt.first_step or 0)
+    finished = _with_steps(finished, reached=reached)
+    ledger.replace(finished)
+    return finished
+
+
+def close_open_attempt(ledger: Ledger, *, directory: Path, checkpoints: Path) -> None:
+    """Completes the record of an attempt whose supervisor was ended with it, if the last one is such."""
+    if not ledger.attempts or ledger.attempts[-1].ended is not None:
+        return
+    attempt = ledger.attempts[-1]
+    ended = attempt.began
+    with contextlib.suppress(OSError):
+        ended = max(ended, (directory / STEPS).stat().st_mtime)
+    diagnosis = classify(Evidence(exit_code=None, ended=ended, time_limit=attempt.time_limit))
+    progress = RunProgress.of_all(directory, checkpoints=checkpoints)
+    record_end(ledger, progress, exit_code=None, diagnosis=diagnosis, ended=ended)
+
+
+def _with_steps(attempt: Attempt, *, reached: int) -> Attempt:
+    """Returns the attempt with what is known about its steps if the next one continues from step `reached`."""
+    if attempt.first_step is None:
+        return replace(attempt, checkpoint_step=reached, steps_gained=0, steps_lost=0)
+    last = attempt.last_step if attempt.last_step is not None else attempt.first_step
+    return replace(
+        attempt,
+        checkpoint_step=reached,
+        steps_gained=max(0, reached - attempt.first_step),
+        steps_lost=max(0, last - reached),
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hpctrain.errors import ExitCode
-from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.classify import Cause
 from hpctrain.supervise.ledger import Attempt
 
 # The node may be what failed. Out of memory is not among them: mostly the program asks for too much, wherever it runs.

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.launch import RankFailure
-from hpctrain.supervise.causes import Cause
-from hpctrain.supervise.classify import Evidence, classify
-from hpctrain.supervise.log_lines import LogLines
+from hpctrain.supervise.classify import Cause, Evidence, classify
+from hpctrain.supervise.supervisor import LogLines
 
 LOGS = sorted((Path(__file__).parents[2] / "fixtures" / "failures").glob("*.log"))
 

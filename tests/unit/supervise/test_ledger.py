@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import LaunchError
-from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.classify import Cause
 from hpctrain.supervise.ledger import Attempt, Ledger, effective_time, read_attempts
 
 FIRST = Attempt(

@@ -13,9 +13,16 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import LaunchError
-from hpctrain.supervise.allocation import Allocation, find_allocation, read_job
-from hpctrain.supervise.node_watch import NodeWatch
-from hpctrain.supervise.survey import MARK_VARIABLE, Checks, read_check, survey_nodes
+from hpctrain.supervise.nodes import (
+    MARK_VARIABLE,
+    Allocation,
+    Checks,
+    NodeWatch,
+    find_allocation,
+    read_check,
+    read_job,
+    survey_nodes,
+)
 
 pytestmark = pytest.mark.timing
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.classify import Cause
 from hpctrain.supervise.ledger import Attempt
 from hpctrain.supervise.rules import (
     Action,

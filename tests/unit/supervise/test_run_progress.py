@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.supervise.run_progress import RunProgress
+from hpctrain.supervise.ledger import RunProgress
 
 
 @pytest.fixture
