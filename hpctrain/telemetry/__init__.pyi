@@ -1,5 +1,4 @@
-from .durations import in_words as in_words
-from .energy.meter import (
+from .energy import (
     ENERGY as ENERGY,
     EnergyMeter as EnergyMeter,
     open_counters as open_counters,
@@ -17,6 +16,7 @@ from .exposition.otlp import OtlpSink as OtlpSink
 from .exposition.prometheus import (
     PrometheusEndpoint as PrometheusEndpoint,
     PrometheusTextFile as PrometheusTextFile,
+    TargetsFile as TargetsFile,
     missing_prometheus_client as missing_prometheus_client,
 )
 from .exposition.run_metrics import (
@@ -26,7 +26,6 @@ from .exposition.run_metrics import (
     Value as Value,
     stop_reason as stop_reason,
 )
-from .exposition.targets_file import TargetsFile as TargetsFile
 from .records import (
     STEP as STEP,
     RecordWriter as RecordWriter,
@@ -34,7 +33,11 @@ from .records import (
     tell as tell,
     write_json as write_json,
 )
-from .sinks.scalars import scalars_of as scalars_of
-from .sinks.sink import Record as Record, Sink as Sink, Sinks as Sinks
-from .sinks.tensorboard import TensorBoardSink as TensorBoardSink
-from .step_clock import PARTS as PARTS, Observer as Observer, StepClock as StepClock
+from .sinks import (
+    Record as Record,
+    Sink as Sink,
+    Sinks as Sinks,
+    TensorBoardSink as TensorBoardSink,
+    scalars_of as scalars_of,
+)
+from .step_clock import PARTS as PARTS, Observer as Observer, StepClock as StepClock, in_words as in_words

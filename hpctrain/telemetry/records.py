@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hpctrain.storage import replace_file
-from hpctrain.telemetry.sinks.sink import Sinks
+from hpctrain.telemetry.sinks import Sinks
 
 _BLOCK_BYTES = 1 << 16
 STEP = "step"  # the kind of the records that are made in every step

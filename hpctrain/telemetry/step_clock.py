@@ -1,10 +1,13 @@
-"""Divides the time of a step into named parts."""
+"""The time of a step in named parts, and durations in words."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+# Divides the time of a step into named parts.
+
 
 # Parts of a step that follow one another on the main thread: with `other`, the rest, they add up to `step`.
 PARTS = ("input", "compute", "bubble", "exposed_sync", "checkpoint", "evaluation")
@@ -76,3 +79,16 @@ class StepClock:
         self._lap_started = now
         self._sync_ended = None
         return seconds
+
+
+# Durations in words.
+
+
+def in_words(seconds: float) -> str:
+    """Formats a time: `0.12 s`, `45 s`, `12 min`, `3.5 h`, `2 days`."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    for unit_s, name in ((86_400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.3g} {name}"
+    return f"{seconds:.0f} s"

@@ -13,6 +13,7 @@ from typing import Any, final
 from hpctrain.storage import replace_file
 from hpctrain.telemetry.exposition.catalogue import Metric, MetricType
 from hpctrain.telemetry.exposition.run_metrics import RunMetrics, Series
+from hpctrain.telemetry.records import write_json
 
 _CLOSING_MAY_TAKE_S = 5.0
 
@@ -141,3 +142,26 @@ def _family(metric: Metric, series: Sequence[Series], *, labels: Mapping[str, st
     for one in series:
         family.add_metric([*one.labels, *values], one.value)
     return family
+
+
+# The file in which Prometheus finds where a run's endpoints are (`file_sd_configs`).
+
+
+@final
+class TargetsFile:
+    """Sink that passes over all records: its file is there as long as the run. For rank 0.
+
+    targets: `host:port` of each endpoint. labels: of every target. Raises OSError if the file cannot be written.
+    """
+
+    name = "file with Prometheus' targets"
+
+    def __init__(self, path: Path, *, targets: Sequence[str], labels: Mapping[str, str]) -> None:
+        self._path = path
+        write_json(path, [{"targets": list(targets), "labels": dict(labels)}])
+
+    def receive(self, record: Mapping[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)

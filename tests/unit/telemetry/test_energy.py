@@ -13,9 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hpctrain.telemetry import EnergyMeter, open_counters, total_j
-from hpctrain.telemetry.energy.counter import Increase
-from hpctrain.telemetry.energy.nvml import NvmlCounter
-from hpctrain.telemetry.energy.rapl import RaplCounter
+from hpctrain.telemetry.energy import Increase, NvmlCounter, RaplCounter
 from tests.unit.telemetry.counter_trees import RANGE_UJ, set_cray, set_rapl, write_rapl, xeon
 
 REPOSITORY = Path(__file__).resolve().parents[3]

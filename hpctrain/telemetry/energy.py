@@ -1,0 +1,282 @@
+"""Energy counters of a node: which can be read, and their readings at intervals."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, final
+
+# What the energy counters have in common.
+
+
+class EnergyCounter(Protocol):
+    """An energy counter of this node.
+
+    source: what counts. covers: whose energy it is.
+    """
+
+    source: str
+    covers: str
+
+    def read_j(self) -> float:
+        """Returns the joules since the counter was opened. Raises OSError or ValueError if it cannot be read now."""
+        ...
+
+    def devices(self) -> Sequence[Mapping[str, float | int | None]]:
+        """Returns what else is known of each device at this moment; empty for counters without devices."""
+        ...
+
+
+@final
+class Increase:
+    """Sums the increases of a counter since its first value, also when it begins again at 0.
+
+    wraps_after: the largest value, after which 0 follows. None: the counter does not wrap; a smaller value than the one
+    before then means that it was reset, and the increase until then is not known.
+    """
+
+    def __init__(self, first: int, *, wraps_after: int | None = None) -> None:
+        self._last = first
+        self._wraps_after = wraps_after
+        self._total = 0
+
+    def to(self, value: int) -> int:
+        """Returns the increase from the first value to `value`, if the counter wraps at most once between calls."""
+        step = value - self._last
+        if step < 0:
+            step = value if self._wraps_after is None else value + self._wraps_after - self._last
+        self._last = value
+        self._total += step
+        return self._total
+
+
+# Energy of a node of HPE Cray, as its controller counts it.
+#
+# Source of the format: HPE, "User Access to Compute Node Power Data": a value, its unit, and the time of
+# the reading.
+
+
+_FILE = "sys/cray/pm_counters/energy"
+
+
+@final
+class CrayCounter:
+    """`/sys/cray/pm_counters/energy`, such as `5461213 J 1398360352187765 us`, updated ten times a second.
+
+    root: directory with `sys`. Raises OSError or ValueError if it cannot be read.
+    """
+
+    source = "Cray pm_counters"
+    covers = "the whole node"
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._path = root / _FILE
+        self._increase = Increase(self._read())
+
+    def read_j(self) -> float:
+        return float(self._increase.to(self._read()))
+
+    def devices(self) -> Sequence[Mapping[str, float | int | None]]:
+        return ()
+
+    def _read(self) -> int:
+        words = self._path.read_text(encoding="ascii").split()
+        if len(words) < 2 or words[1] != "J":
+            raise ValueError(f"{self._path} holds {' '.join(words)!r}, which is no energy in J")
+        return int(words[0])
+
+
+# Energy, load and memory of NVIDIA's GPUs, as their driver reports them through NVML.
+
+
+@final
+class NvmlCounter:
+    """All GPUs that the driver shows to this process: in a job whose devices Slurm confines, those of the job.
+
+    Raises OSError if nvidia-ml-py is not installed, there is no driver or no GPU, or a GPU does not count its energy
+    (older than Volta).
+    """
+
+    source = "NVML"
+    covers = "NVIDIA GPUs"
+
+    def __init__(self) -> None:
+        try:
+            self._nvml: Any = importlib.import_module("pynvml")
+        except ImportError as error:
+            raise OSError("nvidia-ml-py is not installed") from error
+        self._asked(self._nvml.nvmlInit)
+        count = self._asked(self._nvml.nvmlDeviceGetCount)
+        self._gpus = [self._asked(self._nvml.nvmlDeviceGetHandleByIndex, index) for index in range(count)]
+        if not self._gpus:
+            raise OSError("NVML knows no GPU")
+        self._increases = [Increase(self._millijoules(gpu)) for gpu in self._gpus]
+
+    def read_j(self) -> float:
+        increases = zip(self._gpus, self._increases, strict=True)
+        return sum(increase.to(self._millijoules(gpu)) for gpu, increase in increases) / 1e3
+
+    def devices(self) -> Sequence[Mapping[str, float | int | None]]:
+        """Returns of each GPU `index`, `utilisation` (share of the last moment in which a kernel ran) and
+        `memory_bytes` in use; None for what a GPU does not tell, as a divided one (MIG)."""
+        found = []
+        for index, gpu in enumerate(self._gpus):
+            load = self._known(self._nvml.nvmlDeviceGetUtilizationRates, gpu)
+            memory = self._known(self._nvml.nvmlDeviceGetMemoryInfo, gpu)
+            found.append({
+                "index": index,
+                "utilisation": None if load is None else load.gpu / 100,
+                "memory_bytes": None if memory is None else int(memory.used),
+            })  # fmt: skip
+        return found
+
+    def _millijoules(self, gpu: Any) -> int:
+        return int(self._asked(self._nvml.nvmlDeviceGetTotalEnergyConsumption, gpu))
+
+    def _asked(self, ask: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return ask(*arguments)
+        except self._nvml.NVMLError as error:
+            raise OSError(f"NVML: {error}") from error
+
+    def _known(self, ask: Callable[..., Any], gpu: Any) -> Any:
+        try:
+            return ask(gpu)
+        except self._nvml.NVMLError:
+            return None
+
+
+# Energy of processors and memory, as RAPL counts it and Linux shows it
+# (Documentation/power/powercap/powercap.rst).
+
+
+_FOLDER = "sys/class/powercap"
+
+
+@final
+class RaplCounter:
+    """The sum of `energy_uj` of the zones `package-N` and `dram` in `/sys/class/powercap/intel-rapl:*`, also on AMD.
+
+    Other zones are parts of packages (`core`, `uncore`) or contain them (`psys`). A zone begins again at 0 after
+    `max_energy_range_uj`, for a processor of 250 W every 17 minutes.
+
+    root: directory with `sys`. Raises OSError or ValueError if a zone cannot be read (since Linux 5.10 only root may,
+    unless the site allows it), or there is none.
+    """
+
+    source = "RAPL"
+    covers = "processors and memory"
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._zones = []
+        for folder in sorted((root / _FOLDER).glob("intel-rapl:*")):
+            name = (folder / "name").read_text(encoding="ascii").strip()
+            if name.startswith("package") or name == "dram":
+                path = folder / "energy_uj"
+                largest = _number(folder / "max_energy_range_uj")
+                self._zones.append((path, Increase(_number(path), wraps_after=largest)))
+        if not self._zones:
+            raise FileNotFoundError(f"no zone of RAPL in {root / _FOLDER}")
+
+    def read_j(self) -> float:
+        return sum(increase.to(_number(path)) for path, increase in self._zones) / 1e6
+
+    def devices(self) -> Sequence[Mapping[str, float | int | None]]:
+        return ()
+
+
+def _number(path: Path) -> int:
+    return int(path.read_text(encoding="ascii"))
+
+
+# Reads the energy counters of a node at intervals.
+
+
+ENERGY = "energy"  # the kind of the records
+_LAST_READING_S = 5.0
+
+
+def open_counters(root: Path = Path("/")) -> list[EnergyCounter]:
+    """Returns the energy counters of this node that can be read; often none. root: directory with `sys`."""
+    openers: tuple[Callable[[], EnergyCounter], ...] = (
+        partial(CrayCounter, root), partial(RaplCounter, root), NvmlCounter,
+    )  # fmt: skip
+    found = []
+    for open_counter in openers:
+        with contextlib.suppress(OSError, ValueError):
+            found.append(open_counter())
+    return found
+
+
+def total_j(joules: Mapping[str, float]) -> float:
+    """Returns the energy of a node, given that of each source: a counter of the whole node includes the others."""
+    whole = joules.get(CrayCounter.source)
+    return sum(joules.values()) if whole is None else whole
+
+
+@final
+class EnergyMeter:
+    """Reads `counters` every `every_s` seconds from `start` to `close`, on a thread of its own.
+
+    The first reading has what was counted since they were opened. A thread, since asking a driver takes milliseconds,
+    and a step may last longer than a counter takes to wrap.
+    """
+
+    def __init__(self, counters: Sequence[EnergyCounter], *, every_s: float) -> None:
+        self.sources = {counter.source: counter.covers for counter in counters}
+        self._counters = list(counters)
+        self._every_s = every_s
+        self._before_j = dict.fromkeys(self.sources, 0.0)
+        self._before = time.monotonic()
+        self._records: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._read_until_closed, name="hpctrain-energy", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def take(self) -> list[dict[str, Any]]:
+        """Returns the records of the readings since the last call; docs/metrics.md has their fields."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._records.get_nowait())
+        return found
+
+    def close(self) -> None:
+        """Reads for the last time; `take` returns that too."""
+        self._closed.set()
+        self._thread.join(_LAST_READING_S)
+
+    def _read_until_closed(self) -> None:
+        while not self._closed.wait(self._every_s):
+            self._read()
+        self._read()
+
+    def _read(self) -> None:
+        joules: dict[str, float] = {}
+        devices: list[Mapping[str, float | int | None]] = []
+        for counter in list(self._counters):
+            try:
+                now_j = counter.read_j()
+            except (OSError, ValueError) as error:
+                print(f"hpctrain: no more energy of {counter.source}: {error}", file=sys.stderr, flush=True)
+                self._counters.remove(counter)
+                continue
+            joules[counter.source] = now_j - self._before_j[counter.source]
+            self._before_j[counter.source] = now_j
+            devices += counter.devices()
+        now = time.monotonic()
+        seconds, self._before = now - self._before, now
+        if joules:
+            self._records.put({
+                "kind": ENERGY, "time": time.time(), "seconds": seconds, "joules": joules, "total_j": total_j(joules),
+                "devices": devices,
+            })  # fmt: skip

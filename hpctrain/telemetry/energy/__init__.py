@@ -1,1 +1,0 @@
-"""Energy counters of a node: which can be read, and their readings at intervals."""

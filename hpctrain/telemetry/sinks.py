@@ -1,0 +1,211 @@
+"""What receives a run's records besides its own files."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, final
+
+# Sinks: what receives a run's records besides its own files, such as a monitoring system.
+
+
+Record = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """Receives every record of one rank, on the thread that trains.
+
+    Records are those of `docs/metrics.md`, those of steps that `telemetry.metrics_every_steps` leaves out of the files,
+    and the kinds `begins` (first: training begins) and `checkpoint_begun`. A record must not be changed.
+    """
+
+    name: str  # for messages, as "Prometheus endpoint"
+
+    def receive(self, record: Record) -> None:
+        """Takes a record in some microseconds: whatever takes longer belongs on a separate thread of the sink.
+
+        May raise any Exception: then the sink is closed and gets no more records.
+        """
+
+    def close(self) -> None:
+        """Ends the sink, however the run ends. Takes a few seconds at most."""
+
+
+@final
+class Sinks:
+    """Hands records to several sinks. One that fails is reported once and closed; training goes on.
+
+    warn: prints a line; None: on standard error. Sinks are closed in the order in which they were opened.
+    """
+
+    def __init__(self, *, warn: Callable[[str], None] | None = None) -> None:
+        self._sinks: list[Sink] = []
+        self._warn = warn or _print_warning
+
+    def open(self, name: str, make: Callable[[], Sink]) -> None:
+        """Adds the sink that `make` returns. If that raises an Exception, it is reported, and the run goes on without.
+
+        name: of the sink, for the warning.
+        """
+        try:
+            self._sinks.append(make())
+        except Exception as error:
+            self._warn(f"no {name}: {_describe(error)}; training goes on without it")
+
+    def receive(self, record: Record) -> None:
+        """Hands `record` to all sinks. Does not raise."""
+        for sink in tuple(self._sinks):
+            try:
+                sink.receive(record)
+            except Exception as error:
+                self._warn(
+                    f"the {sink.name} failed and is off from now on: {_describe(error)}; training goes on"
+                )
+                self._sinks.remove(sink)
+                self._close(sink)
+
+    def close(self) -> None:
+        """Closes all sinks. Does not raise. Later records are dropped."""
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            self._close(sink)
+
+    def _close(self, sink: Sink) -> None:
+        try:
+            sink.close()
+        except Exception as error:
+            self._warn(f"the {sink.name} could not be closed: {_describe(error)}")
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or type(error).__name__
+
+
+def _print_warning(text: str) -> None:
+    print(f"hpctrain: {text}", file=sys.stderr, flush=True)
+
+
+# The numbers of a run by step, for programs that draw them: what is called how. Pure.
+
+
+_OF_STEPS = ("loss", "lr", "grad_norm", "loss_scale")
+
+
+def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers of a record by name, such as `loss` and `seconds/compute`; {} if it has none.
+
+    record: as in docs/metrics.md, of a file or before it is written. A number that is not finite is a float here.
+    """
+    kind = record["kind"]
+    if kind == "step":
+        found = {name: record[name] for name in _OF_STEPS} | _below("seconds", record["seconds"])
+    elif kind == "evaluation":
+        found = _below("evaluation", record["quality"])
+    elif kind == "checkpoint":
+        names = ("stall_seconds", "write_seconds", "mb_per_s", "bytes")
+        found = {f"checkpoint/{name}": record[name] for name in names}
+    elif kind == "efficiency":
+        found = _below("efficiency", record["factors"]) | _below("parts", record["parts"])
+    else:
+        return {}
+    return {name: float(value) for name, value in found.items()}
+
+
+def _below(folder: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{folder}/{name}": value for name, value in values.items()}
+
+
+# A sink that writes a run's numbers for TensorBoard.
+
+
+_FLUSH_EVERY_S = 10.0
+_CLOSING_MAY_TAKE_S = 5.0
+
+
+@final
+class TensorBoardSink:
+    """Writes an event file into `folder`, on a thread of its own. For rank 0.
+
+    The records `begins` and `roll_back` say from which step on earlier events no longer count: TensorBoard hides them.
+    Raises ImportError if tensorboard is not installed, OSError if the file cannot be made.
+    """
+
+    name = "file for TensorBoard"
+
+    def __init__(self, folder: Path) -> None:
+        self._events = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        writers = importlib.import_module("tensorboard.summary.writer.record_writer")
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a folder in the order of their names.
+        number = sum(1 for _ in folder.iterdir())
+        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{number}"
+        self._file = writers.RecordWriter((folder / name).open("xb"))
+        self._write(0, time=time.time(), file_version="brain.Event:2")
+        self._file.flush()
+        self._records: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(
+            target=self._write_until_closed, name="hpctrain-tensorboard", daemon=True
+        )
+        self._thread.start()
+
+    def receive(self, record: Mapping[str, Any]) -> None:
+        if self._error is not None:
+            raise self._error
+        self._records.put(record)
+
+    def close(self) -> None:
+        """Writes what is left. Raises OSError if that fails, or has failed since the last record."""
+        reported = self._error
+        self._records.put(None)
+        self._thread.join(_CLOSING_MAY_TAKE_S)
+        if self._error is not reported and self._error is not None:
+            raise self._error
+
+    def _write_until_closed(self) -> None:
+        flush_at = time.monotonic() + _FLUSH_EVERY_S
+        try:
+            while True:
+                try:
+                    record = self._records.get(timeout=max(0.0, flush_at - time.monotonic()))
+                except queue.Empty:
+                    self._file.flush()
+                    flush_at = time.monotonic() + _FLUSH_EVERY_S
+                    continue
+                if record is None:
+                    break
+                self._add(record)
+            self._file.close()
+        except Exception as error:  # the thread that trains raises it
+            self._error = error
+
+    def _add(self, record: Mapping[str, Any]) -> None:
+        kind = record["kind"]
+        if kind == "begins":
+            self._begin_after(record["step"], time=record["time"])
+        elif kind == "roll_back":
+            self._begin_after(record["to_step"], time=record["time"])
+        elif scalars := scalars_of(record):
+            values = [
+                self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()
+            ]
+            summary = self._summaries.Summary(value=values)
+            self._write(record["step"], time=record["time"], summary=summary)
+
+    def _begin_after(self, step: int, *, time: float) -> None:
+        started = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._write(step + 1, time=time, session_log=started)
+
+    def _write(self, step: int, *, time: float, **what: Any) -> None:
+        event = self._events.Event(step=step, wall_time=time, **what)
+        self._file.write(event.SerializeToString())

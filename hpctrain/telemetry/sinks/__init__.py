@@ -1,1 +1,0 @@
-"""What receives a run's records besides its own files."""
