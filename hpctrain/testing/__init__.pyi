@@ -1,5 +1,7 @@
-from .bucket_reducer import BucketReducerContract as BucketReducerContract
-from .codec import CodecContract as CodecContract
 from .collective import CollectiveContract as CollectiveContract
 from .engine import EngineContract as EngineContract
-from .updater import DistributedOptimizerContract as DistributedOptimizerContract
+from .reductions import (
+    BucketReducerContract as BucketReducerContract,
+    CodecContract as CodecContract,
+    DistributedOptimizerContract as DistributedOptimizerContract,
+)

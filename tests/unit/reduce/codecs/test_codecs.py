@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from hpctrain.errors import UsageError
 from hpctrain.reduce.codecs import CODEC_NAMES, PIECE, Codec, codec_named
-from hpctrain.testing.codec import encoded, some_values, there_and_back
+from hpctrain.testing.reductions import encoded, some_values, there_and_back
 
 DTYPES = (torch.float32, torch.float64)
 # None, one, around a block, around what is worked on at a time.
