@@ -1,4 +1,9 @@
-from .history import RunHistory as RunHistory
 from .run_follower import RunFollower as RunFollower
 from .screen import draw as draw, sparkline as sparkline
-from .state import RankTime as RankTime, RunFiles as RunFiles, RunState as RunState, state_of as state_of
+from .state import (
+    RankTime as RankTime,
+    RunFiles as RunFiles,
+    RunHistory as RunHistory,
+    RunState as RunState,
+    state_of as state_of,
+)

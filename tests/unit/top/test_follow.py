@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.top import RunFollower
-from hpctrain.top.growing_files import AppendedRecords, SmallFile
+from hpctrain.top.run_follower import AppendedRecords, SmallFile
 from tests.ranks_launcher import REPOSITORY
 from tests.unit.report.conftest import STEPS
 from tests.unit.top.conftest import RECORDS, lines_of
