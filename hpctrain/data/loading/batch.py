@@ -28,7 +28,7 @@ class Batch:
     start: position of the global batch in the epoch, in samples.
     global_samples: samples of all ranks in the global batch, without padding.
     num_skipped: samples of this rank that are left out because they lie in damaged blocks (`OnDamage.SKIP`).
-    global_skipped: the same over all ranks; 0 until the ranks exchanged it (`hpctrain.train.loop.agreed_batches`).
+    global_skipped: the same over all ranks; 0 until the ranks exchanged it (`hpctrain.train.loop.evaluate`).
     indices: number in the dataset of the sample in each row: int64, shape (num_samples + num_padded,); None if unknown.
 
     The mean loss over this rank's num_samples, times `weight`, summed over the ranks, is the mean over the global

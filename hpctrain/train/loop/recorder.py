@@ -2,22 +2,149 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, final
 
 from hpctrain.comm import Monitored
-from hpctrain.data import Batch, Loader, sample_sum, show_sample_sum
+from hpctrain.data import Batch, BlockChecker, Loader, sample_sum, show_sample_sum
 from hpctrain.reduce import BackwardTimes, StepOutcome
-from hpctrain.telemetry import EnergyMeter, RecordWriter, StepClock
-from hpctrain.train.loop.damage_log import DamageLog
-from hpctrain.train.loop.energy_log import EnergyLog
-from hpctrain.train.loop.progress import ProgressLine
+from hpctrain.telemetry import EnergyMeter, RecordWriter, StepClock, tell
 from hpctrain.train.loop.settings import LoopSettings, Totals
 from hpctrain.train.loop.stopping import Stopped
-from hpctrain.train.state.resumption import Resumed
-from hpctrain.train.state.training_state import Position
+from hpctrain.train.state.training_state import Position, Resumed
+
+# Reports the damaged blocks that this rank's loaders have found: in its records, and the first ones on
+# stdout.
+
+
+_TOLD = 3
+
+
+class DamageLog:
+    """Writes one record for each damaged block. Does not communicate."""
+
+    def __init__(self, records: RecordWriter, *, rank: int, checkers: Sequence[BlockChecker | None]) -> None:
+        self._records = records
+        self._rank = rank
+        self._checkers = [checker for checker in checkers if checker is not None]
+        self._written = [0] * len(self._checkers)
+
+    def write(self, *, step: int) -> None:
+        """Records the blocks found since the last call; prints the first _TOLD of the run. step: for the records."""
+        for place, checker in enumerate(self._checkers):
+            for damage in checker.damages[self._written[place] :]:
+                self._written[place] += 1
+                self._records.write(
+                    {"kind": "damage", "time": time.time(), "step": step, "dataset": str(checker.directory)}
+                    | asdict(damage)
+                )
+                number = sum(self._written)
+                if number <= _TOLD:
+                    more = "; further ones only in the records" if number == _TOLD else ""
+                    tell(f"rank {self._rank}: damaged data in {checker.directory}: {damage.describe()}{more}")
+
+
+# Records what the energy counters of this rank's node count.
+
+
+@final
+class EnergyLog:
+    """Writes the readings of `meter` as records. joules: of all readings so far, by source."""
+
+    def __init__(self, records: RecordWriter, meter: EnergyMeter) -> None:
+        self._records = records
+        self._meter = meter
+        self.joules = dict.fromkeys(meter.sources, 0.0)
+
+    def start(self) -> None:
+        self._meter.start()
+
+    def write(self, *, step: int) -> None:
+        """Records the readings since the last call. step: the last one that ended."""
+        for record in self._meter.take():
+            for source, joules in record["joules"].items():
+                self.joules[source] += joules
+            self._records.write({**record, "step": step})
+
+    def close(self, *, step: int) -> None:
+        """Reads for the last time."""
+        self._meter.close()
+        self.write(step=step)
+
+
+# Progress of training on rank 0: one line that is updated in place on a terminal, else separate lines.
+
+
+class ProgressLine:
+    """Prints step, loss, samples/s and remaining time. Prints nothing if `silent`, as on all ranks but rank 0.
+
+    every_s: seconds between lines. on_terminal: True if the user sees the output on a terminal.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        every_s: float,
+        silent: bool,
+        on_terminal: bool = False,
+    ) -> None:
+        self._total_steps = total_steps
+        self._silent = silent
+        # isatty alone is not enough: mpirun gives rank 0 a pseudo-terminal even if its own output is a file. Only
+        # `hpctrain launch`, or a rank without a launcher, can find out; hence the parameter.
+        self._on_terminal = on_terminal and sys.stdout.isatty()
+        self._every_s = min(every_s, 0.5) if self._on_terminal else every_s
+        self._last_told = -float("inf")
+        self._width = 0
+        # (time, step, samples so far) of the last steps, for the current rate instead of the average
+        self._history: deque[tuple[float, int, int]] = deque(maxlen=200)
+
+    def step(self, *, step: int, epoch: int, loss: float, lr: float, num_samples: int) -> None:
+        """Reports a step. step: number of steps done; num_samples: samples of this step over all ranks."""
+        if self._silent:
+            return
+        now = time.monotonic()
+        samples = self._history[-1][2] if self._history else 0
+        self._history.append((now, step, samples + num_samples))
+        if now - self._last_told < self._every_s and step < self._total_steps:
+            return
+        self._last_told = now
+        line = (
+            f"step {step}/{self._total_steps}  epoch {epoch}  loss {loss:.4f}  lr {lr:.3g}{self._rates(step)}"
+        )
+        if self._on_terminal:
+            tell("\r" + line.ljust(self._width), end="")
+            self._width = len(line)
+        else:
+            tell(line)
+
+    def say(self, text: str) -> None:
+        """Prints a separate line above the progress line."""
+        if self._silent:
+            return
+        if self._on_terminal and self._width:
+            tell("\r" + " " * self._width + "\r", end="")
+            self._width = 0
+        tell(text)
+
+    def _rates(self, step: int) -> str:
+        (t0, s0, n0), (t1, s1, n1) = self._history[0], self._history[-1]
+        if t1 <= t0 or s1 <= s0:
+            return ""
+        left_s = (self._total_steps - step) * (t1 - t0) / (s1 - s0)
+        return f"  {(n1 - n0) / (t1 - t0):,.0f} samples/s  {_duration(left_s)} left"
+
+
+def _duration(seconds: float) -> str:
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
 
 # Between two records of the buckets' mean times.
 BUCKETS_EVERY_STEPS = 100

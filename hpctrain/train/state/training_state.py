@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, TypeAlias, TypeVar
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, final
 
 import torch
 
@@ -17,32 +19,44 @@ from hpctrain.checkpoint import (
     Replicated,
     Shard,
     State,
+    is_checkpoint,
+    load,
+    load_newest_good,
     model_items,
     model_state,
     tensor_items,
 )
-from hpctrain.comm import Collective, raise_together
+from hpctrain.comm import Collective, all_gather_json, on_rank_0, raise_together
 from hpctrain.data import Batch
 from hpctrain.distributed import (
     ElementShard,
     box_of,
     device_of,
     is_sharded_tensor,
+    pipeline_of,
     sharded_as,
 )
 from hpctrain.errors import CheckpointError
-from hpctrain.reduce import DistributedOptimizer, StateTensor
+from hpctrain.reduce import DistributedOptimizer, StateTensor, listed, not_finite
 from hpctrain.topology import Axis
-from hpctrain.train.state.also import Stateful, also_items, also_states, also_tensors, load_also
+from hpctrain.train.state.also import (
+    Stateful,
+    also_items,
+    also_states,
+    also_tensors,
+    check_state,
+    kind_of,
+    load_also,
+)
 from hpctrain.train.state.ema import Ema
-from hpctrain.train.state.model_check import check_state, kind_of
-from hpctrain.train.state.optimizer_state import OptimizerState, Options
-from hpctrain.train.state.seeds import capture_generators, derive_seed, restore_generators, seed_generators
-from hpctrain.train.state.stage_state import (
+from hpctrain.train.state.optimizer_state import (
+    OptimizerState,
+    Options,
     is_elsewhere,
     nothing_of_other_stages,
     saved_by_stage,
 )
+from hpctrain.train.state.seeds import capture_generators, derive_seed, restore_generators, seed_generators
 
 T = TypeVar("T")
 
@@ -362,3 +376,81 @@ def _outside(name: str, parameter: torch.nn.Parameter, tensors: Mapping[str, tor
         )
         raise CheckpointError(f"{name}, a parameter of the optimizer that is not in the model, {found}")
     return tensors[name]
+
+
+# Says once when a checkpoint is about to hold parameters or buffers that are not finite.
+
+
+@final
+class FiniteCheck:
+    """say: prints a line for the user, on rank 0."""
+
+    def __init__(self, *, comm: Collective, say: Callable[[str], None]) -> None:
+        self._comm = comm
+        self._say = say
+        self._said = False
+
+    def before_save(self, model: torch.nn.Module, *, step: int) -> None:
+        """Checks what the checkpoint of `step` will hold of `model`. Collective; each rank reads a part of it."""
+        if self._said:
+            return
+        comm = self._comm
+        # The ranks of a pipeline hold different parameters.
+        share, num_shares = (comm.rank, comm.num_ranks) if pipeline_of(model) is None else (0, 1)
+        found = list(not_finite(model, share=share, num_shares=num_shares))
+        num_found = torch.tensor([len(found)], dtype=torch.int64)
+        comm.all_reduce(num_found)
+        if not int(num_found):
+            return
+        self._said = True
+        names = list(dict.fromkeys(name for names in all_gather_json(comm, found) for name in names))
+        self._say(
+            f"WARNING: the checkpoint of step {step} holds values that are not finite, in {listed(names)}: what "
+            "resumes from it begins with them. Checkpoints from before are as they were"
+        )
+
+
+# Resumes a run from the newest good checkpoint of its folder, or from a given checkpoint.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """path: the checkpoint that was loaded; None if the run starts at step 0. parent: the checkpoint's step and id.
+    divergence: what the run had noted of its divergence (`hpctrain.resilience.Divergence.state`). loss_unit: see
+    `hpctrain.train.task.loss_weights`; None if the losses counted by samples."""
+
+    position: Position
+    path: Path | None
+    parent: Mapping[str, Any] | None = None
+    divergence: Mapping[str, Any] = field(default_factory=dict)
+    loss_unit: float | None = None
+
+
+def resume(
+    state: TrainingState, *, source: Path, named: bool, comm: Collective, identity: Mapping[str, Any]
+) -> Resumed:
+    """Restores `state` from `source`, a checkpoint or a folder of checkpoints. Collective.
+
+    From a folder the newest good checkpoint is loaded; newer damaged ones are reported. named: the user gave this
+    source, so it is an error if it has no checkpoint; otherwise the run then starts at step 0.
+    Raises CheckpointError on every rank.
+    """
+    regions = partial(state.regions, rank=comm.rank)
+    if on_rank_0(comm, lambda: is_checkpoint(source)):
+        checkpoint, tensors = load(source, comm=comm, regions=regions)
+    else:
+        found = load_newest_good(source, comm=comm, regions=regions)
+        if found is None and named:
+            raise CheckpointError(f"--resume {source}: there is no checkpoint", agreed=True)
+        if found is None:
+            return Resumed(position=Position(), path=None)
+        checkpoint, tensors = found.checkpoint, found.tensors
+    position = state.restore(checkpoint, tensors, comm=comm, identity=identity)
+    parent = {"step": checkpoint.step, "id": checkpoint.metadata.id}
+    return Resumed(
+        position=position,
+        path=checkpoint.path,
+        parent=parent,
+        divergence=checkpoint.document.get("divergence", {}),
+        loss_unit=checkpoint.document.get("loss_unit"),
+    )

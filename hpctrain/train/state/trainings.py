@@ -12,16 +12,32 @@ import torch
 
 from hpctrain.checkpoint import SEPARATOR, SaveOptions, Saving, header_of, model_items
 from hpctrain.comm import Collective, agreed
-from hpctrain.data import Loader
+from hpctrain.data import ORDER_NAME, Loader, Sequential
 from hpctrain.distributed import is_sharded, pipeline_of
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.reduce import AllReduceUpdater, ScatterUpdater, ShardedUpdater, SparseUpdater
 from hpctrain.topology import Axis
 from hpctrain.train.state.also import Stateful, check_also, check_same_on_ranks
-from hpctrain.train.state.data_identity import data_identity
 from hpctrain.train.state.optimizer_state import Options, options_of, parameters_outside
-from hpctrain.train.state.resumption import resume
-from hpctrain.train.state.training_state import Position, TrainingState
+from hpctrain.train.state.training_state import Position, TrainingState, resume
+
+# What a position in the data belongs to: dataset, order and handling of the last batch.
+
+
+def data_identity(loader: Loader, *, fingerprint: str | None) -> dict[str, Any]:
+    """Returns what a position in the data belongs to; a checkpoint stores it, and `TrainingState.restore` compares it.
+
+    fingerprint: of the dataset's content; None for samples that have no manifest: then their number is compared.
+    """
+    # The two simple orders have the names that they had before there were others.
+    plain = isinstance(loader.order, Sequential)
+    return {
+        **({"dataset": fingerprint} if fingerprint is not None else {"samples": loader.dataset.num_samples}),
+        "order": ORDER_NAME if plain else loader.order.name,
+        "shuffle": not plain,
+        "last_batch": loader.last_batch.value,
+    }
+
 
 SessionUpdater: TypeAlias = AllReduceUpdater | ScatterUpdater | ShardedUpdater | SparseUpdater
 

@@ -16,8 +16,8 @@ from hpctrain.distributed import Pipeline
 from hpctrain.errors import UsageError
 from hpctrain.reduce import DistributedOptimizer
 from hpctrain.train.task.loss_weights import LossWeights, metrics_and_weight
-from hpctrain.train.task.row_of_zeros import row_of_zeros
 from hpctrain.train.task.task import Task, takes_valid
+from hpctrain.train.task.task_runner import row_of_zeros
 
 
 @final

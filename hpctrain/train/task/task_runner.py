@@ -1,10 +1,11 @@
-"""The user's task on one rank: forward and backward over a batch, and metrics. Does not communicate by itself."""
+"""What computes a batch: the interface between it and the training loop, and the user's task on one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, final
+from dataclasses import replace
+from typing import Any, Protocol, final
 
 import torch
 
@@ -18,9 +19,20 @@ from hpctrain.train.task.loss_weights import (
     loss_and_weight,
     metrics_and_weight,
 )
-from hpctrain.train.task.row_of_zeros import row_of_zeros
 from hpctrain.train.task.sync_batch_norm import SyncBatchNorm, communicates_in_forward
 from hpctrain.train.task.task import Task, takes_valid
+
+# A sample of zeros, for what a rank must compute although it has no samples.
+
+
+def row_of_zeros(batch: Batch) -> Batch:
+    """Returns a batch of one sample, zeros in fields of the same sample shapes and dtypes as those of `batch`."""
+    fields = {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in batch.fields.items()}
+    return replace(batch, fields=fields, num_samples=1, num_padded=0, indices=None)
+
+
+# The user's task on one rank: forward and backward over a batch, and metrics. Does not communicate by
+# itself.
 
 
 @final
@@ -184,3 +196,46 @@ class TaskRunner:
             return metrics_and_weight(
                 self.task.metrics(self.model, real.fields), weights=self.weights, part=real
             )
+
+
+# `Runner`, the interface between the training loop and what computes a batch.
+
+
+class Runner(Protocol):
+    """A task with its model, or this rank's stages of it.
+
+    device_s: on a GPU, its time for the last `forward_backward`. communicates: forward is collective. counts_samples:
+    False on ranks whose samples another rank counts, because both hold parts of one copy of the model.
+    weights: of the losses, see `LossWeights`.
+    bubbles: when, in the last `forward_backward`, this rank's stages of a pipeline waited for others: begin and end of
+    each wait, by `time.perf_counter`; none without a pipeline.
+    """
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def device_s(self) -> float: ...
+    @property
+    def communicates(self) -> bool: ...
+    @property
+    def bubbles(self) -> Sequence[tuple[float, float]]: ...
+    @property
+    def counts_samples(self) -> bool: ...
+    @property
+    def weights(self) -> LossWeights: ...
+
+    def forward_backward(
+        self, batch: Batch, updater: DistributedOptimizer, *, micro_batches: int = 1
+    ) -> float:
+        """Computes the gradients of this rank's share of a batch, in `micro_batches` parts.
+
+        Returns the loss of the share times its weight, or 0 if another rank counts the samples; over all ranks these
+        add up to the mean loss of the batch, times the sum of `weights.total` if the task weighs its losses. In the
+        first step collective over the world, as the ranks agree whether it does.
+        """
+
+    def metrics(self, batch: Batch) -> tuple[Mapping[str, float], float | None] | None:
+        """Returns the means of the task's metrics over the batch's samples, at least one, and the weight of these
+        means, None for the number of samples; None if another rank does."""

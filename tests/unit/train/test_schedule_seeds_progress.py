@@ -18,7 +18,7 @@ import torch
 
 from hpctrain.errors import RecipeError
 from hpctrain.telemetry import PARTS, RecordWriter, StepClock, read_records, write_json
-from hpctrain.train.loop.progress import ProgressLine
+from hpctrain.train.loop.recorder import ProgressLine
 from hpctrain.train.loop.settings import CheckpointPolicy
 from hpctrain.train.state.seeds import capture_generators, derive_seed, restore_generators, seed_generators
 from hpctrain.train.task.schedule import Decay, Schedule, scaled_lr

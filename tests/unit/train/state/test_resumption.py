@@ -16,8 +16,7 @@ from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import CheckpointError
 from hpctrain.reduce import AllReduceUpdater
-from hpctrain.train.state.resumption import Resumed, resume
-from hpctrain.train.state.training_state import Position, TrainingState
+from hpctrain.train.state.training_state import Position, Resumed, TrainingState, resume
 from tests.unit.reduce.data_parallel.updater_cases import reducer_for
 
 IDENTITY = {"dataset": "none"}

@@ -11,7 +11,7 @@ import pytest
 from hpctrain.data import pack_source
 from hpctrain.data.transforms.transform import find_transform
 from hpctrain.errors import RecipeError, UsageError
-from hpctrain.train.task.named_object import import_named
+from hpctrain.train.task.task import import_named
 
 
 @pytest.mark.parametrize("code", ["0", "", "3", "'a text'"])
