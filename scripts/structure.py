@@ -1,4 +1,5 @@
-"""Prints the structure of the tree: sizes of folders and modules, public names, cycles, imports of private modules.
+"""Prints the structure of the tree: sizes of folders and modules, public names, cycles, imports of private modules, small
+modules that a single module imports (ADR 74).
 
     python scripts/structure.py
 
@@ -17,6 +18,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "hpctrain"
 MAX_FILES, MAX_LINES, MAX_PUBLIC_NAMES = 30, 600, 250
+SMALL_LINES = 150
 
 
 def public_modules() -> list[str]:
@@ -92,6 +94,26 @@ def cycles(edges: Mapping[str, set[str]]) -> Iterator[list[str]]:
             yield from visit(module)
 
 
+def small_with_one_importer(known: Mapping[str, Path], edges: Mapping[str, set[str]]) -> list[str]:
+    """Returns the small modules that one other module imports, and no package's `__init__.pyi`."""
+    users: dict[str, set[str]] = defaultdict(set)
+    for module, others in edges.items():
+        for other in others:
+            users[other].add(module)
+    for package, path in known.items():
+        stub = path.with_suffix(".pyi")
+        if path.name == "__init__.py" and stub.exists():
+            for node in ast.parse(stub.read_text()).body:
+                if isinstance(node, ast.ImportFrom) and node.level == 1:
+                    users[f"{package}.{node.module}"].add(package)
+    return [
+        module.removeprefix("hpctrain.")
+        for module, path in known.items()
+        if path.name != "__init__.py" and len(path.read_text().splitlines()) < SMALL_LINES
+        if len(users[module]) == 1 and not any(known[user].name == "__init__.py" for user in users[module])
+    ]
+
+
 def main() -> int:
     known = modules()
     files = Counter(path.parent.relative_to(REPOSITORY) for path in known.values())
@@ -130,6 +152,8 @@ def main() -> int:
         + ")"
     )
     print(f"public names: {num_public} ({', '.join(f'{module} {count}' for module, count in names.items())})")
+    small = small_with_one_importer(known, edges)
+    print(f"modules under {SMALL_LINES} lines with one importer: {len(small)} ({', '.join(small)})")
     for folder, count in crowded.items():
         print(f"too many files: {folder} has {count}, at most {MAX_FILES}")
     for path, count in long.items():

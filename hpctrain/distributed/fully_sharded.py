@@ -386,7 +386,7 @@ def check_shardable(model: nn.Module) -> None:
     """Raises UsageError for what FSDP2 cannot shard, or would train wrongly, and if this PyTorch's FSDP2 is too old."""
     import torch.distributed.fsdp as fsdp
 
-    # The newest of what `passes` and `overlap` call.
+    # The newest of what is called here.
     if not hasattr(getattr(fsdp, "FSDPModule", None), "reset_iter_state"):
         raise UsageError(
             f"FSDP2 of PyTorch {torch.__version__} is too old to shard parameters: it has no reset_iter_state. "

@@ -308,7 +308,7 @@ def _wrong_sum(name: str, *, found: float, num_ranks: int) -> UsageError:
 # Horovod calls `compress(p.grad)` when a gradient is ready, sums the returned tensor over the ranks, and
 # uses the result of `decompress` as the gradient. So the compressed tensor must be summable by addition in
 # its dtype. This allows float16, and 8-bit integers with a scale that all ranks know beforehand
-# (`int8.py`). Low-rank compression needs two dependent sums, and Horovod does not support bfloat16; both
+# . Low-rank compression needs two dependent sums, and Horovod does not support bfloat16; both
 # are wire formats of hpctrain's own updater. Horovod is not imported.
 
 

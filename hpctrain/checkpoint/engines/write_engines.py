@@ -112,7 +112,7 @@ class _Flow:
 
 # MPI-IO engine: the ranks of a file write through MPI-IO, in large contiguous pieces (two-phase I/O).
 #
-# The ranks write in turns (see `two_phase_plan`), each a batch of bounded size. Small interleaving pieces
+# The ranks write in turns (see `write_batch`), each a batch of bounded size. Small interleaving pieces
 # are first sent to the rank that writes their part of the file, which joins them. The exchange is our own,
 # since MPI's collective writes cannot be made to fail on all ranks (see
 # `hpctrain.comm.interface.collective_files`).

@@ -45,7 +45,7 @@ class HorovodWorld(Forwarding):
         """Starts Horovod, unless it runs already. Collective. Raises LaunchError when it does not load or start.
 
         algorithm: from the recipe; `nccl-hierarchical` and `nccl-torus` are switched on here (see
-        `horovod_environment`), without effect if Horovod runs already.
+        `running_horovod`), without effect if Horovod runs already.
         """
         hvd = load_horovod()
         if not hvd.is_initialized():

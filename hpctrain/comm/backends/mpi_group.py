@@ -5,7 +5,7 @@ with every MPI, including those without device support.
 
 Half types have no MPI type. They are sent as 16-bit integers: an all-to-all of slices, a float32 sum in rank
 order at each slice's owner, one rounding, and an all-gather. That sends as many bytes as a ring all-reduce. Groups
-that poll sum other types in the same way, and send large buffers in a ring (`mpi_messages/ring.py`).
+that poll sum other types in the same way, and send large buffers in a ring (`mpi_messages.py`).
 
 Source of the reduction by slices: Thakur et al. 2005, Optimization of Collective Communication Operations
 in MPICH, section 4.5 (reduce-scatter followed by all-gather).

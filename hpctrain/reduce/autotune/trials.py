@@ -1,8 +1,7 @@
 """Short trials of the candidate reductions, on the ranks and links of this run.
 
 Sizes grow until the time is used up; candidates that are clearly slower are dropped. All decisions use times reduced by
-MAX over the ranks, so that all ranks decide alike. Where ranks outnumber their cores a trial computes meanwhile: see
-`compute_load.py`.
+MAX over the ranks, so that all ranks decide alike. Where ranks outnumber their cores a trial computes meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline
 # Trials during computation, for ranks that outnumber their cores.
 #
 # A bucket that is reduced during backward prolongs a step by what it takes of the scarcer of two resources.
-# The link between the nodes needs L seconds for its bytes (`link_bound.py`), during which the cores
+# The link between the nodes needs L seconds for its bytes (`link_speed.py`), during which the cores
 # compute. The cores need C seconds for the ranks' backward and P seconds for the reduction: sums, casts,
 # messages, and polls while a rank waits for others. With a core for each rank, what binds is how long the
 # reduction takes by itself. Where ranks outnumber the cores, another rank computes while one waits, so the
@@ -145,7 +144,7 @@ def calibrate(
     A reduction that has begun is never aborted, so the trials may exceed `budget_s` by one that takes longer than
     predicted. Closes the reducers at the end. Raises UsageError on every rank if no candidate can be made.
     floor: of the links; if it dominates, candidates that send clearly more than another are not measured.
-    compute: measure by how much a reduction prolongs this computation, during which it runs (`compute_load.py`).
+    compute: measure by how much a reduction prolongs this computation, during which it runs.
     """
     trials = _Trials(comm, device=device, clock=clock, budget_s=budget_s, compute=compute)
     notes: list[str] = []
@@ -338,7 +337,7 @@ class _Contest:
     def _costs(
         self, times: dict[Candidate, list[float]], alone: Sequence[float], num_bytes: int
     ) -> dict[Candidate, list[float]]:
-        """Returns what trials during computation cost: see `compute_load.py`; `times` of others. Not collective.
+        """Returns what trials during computation cost; `times` of others. Not collective.
 
         alone: times of the computation without a reduction. Of equal times on the link the lower processor time counts.
         """

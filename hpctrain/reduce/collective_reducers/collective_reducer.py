@@ -415,7 +415,7 @@ class CollectiveReducer(StepEnd):
         feedback: bool = False,
         piece_elems: int = PIECE_ELEMS,
     ) -> CollectiveReducer:
-        """Returns a reducer that sums by slices: see `sliced_sum`. Not collective. feedback: for a lossy codec."""
+        """Returns a reducer that sums by slices. Not collective. feedback: for a lossy codec."""
         residuals = None
         if feedback and not codec.exact and comm.num_ranks > 1:
             residuals = Residuals(rank=comm.rank, num_ranks=comm.num_ranks)

@@ -132,7 +132,7 @@ class LowRankReducer(StepEnd):
         are reduced one after another.
     rank: columns of the factors. start_step: number of first steps in which everything is sent unchanged, because
         gradients change direction too fast for factors that are updated by one iteration per step.
-    topology: for `bytes_sent`, computed for a ring (see `traffic_bounds`).
+    topology: for `bytes_sent`, computed for a ring (see `collective_reducer`).
     Deterministic; bitwise equal on every rank if the ranks' processors and libraries are the same, since each rank
     orthonormalizes P itself. If a bucket is not finite on any rank, the result is not finite on all, and the residuals
     stay unchanged (`settle`); a parameter that no rank used keeps its residual. Raises UsageError for values out of

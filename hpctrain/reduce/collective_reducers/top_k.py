@@ -101,7 +101,7 @@ class TopKReducer(StepEnd):
     value_dtype: torch.float16 sends values relative to the rank's largest in two bytes, which cannot overflow;
         None sends them in the bucket's dtype.
     start_step: number of first steps in which all elements are sent.
-    topology: for `bytes_sent`, computed for a ring (see `traffic_bounds`).
+    topology: for `bytes_sent`, computed for a ring (see `collective_reducer`).
     Deterministic, bitwise equal on every rank. If a bucket is not finite on any rank, the result is not finite on all,
     and the residuals stay unchanged (`settle`); a parameter that no rank used keeps its residual.
     Raises UsageError for values out of range.

@@ -44,7 +44,7 @@ _UNITS_OF_A_BUCKET = 4
 @final
 class ScatterUpdater(Watched):
     """`DistributedOptimizer` that reduce-scatters gradients while backward runs, and gathers the parameters that the
-    owners updated while the next forward runs: see `arriving_parameters`.
+    owners updated while the next forward runs: see `units_in_flight`.
 
     Args:
         optimizer: of an update that treats each element by itself; its parameters have the same shapes, in the same

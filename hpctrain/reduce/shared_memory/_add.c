@@ -1,5 +1,5 @@
 /* Sums of the buckets of a node's ranks in one pass over memory, and the claiming of pieces by ranks. See summation.py and
-   work_shared_sum.py. */
+   engine_reducer.py. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -116,7 +116,7 @@ done:
     return result;
 }
 
-/* Indices of a rank's flags, one cache line apart, as in shared_buckets.py; results of take(), as in work_shared_sum.py. */
+/* Indices of a rank's flags, one cache line apart, as in shared_buckets.py; results of take(), as in engine_reducer.py. */
 enum { FILLED = 0, SUMMED = 8, NUM_FLAGS = 16 };
 enum { WAITS = 0, GOT_ON = 1, ENDED = 2 };
 

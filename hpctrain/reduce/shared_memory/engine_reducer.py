@@ -1,6 +1,6 @@
 """Two-level sums in shared memory and messages, chunk by chunk, several chunks in flight.
 
-Buckets are in memory shared by the ranks of a node. On one node they are summed there (`work_shared_sum.py`). Between
+Buckets are in memory shared by the ranks of a node. On one node they are summed there. Between
 nodes, for each chunk a carrier sums its part over the buckets of its node's ranks, exchanges it with its
 counterparts (`inter_node.py`), and decodes the result directly into every bucket of its node. Each element leaves a
 node once, and the carriers share that work; within the node nothing is copied. With one rank per node this is a flat

@@ -29,7 +29,7 @@ from hpctrain.storage import part_of
 
 
 class Feedback(Protocol):
-    """Encodes one part, with or without error feedback. See `part_feedback.py`."""
+    """Encodes one part, with or without error feedback. See `reduce/codecs.py`."""
 
     def encode(self, values: torch.Tensor, *, first: int, out: torch.Tensor) -> None:
         """Encodes `values` for their owner into `out`. first: their offset in the part. May change `values`."""
@@ -260,7 +260,7 @@ class LossyPart:
 
 @final
 class EngineLosses:
-    """This rank's encoding errors (residuals), in gradient space (see `error_feedback.py`).
+    """This rank's encoding errors (residuals), in gradient space (see `reduce/codecs.py`).
 
     buckets: all buckets of the plan. parts: those that this rank encodes.
     """

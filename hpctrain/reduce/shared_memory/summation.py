@@ -43,7 +43,7 @@ def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Functions of `_add.c`. fill, take: see `work_shared_sum.py`; they have no numpy version."""
+    """Functions of `_add.c`. fill, take: see `engine_reducer.py`; they have no numpy version."""
 
     add: Add
     fill: Callable[[Counts, int], None]
