@@ -18,19 +18,18 @@ from pathlib import Path
 from hpctrain.errors import LaunchError
 from hpctrain.launch.cores import RankCores, num_cpus_of_host
 from hpctrain.launch.rank_identity.identity import find_launcher, identify
-from hpctrain.launch.rank_identity.launcher_process import find_launcher_process
+from hpctrain.launch.rank_identity.launcher_process import YIELD_STEM, find_launcher_process
 
 YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
 PRELOAD_VARIABLE = "LD_PRELOAD"
 # Set in a restarted rank until it has started: prevents endless restarts if something removes LD_PRELOAD.
 RESTARTED_VARIABLE = "HPCTRAIN_RESTARTED_FOR_YIELD"
-LIBRARY_STEM = "_yield_by_sleep"
 
 
 def find_library(directory: Path = Path(__file__).parent) -> str | None:
     """Path of the compiled library; None if it was not compiled, or if LD_PRELOAD cannot express its path."""
     for suffix in EXTENSION_SUFFIXES:
-        path = str(directory / f"{LIBRARY_STEM}{suffix}")
+        path = str(directory / f"{YIELD_STEM}{suffix}")
         if os.path.exists(path) and not set(path) & set(": \t"):  # these separate libraries
             return path
     return None
@@ -39,7 +38,7 @@ def find_library(directory: Path = Path(__file__).parent) -> str | None:
 def with_preload(environ: Mapping[str, str], library: str) -> str:
     """Returns the value of LD_PRELOAD in `environ` with `library` appended."""
     there = environ.get(PRELOAD_VARIABLE, "")
-    if LIBRARY_STEM in there:
+    if YIELD_STEM in there:
         return there
     return f"{there}:{library}" if there else library
 
@@ -51,13 +50,13 @@ def yields(environ: Mapping[str, str]) -> bool:
 
 def in_effect(maps: str | None = None) -> bool:
     """True if this process has the library loaded. maps: content of /proc/self/maps, read if None."""
-    return LIBRARY_STEM in (_own_maps() if maps is None else maps)
+    return YIELD_STEM in (_own_maps() if maps is None else maps)
 
 
 def may_starve(maps: str | None = None) -> bool:
     """True if this process waits by Open MPI's yielding, without the library. Valid once MPI is loaded."""
     found = _own_maps() if maps is None else maps
-    return "libopen-pal" in found and LIBRARY_STEM not in found
+    return "libopen-pal" in found and YIELD_STEM not in found
 
 
 def describe_crowd(cores: Sequence[RankCores], *, may_starve: Sequence[bool]) -> str | None:
@@ -69,7 +68,7 @@ def describe_crowd(cores: Sequence[RankCores], *, may_starve: Sequence[bool]) ->
     for host in dict.fromkeys(found.host for found, may in zip(cores, may_starve, strict=True) if may):
         num_cpus = num_cpus_of_host(cores, host)
         if counts[host] > num_cpus:
-            library = find_library() or f"PATH/{LIBRARY_STEM}.so"
+            library = find_library() or f"PATH/{YIELD_STEM}.so"
             return (
                 f"{counts[host]} ranks share {num_cpus} cores of {host}: on Linux 6.18 and newer, ranks that wait "
                 "inside Open MPI can keep the others from running for seconds; start the run with "
@@ -95,7 +94,7 @@ def restart_environment(
     row = find_launcher(environ)
     if row is None or not (row.may_be_open_mpi or row.is_hydra) or library is None or num_cpus is None:
         return None
-    if RESTARTED_VARIABLE in environ or LIBRARY_STEM in environ.get(PRELOAD_VARIABLE, ""):
+    if RESTARTED_VARIABLE in environ or YIELD_STEM in environ.get(PRELOAD_VARIABLE, ""):
         return None
     try:
         num_ranks = identify(environ, socket.gethostname()).host_size

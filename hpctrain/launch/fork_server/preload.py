@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hpctrain.launch.fork_server.program import Program
-from hpctrain.launch.yielding import LIBRARY_STEM
+from hpctrain.launch.rank_identity.launcher_process import YIELD_STEM
 
 # Libraries that start no thread, no MPI and no CUDA when they are imported, with what programs use of them.
 _KNOWN = {
@@ -111,7 +111,7 @@ def all_are_known(preload: Sequence[str], *, libraries: str) -> bool:
     """Whether nothing was loaded before the fork but known libraries, whose destructors write nothing. preload: modules
     that the user names. libraries: value of LD_PRELOAD, where profilers are named."""
     return {name.partition(".")[0] for name in preload} <= _KNOWN.keys() and all(
-        LIBRARY_STEM in path for path in libraries.replace(":", " ").split()
+        YIELD_STEM in path for path in libraries.replace(":", " ").split()
     )
 
 

@@ -32,6 +32,8 @@ STARTERS = {
 _LOADED_BY_INIT = "/mca_pml_"
 # File of the program that stands for a forked rank where the launcher started it, without what Python adds to it.
 CLIENT_STEM = "_fork_client"
+# The name of the library in which `sched_yield` sleeps, without its suffix.
+YIELD_STEM = "_yield_by_sleep"
 # Set in a rank that a fork server has forked: the process id of what the launcher started in its place.
 CLIENT_VARIABLE = "HPCTRAIN_FORKED_FOR"
 # Set in a rank by `hpctrain.init`, for the processes that it starts: the process id of the rank.

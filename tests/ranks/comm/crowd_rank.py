@@ -10,7 +10,7 @@ import torch
 
 import hpctrain
 from hpctrain.comm import make_two_level
-from hpctrain.launch.yielding import LIBRARY_STEM
+from hpctrain.launch.rank_identity.launcher_process import YIELD_STEM
 
 
 def main(backend: str, directory: Path) -> None:
@@ -24,7 +24,7 @@ def main(backend: str, directory: Path) -> None:
                 sums.add(float(buffer[-1]))
         found = {
             "sums": sorted(sums),
-            "mapped": LIBRARY_STEM in Path("/proc/self/maps").read_text(),
+            "mapped": YIELD_STEM in Path("/proc/self/maps").read_text(),
             "threads": torch.get_num_threads(),
             "notes": session.notes,
         }
