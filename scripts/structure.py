@@ -1,5 +1,5 @@
-"""Prints the structure of the tree: sizes of folders and modules, public names, cycles, imports of private modules, small
-modules that a single module imports (ADR 74).
+"""Prints the structure of the tree: sizes of folders and modules, public names, cycles, imports of private modules, and
+small modules that a single module imports (ADR 74).
 
     python scripts/structure.py
 
