@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 from benchmarks.growth.counting_filesystem import CONTENT, FOLDERS, METADATA, REFRESH
@@ -44,11 +45,8 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Returns the slope of the least-squares line."""
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+    """Returns the slope of the least-squares line; 0 of a single point."""
+    return linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else 0.0
 
 
 def growth_records(backend: str, seen: Sequence[Seen]) -> list[Record]:

@@ -196,44 +196,34 @@ FIRST_ROUNDS = 2
 CARRIED_NUMEL = 1 << 18
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """numels: ascending. budget_s: time for one size; no round begins later, except the first FIRST_ROUNDS + 1.
+def sweep(session: Session, settings: Settings) -> dict[str, dict[str, Any]]:
+    """Figure 4: times `auto` and the fixed choices, size by size. Returns for each number of elements: `times`, seconds
+    by choice, and `runs`, what `auto` chose.
 
-    calibration: path of a file that does not exist: `auto` measures once, as in a run, and reads it for each size.
+    settings: `choices`, `auto`; `numels`, ascending; `num_rounds`; `budget_s`, time for one size: no round begins
+    later, except the first FIRST_ROUNDS + 1; `seed`. `auto` measures once, as in a run, and reads its file for each
+    size.
     """
-
-    choices: Sequence[tuple[str, str]]
-    auto: tuple[str, str]
-    numels: Sequence[int]
-    num_rounds: int
-    budget_s: float
-    seed: int
-    calibration: Path
-
-
-def run_sweep(ranks: Ranks, session: Session, sweep: Sweep) -> dict[str, dict[str, Any]]:
-    """Returns for each number of elements: `times`, seconds by choice, and `runs`, what `auto` chose. Collective."""
-    order = random.Random(sweep.seed)
-    auto = name_of(*sweep.auto)
-    contenders = list(sweep.choices)
+    ranks, order = Ranks.of(session), random.Random(settings["seed"])
+    contenders = available(session, settings["choices"])
     found: dict[str, dict[str, Any]] = {}
-    for numel in sweep.numels:
-        times, runs = _one_size(ranks, session, sweep, numel=numel, choices=contenders, order=order)
+    for numel in settings["numels"]:
+        times, runs = _one_size(ranks, session, settings, numel=numel, choices=contenders, order=order)
         found[str(numel)] = {"times": times, "runs": runs}
         if numel >= CARRIED_NUMEL:
-            near = _near_the_best(times, auto=auto)
+            near = _near_the_best(times, auto=name_of(*settings["auto"]))
             contenders = [choice for choice in contenders if name_of(*choice) in near]
     return found
 
 
 def _one_size(
-    ranks: Ranks, session: Session, sweep: Sweep, *, numel: int, choices: Sequence[tuple[str, str]],
+    ranks: Ranks, session: Session, settings: Settings, *, numel: int, choices: Sequence[tuple[str, str]],
     order: random.Random,
 ) -> tuple[dict[str, list[float]], str]:  # fmt: skip
+    auto, calibration = name_of(*settings["auto"]), Path(settings["directory"], "calibration.json")
     methods = [
-        our_method(session, numel=numel, algorithm=name, wire=wire, calibration=sweep.calibration)
-        for name, wire in (sweep.auto, *choices)
+        our_method(session, numel=numel, algorithm=name, wire=wire, calibration=calibration)
+        for name, wire in (settings["auto"], *choices)
     ]
     values, zeros = ranks.values(numel), torch.zeros(numel)
     repeats = {}
@@ -245,11 +235,11 @@ def _one_size(
         repeats[method.name] = max(1, min(MAX_REPEATS, int(SAMPLE_S / ranks.slowest_s(method))))
     times: dict[str, list[float]] = {method.name: [] for method in methods}
     active, spent_s = methods, 0.0
-    for round_number in range(sweep.num_rounds):
+    for round_number in range(settings["num_rounds"]):
         if round_number == FIRST_ROUNDS:
-            near = _near_the_best(times, auto=name_of(*sweep.auto))
+            near = _near_the_best(times, auto=auto)
             active = [method for method in methods if method.name in near]
-        if round_number > FIRST_ROUNDS and spent_s > sweep.budget_s:
+        if round_number > FIRST_ROUNDS and spent_s > settings["budget_s"]:
             break
         for method in order.sample(active, len(active)):
             seconds = ranks.slowest_s(method, repeats=repeats[method.name])
@@ -337,16 +327,6 @@ def training_steps(session: Session, settings: Settings) -> dict[str, Any]:
         for stepper in steppers:
             stepper.close()
     return found
-
-
-def sweep(session: Session, settings: Settings) -> dict[str, Any]:
-    """Figure 4: times `auto` and the fixed choices, size by size."""
-    asked = Sweep(
-        choices=available(session, settings["choices"]), auto=(settings["auto"][0], settings["auto"][1]),
-        numels=settings["numels"], num_rounds=settings["num_rounds"], budget_s=settings["budget_s"],
-        seed=settings["seed"], calibration=Path(settings["directory"], "calibration.json"),
-    )  # fmt: skip
-    return run_sweep(Ranks.of(session), session, asked)
 
 
 def nothing(session: Session, settings: Settings) -> None:

@@ -33,8 +33,9 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="hpctrain-gpu-", dir=options.directory) as scratch:
         for found in run(options, scratch=Path(scratch)):
             if "about" in found:
-                about = about or found["about"]
-                print(headline(about), flush=True)
+                if not about:
+                    about = found["about"]
+                    print(headline(about), flush=True)
             else:
                 outcomes.append(found)
                 print(line_of(found), flush=True)

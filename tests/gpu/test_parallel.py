@@ -52,6 +52,8 @@ def language_model(*, width: int, depth: int) -> nn.Sequential:
     return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.Linear(width, VOCABULARY))
 
 
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:FSDP2:UserWarning")  # of in-place operations, of which there are none
 def test_sharded(check: Check) -> None:
     """FSDP2 over one rank has the losses of the whole model on the CPU, with each kind of checkpointing and with
     parameters, gradients and optimizer state in host memory, which then take less of the GPU's memory."""
@@ -68,6 +70,7 @@ def test_sharded(check: Check) -> None:
     assert held["sharded, offload"] < held["sharded, none"], f"MB at most: {held}"
 
 
+@pytest.mark.thorough
 def test_recomputed(check: Check) -> None:
     """Activation checkpointing changes no loss, and on a GPU it takes less memory."""
     held = _compare(check, KINDS)

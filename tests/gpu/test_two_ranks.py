@@ -7,7 +7,7 @@ import functools
 import io
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tests.gpu.traces import events_of, overlap
 
 pytestmark = pytest.mark.launches
 
+Launched = Callable[[str], Mapping[str, Any]]
 TIMEOUT_S = 240.0
 STEPS = 30
 # For losses near 2.3. Two ranks sum gradients in another order than one, and a GPU sums products in another order.
@@ -61,21 +62,21 @@ metrics_every_steps = 1
 """
 
 
-def test_reductions(check: Check, tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = _rank_case(check, "reductions", tmp_path_factory)
+def test_reductions(check: Check, launched: Launched) -> None:
+    found = _rank_case(check, "reductions", launched)
     text = f"{found['methods']} methods sum {found['buckets']} buckets as on the CPU, 2 ranks"
     check.found(text, needs_gpu=["buckets on a GPU"])
 
 
-def test_updater(check: Check, tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = _rank_case(check, "updater", tmp_path_factory)
+def test_updater(check: Check, launched: Launched) -> None:
+    found = _rank_case(check, "updater", launched)
     text = "8 steps end at the CPU's parameters, 2 ranks, the same bits on both"
     check.found(text, needs_gpu=["gradients on a GPU"])
     check.figures["largest difference, share"] = found["difference"]
 
 
-def test_profile(check: Check, tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = _rank_case(check, "profile", tmp_path_factory)
+def test_profile(check: Check, launched: Launched) -> None:
+    found = _rank_case(check, "profile", launched)
     events = events_of(Path(found["trace"]))
     assert any("addmm" in event["name"] for event in events), "the trace has no forward pass"
     check.found("a trace of three steps, 2 ranks on one device", needs_gpu=["kernels and copies"])
@@ -89,23 +90,26 @@ def test_profile(check: Check, tmp_path_factory: pytest.TempPathFactory) -> None
         }  # fmt: skip
 
 
-def _rank_case(check: Check, name: str, factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """Returns what all cases of `two_ranks_program.py` found on a device, of one launch, because starting ranks takes
+    longer than the cases."""
+
+    @functools.cache
+    def on(device: str) -> Mapping[str, Any]:
+        output = tmp_path_factory.mktemp("ranks")
+        words = [sys.executable, "-m", "tests.gpu.two_ranks_program", device, str(output)]
+        run(words, num_ranks=2, timeout_s=TIMEOUT_S)
+        return dict(json.loads((output / "ranks.json").read_text()))
+
+    return on
+
+
+def _rank_case(check: Check, name: str, launched: Launched) -> Mapping[str, Any]:
     """Returns what the ranks found in case `name`; fails if it failed on one of them."""
-    found: Mapping[str, Any] = _launched(str(check.device), factory)[name]
+    found: Mapping[str, Any] = launched(str(check.device))[name]
     assert "failed" not in found, found["failed"]
     return found
-
-
-@functools.cache
-def _launched(device: str, factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """Runs all cases of `two_ranks_program.py` in one launch, because starting ranks takes longer than the cases."""
-    output = factory.mktemp("ranks")
-    run(
-        [sys.executable, "-m", "tests.gpu.two_ranks_program", device, str(output)],
-        num_ranks=2,
-        timeout_s=TIMEOUT_S,
-    )
-    return dict(json.loads((output / "ranks.json").read_text()))
 
 
 # ---------------------------------------------------------------------- a recipe
