@@ -12,7 +12,6 @@ from .data import Batch as Batch, Dataset as Dataset, Loader as Loader, pack_arr
 from .distributed import ParallelPlan as ParallelPlan
 from .errors import HpctrainError as HpctrainError
 from .reduce import (
-    Compression as Compression,
     DistributedOptimizer as DistributedOptimizer,
     LossScale as LossScale,
 )

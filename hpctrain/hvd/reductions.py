@@ -151,8 +151,7 @@ def _combined(
     return a * share(of_a) + b * share(of_b)
 
 
-# Horovod's compressions: what a gradient is sent as. `hpctrain.Compression` has others, with error
-# feedback.
+# Horovod's compressions: what a gradient is sent as.
 
 
 class Compressor(Protocol):

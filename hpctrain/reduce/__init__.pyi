@@ -55,7 +55,6 @@ from .data_parallel.gradient_buckets import (
 from .data_parallel.loss_scale import LossScale as LossScale
 from .data_parallel.sparse_updater import SparseUpdater as SparseUpdater
 from .factory import ReducerMaker as ReducerMaker
-from .horovod_compression import Compression as Compression
 from .needs import (
     ReductionNeeds as ReductionNeeds,
     Sent as Sent,

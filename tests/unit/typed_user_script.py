@@ -76,5 +76,5 @@ def train(task: Task, directory: Path) -> list[str]:
     print(torch_session.rank)
     plan_again: hpctrain.distributed.ParallelPlan = ParallelPlan()
     print(plan_again, hpctrain.data.verify, hpctrain.hvd.allreduce, hpctrain.testing.CodecContract)
-    print(hpctrain.lightning.DDPStrategy, hpctrain.Compression, load_newest_good, hpctrain.__version__)
+    print(hpctrain.lightning.DDPStrategy, load_newest_good, hpctrain.__version__)
     return list(hpctrain.open_checkpoint(directory / "step-00000001.h5", comm=session.world).tensors)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-import hpctrain
 import hpctrain.hvd as hvd
 from hpctrain.errors import UsageError
 from hpctrain.hvd import gradient_buckets
@@ -138,8 +137,6 @@ def together(
     model = make_model(sparse=sparse)
     if "groups" in options and isinstance(options["groups"], str):
         options["groups"] = [list(model.layers.parameters())[:3], [model.often.weight]]
-    if callable(options.get("compression")) and not isinstance(options["compression"], type):
-        options["compression"] = options["compression"](model)
     optimizer = hvd.DistributedOptimizer(
         make(model), named_parameters=model.named_parameters(), backward_passes_per_step=passes, **options
     )
@@ -156,7 +153,6 @@ def ways() -> Iterator[tuple[str, dict[str, Any], float]]:
     yield "predivided", {"gradient_predivide_factor": 2.0}, RELATIVE
     yield "fp16", {"compression": hvd.Compression.fp16}, 3e-2
     yield "own compression", {"compression": Doubled()}, RELATIVE
-    yield "fp16 with error feedback", {"compression": error_feedback}, 3e-2
 
 
 class Doubled:
@@ -167,10 +163,6 @@ class Doubled:
 
     def decompress(self, tensor: torch.Tensor, ctx: int) -> torch.Tensor:
         return tensor / ctx
-
-
-def error_feedback(model: torch.nn.Module) -> Any:
-    return hpctrain.Compression.fp16(model.named_parameters(), num_ranks=hvd.size(), scale=1024.0)
 
 
 def averages() -> None:
