@@ -76,7 +76,7 @@ class Interrupts:
         if moment == "steps":
             return "\nstep " in started.output
         directory = self.folder / "run" / "checkpoints"
-        return directory.exists() and any("spare" not in path.name for path in partial_files(directory))
+        return directory.exists() and bool(partial_files(directory))
 
     def _wait_for(self, condition: Callable[[], bool], started: Started) -> None:
         deadline_s = time.monotonic() + 300

@@ -178,7 +178,7 @@ class StopTrials:
 
     def _is_saving(self) -> bool:
         directory = self.directory / "run" / "checkpoints"
-        return directory.exists() and any("spare" not in path.name for path in partial_files(directory))
+        return directory.exists() and bool(partial_files(directory))
 
     # ------------------------------------------------------------------ checks
 

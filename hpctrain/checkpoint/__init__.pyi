@@ -3,7 +3,6 @@ from .engines.engine_choice import choose_engine as choose_engine
 from .engines.engine_name import Engine as Engine, engine_named as engine_named
 from .files.checkpoint_names import (
     finished_newest_first as finished_newest_first,
-    is_spare as is_spare,
     partial_files as partial_files,
     step_of as step_of,
 )
@@ -70,7 +69,6 @@ from .operations.maintenance import (
     verify as verify,
 )
 from .planning.replicas import ReplicaCheck as ReplicaCheck
-from .retention.delete_old import remove_spares as remove_spares
 from .retention.policy import (
     FIRST_AFTER_S as FIRST_AFTER_S,
     Advice as Advice,
@@ -152,7 +150,6 @@ __all__ = [
     "open_checkpoint",
     "prune",
     "recover",
-    "remove_spares",
     "save",
     "saving_into",
     "saving_through",

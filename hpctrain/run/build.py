@@ -435,7 +435,6 @@ def checkpoint_policy(recipe: Recipe, *, topology: Topology) -> CheckpointPolicy
             node_of_rank=topology.node_of_rank,
             limit_mb_per_s=section.limit_mb_per_s,
             page_cache=section.page_cache,
-            recycle=section.recycle,
             replica_check=section.replica_check,
             on_replica_mismatch=section.on_replica_mismatch,
         ),

@@ -40,11 +40,6 @@ class Filesystem:
         return self.kind in ("ext4", "xfs")
 
     @property
-    def keeps_blocks(self) -> bool:
-        """True if FALLOC_FL_ZERO_RANGE keeps the blocks of a file: ext4 does, xfs allocates others."""
-        return self.kind == "ext4"
-
-    @property
     def is_lustre(self) -> bool:
         return self.kind == "lustre"
 

@@ -289,9 +289,8 @@ class RunSaving:
     def _save(self) -> None:
         self._step += 1
         done = save(
-            self._state, directory=self._directory, step=self._step, comm=self._comm, keep=1, recycle=True,
-            **self._options,
-        )  # fmt: skip
+            self._state, directory=self._directory, step=self._step, comm=self._comm, keep=1, **self._options
+        )
         self.engine = done.engine.value
 
 

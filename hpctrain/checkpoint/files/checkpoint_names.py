@@ -1,4 +1,4 @@
-"""Names of checkpoints in a directory: finished, partial, replaced, spare. Used by rank 0; not collective.
+"""Names of checkpoints in a directory: finished, partial, replaced. Used by rank 0; not collective.
 
 A finished checkpoint is a file `step-00000050.h5` or a folder `step-00000050`. All others have names that begin with a
 dot.
@@ -17,7 +17,6 @@ MAIN_FILE = "data-00000.h5"
 _FINISHED = re.compile(r"step-(\d{8,18})(\.h5)?")
 _PARTIAL = re.compile(r"\.step-\d{8,18}(\.h5)?\.partial-[0-9a-f]{16}")
 _REPLACED = re.compile(r"\.step-(\d{8,18})(?:\.h5)?\.replaced-[0-9a-f]{16}")
-_SPARE = re.compile(r"\.step-\d{8,18}\.h5\.spare-[0-9a-f]{16}")
 
 
 def file_name(step: int) -> str:
@@ -55,16 +54,6 @@ def replaced_name(name: str, *, unique: str) -> str:
     return f".{name}.replaced-{unique}"
 
 
-def spare_name(name: str, *, unique: str) -> str:
-    """Returns the name of checkpoint file `name` as a spare file, kept for its disk blocks. unique: 16 hex digits."""
-    return f".{name}.spare-{unique}"
-
-
-def is_spare(path: Path) -> bool:
-    """True if this is the name of a spare file, whose disk blocks are kept for the next save."""
-    return _SPARE.fullmatch(path.name) is not None
-
-
 def step_of(path: Path) -> int | None:
     """Returns the step in the name of a finished or a replaced checkpoint; None for any other name."""
     match = _FINISHED.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
@@ -89,29 +78,25 @@ def finished_newest_first(directory: Path) -> list[Path]:
 
 
 def partial_files(directory: Path) -> list[Path]:
-    """Returns the files and folders with names of partial checkpoints, of replaced ones whose step has a new one, and
-    of spare files. Raises CheckpointError if the directory cannot be read."""
+    """Returns the files and folders with names of partial checkpoints, and of replaced ones whose step has a new one.
+    Raises CheckpointError if the directory cannot be read."""
     entries = _entries(directory)
     steps = {step_of(path) for path in entries if _FINISHED.fullmatch(path.name)}
     return sorted(
         path
         for path in entries
-        if _PARTIAL.fullmatch(path.name)
-        or is_spare(path)
-        or (_REPLACED.fullmatch(path.name) and step_of(path) in steps)
+        if _PARTIAL.fullmatch(path.name) or (_REPLACED.fullmatch(path.name) and step_of(path) in steps)
     )
 
 
-def remove_partial_files(directory: Path, *, but: Path | None = None) -> list[str]:
-    """Removes the `partial_files` of the directory except `but`. Returns a message for each that could not be removed.
+def remove_partial_files(directory: Path) -> list[str]:
+    """Removes the `partial_files` of the directory. Returns a message for each that could not be removed.
 
     To be called only by the run that saves to the directory: for any other, a partial file may belong to a save in
     flight. Raises CheckpointError if the directory cannot be read.
     """
     notes = []
     for path in partial_files(directory):
-        if path == but:
-            continue
         try:
             remove(path)
         except FileNotFoundError:

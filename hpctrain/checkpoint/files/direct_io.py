@@ -368,7 +368,6 @@ def _pages(num_bytes: int) -> _Memory:
 
 
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: start, do not wait
-_ZERO_RANGE = 0x10  # FALLOC_FL_ZERO_RANGE
 _NOT_THERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -388,7 +387,7 @@ def allocate(fd: int, *, num_bytes: int) -> None:
     posix_fallocate, which writes every block if the filesystem does not support allocation.
     """
     if num_bytes:
-        _fallocate(fd, 0, num_bytes=num_bytes)
+        _fallocate(fd, num_bytes=num_bytes)
     os.ftruncate(fd, num_bytes)
 
 
@@ -399,21 +398,14 @@ def begin_writing_back(fd: int, *, offset: int, num_bytes: int) -> None:
         sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), ctypes.c_uint(_WRITE))
 
 
-def declare_empty(fd: int, *, num_bytes: int) -> bool:
-    """Makes the first `num_bytes` bytes of a file read as zeros while keeping its disk blocks. Returns False, without
-    effect, if the filesystem does not support it. Raises OSError."""
-    return _fallocate(fd, _ZERO_RANGE, num_bytes=num_bytes)
-
-
-def _fallocate(fd: int, mode: int, *, num_bytes: int) -> bool:
-    """Calls fallocate(2). Returns False if the system or the filesystem does not support it. Raises OSError."""
+def _fallocate(fd: int, *, num_bytes: int) -> None:
+    """Calls fallocate(2), if the system and the filesystem support it. Raises OSError."""
     fallocate = _call("fallocate")
     while fallocate is not None:
-        if fallocate(fd, mode, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) == 0:
-            return True
+        if fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) == 0:
+            return
         code = ctypes.get_errno()
         if code in _NOT_THERE:
             break
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
-    return False

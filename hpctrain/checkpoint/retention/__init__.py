@@ -1,1 +1,1 @@
-"""Decides which checkpoints are kept, deleted or recycled, and how often to save."""
+"""Decides which checkpoints are kept or deleted, and how often to save."""

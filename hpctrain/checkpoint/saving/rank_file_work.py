@@ -43,7 +43,7 @@ from hpctrain.checkpoint.loading.check_structure import check_sealed
 from hpctrain.checkpoint.planning.file_layout import FileLayout, NotAsPlannedError
 from hpctrain.checkpoint.planning.hdf5_skeleton import Skeleton, metadata_text, structure_hash
 from hpctrain.checkpoint.planning.rank_extents import Content
-from hpctrain.checkpoint.retention.delete_old import retain, take_spare
+from hpctrain.checkpoint.retention.delete_old import retain
 from hpctrain.checkpoint.saving.save_options import SaveOptions, retention_of
 from hpctrain.comm import Collective, agreed, on_rank_0
 from hpctrain.errors import CheckpointError, HpctrainError
@@ -55,11 +55,10 @@ from hpctrain.storage import InUseError, check_claim, claim, hash_of, sync_direc
 # Called by the rank that leads a file or folder; none is collective.
 
 
-def make_room(directory: Path, partial: Path, *, folder: bool, spare_bytes: int | None = None) -> list[str]:
+def make_room(directory: Path, partial: Path, *, folder: bool) -> list[str]:
     """Creates the directory, removes partial checkpoints of killed saves, and creates the partial checkpoint if it is a
-    folder or can reuse the disk blocks of a spare file.
+    folder.
 
-    spare_bytes: length of the new file in bytes, to reuse a spare file for it; None: spare files are removed, too.
     Returns a message for each file that could not be removed, which does not prevent the save. Raises CheckpointError
     if the directory cannot be written to.
     """
@@ -69,9 +68,7 @@ def make_room(directory: Path, partial: Path, *, folder: bool, spare_bytes: int 
         for place in missing:  # flush the entry of every new directory, not only of the last
             sync_directory(place.parent)
         _claim(directory)
-        if spare_bytes is not None:
-            take_spare(directory, partial, file_bytes=spare_bytes)
-        notes = remove_partial_files(directory, but=partial)
+        notes = remove_partial_files(directory)
         if folder:
             partial.mkdir()
     return notes
@@ -89,7 +86,7 @@ def _claim(directory: Path) -> None:
 
 def create_file(path: Path, *, file_bytes: int) -> None:
     """Allocates a file of `file_bytes` bytes without content, so that it has its full length and disk space. The file
-    may exist already, with a stripe layout or as a recycled spare file. Raises CheckpointError."""
+    may exist already, with a stripe layout. Raises CheckpointError."""
     with explained(action="create", path=path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -190,11 +187,7 @@ def begin_partial(
     def make() -> list[str]:
         if not leads:
             return []
-        skeleton = layout.skeleton if options.recycles(choice.filesystem) else None
-        return make_room(
-            directory, partial, folder=options.files != 1,
-            spare_bytes=None if skeleton is None else skeleton.file_bytes,
-        )  # fmt: skip
+        return make_room(directory, partial, folder=options.files != 1)
 
     def create() -> str:
         if layout.skeleton is None:
@@ -324,10 +317,7 @@ class FileWork:
                     remove(path)
 
     def _retain(self) -> list[str]:
-        return retain(
-            self.final.parent, saved=self.final, retention=retention_of(self.options.keep),
-            recycle=self.options.recycles(self.choice.filesystem),
-        )  # fmt: skip
+        return retain(self.final.parent, saved=self.final, retention=retention_of(self.options.keep))
 
     def _gathered(
         self, content_results: Sequence[bytes]

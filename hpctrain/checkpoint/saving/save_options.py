@@ -27,8 +27,6 @@ class SaveOptions:
     limit_mb_per_s: maximum write rate of each rank, in 10^6 bytes/s; None: no limit.
     page_cache: whether the engine `direct` uses the page cache. "auto": bypass it on filesystems where that is known to
         be faster, except for `local` files, which are read again soon.
-    recycle: keep the disk blocks of one deleted checkpoint in a hidden file for the next save to reuse, on filesystems
-        where that is known to be faster (ext4). `file_recycling.remove_spares` deletes it. Not for folders.
     replica_check: whether the ranks' copies of `Replicated` tensors are compared. "sampled": 1/64 of each tensor, at
         most 64 MiB in all, another part in each save. "full": every byte, hashed by every rank. "off": not compared.
     on_replica_mismatch: if copies differ: "error": raise CheckpointError on every rank and save nothing. "rank0": save
@@ -42,13 +40,8 @@ class SaveOptions:
     local: bool = False
     limit_mb_per_s: float | None = None
     page_cache: PageCache = "auto"
-    recycle: bool = False
     replica_check: ReplicaCheck = "sampled"
     on_replica_mismatch: OnReplicaMismatch = "error"
-
-    def recycles(self, filesystem: Filesystem) -> bool:
-        """True if a save on this filesystem reuses the disk blocks of a deleted checkpoint."""
-        return self.recycle and self.files == 1 and filesystem.keeps_blocks
 
     def bypass_cache(self, filesystem: Filesystem) -> bool:
         """True if large writes on this filesystem bypass the page cache."""

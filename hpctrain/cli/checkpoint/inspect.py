@@ -32,18 +32,16 @@ def list_command(
     hpctrain checkpoint list runs/digits/checkpoints
     hpctrain checkpoint list runs/digits/checkpoints --json
     """
-    from hpctrain.checkpoint import finished_newest_first, is_spare, partial_files
+    from hpctrain.checkpoint import finished_newest_first, partial_files
 
     if this_rank() != 0:
         return
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory: give the one that holds the checkpoints")
     rows = [_row(path) for path in finished_newest_first(directory)]
-    rest = partial_files(directory)
-    partial = [path.name for path in rest if not is_spare(path)]
-    spare = [path.name for path in rest if is_spare(path)]
+    partial = [path.name for path in partial_files(directory)]
     if as_json:
-        typer.echo(json.dumps({"checkpoints": rows, "unfinished": partial, "spare": spare}, indent=1))
+        typer.echo(json.dumps({"checkpoints": rows, "unfinished": partial}, indent=1))
         return
     if not rows:
         typer.echo(f"no checkpoint in {directory}")
@@ -61,8 +59,6 @@ def list_command(
         typer.echo(
             f"unfinished: {name} (being written now, or left by a killed run; the next save removes it)"
         )
-    for name in spare:
-        typer.echo(f"spare: {name} (disk blocks that the next save reuses; prune --unfinished deletes it)")
 
 
 def show_command(

@@ -335,11 +335,6 @@ class CheckpointSection(Section):
         description="Whether checkpoints are written through the kernel's page cache. `bypass` needs less processor "
         "time; if the filesystem does not support it, the cache is used. `auto`: bypass on ext4 and xfs.",
     )
-    recycle: bool = Field(
-        True,
-        description="On ext4, keep the disk blocks of a deleted checkpoint for the next one, which is then written "
-        "faster. Takes the disk space of one more checkpoint, in a hidden file, until the run ends.",
-    )
     replica_check: Literal["sampled", "full", "off"] = Field(
         "sampled",
         description="Whether a save compares the ranks' copies of parameters and optimizer state. `sampled`: 1/64 of "

@@ -20,12 +20,11 @@ from hpctrain.checkpoint import (
     Saver,
     SaveRequests,
     State,
-    remove_spares,
     saving_into,
     verify,
 )
 from hpctrain.comm import Collective, Section, in_section
-from hpctrain.errors import CheckpointError, StoppedEarly
+from hpctrain.errors import CheckpointError
 from hpctrain.resilience import RecentTimes
 from hpctrain.telemetry import RecordWriter, StepClock
 from hpctrain.train.loop.settings import CheckpointPolicy
@@ -178,12 +177,6 @@ class Checkpointing:
     ) -> None:
         with in_section(self._comm, Section.SAVE):
             self._saver.__exit__(kind, error, where)
-        if (
-            self._policy.options.recycle
-            and self._comm.rank == 0
-            and (error is None or isinstance(error, StoppedEarly))
-        ):
-            remove_spares(self._policy.directory)
 
     # ------------------------------------------------------------------ when one is committed
 

@@ -40,7 +40,6 @@ from typing import Any
 import mfusepy  # type: ignore[import-untyped]
 
 _DETACH = 2  # MNT_DETACH
-FALLOC_FL_ZERO_RANGE = 0x10  # linux/falloc.h
 REMOVALS = ("unlink", "rmdir")
 STAT_FIELDS = (
     "st_mode", "st_ino", "st_dev", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks",
@@ -239,10 +238,6 @@ class Passthrough(mfusepy.Operations):
 
     @changing
     def fallocate(self, path: None, mode: int, offset: int, size: int, fh: int) -> int:
-        if mode == FALLOC_FL_ZERO_RANGE:
-            self.control.record("zero", inode=os.fstat(fh).st_ino, offset=offset, length=size)
-            os.pwrite(fh, bytes(size), offset)
-            return 0
         if mode:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         length = max(os.fstat(fh).st_size, offset + size)

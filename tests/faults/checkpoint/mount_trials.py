@@ -23,7 +23,7 @@ from hpctrain.comm.collectives.agreement import all_gather_json
 from hpctrain.errors import CheckpointError, ExitCode
 from tests.faults.checkpoint.mount_trial import LIMIT_S, Trial
 from tests.faults.checkpoint.mounts import Nodes, own_mounts
-from tests.faults.checkpoint.power_trials import power_loss, power_loss_recycling
+from tests.faults.checkpoint.power_trials import power_loss
 from tests.faults.checkpoint.process_ranks import Ended
 from tests.faults.checkpoint.saves import (
     NUM_RANKS,
@@ -269,7 +269,6 @@ def short_writes(trial: Trial, count: int) -> dict[str, Any]:
 
 TRIALS = {
     "power-loss": power_loss,
-    "power-loss-recycling": power_loss_recycling,
     "killed-at-random": killed_at_random,
     "killed-at-each-operation": killed_at_each_operation,
     "failing-operations": failing_operations,

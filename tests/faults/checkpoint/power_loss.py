@@ -80,9 +80,6 @@ class Disk:
         elif event["operation"] == "truncate":
             length = event["length"]
             file.latest = file.latest[:length].ljust(length, b"\0")
-        elif event["operation"] == "zero":
-            offset, length = event["offset"], event["length"]
-            file.latest[offset : offset + length] = bytes(length)
         elif event["operation"] == "write":
             data, offset = base64.b64decode(event["data"]), event["offset"]
             file.latest.extend(bytes(max(0, offset + len(data) - len(file.latest))))

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import patch
 
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
 from hpctrain.checkpoint.operations.maintenance import verify
 from hpctrain.comm.backends.serial_world import SerialWorld
-from hpctrain.storage.filesystem_type import Filesystem
 from tests.faults.checkpoint.mount_trial import Trial
 from tests.faults.checkpoint.power_loss import states_after, write_out
 from tests.faults.checkpoint.process_ranks import in_a_fork
 from tests.faults.checkpoint.saves import (
     NUM_RANKS,
     WAYS,
-    Way,
     newest_step,
     save_step,
 )
@@ -31,19 +27,6 @@ def power_loss(trial: Trial, count: int) -> dict[str, Any]:
     reported checkpoint is there, or a newer one, and nothing that looks finished is torn."""
     # A file, a folder, a file in the folder's place, a folder in its place and in that of a folder, a file.
     steps = [(1, WAYS[0]), (2, WAYS[3]), (2, WAYS[1]), (2, WAYS[2]), (2, WAYS[3]), (3, WAYS[0])]
-    return power_lost(trial, count, steps=steps)
-
-
-def power_loss_recycling(trial: Trial, count: int) -> dict[str, Any]:
-    """The same where a save takes the room of a checkpoint that was let go of, before and beside others that do not."""
-    ways = [Way(form="file", mode=mode, recycle=True) for mode in ("sync", "async")]
-    steps = [(1, WAYS[0]), (2, ways[0]), (3, ways[1]), (4, ways[0]), (5, WAYS[1])]
-    # This filesystem has no blocks to gain from, but it can declare a file empty.
-    with patch.object(Filesystem, "keeps_blocks", new=True):
-        return power_lost(trial, count, steps=steps)
-
-
-def power_lost(trial: Trial, count: int, *, steps: Sequence[tuple[int, Way]]) -> dict[str, Any]:
     num_elems = 20_000  # all that the disk holds is written and read again for each case
     place = trial.nodes.shared / "run" / "checkpoints"
     mount = trial.nodes.mounts[0]

@@ -23,12 +23,10 @@ NUM_ELEMS = 400_000
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How a checkpoint is saved. form: "file" or "folder". mode: "sync" or "async", the latter past the page cache.
-    recycle: in the room of one that was let go of, where the filesystem is said to gain from that."""
+    """How a checkpoint is saved. form: "file" or "folder". mode: "sync" or "async", the latter past the page cache."""
 
     form: str
     mode: str
-    recycle: bool = False
 
     @property
     def page_cache(self) -> str:
@@ -67,12 +65,10 @@ def save_state(
     if way.mode == "sync":
         save(
             state, directory=directory, step=step, comm=comm, keep=keep, files=files, engine=engine,
-            page_cache=way.page_cache, recycle=way.recycle,
+            page_cache=way.page_cache,
         )  # fmt: skip
         return
-    options = SaveOptions(
-        keep=keep, files=files, engine=engine, page_cache=way.page_cache, recycle=way.recycle
-    )
+    options = SaveOptions(keep=keep, files=files, engine=engine, page_cache=way.page_cache)
     with ThreadPoolExecutor(1) as executor:
         saving = Saving.begin(
             state, directory=directory, step=step, comm=comm, options=options, buffers=HostBuffers(),

@@ -18,19 +18,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import h5py
 import torch
 
 from hpctrain.checkpoint import Replicated, Shard, State, load_newest_good, save
-from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first, is_spare, partial_files
+from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first, partial_files
 from hpctrain.checkpoint.operations.maintenance import verify
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import CheckpointError
-from hpctrain.storage.filesystem_type import Filesystem
 
 NUM_RANKS = 2
 
@@ -46,9 +44,7 @@ def state_at(step: int, rank: int) -> State:
     )
 
 
-def save_steps(
-    directory: Path, steps: range, report: Callable[[int], None], *, recycle: bool = False
-) -> None:
+def save_steps(directory: Path, steps: range, report: Callable[[int], None]) -> None:
     def rank_main(world: World) -> None:
         for step in steps:
             save(
@@ -57,7 +53,6 @@ def save_steps(
                 step=step,
                 comm=world,
                 keep=2,
-                recycle=recycle,
             )
             if world.rank == 0:
                 report(step)
@@ -114,19 +109,6 @@ def ignored(step: int) -> None:
     """A step that nobody is told of."""
 
 
-def has_spare(directory: Path) -> bool:
-    return any(map(is_spare, partial_files(directory)))
-
-
-def save_until_spare(directory: Path) -> int:
-    """The newest step, once the next save finds room of the one that was let go of."""
-    newest = newest_step(directory)
-    while not has_spare(directory):
-        newest += 1
-        save_steps(directory, range(newest, newest + 1), ignored, recycle=True)
-    return newest
-
-
 def check_all(directory: Path) -> None:
     """Every file with a checkpoint's name is whole, not only the newest."""
     for path in finished_newest_first(directory):
@@ -140,80 +122,68 @@ def killed_at_random(directory: Path, trials: int) -> dict[str, Any]:
     disk. More than `trials` where those have not left each kind of file.
     """
     choose = random.Random(5)
-    partials, spares, saves = 0, 0, 0
+    partials, saves = 0, 0
     for number in itertools.count():
-        if number >= trials and (min(partials, spares, saves) > 0 or number >= 20 * trials):
+        if number >= trials and (min(partials, saves) > 0 or number >= 20 * trials):
             break
-        recycle = number % 4 != 0
         begin = newest_step(directory) + 1
         status, reported = in_child(
-            lambda report, begin=begin, recycle=recycle: save_steps(  # type: ignore[misc]
-                directory, range(begin, begin + 10_000), report, recycle=recycle
-            ),
+            lambda report, begin=begin: save_steps(directory, range(begin, begin + 10_000), report),  # type: ignore[misc]
             kill_after_s=choose.uniform(0.02, 0.25) if number % 2 == 0 else choose.uniform(0, 0.05),
             kill_after_reports=0 if number % 2 == 0 else choose.randint(1, 3),
         )
         assert os.WIFSIGNALED(status), status
         newest_reported = max([begin - 1, *reported])
         saves += len(reported)
-        left = partial_files(directory)
-        spares += sum(map(is_spare, left))
-        partials += len(left) - sum(map(is_spare, left))
+        partials += len(partial_files(directory))
         found = newest_step(directory)
         assert newest_reported <= found <= newest_reported + 1, (newest_reported, found)
-    return {"trials": number, "saves": saves, "partials": partials, "spares": spares, **cleaned(directory)}
+    return {"trials": number, "saves": saves, "partials": partials, **cleaned(directory)}
 
 
 def killed_at_each_operation(directory: Path, _: int) -> dict[str, Any]:
-    """SIGKILL before and after the n-th write, flush, rename and removal of a save, for every n; in new room, and in
-    that of a checkpoint that was let go of."""
+    """SIGKILL before and after the n-th write, flush, rename and removal of a save, for every n."""
     operations: list[int] = []
-    outcomes, spares = set(), 0
-    for recycle in (False, True):
-        save_steps(directory, range(newest_step(directory) + 1, newest_step(directory) + 2), ignored)
-        for moment in ("before", "after"):
-            for place in range(1, 10_000):
-                newest = save_until_spare(directory) if recycle else newest_step(directory)
-                spares += has_spare(directory)
-                os.environ["CHECKPOINT_FAULT"] = f"kill-{moment}:{place}"
-                status, reported = in_child(
-                    lambda report, step=newest + 1, recycle=recycle: save_steps(  # type: ignore[misc]
-                        directory, range(step, step + 1), report, recycle=recycle
-                    ),
-                    kill_after_s=None,
-                )
-                os.environ["CHECKPOINT_FAULT"] = ""
-                found = newest_step(directory)
-                if not os.WIFSIGNALED(status):
-                    assert (status, reported, found) == (0, [newest + 1], newest + 1)
-                    break
-                assert found in (newest, newest + 1)
-                assert not reported
-                outcomes.add(found - newest)
-                check_all(directory)
+    outcomes = set()
+    save_steps(directory, range(1, 2), ignored)
+    for moment in ("before", "after"):
+        for place in range(1, 10_000):
+            newest = newest_step(directory)
+            os.environ["CHECKPOINT_FAULT"] = f"kill-{moment}:{place}"
+            status, reported = in_child(
+                lambda report, step=newest + 1: save_steps(directory, range(step, step + 1), report),  # type: ignore[misc]
+                kill_after_s=None,
+            )
+            os.environ["CHECKPOINT_FAULT"] = ""
+            found = newest_step(directory)
+            if not os.WIFSIGNALED(status):
+                assert (status, reported, found) == (0, [newest + 1], newest + 1)
+                break
+            assert found in (newest, newest + 1)
+            assert not reported
+            outcomes.add(found - newest)
+            check_all(directory)
         operations.append(place - 1)
-    return {"operations": operations, "outcomes": sorted(outcomes), "spares": spares, **cleaned(directory)}
+    return {"operations": operations, "outcomes": sorted(outcomes), **cleaned(directory)}
 
 
 def failing_operations(directory: Path, _: int) -> dict[str, Any]:
     """The n-th operation of a save says EIO, or ENOSPC: an error, and the older checkpoint is the newest; or it is one
-    without which the save succeeds: of taking room that is there, and of deleting an older checkpoint."""
+    without which the save succeeds: of removing partial checkpoints, and of deleting an older checkpoint."""
     save_steps(directory, range(1, 2), ignored)
     failures, unharmed = 0, 0
-    for recycle, fault in itertools.product((False, True), ("eio", "enospc")):
+    for fault in ("eio", "enospc"):
         for place in range(1, 10_000):
-            newest = save_until_spare(directory) if recycle else newest_step(directory)
-            assert has_spare(directory) == recycle
+            newest = newest_step(directory)
             os.environ["CHECKPOINT_FAULT"] = f"{fault}:{place}"
 
             def failing_save(
                 report: Callable[[int], None],
                 step: int = newest + 1,
-                recycle: bool = recycle,
                 place: int = place,
             ) -> None:
                 try:
-                    save_steps(directory, range(step, step + 1), report, recycle=recycle)
+                    save_steps(directory, range(step, step + 1), report)
                 except CheckpointError:
                     report(-1)
                 if ctypes.CDLL(None).checkpoint_operations() < place:
@@ -224,7 +194,7 @@ def failing_operations(directory: Path, _: int) -> dict[str, Any]:
             assert status == 0, status
             found = newest_step(directory)
             check_all(directory)
-            assert all(map(is_spare, partial_files(directory)))
+            assert not partial_files(directory)
             if reported == [newest + 1, 0]:  # past the last one
                 assert found == newest + 1
                 break
@@ -268,6 +238,4 @@ if __name__ == "__main__":
         "failing-operations": failing_operations,
         "interrupted-and-short-writes": interrupted_and_short_writes,
     }[sys.argv[2]]
-    # Also where there are no blocks to gain from: without spare files the trials would wait for one for ever.
-    with patch.object(Filesystem, "keeps_blocks", new=True):
-        print(json.dumps(trial(Path(sys.argv[1]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)))
+    print(json.dumps(trial(Path(sys.argv[1]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)))

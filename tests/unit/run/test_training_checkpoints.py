@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from sklearn.datasets import load_digits
 from torch.nn import functional
 
 from hpctrain.checkpoint import load, open_checkpoint
-from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first, is_spare, partial_files
+from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
 from hpctrain.checkpoint.retention.policy import advise
 from hpctrain.checkpoint.saving.saver import FILE_NAME
 from hpctrain.comm.backends.serial_world import SerialWorld
@@ -27,11 +26,9 @@ from hpctrain.resilience import SaveSignal, StopRequest
 from hpctrain.run import parse_recipe
 from hpctrain.run.initial_state import renamed
 from hpctrain.run.training import Resume, carry_out
-from hpctrain.storage.filesystem_type import filesystem_of
 from hpctrain.telemetry import read_records
 from hpctrain.train import CheckpointPolicy
 from tests.sessions import session_over
-from tests.unit.checkpoint.retention.test_file_recycling import identity
 
 STEPS = 10
 BACKGROUND = {"mode": "async", "limit_mb_per_s": 0.05}  # 24 kB: half a second, many steps long
@@ -119,37 +116,6 @@ def same_content(first: Path, second: Path) -> bool:
 
 
 # ---------------------------------------------------------------------- in the background
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_the_room_of_a_checkpoint_let_go_is_the_next_ones_until_the_run_ends(
-    where: Path, mode: str, stopped: bool
-) -> None:
-    directory = where / "run" / "checkpoints"
-    if not filesystem_of(where).keeps_blocks:
-        pytest.skip(f"{where} is not on ext4: no room is kept there")
-    files: set[tuple[int, int]] = set()
-    spares: list[int] = []  # while a step is computed
-    task = Classifier()
-
-    def look() -> None:
-        for path in directory.glob("step-*"):
-            with suppress(FileNotFoundError):  # in the background they come and go
-                files.add(identity(path))
-        spares.append(sum(map(is_spare, partial_files(directory))))
-        if stopped and task.steps == 15:
-            task.stop.request("the test")
-
-    task.at = dict.fromkeys(range(1, 20), look)
-    with pytest.raises(StoppedEarly) if stopped else nullcontext():
-        run(where, task, run={"steps": 20}, checkpoint={"mode": mode, "every_steps": 2, "keep": 2})
-    assert (
-        max(spares) == 1 or mode == "async"
-    )  # in the background, it may never be seen: the next one takes it
-    assert len(files) == 3  # two that are kept, and one
-    assert len(list(directory.iterdir())) == 2
-    assert len(finished_newest_first(directory)) == 2
 
 
 def test_in_the_background_the_same_is_saved_and_training_goes_on_meanwhile(where: Path) -> None:
