@@ -228,7 +228,7 @@ def test_an_operation_that_fails_is_an_error_and_leaves_the_older_checkpoint(
 ) -> None:
     result = run_trials("failing-operations", tmp_path, preload=faulty_files)
     assert result["failures"] > 40
-    assert result["unharmed"] > 5  # of operations that a save can do without
+    assert result["unharmed"] > 2  # of operations that a save can do without
 
 
 def test_short_and_interrupted_writes_are_gone_on_with(tmp_path: Path, faulty_files: Path) -> None:
