@@ -1,4 +1,4 @@
-"""Deletes checkpoints that are no longer kept, after a newer one is committed. Done by one rank; not collective."""
+"""Deletes checkpoints that are no longer kept, after a newer one was committed. Done by one rank; not collective."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ from hpctrain.storage import sync_directory
 
 
 def set_aside(path: Path) -> bool:
-    """Renames the checkpoint at `path` to a spare file. Returns False, without effect, unless it is a plain file.
+    """Turns the checkpoint at `path` into a spare file, whose disk blocks a later save reuses, by renaming it.
 
-    The content stays for now, for readers that have the file open. Raises OSError.
+    Returns False, without effect, unless it is a plain file with one name. The content stays for now, for readers
+    that have the file open. Raises OSError.
     """
     if not _is_plain(path.lstat()):
         return False
@@ -51,11 +52,11 @@ def set_aside(path: Path) -> bool:
 
 
 def take_spare(directory: Path, partial: Path, *, file_bytes: int) -> None:
-    """Renames a usable spare file, if there is one, to `partial`.
+    """Renames a usable spare file, if there is one, to `partial`, so that the new checkpoint reuses its disk blocks.
 
-    Its first `file_bytes` bytes then read as zeros, as in a new file; it may be longer. If there are spare files but
-    none is usable, `partial` is created empty. Raises OSError if it cannot be created, and CheckpointError if the
-    directory cannot be listed.
+    Its first `file_bytes` bytes then read as zeros, as in a new file; the file may be longer. If there are spare
+    files but none is usable, `partial` is created empty. Raises OSError if it cannot be created, and
+    CheckpointError if the directory cannot be listed.
     """
     spares = list(filter(is_spare, partial_files(directory)))
     if spares:
@@ -66,7 +67,15 @@ def take_spare(directory: Path, partial: Path, *, file_bytes: int) -> None:
 
 
 def remove_spares(directory: Path) -> None:
-    """Deletes all spare files of the directory. Ignores errors."""
+    """Deletes the spare files of a directory, which saves with `recycle=True` keep to reuse disk blocks.
+
+    Not collective.
+
+    Call it on one rank after the last save. Errors are ignored.
+
+    Args:
+        directory: Directory of the checkpoints.
+    """
     with suppress(HpctrainError):
         for path in filter(is_spare, partial_files(directory)):
             with suppress(OSError):
@@ -74,7 +83,7 @@ def remove_spares(directory: Path) -> None:
 
 
 def _taken(spare: Path, partial: Path, *, file_bytes: int) -> bool:
-    """Replaces the new file `partial` by the spare file. Returns False if the spare file cannot be used."""
+    """Replaces the new file `partial` by a spare file. Returns False if the spare file cannot be used."""
     # An error only means that this file is not reused; it is removed with the other partial files.
     with suppress(OSError):
         fd = os.open(spare, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -93,12 +102,12 @@ def _taken(spare: Path, partial: Path, *, file_bytes: int) -> bool:
 
 
 def _is_plain(status: os.stat_result) -> bool:
-    """True for a regular file with a single hard link: another link would still refer to the content."""
+    """Returns True for a regular file with one hard link; through another link the content would still be visible."""
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
 
 
 def _rights(file: int | Path) -> tuple[int, int, int, dict[str, bytes]]:
-    """Returns owner, group, mode, and extended attributes, which include access control lists."""
+    """Returns owner, group, mode, and the extended attributes, which include access control lists."""
     status, attached = os.stat(file), {}
     try:
         attached = {name: os.getxattr(file, name) for name in os.listxattr(file)}
@@ -109,7 +118,7 @@ def _rights(file: int | Path) -> tuple[int, int, int, dict[str, bytes]]:
 
 
 def _is_ours_alone(fd: int) -> bool:
-    """True if no other process has the file open or mapped: only then the kernel grants a write lease."""
+    """Returns True if no other process has the file open or mapped: only then the kernel grants a write lease."""
     try:
         # If another process opens the file meanwhile, the kernel sends a signal. The default, SIGIO, ends the process.
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
@@ -123,8 +132,8 @@ def _is_ours_alone(fd: int) -> bool:
 def retain(directory: Path, *, saved: Path, retention: Retention, recycle: bool = False) -> list[str]:
     """Deletes the checkpoints of `directory` that `retention` does not keep. Not collective.
 
-    saved: the new checkpoint, already committed. recycle: keep one of the deleted ones as a spare file for the next
-    save. Returns errors as text, since they must not fail the save.
+    `saved` is the new checkpoint, already committed. `recycle` keeps one of the deleted files as a spare file for
+    the next save. Returns errors as text, since they must not fail the save.
     """
     paths, notes = deletable(directory, saved=saved, retention=retention)
     for path in paths:
@@ -141,8 +150,10 @@ def retain(directory: Path, *, saved: Path, retention: Retention, recycle: bool 
 
 
 def deletable(directory: Path, *, saved: Path, retention: Retention) -> tuple[list[Path], list[str]]:
-    """Returns the checkpoints that `retain` deletes, oldest first, and notes. With `retention.best`, a checkpoint whose
-    metric cannot be read is kept, since it might be the best."""
+    """Returns the checkpoints that `retain` deletes, oldest first, and notes for the user.
+
+    With `retention.best`, a checkpoint whose metric cannot be read is kept, since it might be the best one.
+    """
     try:
         paths = finished_newest_first(directory)
     except HpctrainError as error:
@@ -161,10 +172,10 @@ def deletable(directory: Path, *, saved: Path, retention: Retention) -> tuple[li
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Deletes a finished checkpoint, a file or a folder. A file that does not exist is not an error. Raises OSError.
+    """Deletes a finished checkpoint, a file or a folder. Raises OSError, but not for a file that does not exist.
 
-    A folder is first renamed to a partial checkpoint, so that a partly deleted one is never taken for a checkpoint, and
-    the next save removes the rest.
+    A folder is first renamed to a partial checkpoint. So a partly deleted folder is never taken for a checkpoint,
+    and the next save removes the rest.
     """
     if path.is_symlink() or not path.is_dir():  # of a symbolic link, delete only the link
         path.unlink(missing_ok=True)
@@ -179,7 +190,7 @@ def delete_checkpoint(path: Path) -> None:
 def _quality(
     by_step: dict[int, list[Path]], *, best: Best, saved: int, notes: list[str]
 ) -> tuple[dict[int, float], set[int]]:
-    """Returns the metric by step, and the steps whose checkpoint could not be read. Appends errors to `notes`."""
+    """Returns the metric's value by step, and the steps whose checkpoint cannot be read. Appends errors to `notes`."""
     quality: dict[int, float] = {}
     unknown: set[int] = set()
     for step, paths in by_step.items():
@@ -201,7 +212,10 @@ def _quality(
 
 @lru_cache(maxsize=1024)
 def _numbers(path: Path, mtime_ns: int, file_bytes: int) -> dict[str, float]:
-    """Returns the numbers in the document's `quality`. Cached, since each save needs those of all checkpoints."""
+    """Returns the numbers in the entry `quality` of a checkpoint's document.
+
+    The result is cached, since each save needs the numbers of all checkpoints.
+    """
     quality = read_structure(path).metadata.document.get("quality")
     if not isinstance(quality, dict):
         return {}
