@@ -161,7 +161,7 @@ _MAX_THREADS = 8
 
 
 class ChunkCodec(str, Enum):
-    """gzip: every HDF5 can read it. zstd: smaller and several times faster; reading needs hdf5plugin."""
+    """Compression of chunks. GZIP: every HDF5 can read it. ZSTD: smaller and several times faster; needs hdf5plugin."""
 
     GZIP = "gzip"
     ZSTD = "zstd"

@@ -133,7 +133,10 @@ def _class_field(places: Sequence[FieldSource], *, name: str, whole: bool) -> Fi
 
 
 class ValuesWarning(UserWarning):
-    """The stored numbers of a field are not its values, or some stand for missing ones, and it is not decoded."""
+    """Warning that the stored numbers of a field are not its values, or that some stand for missing values.
+
+    It is given when a field is indexed without saying whether to decode it.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,10 +99,15 @@ def share_work(
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRequest:
-    """Windows of window + 1 tokens that begin `stride` tokens apart. Raises UsageError if either is below 1.
+    """Cut the rows of the files into token windows.
 
-    documents: dataset of each file with the positions at which documents begin, which no window crosses. None:
-    windows may cross the borders of documents.
+    Raises UsageError if `window` or `stride` is below 1.
+
+    Attributes:
+        window: Number of tokens that a sample predicts; a sample has window + 1 tokens.
+        stride: Number of tokens from the start of a window to the start of the next.
+        documents: Path of a dataset in each file with the positions at which documents begin; no window crosses
+            them. None: windows may cross the borders of documents.
     """
 
     window: int
@@ -192,21 +197,24 @@ BLOCK_BYTES = 1 << 20
 
 
 class IndexReading(str, Enum):
-    """What is read: `headers`: no samples; `content`: all samples, once, for hashes and statistics."""
+    """What indexing reads. HEADERS: no samples. CONTENT: all samples, once, for hashes and statistics."""
 
     HEADERS = "headers"
     CONTENT = "content"
 
 
 class IndexPaths(str, Enum):
-    """How the manifest names the files; relative ones can be moved together with the manifest."""
+    """How the manifest names the files: by absolute paths, or by relative ones.
+
+    With relative paths the files and the manifest can be moved together.
+    """
 
     ABSOLUTE = "absolute"
     RELATIVE = "relative"
 
 
 class OldIndex(str, Enum):
-    """What to do with an index that already exists."""
+    """What to do with an index that already exists: raise an error (REFUSE), or REPLACE it."""
 
     REFUSE = "refuse"
     REPLACE = "replace"
@@ -214,9 +222,12 @@ class OldIndex(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Indexed:
-    """The new dataset. too_short: paths of files that are shorter than one token window and were left out.
+    """Result of `index_files`.
 
-    notes: what a user should know of the values, one sentence for each field and reason.
+    Attributes:
+        manifest: The manifest of the new dataset.
+        too_short: Paths of files that are shorter than one token window and were left out.
+        notes: What a user should know about the values: one sentence per field and reason.
     """
 
     manifest: Manifest
@@ -240,17 +251,39 @@ def index_files(
     decode: Decode | str | None = None,
     missing: str | float = "auto",
 ) -> Indexed:
-    """Writes the manifest of `files` (names, globs, directories) into the directory `out`.
+    """Makes a dataset of existing HDF5 files without copying them, by writing a manifest.
 
-    fields: as in `x=/images,y=/labels` (see `parse_field_paths`). samples: what one sample is; None: chosen from the
-    paths (see `sample_is`). tokens: cut the rows into token windows.
-    decode, missing: of fields of `fields`, if it is a text, that do not say themselves, see `FieldRequest`. "cf":
-    values are decoded while they are read, as the attributes of each file say; missing ones become "nan", a number, or
-    0 with a field `NAME.mask` ("mask"), "auto" is NaN except for some integers, see `FieldRequest`. "raw": as stored.
-    None: as stored, with a ValuesWarning if the numbers mean something else.
-    The files are neither copied nor changed. Readers of the dataset accept a file while its size and modification
-    time are the same. Collective over `comm`, whose ranks share the work; None: this process alone.
-    Raises UsageError for an invalid request; DataError that names the file that cannot be indexed or does not fit.
+    The manifest lists where the samples are. The files are not changed. Readers of the dataset accept a file as
+    long as its size and modification time are the same. Collective over `comm`, whose ranks share the work.
+
+    Args:
+        out: Directory for the manifest.
+        files: Names, globs (also `**`) and directories of the files.
+        fields: The fields, such as `x=/images,y=/labels`: name and HDF5 path, perhaps with options.
+            `NAME=/PATH:MEMBER` selects a member of a compound, `NAME:cf=/PATH` and `NAME:raw=/PATH` choose the
+            decoding, and a `*` in a path matches the groups of a file.
+        samples: What one sample is: a row of each dataset, a file, or a group of a file. None: groups if the paths
+            have a `*`, else rows.
+        tokens: Cut the rows of the field `tokens` into token windows.
+        reading: Whether to read the content, for hashes and statistics, or only the headers.
+        paths: Whether the manifest has absolute or relative paths.
+        old: What to do if `out` already contains an index.
+        block_bytes: Size of the hashed blocks, in bytes.
+        progress: Called with the number of files of this rank done so far, and with their total number.
+        comm: The ranks that share the work; None: this process alone.
+        decode: How to decode fields that do not say it themselves. "cf": values are decoded while they are read, as
+            the attributes of each file say. "raw": as stored. None: as stored, with a ValuesWarning if the numbers
+            mean something else.
+        missing: What missing values become if a field is decoded: "nan", a number, or "mask" (0, with True in a
+            field `NAME.mask`). "auto": NaN; but integers of which only records that were never written can be
+            missing, and of which none was seen, stay integers, and reading such a record is an error.
+
+    Returns:
+        The new dataset, and what a user should know about it.
+
+    Raises:
+        UsageError: On every rank, for an invalid request.
+        DataError: On every rank, if a file cannot be indexed or does not fit the others; names the file.
     """
     comm = comm or SerialWorld()
     out = Path(out)

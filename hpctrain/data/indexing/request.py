@@ -92,7 +92,7 @@ _SUFFIXES = (".h5", ".hdf5", ".he5", ".nc")
 
 
 class SampleIs(str, Enum):
-    """Unit of a sample: a row of each dataset, a file, or a group of a file."""
+    """What one sample is: a row of each dataset, a file, or a group of a file."""
 
     ROWS = "rows"
     FILE = "file"
@@ -100,7 +100,7 @@ class SampleIs(str, Enum):
 
 
 class Decode(str, Enum):
-    """How stored values become those of samples. CF: as attributes and masks say. RAW: as they are."""
+    """How stored values become the values of samples. CF: as attributes and masks in the file say. RAW: unchanged."""
 
     CF = "cf"
     RAW = "raw"

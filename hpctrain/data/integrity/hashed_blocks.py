@@ -254,7 +254,15 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """A damaged range of samples, numbered within the shard. field: None if the whole shard is damaged."""
+    """A damaged range of samples in one shard.
+
+    Attributes:
+        shard: File name of the shard.
+        field: Name of the field; None if the whole shard is damaged.
+        first_sample: First sample that may be damaged, counted within the shard.
+        last_sample: Last sample that may be damaged, counted within the shard.
+        reason: What was found.
+    """
 
     shard: str
     field: str | None
@@ -274,10 +282,22 @@ class Damage:
 def verify(
     directory: Path | str, *, rank: int = 0, num_ranks: int = 1, progress: Progress | None = None
 ) -> list[Damage]:
-    """Reads and hashes this rank's part of the blocks. Returns the damage found, in the order of the manifest.
+    """Reads and hashes this rank's share of a dataset's blocks, and compares them with the manifest. Not collective.
 
-    Each block is read by exactly one rank; a missing or unreadable shard is reported by every rank that has a
-    block of it (see `merge_damage`). Not collective. Raises DataError if the manifest cannot be used.
+    Each block is read by exactly one rank. A missing or unreadable shard is reported by every rank that has a block
+    of it. The caller gathers the damage that the ranks have found.
+
+    Args:
+        directory: Directory of the dataset.
+        rank: Which share to read.
+        num_ranks: Number of shares.
+        progress: Called with the number of bytes done so far, and with the size of the share.
+
+    Returns:
+        The damage found, in the order of the manifest; empty if there is none.
+
+    Raises:
+        DataError: If the manifest cannot be used.
     """
     directory = Path(directory)
     manifest = read_manifest(directory)
@@ -353,7 +373,17 @@ def merge_damage(damages: list[Damage]) -> list[Damage]:
 
 
 def find_datasets(directory: Path | str) -> list[Path]:
-    """Returns the dataset at `directory`, or those directly below it (train, test). Raises DataError if none."""
+    """Returns the dataset at `directory`, or all datasets directly below it, such as train and test.
+
+    Args:
+        directory: A dataset, or a directory of datasets.
+
+    Returns:
+        The directories of the datasets, sorted.
+
+    Raises:
+        DataError: If there is none.
+    """
     directory = Path(directory)
     if not (directory / MANIFEST_NAME).exists() and directory.is_dir():
         below = sorted(child for child in directory.iterdir() if (child / MANIFEST_NAME).exists())

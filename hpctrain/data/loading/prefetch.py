@@ -305,7 +305,7 @@ class EpochPlan:
 
 
 class Batches:
-    """Iterator over one rank's batches of one epoch. A context manager; `close()` ends its threads."""
+    """Iterator over one rank's batches of one epoch. As a context manager it ends the threads that make batches."""
 
     def __init__(
         self,
@@ -317,11 +317,12 @@ class Batches:
         watched: Callable[[int], AbstractContextManager[None]],
         closed: Callable[[], None],
     ) -> None:
-        """Use `Loader.epoch`.
+        """Do not call this; use `Loader.epoch`.
 
-        source: makes the batches. waited: called after each call of `next`, even if it fails, with the seconds that
-        it waited. handed_out: called with each batch before `next` returns it. watched: returns the context of a wait
-        for the batch of a number. closed: called at the first `close`, once the threads were stopped.
+        `source` makes the batches. `waited` is called after each call of `next`, even if it fails, with the seconds
+        that it waited. `handed_out` is called with each batch before `next` returns it. `watched` returns the
+        context in which the batch of a number is awaited. `closed` is called at the first `close`, after the
+        threads were stopped.
         """
         self._source = source
         self._waited = waited
@@ -351,7 +352,7 @@ class Batches:
         return batch
 
     def close(self) -> None:
-        """Stops the threads that prepare batches, and waits a moment for them. May be called more than once."""
+        """Stops the threads that make batches, and waits a moment for them. May be called more than once."""
         self._source.close()
         if not self._is_closed:
             self._is_closed = True

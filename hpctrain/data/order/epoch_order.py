@@ -42,7 +42,10 @@ class Order(Protocol):
 
 
 class LastBatch(str, Enum):
-    """What to do with an incomplete global batch at the end of an epoch."""
+    """What to do with an incomplete global batch at the end of an epoch.
+
+    KEEP: return a smaller batch. DROP: leave it out. PAD: fill it by repeating its samples, with weight 0.
+    """
 
     KEEP = "keep"  # a smaller batch
     DROP = "drop"  # leave it out
@@ -77,7 +80,14 @@ def positions(start: int, stop: int, *, num_samples: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochOrder:
-    """Order of all samples in one epoch: a permutation that depends on (seed, epoch), or as stored."""
+    """Order of all samples in one epoch: a permutation that depends on (seed, epoch), or the stored order.
+
+    Attributes:
+        num_samples: Number of samples of the dataset.
+        seed: Seed of the permutation; the same on every rank.
+        epoch: Number of the epoch.
+        shuffle: False: the stored order.
+    """
 
     num_samples: int
     seed: int = 0
@@ -88,7 +98,7 @@ class EpochOrder:
         check_order(num_samples=self.num_samples, seed=self.seed, epoch=self.epoch)
 
     def at(self, start: int, stop: int) -> NDArray[np.int64]:
-        """See `Order.at`."""
+        """Returns the sample indices at positions start to stop - 1: int64, shape (stop - start,). See `Order.at`."""
         where = positions(start, stop, num_samples=self.num_samples)
         if not self.shuffle or start == stop:
             return where

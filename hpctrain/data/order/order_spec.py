@@ -1,4 +1,7 @@
-"""Specifications of orders: each makes the order of every epoch, and has a name that checkpoints record."""
+"""The orders of samples that a loader can use: block-wise, weighted, stratified, shuffled, sequential.
+
+A specification makes the order of every epoch, and has a name, which checkpoints record.
+"""
 
 from __future__ import annotations
 
@@ -296,12 +299,21 @@ class OrderSpec(Protocol):
         """Returns the length of an epoch over a dataset of `num_samples` samples."""
 
     def for_epoch(self, epoch: int, *, num_samples: int, seed: int) -> Order:
-        """Returns the order of an epoch. Raises DataError if it does not fit a dataset of `num_samples` samples."""
+        """Returns the order of one epoch.
+
+        Args:
+            epoch: Number of the epoch.
+            num_samples: Number of samples of the dataset.
+            seed: Seed; the same on every rank.
+
+        Raises:
+            DataError: If the order does not fit a dataset of `num_samples` samples.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shuffled:
-    """All samples, in another random order each epoch."""
+    """All samples, in another random order in each epoch."""
 
     @property
     def name(self) -> str:
@@ -331,7 +343,14 @@ class Sequential:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
-    """Blocks of consecutive samples in random order, mixed within a window of blocks. See `BlockOrder`."""
+    """Blocks of consecutive samples in random order, with the samples mixed within a window of several blocks.
+
+    It is for storage on which reading consecutive samples is much faster. See `BlockOrder`.
+
+    Attributes:
+        block_samples: Number of samples per block.
+        window_blocks: Number of blocks whose samples are mixed.
+    """
 
     block_samples: int
     window_blocks: int = 64
@@ -352,10 +371,15 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weighted:
-    """Samples drawn with replacement. weights: numbers, shape (samples in the dataset,), not negative.
+    """Samples drawn with replacement, with given weights.
 
-    num_draws: length of an epoch; None: the number of samples. Keeps 8 bytes per sample in memory.
-    Raises RecipeError if `num_draws` is below 1, DataError if the weights are not valid.
+    Keeps 8 bytes per sample in memory. Raises RecipeError if `num_draws` is below 1, and DataError if the weights
+    are not valid.
+
+    Attributes:
+        weights: Weight of each sample: numbers, shape (samples in the dataset,), finite and not negative.
+        num_draws: Length of an epoch; None: the number of samples.
+        name: Name that identifies the order.
     """
 
     weights: InitVar[NDArray[np.generic]]
@@ -381,10 +405,13 @@ class Weighted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stratified:
-    """All samples, with the classes in the dataset's proportions in each batch.
+    """All samples, with the classes in each batch in the proportions of the dataset.
 
-    classes: integers or bool, shape (samples in the dataset,). Keeps 4 bytes per sample in memory (8 from 2**32
-    samples on). Raises DataError for other arrays.
+    Keeps 4 bytes per sample in memory (8 from 2**32 samples on). Raises DataError if the classes are not valid.
+
+    Attributes:
+        classes: Class of each sample: integers or bool, shape (samples in the dataset,).
+        name: Name that identifies the order.
     """
 
     classes: InitVar[NDArray[np.generic]]
@@ -406,7 +433,11 @@ class Stratified:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fixed:
-    """Uses the order of epoch 0 and seed 0 of another specification in every epoch. For held-out data."""
+    """Uses the order of epoch 0 and seed 0 of another specification in every epoch. For held-out data.
+
+    Attributes:
+        of: The other specification.
+    """
 
     of: OrderSpec
 

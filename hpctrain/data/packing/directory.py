@@ -160,7 +160,11 @@ FOUND_WHILE_PACKING = "stream_tokens"
 
 
 class Existing(str, Enum):
-    """What to do with a dataset that already exists."""
+    """What to do with a dataset that already exists.
+
+    REFUSE: raise an error. REPLACE: remove it first. RESUME: continue an interrupted packing with the same plan, or
+    keep a finished dataset with the same plan.
+    """
 
     REFUSE = "refuse"
     REPLACE = "replace"

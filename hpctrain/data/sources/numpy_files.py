@@ -237,7 +237,7 @@ _MAX_THREADS = 8
 
 
 class Colour(str, Enum):
-    """Channels of the decoded images: three, or one (grey)."""
+    """Channels of decoded images. RGB: three. GREY: one."""
 
     RGB = "rgb"
     GREY = "grey"

@@ -126,9 +126,13 @@ _POSSIBLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """Options that apply to some sources only; None: not given.
+    """Options of `pack_source` that apply to some sources only. None: not given.
 
-    image_size, colour: of images; image_size is (height, width). fields: of tables. num_parts: of iterators.
+    Attributes:
+        image_size: Height and width of images, to which they are scaled and cropped.
+        colour: Channels of images.
+        fields: Fields made of the columns of a table.
+        num_parts: Number of parts of an iterator source, which are packed separately.
     """
 
     image_size: tuple[int, int] | None = None

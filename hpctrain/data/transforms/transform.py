@@ -29,8 +29,11 @@ TransformFunction = Callable[..., Mapping[str, Any]]
 class TransformContext:
     """The samples that a transform receives, and random number generators for them.
 
-    indices: int64, shape (num_rows,): index in the dataset of the sample in each row.
-    start: position of the global batch in the epoch, in samples.
+    Attributes:
+        seed: Seed of the loader.
+        epoch: Number of the epoch.
+        start: Position of the global batch in the epoch, in samples.
+        indices: Number in the dataset of the sample in each row: int64, shape (num_rows,).
     """
 
     seed: int
@@ -39,7 +42,13 @@ class TransformContext:
     indices: NDArray[np.int64]
 
     def generator(self, row: int) -> np.random.Generator:
-        """Returns a generator for the sample in `row`: the same for any number of ranks, and after a resume."""
+        """Returns the random number generator for the sample in a row.
+
+        It is the same for any number of ranks, and after a resume.
+
+        Args:
+            row: Row of the sample in the batch.
+        """
         return np.random.default_rng([self.seed, self.epoch, self.start, int(self.indices[row])])
 
 
