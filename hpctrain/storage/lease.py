@@ -76,9 +76,9 @@ class Holder:
     def has_ended(self, *, seen_by: Holder) -> bool | None:
         """Returns whether this process has ended, as far as the process `seen_by` can tell; None if it cannot.
 
-        It has ended if its machine, which is also that of `seen_by`, has no such process any more; if Slurm has
-        requeued its job since; or if the supervisor has started a later attempt in the same job. It has not ended
-        if it belongs to the later start or attempt of the job, and `seen_by` to one that was given up.
+        Processes of the same Slurm job are compared first: the one of an earlier start of the job (before Slurm
+        requeued it), or of an earlier attempt of the supervisor, has ended; the later one has not. Otherwise, on
+        the same machine, it has ended if the machine has no such process any more.
         """
         if self.job and self.job == seen_by.job:
             if self.restart != seen_by.restart:
@@ -114,7 +114,10 @@ _TYPES = (str, str, int, str, str, int, str, int, int, float)
 
 
 def _state_and_ticks(pid: int) -> tuple[str, int]:
-    """Returns the state of a process, and its start in clock ticks since the machine's boot; ("", 0) if there is none."""
+    """Returns the state of a process, and its start in clock ticks since the machine's boot.
+
+    Returns ("", 0) if there is no such process.
+    """
     text = _text(f"/proc/{pid}/stat")
     after_name = text.rpartition(")")[2].split()
     return (after_name[0], int(after_name[19])) if len(after_name) > 19 else ("", 0)
@@ -148,7 +151,7 @@ def _number(text: str | None) -> int:
     return int(text) if text is not None and text.isdigit() else 0
 
 
-# A lease on a directory: a file that names the process that writes there, created so that only one process can create it.
+# A lease on a directory: a file that names the process that writes there, created so that only one process succeeds.
 #
 #     DIRECTORY/.lease-00000003                 for the directory of a run
 #     PARENT/.checkpoints.lease-00000003        for a directory whose content users list: in its parent

@@ -63,7 +63,7 @@ MANIFEST_VERSION = 3
 SHARD_PREFIX = "shard-"
 PARTIAL_SUFFIX = ".partial"
 TOKENS_FIELD = "tokens"
-# Among the attributes of an index: offsets are noted only of datasets whose HDF5 type has numpy's properties.
+# Attribute of an index that records offsets only for datasets whose HDF5 type has the properties of numpy's dtype.
 TYPES_CHECKED = "types_checked"
 
 

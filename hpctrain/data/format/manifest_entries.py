@@ -303,11 +303,11 @@ def decode(
     mask: NDArray[Any] | None = None,
     is_exact: bool = True,
 ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Returns the decoded values and where they are missing, both of the shape of `stored`.
+    """Returns the decoded values, and which of them are missing; both have the shape of `stored`.
 
-    stored: as in the file, native-endian. mask: not 0 where a value is missing, of the same shape.
-    Raises DataError if an integer is too large for the decoded dtype, unless not `is_exact`: then it is rounded; and
-    for a missing value if they are refused.
+    `stored` are the values in the file, native-endian; `mask` has the same shape and is not 0 where a value is
+    missing. Raises DataError for a missing value if they are refused. Raises it also for an integer that is too
+    large for the decoded dtype; without `is_exact` such an integer is rounded instead.
     """
     data = stored if packing.stored_as is None else stored.view(packing.stored_as)
     missing = np.zeros(data.shape, dtype=np.bool_)
@@ -345,7 +345,10 @@ def decode(
 
 
 def _outside(data: NDArray[Any], packing: Packing) -> NDArray[np.bool_]:
-    """NaN is not outside. The limits of floats are rounded to their dtype, as the values were."""
+    """Returns which values lie outside the limits `least` and `most`; NaN does not.
+
+    The limits of floats are rounded to their dtype, as the values were.
+    """
     exact = (lambda limit: limit) if data.dtype.kind in "iub" else data.dtype.type
     outside = np.zeros(data.shape, dtype=np.bool_)
     if packing.least is not None:
@@ -381,7 +384,10 @@ _BLOCK_ELEMENTS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Moments:
-    """Moments of `count` finite elements. squares: sum of (element - mean)^2. low, high: only valid if count > 0."""
+    """Moments of `count` finite elements, which can be added.
+
+    `squares` is the sum of (element - mean)^2. `low` and `high` are valid only if count > 0.
+    """
 
     count: int = 0
     mean: float = 0.0
@@ -407,7 +413,7 @@ class Moments:
         return asdict(self) if self.count else {}
 
     def statistics(self) -> FieldStatistics | None:
-        """Returns the manifest's statistics; None without finite elements, or if float64 overflowed."""
+        """Returns the statistics for the manifest; None without finite elements, or if float64 overflowed."""
         if not self.count or not math.isfinite(self.squares) or not math.isfinite(self.mean):
             return None
         return FieldStatistics(
@@ -448,7 +454,7 @@ def _of_block(block: NDArray[Any]) -> Moments:
 
 
 def _of_bytes(flat: NDArray[np.uint8]) -> Moments:
-    """Returns exact moments, from a histogram of the 256 values."""
+    """Returns the exact moments, from a histogram of the 256 values."""
     counts = np.zeros(256, dtype=np.int64)
     for start in range(0, len(flat), _BLOCK_ELEMENTS):
         counts += np.bincount(flat[start : start + _BLOCK_ELEMENTS], minlength=256)
@@ -463,7 +469,7 @@ def _of_bytes(flat: NDArray[np.uint8]) -> Moments:
 
 
 def statistics_of(parts: Iterable[Mapping[str, Moments]]) -> dict[str, FieldStatistics]:
-    """Returns field -> statistics over consecutive parts (field -> moments)."""
+    """Returns the statistics of each field over consecutive parts, given the moments of each part."""
     totals: dict[str, Moments] = {}
     for part in parts:
         for name, moments in part.items():

@@ -74,7 +74,7 @@ def share_work(
     *,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Calls `function` for each item, on one rank each; returns all results, in order. Collective over `comm`.
+    """Calls `function` for each item on one of the ranks, and returns all results, in order. Collective over `comm`.
 
     The items must be the same on all ranks; `function` returns JSON values. An error is raised on all ranks.
     """
@@ -143,9 +143,11 @@ def check_token_request(requests: Sequence[FieldRequest], *, samples: SampleIs) 
 
 @dataclass(frozen=True, kw_only=True)
 class CutStream:
-    """Windows of one file. num_tokens: length of the part that windows use, 0 without --tokens.
+    """The samples of one file, or of a group of a file.
 
-    starts: first token of each window, int64, shape (samples,), if documents split them, else None.
+    `num_tokens` is the length of the part of the stream that windows use, 0 without token windows. `starts`
+    contains the first token of each window, int64, shape (samples,), if windows are split at documents; else it is
+    None.
     """
 
     place: FieldSource
@@ -155,7 +157,10 @@ class CutStream:
 
 
 def token_field(places: Sequence[FieldSource], *, spec: FieldSpec, request: TokenRequest) -> FieldSpec:
-    """Returns the field of windows. spec: field of the streams' rows. Raises DataError unless rows are integers."""
+    """Returns the field of token windows, given the field `spec` of the streams' rows.
+
+    Raises DataError unless the rows are integers.
+    """
     if spec.shape or spec.kind != "array" or np.dtype(spec.dtype).kind not in "iu":
         raise DataError(
             f"{places[0].describe(TOKENS_FIELD)} is {spec.dtype} with rows of shape {spec.shape}, not a stream of "
@@ -165,7 +170,7 @@ def token_field(places: Sequence[FieldSource], *, spec: FieldSpec, request: Toke
 
 
 def cut_stream(place: FieldSource, *, request: TokenRequest) -> CutStream:
-    """Returns the windows of one file; `samples` is 0 if it is shorter than one window. Raises DataError."""
+    """Returns the windows of one file, none if it is shorter than one window. Raises DataError."""
     num_tokens = place.fields[TOKENS_FIELD].shape[0]
     windows = request.windows
     if request.documents is None:
@@ -344,7 +349,7 @@ def index_files(
 
 
 def _notes(places: Sequence[FieldSource]) -> tuple[str, ...]:
-    """Returns each note on a field once, with the first dataset that it holds for."""
+    """Returns each note on a field once, with the first dataset to which it applies."""
     found: dict[tuple[str, str], str] = {}
     for place in places:
         for name, field in place.fields.items():
@@ -370,7 +375,7 @@ def _cut(
     samples: SampleIs,
     tokens: TokenRequest | None,
 ) -> tuple[dict[str, FieldSpec], list[CutStream]]:
-    """Returns the fields of a sample, and the number of samples of each place. Raises DataError."""
+    """Returns the fields of a sample, and the samples of each source. Raises DataError."""
     specs = combine(places, requests=requests, samples=samples)
     if tokens is None:
         counts = [num_samples(place, samples=samples) for place in places]
@@ -414,7 +419,7 @@ class _Builder:
         self._moments: dict[str, Moments] = {}
 
     def read(self, stream: CutStream) -> dict[str, Any]:
-        """Reads the numeric fields of one place. Returns field -> `HashedContent.as_json()`. Raises DataError."""
+        """Reads the numeric fields of one source, and returns their hashes and moments as JSON. Raises DataError."""
         numbers = {name: found for name, found in stream.place.fields.items() if found.kind != "strings"}
         limit = None
         if stream.num_tokens:
@@ -429,9 +434,10 @@ class _Builder:
         return {name: content.as_json() for name, content in zip(numbers, contents, strict=True)}
 
     def _meant(self, place: FieldSource, name: str) -> Callable[[NDArray[Any]], NDArray[Any]]:
-        """Returns what makes of stored values the ones of which statistics are computed: missing values are NaN.
+        """Returns a function from stored values to those of which the statistics are computed, with NaN for missing
+        ones.
 
-        There are none of masks, nor of values that a mask says are missing.
+        Masks have no statistics, nor have values that a mask marks as missing.
         """
         how = self._decoding.get(name)
         if name in self._masks or (how is not None and how.mask is not None):
@@ -455,7 +461,7 @@ class _Builder:
         return decoded
 
     def entry(self, stream: CutStream, content: dict[str, Any]) -> ShardEntry:
-        """Returns the manifest's entry of one place. content: what `read` returned, or {} without hashes."""
+        """Returns the manifest's entry of one source. `content` is what `read` returned, or {} without hashes."""
         file, fields = stream.place.file, stream.place.fields
         hashes: dict[str, tuple[str, ...]] = {}
         for name, document in content.items():

@@ -50,7 +50,7 @@ from hpctrain.data.transforms.transform import TransformContext, TransformFuncti
 from hpctrain.data.transforms.worker_pool import build_transformer, transformed
 from hpctrain.errors import DataError, RecipeError
 
-# What is being done for each batch that is being made, for the message about a batch that does not come.
+# What each thread is doing for which batch, for the message about a batch that takes too long.
 
 
 class InputWatch(Protocol):
@@ -437,7 +437,10 @@ class Loader:
         self.position = batch.stop
 
     def __iter__(self) -> Iterator[Batch]:
-        """Iterates over epoch 0; after `load_state_dict`, over the rest of that epoch, or over the next if it has ended."""
+        """Iterates over epoch 0.
+
+        After `load_state_dict` it iterates over the rest of that epoch, or over the next one if it has ended.
+        """
         if not self._continues:
             return iter(self.epoch(0))
         if self.remaining_batches(start=self.position) == 0:

@@ -29,7 +29,7 @@ from hpctrain.data.reading.dataset import Dataset, Verify
 from hpctrain.data.transforms.torch_dtypes import as_tensor
 from hpctrain.errors import DataError, UsageError
 
-# Where the next iteration of a `TorchIterableDataset` begins, told to DataLoader's workers through shared
+# Where the next iteration of a `TorchIterableDataset` begins, passed to DataLoader's workers through shared
 # memory.
 #
 # With `persistent_workers=True` a worker keeps the copy of the dataset that it was started with: what is
@@ -58,7 +58,7 @@ class EpochStart:
         """Returns the position of the first batch of worker `number`. Pure."""
         if self.position is None:
             return number * global_batch
-        # A state of one reader is the position of all; those of several workers are each worker's own.
+        # The position of a single reader is that of all workers; positions of several workers are each worker's own.
         return self.position if num_workers == self.num_workers else self.position + number * global_batch
 
 
@@ -195,7 +195,7 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
         self._options = loader_options
         self._start = EpochStart()
         self._begun = False  # whether this process has begun an iteration at `_start`
-        self._position: int | None = None  # of this worker's next batch; None: of its first
+        self._position: int | None = None  # position of this worker's next batch; None: before its first batch
         self._iterated_by = 0  # process that has begun the last iteration
         self._shared = SharedEpoch()
         self._made: tuple[int, Loader] | None = None

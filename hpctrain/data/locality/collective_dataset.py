@@ -29,10 +29,12 @@ _COMPARED_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteRanges:
-    """Extents of a file that a rank reads, each byte once.
+    """Byte ranges of a file that a rank reads, each byte once.
 
-    offsets, lengths: disjoint extents in ascending order, in bytes, int64, shape (n,). places: offset of each
-    requested piece in the concatenated extents, int64, shape (pieces,).
+    Attributes:
+        offsets: Start of each range in bytes: int64, shape (n,), ascending. The ranges are disjoint.
+        lengths: Length of each range in bytes: int64, shape (n,).
+        places: Offset of each requested piece in the concatenated ranges: int64, shape (pieces,).
     """
 
     offsets: NDArray[np.int64]
@@ -44,7 +46,7 @@ class ByteRanges:
         return int(self.lengths.sum())
 
     def rounds(self, *, max_bytes: int = _ROUND_BYTES) -> list[list[tuple[int, int]]]:
-        """Returns the extents (offset, length) in portions of at most `max_bytes`; splits long extents."""
+        """Returns the ranges, (offset, length), in portions of at most `max_bytes` bytes; long ranges are split."""
         portions: list[list[tuple[int, int]]] = []
         free_bytes = 0
         for offset, length in zip(self.offsets.tolist(), self.lengths.tolist(), strict=True):
@@ -59,7 +61,10 @@ class ByteRanges:
 
 
 def merge_pieces(starts: NDArray[np.int64], *, lengths: NDArray[np.int64]) -> ByteRanges:
-    """Merges pieces of a file that touch or overlap. starts, lengths: bytes, int64, shape (n,), any order. Pure."""
+    """Merges pieces of a file that touch or overlap. Pure.
+
+    `starts` and `lengths` are in bytes: int64, shape (n,), in any order.
+    """
     if not len(starts):
         nothing = np.empty(0, dtype=np.int64)
         return ByteRanges(offsets=nothing, lengths=nothing, places=nothing)
@@ -232,7 +237,7 @@ class CollectiveDataset:
             )
 
     def _plan(self, indices: NDArray[np.int64]) -> dict[int, tuple[NDArray[np.int64], ByteRanges]]:
-        """Returns shard -> positions of its samples in the batch, and the extents to read from its file."""
+        """Returns for each shard the positions of its samples in the batch, and the byte ranges to read."""
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
             raise DataError(
                 f"samples {indices.min()} to {indices.max()} were requested from {self.dataset.directory}, "

@@ -33,7 +33,7 @@ _READS_IN_FLIGHT = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """dtype and sample shape of one array that the dataset returns, such as a field or its lengths."""
+    """dtype and sample shape of one array that the dataset returns: a field or the lengths of one."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class StoreLayout:
         return rank_share(0, self.num_samples, rank=rank, num_ranks=self.num_ranks)
 
     def num_bytes(self, rank: int) -> int:
-        """Returns the memory of rank `rank` that the store uses, in bytes."""
+        """Returns the size of rank `rank`'s memory that the store uses, in bytes."""
         return self._place(rank, name=None)
 
     def offset(self, rank: int, *, name: str) -> int:
@@ -74,7 +74,7 @@ class StoreLayout:
         return place
 
     def holders(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the rank that holds each sample: int64, shape (n,). indices: int64, shape (n,)."""
+        """Returns the rank that holds each sample: int64, shape of `indices`, which is (n,)."""
         share, extra = divmod(self.num_samples, self.num_ranks)
         larger = extra * (share + 1)
         return np.where(
@@ -83,7 +83,7 @@ class StoreLayout:
 
 
 def runs(indices: NDArray[np.int64], *, holders: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Yields (start, stop) of the runs of consecutive samples on one rank, which take one read each. Pure."""
+    """Yields (start, stop) of runs of consecutive samples on one rank, each of which takes one read. Pure."""
     broken = (np.diff(indices) != 1) | (np.diff(holders) != 0)
     edges = [0, *(np.flatnonzero(broken) + 1).tolist(), len(indices)]
     yield from itertools.pairwise(edges)
@@ -289,14 +289,14 @@ class MemoryStore:
 
 
 def _layout(dataset: Samples, *, num_ranks: int) -> StoreLayout:
-    """Returns the layout, from the arrays that the dataset returns for one sample, including lengths."""
+    """Returns the layout for the arrays that the dataset returns for one sample, including lengths."""
     first = dataset.gather(np.zeros(1, dtype=np.int64))
     arrays = {name: Stored(dtype=array.dtype, shape=tuple(array.shape[1:])) for name, array in first.items()}
     return StoreLayout(arrays=arrays, num_samples=dataset.num_samples, num_ranks=num_ranks)
 
 
 def _views(memory: NDArray[np.uint8], *, layout: StoreLayout, rank: int) -> dict[str, NDArray[Any]]:
-    """Returns a view of each array in this rank's memory, shape (samples of the rank, *sample_shape)."""
+    """Returns a view of each array in this rank's memory, of shape (samples of the rank, *sample_shape)."""
     samples = layout.share(rank).num_samples
     views = {}
     for name, stored in layout.arrays.items():

@@ -45,7 +45,10 @@ def open_verified_when_read(folder: Path) -> Dataset:
 
 
 class _Copies:
-    """The opened copies. held: file number -> descriptor with a lock that prevents removal, closed with the object."""
+    """The opened copies.
+
+    `held` maps file numbers to descriptors whose locks prevent removal; closed with the object.
+    """
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -271,9 +274,10 @@ class StagedDataset:
         return arrays
 
     def _take(self, files: NDArray[np.int64]) -> tuple[_Copies | None, NDArray[np.bool_]]:
-        """Returns the copies to read from, or None, and for each file of the dataset if its copy can be read.
+        """Returns the copies to read from, or None, and for each file of the dataset whether its copy can be read.
 
-        files: file numbers needed by a batch, int64, shape (n,). Returned mask: bool, shape (files of the dataset,).
+        `files` are the numbers of the files that a batch needs: int64, shape (n,). The returned mask is bool, shape
+        (files of the dataset,).
         """
         with self._lock:
             usable = self._staged.copy()
@@ -300,7 +304,7 @@ class StagedDataset:
             return self._copies, usable
 
     def _poll(self) -> None:
-        """Polls the folder, at limited rate, for new copies and for copies that are being removed."""
+        """Looks, at a limited rate, for new copies in the folder and for copies that are being removed."""
         began = time.monotonic()
         if began < self._next_poll_s or self._closed or not self._lock.acquire(blocking=False):
             return

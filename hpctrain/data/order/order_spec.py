@@ -37,9 +37,10 @@ _BLOCKS, _SAMPLES = 1, 2  # purposes of keys
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOrder:
-    """Order of one epoch in blocks of `block_samples` samples (the last may be smaller).
+    """Order of one epoch by blocks of consecutive samples, which are mixed within windows of several blocks.
 
-    Samples are mixed within windows of `window_blocks` blocks. Raises RecipeError if either is below 1.
+    Blocks have `block_samples` samples (the last may be smaller), windows have `window_blocks` blocks. Raises
+    RecipeError if either is below 1.
     """
 
     num_samples: int
@@ -84,14 +85,14 @@ class BlockOrder:
         return self._blocks_in(slots) * self.block_samples + offsets
 
     def windows_of(self, start: int, stop: int) -> range:
-        """Returns the numbers of the windows that contain positions start, ..., stop - 1."""
+        """Returns the numbers of the windows that contain the positions start to stop - 1."""
         if start >= stop:
             return range(0)
         slots, _ = self._slots_at(positions(start, stop, num_samples=self.num_samples)[[0, -1]])
         return range(int(slots[0]) // self.window_blocks, int(slots[1]) // self.window_blocks + 1)
 
     def blocks_of(self, window: int) -> list[Span]:
-        """Returns the blocks of a window as spans of samples of the dataset, in ascending order."""
+        """Returns the blocks of a window as spans of samples of the dataset, ascending."""
         first = window * self.window_blocks
         slots = np.arange(first, min(first + self.window_blocks, self.num_blocks), dtype=np.int64)
         starts = np.sort(self._blocks_in(slots)) * self.block_samples
@@ -122,7 +123,7 @@ class BlockOrder:
         return slots, offsets
 
     def _first_position(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the position at which each window begins; the end of the epoch for the window after the last."""
+        """Returns the position at which each window begins; for the window after the last, the end of the epoch."""
         slots = np.minimum(windows * self.window_blocks, self.num_blocks)
         return slots * self.block_samples - self._missing * (slots > self._short_slot)
 
@@ -142,14 +143,17 @@ _PHASES, _MEMBERS = 4, 5  # purposes of keys
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Strata:
-    """The samples of each class c: members[starts[c] : starts[c + 1]]. 8 bytes per sample (4 below 2**32 samples)."""
+    """The samples of each class: those of class c are members[starts[c] : starts[c + 1]].
+
+    It takes 8 bytes per sample (4 below 2**32 samples).
+    """
 
     members: NDArray[np.integer]
     starts: NDArray[np.int64]
 
     @classmethod
     def of(cls, classes: NDArray[np.generic]) -> Strata:
-        """classes: integers or bool, shape (n,), one for each sample. Raises DataError for other arrays."""
+        """Groups samples by their class: integers or bool, shape (n,). Raises DataError for other arrays."""
         values = np.asarray(classes)
         if values.ndim != 1 or values.dtype.kind not in "biu" or not len(values):
             raise DataError(
@@ -173,7 +177,10 @@ class Strata:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StratifiedOrder:
-    """Order of one epoch over `strata`. `at` computes one key per position, and a few for each class."""
+    """Order of one epoch over `strata`, with the classes in the dataset's proportions in any range of positions.
+
+    `at` computes one key per position, and a few more per class.
+    """
 
     strata: Strata
     seed: int = 0
@@ -233,9 +240,9 @@ _DRAWS = 3  # purpose of the key
 
 
 def cumulative_weights(weights: NDArray[np.generic]) -> NDArray[np.float64]:
-    """Returns the cumulative sums of weights, float64, shape (n,), for `WeightedOrder`.
+    """Returns the cumulative sums of weights for `WeightedOrder`: float64, shape (n,).
 
-    weights: numbers, shape (n,). Raises DataError if they are negative, not finite, or all zero.
+    `weights` are numbers, shape (n,). Raises DataError if they are negative, not finite, or all zero.
     """
     values = np.asarray(weights)
     if values.ndim != 1 or values.dtype.kind not in "biuf":
@@ -258,10 +265,10 @@ def cumulative_weights(weights: NDArray[np.generic]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WeightedOrder:
-    """Each position of an epoch is a sample drawn with replacement, independent of the other positions.
+    """Order of one epoch in which each position is a sample drawn with replacement, independent of the others.
 
-    sums: from `cumulative_weights`, shape (samples in the dataset,). num_samples: draws in an epoch. Each position
-    costs one binary search. A sample of weight 0 is never drawn.
+    `sums` comes from `cumulative_weights`, shape (samples in the dataset,); `num_samples` is the number of draws in
+    an epoch. Each position costs one binary search. A sample of weight 0 is never drawn.
     """
 
     sums: NDArray[np.float64]

@@ -4,8 +4,8 @@
 
 The function receives the arrays of one rank's part of a batch, shape (num_rows, *sample_shape), and returns arrays
 with the same number of rows; names, dtypes and sample shapes may differ. It may modify its input. The parameter
-`context` is optional. This module imports neither torch nor the rest of the package, so that workers start faster and
-use less memory.
+`context` is optional. This module imports neither torch nor the rest of the package, so that workers start faster
+and use less memory.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class BatchTransform:
     def __call__(self, arrays: Arrays, *, context: TransformContext) -> Arrays:
         """Returns the transformed arrays, C-contiguous and native-endian, with the same number of rows.
 
-        A batch without rows is not passed to the function: the result has the names, dtypes and shapes of an earlier
-        result, or of the result for one row of zeros.
-        Raises DataError if the function raises an error, or does not return such arrays.
+        A batch without rows is not passed to the function: the result then has the names, dtypes and shapes of an
+        earlier result, or of the result for one row of zeros. Raises DataError if the function raises an error, or
+        does not return such arrays.
         """
         num_rows = len(context.indices)
         if num_rows:
