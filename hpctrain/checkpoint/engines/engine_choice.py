@@ -108,7 +108,7 @@ def _one(path: Path, *, engine: str, rank_bytes: int, comm: Collective) -> float
 
 
 def _slowest(comm: Collective, seconds: float) -> float:
-    """Returns the maximum over all ranks, so that all ranks decide alike. Collective."""
+    """Returns the time of the slowest rank, so that all ranks make the same choice. Collective."""
     buffer = torch.tensor([seconds], dtype=torch.float64)
     comm.all_reduce(buffer, op=ReduceOp.MAX)
     return float(buffer)

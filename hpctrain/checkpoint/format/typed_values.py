@@ -297,7 +297,7 @@ def _is_sorted(keys: Iterable[str]) -> bool:
 
 
 def _entry(value: Any, key: Any) -> Any:
-    """Returns the entry of a dict, list or tuple; None if there is none."""
+    """Returns the entry `key` of a dict, list or tuple; None if there is none."""
     try:
         return value[key] if isinstance(value, (Mapping, list, tuple)) else None
     except (KeyError, IndexError, TypeError):

@@ -58,10 +58,15 @@ class Structure:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Returns True if `path` is one checkpoint, complete or not, rather than a directory of checkpoints.
+    """Returns True if a path is one checkpoint, complete or not, rather than a directory of checkpoints.
 
-    A checkpoint is a file, or a folder that has the name or the main file of a checkpoint. Not collective. Returns
-    False if the filesystem fails, since opening the path then raises the error.
+    Not collective.
+
+    A checkpoint is a file, or a folder that has the name or the main file of a checkpoint.
+
+    Args:
+        path: The path to look at. If the filesystem fails, the result is False, since opening the path then raises
+            the error.
     """
     with suppress(OSError):
         return path.is_file() or (path.is_dir() and step_of(path) is not None) or (path / MAIN_FILE).is_file()

@@ -169,10 +169,18 @@ class Checkpoint:
     def region_of(
         self, tensor: StoredTensor, *, offset: tuple[int, ...] | None, shape: tuple[int, ...] | None
     ) -> Box:
-        """Returns the box of `tensor` that begins at `offset` (None: the origin) and has `shape` (None: all that
-        follows).
+        """Returns the box of a tensor that `read` would read.
 
-        Raises CheckpointError unless the box lies within the tensor.
+        Args:
+            tensor: The tensor.
+            offset: Index of the box's first element; None: the origin.
+            shape: Shape of the box; None: from `offset` to the end of each dimension.
+
+        Returns:
+            The box.
+
+        Raises:
+            CheckpointError: Unless the box lies within the tensor.
         """
         begin = whole(tensor.shape).offset if offset is None else tuple(offset)
         if shape is None and len(begin) == len(tensor.shape):

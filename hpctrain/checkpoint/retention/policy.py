@@ -39,7 +39,17 @@ class Best:
 
     @classmethod
     def parse(cls, text: str) -> Best:
-        """Parses `METRIC:min` or `METRIC:max`, such as `loss:min`. Raises UsageError for any other text."""
+        """Parses a text such as `loss:min`.
+
+        Args:
+            text: METRIC:min or METRIC:max.
+
+        Returns:
+            The metric and its mode.
+
+        Raises:
+            UsageError: For any other text.
+        """
         metric, _, mode = text.rpartition(":")
         if not metric or mode not in ("min", "max"):
             raise UsageError(
@@ -48,9 +58,15 @@ class Best:
         return cls(metric=metric, mode="min" if mode == "min" else "max")
 
     def among(self, quality: Mapping[int, float]) -> int | None:
-        """Returns the step with the best value, given the values by step.
+        """Returns the step with the best value.
 
-        Of equal values the oldest step counts, and NaN never. Returns None if no value is left.
+        Of equal values the oldest step counts, and NaN never.
+
+        Args:
+            quality: The metric's value by step.
+
+        Returns:
+            The step; None if there is no value other than NaN.
         """
         known = [(step, value) for step, value in sorted(quality.items()) if not math.isnan(value)]
         if not known:
@@ -82,7 +98,14 @@ class Retention:
 
     @classmethod
     def of(cls, keep: Retention | int | None) -> Retention:
-        """Returns `keep` as a Retention. A number means that many of the newest checkpoints, None means all."""
+        """Returns `keep` as a Retention.
+
+        Args:
+            keep: A Retention, the number of the newest checkpoints to keep, or None for all.
+
+        Raises:
+            UsageError: If the number is below 1.
+        """
         return keep if isinstance(keep, Retention) else cls(last=keep)
 
 

@@ -56,11 +56,19 @@ class SaveOptions:
     on_replica_mismatch: OnReplicaMismatch = "error"
 
     def recycles(self, filesystem: Filesystem) -> bool:
-        """Returns True if a save to this filesystem reuses the disk blocks of a deleted checkpoint."""
+        """Returns True if a save to this filesystem reuses the disk blocks of a deleted checkpoint.
+
+        Args:
+            filesystem: Filesystem of the directory, as `hpctrain.storage.filesystem_of` returns it.
+        """
         return self.recycle and self.files == 1 and filesystem.keeps_blocks
 
     def bypass_cache(self, filesystem: Filesystem) -> bool:
-        """Returns True if large writes to this filesystem bypass the page cache."""
+        """Returns True if large writes to this filesystem bypass the page cache.
+
+        Args:
+            filesystem: Filesystem of the directory, as `hpctrain.storage.filesystem_of` returns it.
+        """
         if self.page_cache == "auto":
             return filesystem.is_written_past_cache and not self.local
         return self.page_cache == "bypass"

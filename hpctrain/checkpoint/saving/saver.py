@@ -184,6 +184,10 @@ class Saver:
 
         The state's tensors may change as soon as this returns.
 
+        Args:
+            state: This rank's part of the content.
+            step: Step of the checkpoint; the same on every rank.
+
         Returns:
             False if the save was skipped because another one is in progress.
 
@@ -225,7 +229,7 @@ class Saver:
             self.advance()
 
     def finish(self) -> None:
-        """Waits until the save in flight, if any, is committed. Collective."""
+        """Waits until the save in progress, if any, is committed. Collective."""
         if self._flight is not None:
             self._do(lambda flight: flight.save.finish())
 

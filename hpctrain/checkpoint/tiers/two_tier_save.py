@@ -107,8 +107,6 @@ class Tiers:
 
         Collective.
 
-        Call `close` at the end of the run.
-
         Args:
             local: A directory on node storage; its path may differ between nodes.
             shared: Directory of the finished checkpoints, which all nodes share.
@@ -118,6 +116,9 @@ class Tiers:
                 that is started again with the same path recovers what the earlier one left on the nodes.
             keep_local: Number of checkpoints to keep on node storage, at least 1.
             timeout_s: Longest time to wait for an answer from a partner, in seconds.
+
+        Returns:
+            The two locations. Call `close` at the end of the run.
 
         Raises:
             UsageError: On every rank, for an invalid argument.
@@ -178,7 +179,7 @@ class Tiers:
             comm: All ranks of the topology.
 
         Returns:
-            A text per folder: its name and its newest step.
+            The name of each folder with its newest step, as text.
 
         Raises:
             CheckpointError: On every rank, if a node cannot read its storage.
@@ -293,6 +294,9 @@ class TwoTier:
                 applies to the shared folder.
             buffers: Host memory for a copy of the state, whose tensors may then change once this returns.
             executor: Runs the writing and copying of files; None: they run at once, in the calling thread.
+
+        Returns:
+            The save, whose local files are being written.
 
         Raises:
             CheckpointError: On every rank, as in `Saving.begin`.

@@ -200,25 +200,39 @@ class Manifest(Model):
         return _with_lengths(self.fields)
 
     def stored_shape(self, name: str, *, samples: int) -> tuple[int, ...]:
-        """Returns the shape of a field in a shard of `samples` samples, for fields of kind `array`.
+        """Returns the shape of a field in a packed shard, for fields of kind `array`.
 
-        It is the shape of the HDF5 dataset in a packed shard; in an indexed file the dataset may have more rows.
         Boundaries of documents are ignored.
+
+        In an indexed file the HDF5 dataset may have more rows.
+
+        Args:
+            name: Name of the field.
+            samples: Number of samples in the shard.
         """
         if self.tokens is not None:
             return (self.tokens.tokens_for(samples),)
         return (samples, *self.fields[name].shape)
 
     def stored_bytes(self, name: str, *, samples: int) -> int:
-        """Returns the size of an array of shape `stored_shape`, in bytes."""
+        """Returns the size of an array of shape `stored_shape`, in bytes.
+
+        Args:
+            name: Name of the field.
+            samples: Number of samples in the shard.
+        """
         shape = self.stored_shape(name, samples=samples)
         return int(np.prod(shape, dtype=np.int64)) * np.dtype(self.fields[name].dtype).itemsize
 
     def entry_shape(self, name: str, entry: ShardEntry) -> tuple[int, ...]:
-        """Returns the shape of the rows of a field in a shard, for fields of kind `array`.
+        """Returns the shape of the rows of a field in a given shard, for fields of kind `array`.
 
         A whole HDF5 dataset that is one sample has no sample dimension. For split token windows the result is the
         number of stored tokens.
+
+        Args:
+            name: Name of the field.
+            entry: The shard.
         """
         stored, spec = entry.fields[name], self.fields[name]
         if stored.whole:

@@ -211,7 +211,7 @@ def _shown(values: NDArray[Any]) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Returns the text of an attribute, "" without one."""
+    """Returns the value of an attribute as text; "" if there is none."""
     if isinstance(value, np.ndarray):
         value = value.reshape(-1)[0] if value.size else ""
     if isinstance(value, bytes):

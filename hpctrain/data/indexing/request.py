@@ -138,7 +138,7 @@ class FieldRequest:
 
 
 def parse_missing(text: str | float) -> str | int | float:
-    """Parses what missing values become: auto, nan, mask or a number. Raises UsageError."""
+    """Parses what is to become of missing values: auto, nan, mask or a number. Raises UsageError for anything else."""
     text = str(text)
     if text.lower() in ("auto", "nan", "mask"):
         return text.lower()
@@ -151,7 +151,7 @@ def parse_missing(text: str | float) -> str | int | float:
 
 
 def parse_decode(text: Decode | str) -> Decode:
-    """Parses cf or raw. Raises UsageError."""
+    """Parses the name of a decoding, cf or raw. Raises UsageError for anything else."""
     try:
         return Decode(text)
     except ValueError:

@@ -346,7 +346,11 @@ class Loader:
         return self.remaining_batches(start=0)
 
     def remaining_batches(self, *, start: int) -> int:
-        """Returns the number of global batches from position `start` (in samples) to the end of an epoch."""
+        """Returns the number of global batches to the end of an epoch.
+
+        Args:
+            start: Position in the epoch at which they begin, in samples.
+        """
         return num_batches(
             self.num_positions, global_batch=self.global_batch, last_batch=self.last_batch, start=start
         )
@@ -491,7 +495,15 @@ class Loader:
         )
 
     def load(self, order: Order, *, span: Span) -> Batch:
-        """Returns this rank's part of the global batch at positions `span`. Threads call it once per batch."""
+        """Makes this rank's part of one global batch. Threads call it once per batch.
+
+        Args:
+            order: Order of the epoch.
+            span: Positions of the global batch in the epoch.
+
+        Returns:
+            The batch.
+        """
         return self.read(
             plan_batch(
                 order, span=span, global_batch=self.global_batch, last_batch=self.last_batch, rank=self.rank,
@@ -500,7 +512,14 @@ class Loader:
         )  # fmt: skip
 
     def read(self, plan: BatchPlan) -> Batch:
-        """Reads the samples of `plan`, applies the transform, and returns them as a batch."""
+        """Reads samples, applies the transform, and returns them as a batch.
+
+        Args:
+            plan: The samples.
+
+        Returns:
+            The batch.
+        """
         checker = self.checker
         with self._in_progress.stage(plan, f"{type(self.dataset).__qualname__} has been read", reads=True):
             if checker is not None and self.on_damage is OnDamage.SKIP:

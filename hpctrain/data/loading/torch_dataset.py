@@ -195,7 +195,7 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
         self._options = loader_options
         self._start = EpochStart()
         self._begun = False  # whether this process has begun an iteration at `_start`
-        self._position: int | None = None  # position of this worker's next batch; None: before its first batch
+        self._position: int | None = None  # where this worker's next batch begins; None: at its first
         self._iterated_by = 0  # process that has begun the last iteration
         self._shared = SharedEpoch()
         self._made: tuple[int, Loader] | None = None

@@ -335,9 +335,13 @@ class StagedDataset:
             self._lock.release()
 
     def wait_until_staged(self, *, timeout_s: float) -> float:
-        """Waits until every file has a copy, but at most `timeout_s` seconds.
+        """Waits until every file has a copy.
 
-        Returns the fraction of files with a copy.
+        Args:
+            timeout_s: Longest time to wait, in seconds.
+
+        Returns:
+            The fraction of the files that have a copy.
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

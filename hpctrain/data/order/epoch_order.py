@@ -98,7 +98,18 @@ class EpochOrder:
         check_order(num_samples=self.num_samples, seed=self.seed, epoch=self.epoch)
 
     def at(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Returns the sample indices at positions start to stop - 1: int64, shape (stop - start,). See `Order.at`."""
+        """Returns the sample indices at some positions. Time and memory depend on their number only.
+
+        Args:
+            start: The first position.
+            stop: The position after the last one.
+
+        Returns:
+            The indices: int64, shape (stop - start,).
+
+        Raises:
+            DataError: If the range is not within the epoch.
+        """
         where = positions(start, stop, num_samples=self.num_samples)
         if not self.shuffle or start == stop:
             return where

@@ -68,7 +68,7 @@ class BlockOrder:
         return -(-self.num_blocks // self.window_blocks)
 
     def at(self, start: int, stop: int) -> NDArray[np.int64]:
-        """See `Order.at`."""
+        """Returns the sample indices at positions start to stop - 1, as `Order.at` does."""
         where = positions(start, stop, num_samples=self.num_samples)
         if start == stop:
             return where
@@ -194,7 +194,7 @@ class StratifiedOrder:
         return self.strata.num_samples
 
     def at(self, start: int, stop: int) -> NDArray[np.int64]:
-        """See `Order.at`."""
+        """Returns the sample indices at positions start to stop - 1, as `Order.at` does."""
         where = positions(start, stop, num_samples=self.num_samples)
         if start == stop:
             return where
@@ -280,7 +280,7 @@ class WeightedOrder:
         check_order(num_samples=self.num_samples, seed=self.seed, epoch=self.epoch)
 
     def at(self, start: int, stop: int) -> NDArray[np.int64]:
-        """See `Order.at`."""
+        """Returns the sample indices at positions start to stop - 1, as `Order.at` does."""
         where = positions(start, stop, num_samples=self.num_samples)
         drawn = hashes(epoch_key(self.seed, self.epoch, purpose=_DRAWS), where)
         # Uniform in [0, 1): 53 bits, which float64 represents exactly.
@@ -303,7 +303,11 @@ class OrderSpec(Protocol):
         """Name that identifies the order with all its parameters, since positions are valid for one order only."""
 
     def num_positions(self, *, num_samples: int) -> int:
-        """Returns the length of an epoch over a dataset of `num_samples` samples."""
+        """Returns the length of an epoch.
+
+        Args:
+            num_samples: Number of samples of the dataset.
+        """
 
     def for_epoch(self, epoch: int, *, num_samples: int, seed: int) -> Order:
         """Returns the order of one epoch.

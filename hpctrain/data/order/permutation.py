@@ -98,7 +98,7 @@ def _encrypt(
 
 
 def _tables(*, a: int, b: int, keys: Values) -> list[Values]:
-    """Returns for each round of `_encrypt` a table of its summand.
+    """Returns for each round of `_encrypt` a table of what the round adds to one half.
 
     In even rounds the table has shape (b,) and is indexed by the right half, in odd rounds shape (a,), by the left
     half.
@@ -133,7 +133,7 @@ def _encrypt_by_tables(values: Values, *, a: Any, b: Any, tables: list[Values]) 
 
 
 def _sides(num_values: int) -> tuple[int, int]:
-    """Returns a and b for a permutation of [0, num_values)."""
+    """Returns the sizes a and b of the network's two halves, for a permutation of [0, num_values)."""
     a = math.isqrt(num_values - 1) + 1
     return a, -(-num_values // a)
 

@@ -120,7 +120,7 @@ class ShardMaker(Protocol):
         """Returns the file name of the next shard; None after the last."""
 
     def make(self) -> ShardContent:
-        """Returns the content of the current shard. Raises DataError."""
+        """Returns the content of the current shard. Raises DataError if it cannot be read."""
 
     def skip(self, samples: int) -> None:
         """Skips the current shard, which exists already and has `samples` samples."""

@@ -26,7 +26,7 @@ from hpctrain.storage import filesystem_of
 
 
 class IoMode(str, Enum):
-    """How contiguous data, and the stored bytes of chunks that are decoded here, are read."""
+    """How contiguous data, and the stored bytes of chunks that are decoded here, are read from a file."""
 
     AUTO = "auto"  # see `choose`
     MAP = "map"  # copy from memory maps: fastest once the pages are mapped; a disk error kills the rank (SIGBUS)
