@@ -99,7 +99,7 @@ def _amount_of_chunk(first: torch.Tensor, second: torch.Tensor, *, tolerance: To
     squares, squares_of_first = float(differences.square().sum()), float(sizes.square().sum())
     finite: torch.Tensor | None = None
     if not math.isfinite(squares + squares_of_first):  # rare and slow: leave out infinities and NaN
-        differences = torch.where(different, differences, 0)  # a NaN in both tensors is no difference
+        differences = torch.where(different, differences, 0)  # a NaN in both tensors is not a difference
         finite = differences.isfinite()
         squares = float(differences[finite].square().sum())
         squares_of_first = float(sizes[sizes.isfinite()].square().sum())

@@ -35,7 +35,7 @@ from hpctrain.errors import CheckpointError, UsageError
 # its disk fails, the process ends with SIGBUS.
 
 
-# Maximum size of the shards that are dealt to the ranks: small against a rank's share, so that the shares are balanced.
+# Maximum size of the shards that are distributed over the ranks: much smaller than a share, for balanced shares.
 SHARD_BYTES = 32 << 20
 THREADS_TIMEOUT_S = 7 * 86400.0  # a copy can take terabytes
 

@@ -122,7 +122,7 @@ def _bytes_found(path: Path) -> int:
 # work.
 
 
-RANGE_BYTES = 64 << 20  # length of the byte ranges that are dealt to the ranks, one after another
+RANGE_BYTES = 64 << 20  # length of the byte ranges, which are assigned to the ranks in turn
 _BUFFER_BYTES = 8 << 20
 
 

@@ -227,7 +227,7 @@ def begin_partial(
 def leads_folder(layout: FileLayout, *, comm: Collective, options: SaveOptions) -> bool:
     """Returns True if this rank creates and renames the checkpoint. Not collective.
 
-    That is rank 0, or in local mode the leader of each file.
+    It is rank 0, or in local mode the leader of each file.
     """
     return layout.skeleton is not None if options.local else comm.rank == 0
 

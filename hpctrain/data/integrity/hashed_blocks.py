@@ -96,11 +96,11 @@ def blocks_touched(
 
 
 class BlockFile:
-    """Reads blocks of one shard in the way in which batches are read. Thread-safe.
+    """Reads blocks of one shard in the way in which batches are read: directly, from chunks, or through h5py.
 
-    That is directly, from chunks, or through h5py. `path` is a copy of the file to read instead of the one in
-    `directory`. `cache_bytes` bounds the decoded chunks that are kept, since a chunk may overlap several blocks.
-    The constructor raises DataError (see `check_shard`) or OSError. The file is closed with the last reference.
+    Thread-safe. `path` is a copy of the file to read instead of the one in `directory`. `cache_bytes` bounds the
+    decoded chunks that are kept, since a chunk may overlap several blocks. The constructor raises DataError (see
+    `check_shard`) or OSError. The file is closed with the last reference.
     """
 
     def __init__(

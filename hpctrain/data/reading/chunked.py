@@ -120,7 +120,7 @@ class ChunkedField:
     def _passes_by_the_cache(self, request: Request) -> bool:
         """Returns True if the request should bypass the cache.
 
-        That is so if each chunk is one row that is requested once, and if the cache is too small to be likely to
+        It should if each chunk is one row that is requested once, and if the cache is too small to be likely to
         contain it.
         """
         if not self._is_alone or request.rows_a_sample != 1 or request.lengths is not None:
