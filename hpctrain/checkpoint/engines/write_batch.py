@@ -25,7 +25,10 @@ MANY_PIECES = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchExtent:
-    """The part of the file that one rank's batch covers: first byte, end (exclusive), and what the batch has in it."""
+    """The part of the file that one rank's batch covers, from `begin` to `end` (exclusive).
+
+    It contains `num_pieces` contiguous pieces with `num_bytes` bytes in total.
+    """
 
     begin: int
     end: int

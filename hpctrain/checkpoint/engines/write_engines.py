@@ -93,7 +93,7 @@ def _write_cached(fd: int, byte_ranges: Iterable[tuple[int, memoryview]]) -> Non
 
 
 def _write(fd: int, batch: list[memoryview], *, offset: int) -> None:
-    """Writes all views, one after another, beginning at `offset`."""
+    """Writes all views, one after another, at file offset `offset`. Continues after a short write."""
     written = os.pwritev(fd, batch, offset)
     for data in batch:  # continue after a short write
         if written < data.nbytes:
@@ -134,9 +134,10 @@ _FAILED, _GOING_ON = 1, 0
 
 
 class _Files(dict[tuple[tuple[int, ...], ...], CollectiveFiles | None]):
-    """The opened MPI files of one communicator, by the grouping of its ranks.
+    """The MPI files of this rank's group, for each way in which the ranks of one communicator were divided into
+    groups.
 
-    A rank's group may be in several groupings.
+    The same group may occur in several divisions.
     """
 
 

@@ -21,12 +21,12 @@ _SPARE = re.compile(r"\.step-\d{8,18}\.h5\.spare-[0-9a-f]{16}")
 
 
 def file_name(step: int) -> str:
-    """Returns the name of a checkpoint file, as in `step-00000050.h5`."""
+    """Returns the name of a checkpoint file, such as `step-00000050.h5`."""
     return f"{folder_name(step)}.h5"
 
 
 def folder_name(step: int) -> str:
-    """Returns the name of a checkpoint folder, as in `step-00000050`."""
+    """Returns the name of a checkpoint folder, such as `step-00000050`."""
     return f"step-{step:08d}"
 
 

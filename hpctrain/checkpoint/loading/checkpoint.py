@@ -423,11 +423,11 @@ def read_sharing(
     names: Sequence[str],
     regions: Regions,
 ) -> dict[str, torch.Tensor]:
-    """Reads tensors as `Checkpoint.read_all`, but reads those that all ranks need whole only once per node.
-    Collective.
+    """Reads tensors, those that all ranks need as a whole only once per node. Collective.
 
-    A tensor is read once per node if no rank lists it in `regions`. `nodes` comes from `nodes_that_share`; `names`
-    must be the same on every rank. Raises CheckpointError on every rank if any rank finds damage.
+    These are the tensors that no rank lists in `regions`; all others are read as by `Checkpoint.read_all`. `nodes`
+    comes from `nodes_that_share`; `names` must be the same on every rank. Raises CheckpointError on every rank if
+    any rank finds damage.
     """
     not_whole = set().union(*all_gather_json(comm, sorted(regions)))
     units: list[Unit] = []

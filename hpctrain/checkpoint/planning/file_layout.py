@@ -179,7 +179,7 @@ class FileLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kinds:
-    """Dtypes, shapes and memory layouts of the sources with these numbers.
+    """Expected dtypes, shapes and memory layouts of some of the sources, given by their numbers.
 
     It has lists instead of one object per source, since there may be thousands.
     """

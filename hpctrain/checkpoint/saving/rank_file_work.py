@@ -60,10 +60,10 @@ from hpctrain.storage import InUseError, check_claim, claim, hash_of, sync_direc
 
 
 def make_room(directory: Path, partial: Path, *, folder: bool, spare_bytes: int | None = None) -> list[str]:
-    """Prepares the directory for a save: creates it, removes partial checkpoints of killed saves, takes its lease.
+    """Prepares the directory for a save: creates it, takes its lease, removes partial checkpoints of killed saves.
 
-    Also creates the partial checkpoint if it is a folder, or if a spare file of `spare_bytes` bytes can be reused
-    for it; if `spare_bytes` is None, spare files are removed. Returns a message for each file that could not be
+    Also creates the partial checkpoint if it is a folder, or if a spare file can be reused for its `spare_bytes`
+    bytes; if `spare_bytes` is None, spare files are removed. Returns a message for each file that could not be
     removed, which does not prevent the save. Raises CheckpointError if the directory cannot be written to.
     """
     with explained(action="write checkpoints to", path=directory):

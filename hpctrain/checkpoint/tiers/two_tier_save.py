@@ -560,7 +560,7 @@ def _identify(directory: Path, *, checkpoints: Path) -> tuple[str, bool]:
 
 
 def _is_copied(known: str, *, where: str, directory: Path) -> bool:
-    """Returns True if `where` is another directory with the same identity: `directory` or `where` is a copy."""
+    """Returns True if `directory` is a copy of the run directory `where`, which still has the identity `known`."""
     if not where:
         return False
     try:

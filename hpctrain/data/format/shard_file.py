@@ -34,7 +34,7 @@ _READ_BYTES = 1 << 20
 
 
 def shard_name(index: int, *, part: int | None = None) -> str:
-    """Returns the file name of shard number `index`; `part` is the part of the source, if it is packed in parts."""
+    """Returns the file name of shard number `index`, in part number `part` of the source if it is packed in parts."""
     return f"{SHARD_PREFIX}{'' if part is None else f'{part:05d}-'}{index:05d}.h5"
 
 

@@ -60,7 +60,7 @@ class ChunkIndex:
     """Locations of a dataset's chunks, in row-major order. An offset is -1 if the chunk was never written."""
 
     def __init__(self, places: NDArray[np.int64], *, counts: tuple[int, ...]) -> None:
-        """Takes offset, size in bytes and filter mask of each chunk, int64, shape (chunks, 3).
+        """Takes the file offset, size in bytes and filter mask of each chunk: int64, shape (chunks, 3).
 
         `counts` is the number of chunks per dimension.
         """

@@ -132,8 +132,8 @@ def check_written(dataset: h5py.Dataset, plist: h5py.h5p.PropDCID, *, where: str
 
     HDF5 leaves the reader's memory unchanged for such elements (fill time "never", or an undefined fill value).
     h5py passes it zeros, but for types with references uninitialised memory: rows then have values of other rows
-    (h5py 3.16 with HDF5 1.10.8 and 2.0.0). Only for such datasets HDF5 counts the chunks, for which it reads their
-    index. `plist` is the property list with which the dataset was created.
+    (h5py 3.16 with HDF5 1.10.8 and 2.0.0). HDF5 counts the written chunks only for such datasets, since it reads
+    their index to do so. `plist` is the property list with which the dataset was created.
     """
     import h5py
 

@@ -137,7 +137,7 @@ def value_meaning(
 def meaning_of_strings(
     file: h5py.File, *, path: str, member: str | None, dataset: h5py.Dataset
 ) -> ValueMeaning:
-    """Returns which strings of a dataset a mask or an attribute marks as missing. They are not decoded."""
+    """Returns what the file says about missing strings in a dataset, by attributes or a mask. They are not decoded."""
     found = ValueMeaning()
     names = set(dataset.attrs) if member is None else set()
     found.said = [f"{name} = {_shown(dataset.attrs, name)}" for name in _FILLS if name in names]
@@ -152,7 +152,7 @@ def meaning_of_strings(
 
 
 def _refuse(said: list[str], found: ValueMeaning) -> None:
-    """Adds what other conventions say, which is not decoded. Raises _Unclear if there is something."""
+    """Adds to `found` what other conventions than CF say. Raises _Unclear if they say something: it is not decoded."""
     found.said += said
     if said:
         raise _Unclear(f"{said[0]} is not an attribute of CF, and is not decoded")
@@ -161,7 +161,10 @@ def _refuse(said: list[str], found: ValueMeaning) -> None:
 def _add_pandas(
     attributes: Mapping[str, Any], member: str | None, found: ValueMeaning, packing: dict[str, Any]
 ) -> None:
-    """Adds what pandas says about integers: codes of categories, of which -1 is missing, or times."""
+    """Adds to `found` and `packing` what pandas says about integers: codes of categories (-1 is missing), or times.
+
+    Raises _Unclear for times, which are not decoded.
+    """
     kind = pandas_kind(attributes, set(attributes), member)
     if kind == "category":
         found.said.append(f"-1 is missing, other numbers are places in the categories of {member}")

@@ -476,7 +476,7 @@ def _ask(directory: Path, byte_ranges: list[CachedRange]) -> None:
 def _is_cached(descriptor: int, part: CachedRange) -> bool:
     """Returns True if first, middle and last byte of the range are in the page cache.
 
-    Returns False if the filesystem does not support the question.
+    Returns False if the filesystem cannot tell.
     """
     byte = bytearray(1)
     try:

@@ -259,7 +259,10 @@ class CollectiveDataset:
         return needed
 
     def _check_size(self, entry: ShardEntry) -> None:
-        """Raises DataError if the file's size differs: MPI-IO (Open MPI 4.1) reports success beyond its end."""
+        """Raises DataError if a file has not the size in the manifest.
+
+        MPI-IO (Open MPI 4.1) would report success for reads beyond its end.
+        """
         path = self._path(entry)
         try:
             found = path.stat().st_size

@@ -71,7 +71,7 @@ def plan_files(directory: Path, *, manifest: Manifest) -> tuple[list[StagedFile]
 
 
 def staged_manifest(manifest: Manifest, *, files: Sequence[StagedFile], file_of: Sequence[int]) -> Manifest:
-    """Returns the manifest with the files' names in the folder. Pure."""
+    """Returns the manifest with the names that the files have in the folder of copies. Pure."""
     shards = tuple(
         entry.model_copy(update={"file": files[number].name})
         for entry, number in zip(manifest.shards, file_of, strict=True)
@@ -433,7 +433,7 @@ class Stager:
         return True
 
     def _make_room(self, num_bytes: int) -> int:
-        """Removes idle copies until `num_bytes` more bytes fit the bound, if possible. Returns the unused bytes."""
+        """Removes idle copies until `num_bytes` more bytes fit the bound, if possible. Returns how many bytes fit."""
         path = self._folder.path
         for leaving in path.glob(f"{LEAVING}*"):
             remove_unread(leaving)  # removed once all its readers have released it

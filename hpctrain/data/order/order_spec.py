@@ -465,7 +465,7 @@ class Fixed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Renamed:
-    """An order with another epoch number."""
+    """An order that returns another epoch number and is otherwise unchanged."""
 
     order: Order
     epoch: int

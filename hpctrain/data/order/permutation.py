@@ -120,7 +120,10 @@ def _kept_tables(num_values: int, key: int) -> list[Values]:
 
 
 def _encrypt_by_tables(values: Values, *, a: Any, b: Any, tables: list[Values]) -> Values:
-    """Applies the network as `_encrypt` does, with tables for the rounds: a third of its time if they are small."""
+    """Applies the network as `_encrypt` does, but looks up the rounds in tables.
+
+    It takes a third of the time of `_encrypt` if the tables are small.
+    """
     left, right = values % a, values // a
     for number, table in enumerate(tables):
         if number % 2 == 0:

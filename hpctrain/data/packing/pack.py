@@ -224,7 +224,7 @@ def pack_rows(
     progress: Progress | None = None,
     comm: Collective | None = None,
 ) -> Manifest:
-    """Packs samples that are read by position. Collective over `comm` if it is given; otherwise as `pack_arrays`."""
+    """Packs samples that are read by position. Otherwise as `pack_arrays`."""
     comm = comm or SerialWorld()
     fields, identity = agreed(comm, lambda: (rows.fields, rows.identity), os_error=DataError)
     if shard_samples is None:

@@ -127,7 +127,7 @@ class ShardMaker(Protocol):
 
 
 class RowShards:
-    """Makes shards of `shard_samples` samples each from `rows`."""
+    """Makes shards of `shard_samples` samples each from samples that are read by position."""
 
     def __init__(self, rows: Rows, *, shard_samples: int, rank: int, num_ranks: int) -> None:
         self._rows = rows
@@ -283,9 +283,10 @@ def make_shards(
 def write_together(
     records: Iterator[ShardRecord], *, comm: Collective, total: int | None, progress: Progress | None
 ) -> list[str]:
-    """Runs every rank's iterator to its end, one shard at a time, and returns the file names of all ranks' shards.
+    """Makes every rank write its shards, one at a time, by running its iterator `records` to the end.
 
-    Collective over `comm`. An error of one rank is raised on all ranks after their current shard.
+    Collective over `comm`. Returns the file names of all ranks' shards. An error of one rank is raised on all ranks
+    after their current shard.
     """
     mine: list[str] = []
     done = 0

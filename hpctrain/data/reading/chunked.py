@@ -368,9 +368,9 @@ class NumberBlocks:
         chunk_rows: int | None,
         is_scalar: bool,
     ) -> None:
-        """Takes the shape, (rows, *shape of a row).
+        """Takes the shape of the field, (rows, *shape of a row).
 
-        With `is_scalar` the HDF5 dataset has no dimensions: it is read as one row.
+        With `is_scalar` the HDF5 dataset has no dimensions, and is read as one row.
         """
         row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
         self.shape = shape

@@ -24,7 +24,7 @@ _HELD_GROUPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A field made of one column of a table, or of several as a vector. `dtype` None keeps that of the table."""
+    """A field made of one column of a table, or of several as a vector. If `dtype` is None, it is that of the table."""
 
     columns: tuple[str, ...]
     dtype: str | None = None

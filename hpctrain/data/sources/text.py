@@ -86,7 +86,10 @@ def read_tokens(files: Iterable[Path]) -> Iterator[NDArray[np.uint8]]:
 
 
 def _split_files(root: Path, names: list[str], *, held_out: float, seed: int) -> dict[str, tuple[Path, ...]]:
-    """Holds out files whose hashed path is below the fraction, so that adding a file does not move the others."""
+    """Divides files into parts, holding out those whose hashed path is below the fraction `held_out`.
+
+    So adding a file does not move the others to another part.
+    """
     names = sorted(names)
     if held_out == 0:
         return {"all": tuple(root / name for name in names)}

@@ -112,7 +112,8 @@ class Worker:
             shared_memory.send(self._control, {"transform": transform, "sys_path": sys.path})
 
     def transform(self, request: Mapping[str, Any], descriptor: int) -> Arrays:
-        """Returns the transformed arrays of a batch, whose shared memory is `descriptor` (see `write_arrays`).
+        """Returns the transformed arrays of a batch, whose input is in the shared memory `descriptor` (see
+        `write_arrays`).
 
         Raises WorkerDied if the process ended, DataError if the transform raised an error.
         """
