@@ -181,11 +181,9 @@ class DcpMetadata:
 def read_metadata(directory: FilePath) -> DcpMetadata:
     """Reads and checks the metadata of the DCP checkpoint in `directory`, without running anything in it.
 
-    Not collective.
-
-    Raises CheckpointError if the metadata is invalid, if a chunk does not lie inside a file of the directory, if
-    chunks of a tensor overlap or do not cover it, or if all chunks together are larger than the files. Raises
-    UsageError if there is no metadata.
+    Not collective. Raises CheckpointError if the metadata is invalid, if a chunk does not lie inside a file of the
+    directory, if chunks of a tensor overlap or do not cover it, or if all chunks together are larger than the
+    files. Raises UsageError if there is no metadata.
     """
     path = directory / METADATA_FILE
     if not path.is_file():

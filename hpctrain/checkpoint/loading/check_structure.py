@@ -60,9 +60,7 @@ class Structure:
 def is_checkpoint(path: Path) -> bool:
     """Returns True if a path is one checkpoint, complete or not, rather than a directory of checkpoints.
 
-    Not collective.
-
-    A checkpoint is a file, or a folder that has the name or the main file of a checkpoint.
+    Not collective. A checkpoint is a file, or a folder that has the name or the main file of a checkpoint.
 
     Args:
         path: The path to look at. If the filesystem fails, the result is False, since opening the path then raises

@@ -59,9 +59,7 @@ def verify(
 ) -> list[Verified]:
     """Reads every byte of a checkpoint, or of all checkpoints in a directory, and compares it with the hashes.
 
-    Collective.
-
-    The ranks share the work.
+    Collective. The ranks share the work.
 
     Args:
         path_or_directory: A checkpoint, or a directory of checkpoints.
@@ -339,10 +337,8 @@ def prune(
 ) -> Pruned:
     """Deletes the checkpoints of a directory that `retention` does not keep, after verifying the newest one.
 
-    Collective.
-
-    First every byte of the newest checkpoint is verified by all ranks together; if it is damaged, the next older
-    one is tried, and so on. The verified checkpoint and all newer ones are kept.
+    Collective. First every byte of the newest checkpoint is verified by all ranks together; if it is damaged, the
+    next older one is tried, and so on. The verified checkpoint and all newer ones are kept.
 
     Args:
         directory: Directory of the checkpoints.

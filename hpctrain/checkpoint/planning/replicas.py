@@ -60,10 +60,10 @@ class Replicas:
 
     @classmethod
     def of(cls, sources: Sequence[Item], *, step: int) -> Replicas:
-        """Returns the replicated tensors among `sources`.
+        """Returns the replicated tensors among `sources`, to be sampled from a number that depends on the step.
 
-        The step of the save for which the layout is made determines the first sample, so that runs that are often
-        resumed do not compare the same parts each time.
+        So runs that are often resumed do not compare the same parts each time. `step` is that of the save for which
+        the layout is made.
         """
         num_bytes = {
             number: source.tensor.nbytes

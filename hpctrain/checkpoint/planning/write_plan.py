@@ -193,7 +193,7 @@ class Division:
             begin, tensor = stop, tensor + 1
 
     def _boundary(self, part: int) -> int:
-        """Returns the byte position in the concatenation at which a part begins."""
+        """Returns the byte position in the concatenated tensors at which a part begins."""
         if part == 0:
             return 0
         if part == self._num_parts:
@@ -202,7 +202,8 @@ class Division:
         return cut - (cut - self._begins[bisect_right(self._begins, cut) - 1]) % CUT_BYTES
 
     def boundaries(self, parts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the byte positions in the concatenation at which these parts begin: shape and dtype of `parts`.
+        """Returns the byte positions in the concatenated tensors at which these parts begin: shape and dtype of
+        `parts`.
 
         The part `num_parts` stands for the end.
         """

@@ -69,9 +69,7 @@ def take_spare(directory: Path, partial: Path, *, file_bytes: int) -> None:
 def remove_spares(directory: Path) -> None:
     """Deletes the spare files of a directory, which saves with `recycle=True` keep to reuse disk blocks.
 
-    Not collective.
-
-    Call it on one rank after the last save. Errors are ignored.
+    Not collective. Call it on one rank after the last save. Errors are ignored.
 
     Args:
         directory: Directory of the checkpoints.
