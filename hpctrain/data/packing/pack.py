@@ -84,30 +84,11 @@ def write_dataset(
 ) -> Manifest:
     """Packs a dataset and returns its manifest. Collective over `comm`.
 
-    Rank 0 prepares the directory, all ranks write shards, rank 0 writes the manifest. Most arguments are those of
-    `pack_arrays`.
-
-    Args:
-        directory: Directory of the dataset.
-        maker: Makes this rank's shards.
-        kind: What a sample is.
-        plan: Everything that determines the content of the shards, as JSON.
-        like: Values that the manifest of a finished dataset must have, for RESUME to keep it.
-        block_bytes: Size of the hashed blocks.
-        compression: Compression of the shards, or None.
-        attributes: Returns the attributes for the manifest. It is called before packing, and again after it, when
-            the length of a stream is known.
-        existing: What to do with an existing dataset.
-        progress: Called with the number of samples packed so far, and with their total number if known.
-        comm: The ranks that share the work.
-        windows: How token windows are cut, for kind TOKENS.
-        window_starts: First token of each window, if windows are split at documents.
-        total: Number of samples, if known.
-        nothing: Returns the message of the error if there are no shards.
-
-    Raises:
-        UsageError: On all ranks, for an invalid argument.
-        DataError: On all ranks, if a rank cannot read its source or write its shards.
+    Rank 0 prepares the directory, all ranks write the shards that their `maker` makes, rank 0 writes the manifest.
+    `plan` is everything that determines the content of the shards; `like` contains values that the manifest of a
+    finished dataset must have, for RESUME to keep it. `attributes` is called before packing, and again after it,
+    when the length of a stream is known. `nothing` returns the message of the error if there are no shards. Raises
+    UsageError or DataError on all ranks.
     """
     # A plain string would fail the `is` tests, and the directory would be emptied.
     existing = Existing(existing)
@@ -274,11 +255,9 @@ def pack_tokens(
 
     Args:
         directory: Directory of the new dataset.
-        chunks: Integer arrays of shape (n,), which are concatenated to the stream; about `shard_bytes` bytes are
-            held in memory.
+        chunks: Integer arrays of shape (n,), the parts of the stream; about `shard_bytes` bytes are held in memory.
         window: Number of tokens that a sample predicts.
-        stride: Number of tokens from the start of a window to the start of the next; None: `window`, so that each
-            token is predicted once.
+        stride: Number of tokens between the starts of windows; None: `window`, which predicts each token once.
         dtype: numpy name of the dtype in which tokens are stored.
         shard_bytes: Approximate size of a shard.
         block_bytes: Size of the hashed blocks, in bytes.
@@ -334,9 +313,9 @@ def pack_documents(
     """Packs concatenated documents as token windows, and records in each shard where documents begin.
 
     Collective over `comm` if it is given. With `boundaries="ignore"` windows are cut from the concatenated stream.
-    With "split" each document is cut separately, so that no window contains tokens of two documents; tokens after a
-    document's last window, and documents shorter than window + 1, are then in no sample. Other arguments are as in
-    `pack_tokens`. Returns the manifest. Raises DataError if no window fits.
+    With "split" no window contains tokens of two documents; tokens after a document's last window, and documents
+    shorter than window + 1, are then in no sample. Other arguments are as in `pack_tokens`. Returns the manifest.
+    Raises DataError if no window fits.
     """
     comm = comm or SerialWorld()
     windows = _windows(window=window, stride=stride).model_copy(
@@ -490,8 +469,7 @@ def pack_source(
     Writes the datasets `out`/train and `out`/test, or `out` itself if nothing is held out.
 
     Args:
-        source: Name of the source, such as a directory of images, a CSV file or "module:function"; see `hpctrain
-            data pack --help`.
+        source: Name of the source, such as a directory of images; see `hpctrain data pack --help`.
         out: Directory of the new dataset or datasets.
         window: Number of tokens that a sample predicts, for text; None: 128.
         stride: Number of tokens between the starts of windows, for text; None: `window`.
