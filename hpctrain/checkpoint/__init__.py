@@ -1,6 +1,6 @@
-"""Collective checkpoints: all ranks write one HDF5 file (or a folder of them); any number of ranks can load it.
+"""Collective checkpoints: all ranks write one HDF5 file (or a folder of files); any number of ranks can load it.
 
-Every byte is hashed when written and verified when read.
+Every byte is hashed when it is written, and verified when it is read.
 """
 
 from hpctrain.public_names import attach

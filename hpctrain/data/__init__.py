@@ -1,4 +1,4 @@
-"""HDF5 shards with a manifest, a deterministic order, and batches prepared ahead."""
+"""Datasets of HDF5 shards with a manifest, read in a deterministic order as batches that threads prepare ahead."""
 
 from hpctrain.public_names import attach
 

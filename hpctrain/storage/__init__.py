@@ -1,6 +1,7 @@
-"""What datasets, checkpoints and records share below any format: full reads and writes, hashes, filesystem types.
+"""What datasets, checkpoints and records share, independent of any format.
 
-Knows no other package. Nothing here communicates.
+Complete reads and writes, files replaced as a whole, the content hash, types of filesystems, even splits, and the
+lease on a directory. It depends on no other package, and nothing here communicates.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Determines the type of the filesystem that a path is on."""
+"""Finds the type of the filesystem on which a path lies, and what is known about that type."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 
 T = TypeVar("T")
 
-# On disks or in memory of this node. Any other type counts as shared, for which the engines are measured.
+# Filesystems on disks or in memory of this node. Any other type counts as shared between nodes.
 _LOCAL = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "reiserfs", "bcachefs", "tmpfs", "ramfs", "overlay",
      "fuseblk", "vfat", "exfat", "ntfs", "ntfs3", "rootfs", "squashfs", "apfs", "hfs", "ufs"}
@@ -21,9 +21,10 @@ _LOCAL = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filesystem:
-    """kind: the system's name of the type (`ext4`, `nfs4`, `lustre`, `fuse.glusterfs`), or `unknown`.
+    """Type of a filesystem, and the options of its mount.
 
-    options: of the mount, such as `rw` and `soft`.
+    `kind` is the system's name of the type, such as `ext4`, `nfs4`, `lustre` or `fuse.glusterfs`, or `unknown`.
+    `options` are those of the mount, such as `rw` and `soft`.
     """
 
     kind: str
@@ -31,12 +32,12 @@ class Filesystem:
 
     @property
     def is_shared(self) -> bool:
-        """True if other nodes may see it: a network or parallel filesystem, or an unknown type."""
+        """True if other nodes may see the files: a network or parallel filesystem, or an unknown type."""
         return self.kind not in _LOCAL
 
     @property
     def is_written_past_cache(self) -> bool:
-        """True if writing past the page cache is faster: measured on ext4, and xfs implements it in the same way."""
+        """True if writing past the page cache is faster: measured on ext4; xfs implements it in the same way."""
         return self.kind in ("ext4", "xfs")
 
     @property
@@ -60,9 +61,10 @@ def filesystem_of(path: Path) -> Filesystem:
 
 
 def on_mount(mounts: Iterable[tuple[str, T]], *, path: Path) -> T | None:
-    """Returns what belongs to the mount that contains `path` (absolute, without symbolic links). Pure.
+    """Returns the value that belongs to the mount on which `path` lies, or None. Pure.
 
-    mounts: (mount point, anything), in the order of mounting. Of several at one mount point, the last one is visible.
+    `mounts` lists (mount point, value) in the order of mounting; of several mounts at one point, the last one is
+    visible. `path` is absolute, without symbolic links.
     """
     kinds = {Path(point): kind for point, kind in mounts}
     return next((kinds[parent] for parent in (path, *path.parents) if parent in kinds), None)

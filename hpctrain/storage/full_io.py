@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def write_fully(fd: int, data: memoryview, *, offset: int) -> None:
-    """Calls pwrite until all of `data`, a view of bytes, is written. Python itself retries after EINTR.
+    """Writes all of `data`, a view of bytes, at file offset `offset`, with as many calls of pwrite as needed.
 
-    Raises OSError, also if the filesystem writes 0 bytes without an error.
+    Raises OSError, also if the filesystem writes 0 bytes without an error. Python itself retries after EINTR.
     """
     while data.nbytes:
         written = os.pwrite(fd, data, offset)
@@ -20,9 +20,9 @@ def write_fully(fd: int, data: memoryview, *, offset: int) -> None:
 
 
 def read_up_to(fd: int, buffer: memoryview, *, offset: int) -> int:
-    """Calls pread until `buffer`, a writable view of bytes, is full or the file ends. Returns the bytes read.
+    """Fills `buffer`, a writable view of bytes, from file offset `offset`, or reads to the end of the file.
 
-    Raises OSError.
+    Returns the number of bytes read. Raises OSError.
     """
     total = 0
     while total < buffer.nbytes:
@@ -43,10 +43,10 @@ def sync_directory(directory: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes, *, partial: Path, durable: bool = False) -> None:
-    """Writes a file that readers see whole or not at all: under the name `partial`, then renamed. Raises OSError.
+    """Writes a file that readers see whole or not at all, by renaming it from `partial`. Raises OSError.
 
-    partial: a name in the same directory that no other process uses. durable: flush to disk before the rename; the
-    rename itself is on disk after `sync_directory`.
+    `partial` is a path in the same directory that no other process uses. With `durable`, the content is flushed to
+    disk before the rename; the rename itself is on disk after `sync_directory`.
     """
     with partial.open("wb") as file:
         file.write(content)

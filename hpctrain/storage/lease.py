@@ -1,4 +1,4 @@
-"""A directory that one run at a time writes to."""
+"""A lease on a directory, so that only one run at a time writes to it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,24 @@ from typing import Any, final
 
 from hpctrain.storage.full_io import replace_file
 
-# Who holds a lease, and whether that process still runs.
+# The process that holds a lease, and whether it still runs.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """A process that holds a lease.
+    """A process that holds a lease, described so that other processes can tell whether it still runs.
 
-    boot, namespace, ticks: of the machine's start, the process's namespace and its start: process numbers are used
-    again. job, restart: Slurm's job and how often it was queued again; "" without. attempt: of `hpctrain supervise`;
-    0 without. since: Unix time, on the holder's clock; for people only.
+    Attributes:
+        id: Random identifier of the lease's holder.
+        host: Name of its machine.
+        pid: Its process number.
+        boot: Identifier of the machine's boot, since process numbers are used again after a reboot.
+        namespace: Its namespace of process numbers.
+        ticks: Its start in clock ticks since the boot, since process numbers are used again.
+        job: Its Slurm job, or "".
+        restart: How often Slurm has requeued the job.
+        attempt: Number of the attempt of `hpctrain supervise`, or 0.
+        since: Unix time at which it took the lease, on its own clock; only for messages.
     """
 
     id: str
@@ -62,15 +70,15 @@ class Holder:
 
     @classmethod
     def from_json(cls, value: Any) -> Holder:
-        """Raises KeyError, TypeError or ValueError for what no holder has written."""
+        """Decodes a holder. Raises KeyError, TypeError or ValueError if `value` is not one."""
         return cls(**{f.name: type_of(value[f.name]) for f, type_of in zip(fields(cls), _TYPES, strict=True)})
 
     def has_ended(self, *, seen_by: Holder) -> bool | None:
-        """Returns whether this process has ended, as far as `seen_by`, the process that asks, can tell; else None.
+        """Returns whether this process has ended, as far as the process `seen_by` can tell; None if it cannot.
 
-        It has if there is no such process on its machine any more, if Slurm has queued its job again since, or if the
-        supervisor has begun a later attempt in the same job. It has not if it is the later one, and `seen_by` is of a
-        life of the job that Slurm has given up.
+        Processes of the same Slurm job are compared first: the one of an earlier start of the job (before Slurm
+        requeued it), or of an earlier attempt of the supervisor, has ended; the later one has not. Otherwise, on
+        the same machine, it has ended if the machine has no such process any more.
         """
         if self.job and self.job == seen_by.job:
             if self.restart != seen_by.restart:
@@ -88,7 +96,7 @@ class Holder:
 
     @property
     def process(self) -> tuple[str, str, str, int, int]:
-        """What no other process has."""
+        """Values that no other process shares: host, boot, namespace, process number and start."""
         return self.host, self.boot, self.namespace, self.pid, self.ticks
 
     def shares_machine(self, other: Holder) -> bool:
@@ -106,7 +114,10 @@ _TYPES = (str, str, int, str, str, int, str, int, int, float)
 
 
 def _state_and_ticks(pid: int) -> tuple[str, int]:
-    """Returns the state of a process, "" if there is none, and its start in clock ticks since the machine's."""
+    """Returns the state of a process, and its start in clock ticks since the machine's boot.
+
+    Returns ("", 0) if there is no such process.
+    """
     text = _text(f"/proc/{pid}/stat")
     after_name = text.rpartition(")")[2].split()
     return (after_name[0], int(after_name[19])) if len(after_name) > 19 else ("", 0)
@@ -140,33 +151,36 @@ def _number(text: str | None) -> int:
     return int(text) if text is not None and text.isdigit() else 0
 
 
-# A lease on a directory: a file that names who writes there, created so that only one process can.
+# A lease on a directory: a file that names the process that writes there, created so that only one process succeeds.
 #
-#     DIRECTORY/.lease-00000003                 of a run's directory
-#     PARENT/.checkpoints.lease-00000003        of a directory whose content is listed: beside it
+#     DIRECTORY/.lease-00000003                 for the directory of a run
+#     PARENT/.checkpoints.lease-00000003        for a directory whose content users list: in its parent
 #
-# The highest number holds. A process takes a lease over by creating the next number, which only one can
-# (link(2) or O_EXCL, atomic on NFS and Lustre; clocks and locks are not used); so the one that had it sees
-# that it has lost it. A thread of the holder writes its file again every `RENEW_S`, so that processes on
-# other machines see it at work. A lease that was taken over from a process that may still run is never
-# removed, but marked as given back: otherwise that process would not see that it has lost its own.
+# The file with the highest number is valid. A process takes a lease over by creating the file with the next number, in
+# which only one process succeeds (link(2) or O_EXCL, atomic on NFS and Lustre; clocks and locks are not used). So the
+# previous holder sees that it has lost the lease. A thread of the holder rewrites its file every `RENEW_S` seconds, so
+# that processes on other machines see that it still runs. A lease that was taken over from a process that may still
+# run is never removed, but marked as given back: otherwise that process would not see that it has lost its lease.
 
 
 RENEW_S = 60.0
-# Of this process's clock. Longer than two renewals and what a network filesystem may hide of them.
+# Seconds of this process's clock. Longer than two renewals and the time for which a network filesystem may cache them.
 LOST_AFTER_S = 200.0
-# A lease without content: its process ended between creating and writing it, on a filesystem without hard links. One
-# that was only slow notices in `check` that it has lost the lease.
+# For a lease file without content: its process ended between creating and writing it, on a filesystem without hard
+# links. A process that was only slow notices in `check` that it has lost the lease.
 EMPTY_AFTER_S = 20.0
 _RENEWAL_MAY_TAKE_S = 5.0  # on a filesystem that hangs
 
-# Holders that were watched for `LOST_AFTER_S` and did not renew: their other leases are taken over at once.
+# Holders that did not renew their lease while they were watched: their other leases are taken over at once.
 _lost: set[tuple[object, ...]] = set()
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the lease files of a directory are. subject: the directory, for messages."""
+    """Where the lease files of a directory are: their folder and the prefix of their names.
+
+    `subject` is the directory itself, for messages.
+    """
 
     folder: Path
     prefix: str
@@ -178,7 +192,7 @@ class Place:
 
     @classmethod
     def beside(cls, directory: Path) -> Place:
-        """In the parent, if this process may read and write there, else within."""
+        """Returns the place in the parent of the directory, or within it if the parent cannot be read and written."""
         folder = directory.parent
         if folder == directory or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             return cls.within(directory)
@@ -188,18 +202,18 @@ class Place:
         return self.folder / f"{self.prefix}{number:08d}"
 
     def newest(self) -> int:
-        """Returns the number of the lease; 0 if nobody has one."""
+        """Returns the highest number of a lease; 0 if there is none."""
         return max((number for number, partial in self._files().values() if not partial), default=0)
 
     def remove_older(self, number: int) -> None:
-        """Removes the files of leases before `number`, also partial ones of processes that were killed in between."""
+        """Removes the files of leases before `number`, including partial ones of processes that were killed."""
         for path, (other, _) in self._files().items():
             if other < number:
                 with suppress(OSError):
                     path.unlink()
 
     def _files(self) -> dict[Path, tuple[int, bool]]:
-        """Returns the number of each lease file, and whether it is one that was being written."""
+        """Returns for each lease file its number, and whether it is partial: still being written."""
         pattern = re.compile(re.escape(self.prefix) + r"(\d{8})(\.[0-9a-f]{16})?")
         with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
             matches = [match for entry in entries if (match := pattern.fullmatch(entry.name))]
@@ -208,12 +222,12 @@ class Place:
 
 
 class InUseError(Exception):
-    """Another process has the lease. The text says who, and what to do."""
+    """Another process has the lease. The text says which one, and what to do."""
 
 
 @final
 class Lease:
-    """This process's lease at `place`, whose folder exists. Make it with `take`."""
+    """A lease that this process holds, and renews in a thread. Create it with `take`."""
 
     def __init__(self, place: Place, number: int, holder: Holder, *, keeps_number: bool) -> None:
         self._place = place
@@ -235,11 +249,11 @@ class Lease:
         poll_s: float = 2.0,
         environ: Mapping[str, str] = os.environ,
     ) -> Lease:
-        """Returns the lease once no other process has it.
+        """Returns the lease on `place`, whose folder exists, once no other process holds it.
 
-        A holder on this machine, or of an earlier life of this Slurm job, is known to run or to have ended. Others are
-        watched for `lost_after_s`, after `say` was called with a line that says so. Raises InUseError if another
-        process has the lease, and OSError if the directory cannot be written to.
+        A holder on this machine, or of an earlier start of this Slurm job, is known to run or to have ended. Any
+        other holder is watched for `lost_after_s` seconds, after `say` was called with a line that says so. Raises
+        InUseError if another process holds the lease, and OSError if the directory cannot be written to.
         """
         holder = Holder.of_this_process(secrets.token_hex(8), environ=environ)
         watched: tuple[int, bytes] | None = None
@@ -286,8 +300,10 @@ class Lease:
                 return cls(place, number + 1, holder, keeps_number=given_back or may_run)
 
     def check(self) -> None:
-        """Raises InUseError if another process has taken the lease over. Asks whether two files exist. Creates its own
-        again if somebody has deleted it."""
+        """Raises InUseError if another process has taken the lease over.
+
+        It looks up two files. If somebody has deleted the file of this lease, it is created again.
+        """
         if self._own.exists() and not self._place.path(self._number + 1).exists():
             return
         number = self._place.newest()
@@ -361,7 +377,7 @@ def _is_given_back(content: bytes) -> bool:
 
 
 def _create(path: Path, holder: Holder) -> bool:
-    """Creates the lease file, complete at once. Returns False if another process has."""
+    """Creates the lease file, with its content at once. Returns False if another process has already created it."""
     partial = path.with_name(f"{path.name}.{holder.id}")
     partial.write_bytes(_encoded(holder, renewals=0))
     try:
@@ -411,10 +427,11 @@ _lock = threading.Lock()
 
 
 def claim(directory: Path, *, beside: bool = False, say: Callable[[str], object] = lambda text: None) -> None:
-    """Takes the lease on `directory`, which exists, or checks that this process still has it.
+    """Takes the lease on an existing directory, or checks that this process still holds it.
 
-    beside: the lease's file is in the parent, for a directory of which users list the content. Asks whether two files
-    exist if this process has the lease. Raises InUseError if another one has, and OSError.
+    With `beside` the file of the lease is in the parent of the directory, for directories whose content users list.
+    Looks up two files if this process already holds the lease. Raises InUseError if another process holds it, and
+    OSError.
     """
     key = _key(directory, beside=beside)
     with _lock:
@@ -427,14 +444,14 @@ def claim(directory: Path, *, beside: bool = False, say: Callable[[str], object]
 
 
 def check_claim(directory: Path, *, beside: bool = False) -> None:
-    """Raises InUseError if this process had the lease on `directory` and another one has taken it over."""
+    """Raises InUseError if this process held the lease on `directory` and another one has taken it over."""
     lease = _leases.get(_key(directory, beside=beside))
     if lease is not None:
         lease.check()
 
 
 def release(directory: Path, *, beside: bool = False) -> None:
-    """Gives the lease on `directory` back, if this process has it."""
+    """Gives back the lease on `directory`, if this process holds it."""
     with _lock:
         lease = _leases.pop(_key(directory, beside=beside), None)
     if lease is not None:
@@ -443,7 +460,7 @@ def release(directory: Path, *, beside: bool = False) -> None:
 
 @atexit.register
 def release_all() -> None:
-    """Gives all leases of this process back."""
+    """Gives back all leases of this process."""
     while _leases:
         _leases.popitem()[1].release()
 

@@ -1,4 +1,4 @@
-"""Converts to and from checkpoints of torch.distributed.checkpoint (DCP)."""
+"""Converts checkpoints of torch.distributed.checkpoint (DCP) to checkpoints of hpctrain, and back."""
 
 from __future__ import annotations
 
@@ -61,9 +61,10 @@ from hpctrain.version import __version__
 def locate_tensor(
     directory: Path, place: Place, *, dtype: str, shape: Sequence[int], verify: bool
 ) -> Located:
-    """Returns where the tensor in an archive lies. Raises CheckpointError if it is not one of this dtype and shape.
+    """Returns where the content of the tensor in a torch.save archive lies in its file.
 
-    verify: compare the content with the archive's CRC-32.
+    `verify` also compares the content with the archive's CRC-32. Raises CheckpointError if the archive does not
+    hold one tensor of this dtype and shape.
     """
     with open_archive(directory / place.file, begin=place.begin, num_bytes=place.num_bytes) as archive:
         found = archive.locate(archive.description(verify=verify), verify=verify)
@@ -73,13 +74,16 @@ def locate_tensor(
 
 
 def read_object(directory: Path, place: Place, *, verify: bool) -> Any:
-    """Returns the value that torch.save wrote, as `read_pickled_data` does. Raises CheckpointError."""
+    """Returns the value in a torch.save archive, read by `read_pickled_data` without unpickling.
+
+    Raises CheckpointError.
+    """
     with open_archive(directory / place.file, begin=place.begin, num_bytes=place.num_bytes) as archive:
         return archive.description(verify=verify)
 
 
 def as_json(value: Any) -> Any:
-    """Returns plain data as JSON has it, tuples as lists. Raises CheckpointError if it is not plain data."""
+    """Returns plain data as JSON values, with tuples as lists. Raises CheckpointError for anything but plain data."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
@@ -94,7 +98,14 @@ OWN_ENTRY = "hpctrain"  # key of what export_dcp adds: step and document
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DcpImport:
-    """Result of an import. left_out: objects of the DCP checkpoint that are not plain data, with the reason."""
+    """Result of `import_dcp`.
+
+    Attributes:
+        saved: The new checkpoint.
+        num_tensors: Number of imported tensors.
+        left_out: Objects of the DCP checkpoint that were not imported since they are not plain data: key and
+            reason.
+    """
 
     saved: SaveResult
     num_tensors: int
@@ -113,29 +124,37 @@ def import_dcp(
     verify: bool = True,
     **options: Any,
 ) -> DcpImport:
-    """Makes the checkpoint `directory/step-<step>` from one of torch.distributed.checkpoint, `source`. Collective.
+    """Converts a checkpoint of torch.distributed.checkpoint to the checkpoint `directory/step-<step>`. Collective.
 
-    `source` is in DCP's default format (FileSystemWriter), saved by any number of ranks. Nothing in it is unpickled.
-    The files are memory-mapped and the ranks share the work, so memory does not grow with the model. Other checkpoints
-    in `directory` are kept.
+    Nothing in the source is unpickled. Its files are memory-mapped and the ranks share the work, so memory does not
+    grow with the model. Other checkpoints in `directory` are kept.
 
     Tensors get names as in a run's checkpoint: `model.0.weight` becomes `model/0.weight`, and
     `optim.state.0.weight.exp_avg`, as `get_state_dict` makes it, `optimizer/0.weight::exp_avg`; any other `a.b.c`
     becomes `a/b.c`. If all tensors are at the top level, as in a model's state dict, they get the prefix `model/`.
-    Objects that are plain data go into the document: the optimizer's under "optimizer" ("groups", "scalars"), others
-    under "objects"; tuples become lists. Others are left out and named in the result.
+    Objects that are plain data go into the document: the optimizer's under "optimizer" ("groups", "scalars"),
+    others under "objects"; tuples become lists. All other objects are left out and listed in the result.
 
     Args:
-        step: required unless `export_dcp` wrote the checkpoint, with step and document.
-        under: import only the keys below this path, such as "app" of a state dict {"app": {"model": ...}}.
-        files: 1: one file; a larger number: a folder of so many files.
-        replace: replace a checkpoint of the same step.
-        verify: compare the bytes of tensors with the CRC-32 that torch.save stores with them. False: for checkpoints
-            written after `torch.serialization.set_crc32_options(False)`.
-        options: options of `save`.
+        source: Directory of the DCP checkpoint, in DCP's default format (FileSystemWriter), saved by any number of
+            ranks.
+        directory: Directory of checkpoints in which the new one is created.
+        comm: The ranks that share the work.
+        step: Step of the new checkpoint; required unless `export_dcp` wrote the source.
+        under: Import only the keys below this path, such as "app" of a state dict {"app": {"model": ...}}.
+        files: Number of files. 1: a single file; larger: a folder of that many files.
+        replace: Replace an existing checkpoint of the same step.
+        verify: Compare the tensors' bytes with the CRC-32 that torch.save stores with them. Pass False for
+            checkpoints written after `torch.serialization.set_crc32_options(False)`.
+        **options: Options of `save`.
 
-    Raises on every rank: CheckpointError if the DCP checkpoint is damaged, not complete, or has content that cannot be
-    stored; UsageError if `source` is not one, and for an invalid argument.
+    Returns:
+        The new checkpoint, and what was left out.
+
+    Raises:
+        CheckpointError: On every rank, if the source is damaged or incomplete, has content that cannot be stored,
+            or if the step exists and `replace` is False.
+        UsageError: On every rank, if `source` is not a DCP checkpoint, and for an invalid argument.
     """
     source, directory = Path(source), Path(directory)
     with doing(comm, f"importing {source}"):
@@ -169,7 +188,10 @@ def import_dcp(
 def _selected(
     metadata: DcpMetadata, under: str, *, source: Path
 ) -> tuple[dict[str, DcpTensor], list[DcpObject]]:
-    """Returns the tensors below the path `under` by our names, and the objects below it. Raises CheckpointError."""
+    """Returns the tensors below the path `under`, by their names in our checkpoint, and the objects below it.
+
+    Raises CheckpointError if there are no tensors, or if several would get the same name.
+    """
     tensors = [replace(t, path=path) for t in metadata.tensors if (path := below(t.path, under)) is not None]
     objects = [replace(o, path=path) for o in metadata.objects if (path := below(o.path, under)) is not None]
     if not tensors:
@@ -189,7 +211,7 @@ def _selected(
 
 
 def _document(objects: Sequence[DcpObject], *, source: Path, num_tensors: int, verify: bool) -> list[Any]:
-    """Returns the step, or None, the document, and why objects are left out, by key. Rank 0."""
+    """Returns the step (or None), the document, and for each object that is left out its key and the reason. Rank 0."""
     values: list[tuple[tuple[str | int, ...], Any]] = []
     left_out: dict[str, str] = {}
     for item in objects:
@@ -233,7 +255,7 @@ def _document(objects: Sequence[DcpObject], *, source: Path, num_tensors: int, v
 def _locate(
     tensors: Mapping[str, DcpTensor], source: Path, *, comm: Collective, verify: bool
 ) -> dict[str, list[Located]]:
-    """Returns where each chunk of the tensors lies. Collective: the ranks share the work."""
+    """Returns where each chunk of each tensor lies. Collective: the ranks share the reading."""
     units = [(name, tensor, chunk) for name, tensor in tensors.items() for chunk in tensor.chunks]
 
     def own_part() -> list[list[Any]]:
@@ -273,8 +295,11 @@ def _items(
     rank: int,
     num_ranks: int,
 ) -> list[Replicated | Shard]:
-    """Returns what `rank` of `num_ranks` passes to the save, mapped: a tensor in one chunk whole, as every rank does,
-    of one in several chunks its own part of them."""
+    """Returns the memory-mapped items that `rank` of `num_ranks` passes to the save.
+
+    A tensor stored in one chunk is `Replicated`, the same on every rank. Tensors in several chunks become shards,
+    which are distributed over the ranks.
+    """
     names = sorted({chunk.place.file for tensor in tensors.values() for chunk in tensor.chunks})
     files = {name: map_file(source / name) for name in names}
     items: list[Replicated | Shard] = []
@@ -310,7 +335,7 @@ def _items(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Unit:
-    """What one archive holds: a box of a tensor, or an object. number: of this box among those of its tensor."""
+    """Content of one archive: a box of a tensor, or an object. `number` counts the boxes of the tensor from 0."""
 
     key: str
     content: StoredTensor | Any
@@ -327,27 +352,34 @@ def export_dcp(
     under: str = "",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
-    """Writes a checkpoint to `directory` in DCP's default format, for `torch.distributed.checkpoint.load`. Collective.
+    """Writes a checkpoint to `directory` in the default format of torch.distributed.checkpoint (DCP). Collective.
 
-    The ranks share the work; each holds one region of REGION_BYTES at a time. Any number of ranks can load the result,
-    sharded or not: a tensor is written in chunks of such regions. All that is read is verified, and the directory gets
-    its name only when it is complete.
+    The ranks share the work; each holds one region of REGION_BYTES in memory at a time. Any number of ranks can
+    load the result, sharded or not: a tensor is written in chunks of such regions. All that is read is verified,
+    and the directory gets its name only when it is complete.
 
-    Names are those of `import_dcp` in reverse: `model/0.weight` becomes `model.0.weight` and
-    `optimizer/0.weight::exp_avg` becomes `optim.state.0.weight.exp_avg`, where the state dict
-    {"model": ..., "optim": ...} of `get_state_dict` looks for them. The optimizer's groups, scalars and other objects
-    of the document are written as `torch.save` does it. Step and document go into the entry "hpctrain", so that
-    `import_dcp` restores the same checkpoint.
+    The names are those of `import_dcp` in reverse: `model/0.weight` becomes `model.0.weight` and
+    `optimizer/0.weight::exp_avg` becomes `optim.state.0.weight.exp_avg`, which is where the state dict {"model":
+    ..., "optim": ...} of `get_state_dict` has them. The optimizer's groups and scalars and other objects of the
+    document are written by torch.save. Step and document go into the entry "hpctrain", from which `import_dcp`
+    restores the same checkpoint.
 
     Args:
-        source: a checkpoint, or a directory, whose newest one is taken.
-        directory: must not exist, or be empty.
-        weights: only the model, under the keys of its own state dict, and nothing else.
-        under: put before every key, such as "app" for a state dict {"app": {"model": ...}}.
-        progress: called with the bytes of this rank's share written so far, and with the share.
+        source: A checkpoint, or a directory of checkpoints, whose newest one is exported.
+        directory: The new directory; it must not exist, or be empty.
+        comm: The ranks that share the work.
+        weights: Write only the model, under the keys of its own state dict, and nothing else.
+        under: Path put before every key, such as "app" for a state dict {"app": {"model": ...}}.
+        progress: Called with the number of bytes of this rank's share written so far, and with the size of the
+            share.
 
-    Raises on every rank: CheckpointError for damage, for files that cannot be written, and for names or dtypes that the
-    format cannot hold; UsageError if `directory` is in use.
+    Returns:
+        Path, number of tensors and size of the export.
+
+    Raises:
+        CheckpointError: On every rank, for damage, for files that cannot be written, and for names or dtypes that
+            the format cannot represent.
+        UsageError: On every rank, if `directory` is in use.
     """
     target = Path(directory)
     with doing(comm, f"exporting to {target}"):
@@ -389,8 +421,10 @@ def export_dcp(
 
 
 def _objects(checkpoint: Checkpoint) -> list[tuple[names.Path, Any]]:
-    """Returns what is not a tensor, with its path. Entries of the document that have another form than a run or
-    `import_dcp` gives them are only in the document."""
+    """Returns everything in the document that is written as an object of its own, with its path.
+
+    Entries whose form is not the one that a run or `import_dcp` writes stay in the document only.
+    """
     document = dict(checkpoint.document)
     own = {"version": __version__, "step": checkpoint.step, "document": document}
     found: list[tuple[names.Path, Any]] = [((OWN_ENTRY,), own)]
@@ -410,7 +444,7 @@ def _objects(checkpoint: Checkpoint) -> list[tuple[names.Path, Any]]:
 
 
 def _value(encoded: Any) -> Any:
-    """Returns the value that a document holds; its JSON if it refers to tensors of the checkpoint."""
+    """Returns the Python value that the document's JSON encodes, or the JSON itself if it refers to tensors."""
     try:
         return decode(encoded, get=get_inline, where="the document")
     except CheckpointError:
@@ -429,7 +463,7 @@ def _refuse_existing(target: Path) -> None:
 
 
 def _create(target: Path) -> str:
-    """Creates the directory under a temporary name. Rank 0. Returns its path."""
+    """Creates the directory under a temporary name and returns its path. Rank 0."""
     partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(8)}")
     with explained(action="create", path=partial):
         partial.mkdir(parents=True)
@@ -448,7 +482,7 @@ def _write(
     comm: Collective,
     progress: Callable[[int, int], None],
 ) -> list[tuple[int, int]]:
-    """Writes this rank's archives, one after another. Returns the first byte and the length of each."""
+    """Writes this rank's archives, one after another, and returns the first byte and the length of each."""
     mine = units[comm.rank :: comm.num_ranks]
     total = sum(_num_bytes(unit) for unit in mine)
     done, places = 0, []
@@ -493,7 +527,10 @@ def _commit(
     parts: Sequence[Sequence[Sequence[int]]],
     paths: Mapping[str, names.Path],
 ) -> int:
-    """Writes the metadata and renames the directory. Rank 0. Returns the length of all files."""
+    """Writes the metadata, renames the directory to its final name, and returns the total length of its files.
+
+    Rank 0.
+    """
     # Imported here, since it takes a second. _StorageInfo is not public, but it is what DCP's metadata consists of.
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (

@@ -1,6 +1,6 @@
 """Reads and checks the `.metadata` of a DCP checkpoint: which tensors and objects it has, and where their bytes are.
 
-The layout is that of `torch.distributed.checkpoint.metadata` and `.filesystem`, version 1.0.0 and before.
+The layout is that of `torch.distributed.checkpoint.metadata` and `.filesystem`, version 1.0.0 and earlier.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hpctrain.checkpoint.format.state import SEPARATOR
 from hpctrain.checkpoint.operations.torch_archives import Record, read_pickled_data
 from hpctrain.errors import CheckpointError, UsageError
 
-# Names of tensors in checkpoints and in DCP: which path of a nested state dict is which name. Pure.
+# Converts between the names of tensors in our checkpoints and their paths in DCP's nested state dicts. Pure.
 #
-# DCP flattens a nested state dict: its key is the path joined by dots. A name of ours has a slash after the
-# first part of the path, and the optimizer's state is named as a run names it:
+# DCP flattens a nested state dict: the key of a value is its path, joined by dots. A name in our checkpoints has a
+# slash after the first part of the path, and the optimizer's state has the names that a run gives it:
 #
 #     model.0.weight                    model/0.weight
 #     optim.state.0.weight.exp_avg      optimizer/0.weight::exp_avg
@@ -36,27 +36,27 @@ Path: TypeAlias = tuple[str | int, ...]  # of a value in a nested state dict: ke
 
 
 def key_of(path: Path) -> str:
-    """Returns DCP's key of a path."""
+    """Returns DCP's key of the value at `path`: its parts, joined by dots."""
     return ".".join(map(str, path))
 
 
 def guessed_path(key: str) -> Path:
-    """Returns the likely path of a key, for a checkpoint that does not record paths."""
+    """Returns the likely path of the value with this key, for checkpoints that do not record paths."""
     first, *rest = key.split(".", 1)
     return (first, *rest) if first in (MODEL, OPTIMIZER, OUR_OPTIMIZER[:-1]) else (key,)
 
 
 def below(path: Path, root: str) -> Path | None:
-    """Returns the path below `root`, several parts of it joined by dots; None if it is not below it."""
+    """Returns the part of `path` below `root` (parts joined by dots), or None if it does not begin with `root`."""
     parts = tuple(root.split(".")) if root else ()
     return path[len(parts) :] if path[: len(parts)] == parts and len(path) > len(parts) else None
 
 
 def optimizer_path(path: Path) -> Path | None:
-    """Returns (`state`, parameter, key, ...) or (`param_groups`, index, key) of a path in an optimizer's state dict as
-    `get_optimizer_state_dict` makes it, also flattened; None for other paths.
+    """Returns the path within the optimizer's state dict, or None if `path` is not one of `get_optimizer_state_dict`.
 
-    The optimizer may be called "optim" or "optimizer".
+    The result is (`state`, parameter, key, ...) or (`param_groups`, index, key), also if the state dict was
+    flattened. The optimizer may be called "optim" or "optimizer".
     """
     if path[0] not in (OPTIMIZER, OUR_OPTIMIZER[:-1]) or len(path) < 2:
         return None
@@ -72,7 +72,7 @@ def optimizer_path(path: Path) -> Path | None:
 
 
 def name_of(path: Path) -> str:
-    """Returns our name of the tensor at `path`."""
+    """Returns the name that the tensor at `path` gets in our checkpoint."""
     found = optimizer_path(path)
     if found is not None and found[0] == STATE:
         return OUR_OPTIMIZER + SEPARATOR.join(map(str, found[1:]))
@@ -81,7 +81,10 @@ def name_of(path: Path) -> str:
 
 
 def path_of(name: str) -> Path:
-    """Returns the path of our tensor `name`; the inverse of `name_of` up to how dots divide it."""
+    """Returns the path of the tensor with this name of our checkpoint.
+
+    It is the inverse of `name_of`, except that dots may be divided differently among the parts of the path.
+    """
     if name.startswith(OUR_OPTIMIZER) and SEPARATOR in name:
         return (OPTIMIZER, STATE, *name[len(OUR_OPTIMIZER) :].split(SEPARATOR))
     return tuple(name.split("/", 1))
@@ -99,7 +102,7 @@ _CLASSES = "torch.distributed.checkpoint.metadata."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """An archive of torch.save in a file of the checkpoint: its first byte and its length."""
+    """Where a torch.save archive lies: the file of the checkpoint, the archive's first byte and its length in bytes."""
 
     file: str
     begin: int
@@ -116,7 +119,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DcpTensor:
-    """A tensor of the checkpoint. chunks: hold each element exactly once; none of them is empty."""
+    """A tensor of the DCP checkpoint. Its chunks hold each element exactly once; none of them is empty."""
 
     path: Path
     dtype: str
@@ -130,7 +133,7 @@ class DcpTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DcpObject:
-    """Anything that is not a tensor: a value that torch.save wrote."""
+    """An object of the DCP checkpoint that is not a tensor, written by torch.save."""
 
     path: Path
     place: Place
@@ -179,10 +182,11 @@ class DcpMetadata:
 
 
 def read_metadata(directory: FilePath) -> DcpMetadata:
-    """Reads and checks the metadata of the DCP checkpoint in `directory`. Runs nothing that is in it. Not collective.
+    """Reads and checks the metadata of the DCP checkpoint in `directory`, without running anything in it.
 
-    Raises CheckpointError if the metadata is invalid, a chunk does not lie inside a file of the directory, chunks of a
-    tensor overlap or do not cover it, or they are together larger than the files; UsageError if there is none.
+    Not collective. Raises CheckpointError if the metadata is invalid, if a chunk does not lie inside a file of the
+    directory, if chunks of a tensor overlap or do not cover it, or if all chunks together are larger than the
+    files. Raises UsageError if there is no metadata.
     """
     path = directory / METADATA_FILE
     if not path.is_file():
@@ -218,7 +222,10 @@ def _what_it_is(directory: FilePath) -> str:
 
 
 def _metadata(value: Any) -> DcpMetadata:
-    """Raises KeyError, TypeError, ValueError or CheckpointError if `value` is not a valid record of `Metadata`."""
+    """Converts a record of DCP's class `Metadata`.
+
+    Raises KeyError, TypeError, ValueError or CheckpointError if `value` is not a valid one.
+    """
     state = _state(value, f"{_CLASSES}Metadata")
     version = state.get("version")
     if version not in (None, VERSION):
@@ -303,7 +310,10 @@ def _check_files(metadata: DcpMetadata, directory: FilePath) -> None:
 
 
 def _state(value: Any, name: str, *, kind: type[Any] = dict) -> Any:
-    """Returns the state of a record of that name. Raises CheckpointError for anything else."""
+    """Returns the state of the record `value`, which must be of class `name`.
+
+    Raises CheckpointError for anything else.
+    """
     if not isinstance(value, Record) or value.name != name or value.args is None:
         found = value.name if isinstance(value, Record) else type(value).__name__
         raise CheckpointError(f"it has {found} where {name} is expected: nothing of it was run")
@@ -315,7 +325,7 @@ def _state(value: Any, name: str, *, kind: type[Any] = dict) -> Any:
 
 
 def _size(value: Any) -> tuple[int, ...]:
-    """Returns the numbers of a record of torch.Size."""
+    """Returns the numbers in a record of torch.Size."""
     if not isinstance(value, Record) or value.name != "torch.Size" or value.args is None:
         raise CheckpointError(
             "it has no torch.Size where a shape or an offset is expected: nothing of it was run"

@@ -1,4 +1,8 @@
-"""Chooses the engine: as requested, or by the filesystem and the MPI support of the ranks. The same on all ranks."""
+"""Chooses how a checkpoint's bytes are written: the requested engine, or the faster one, the same on all ranks.
+
+"auto" decides by the kind of the filesystem, by what the ranks' MPI supports, and on shared filesystems by a
+measurement.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +48,10 @@ _RANGE_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probed:
-    """Time of each engine for `rank_bytes` per rank, including fsync, in seconds: of the slowest rank, the better of
-    two repetitions."""
+    """Measured write times of the two engines, in seconds, including fsync.
+
+    Each rank wrote `rank_bytes` bytes. A time is that of the slowest rank, in the better of two repetitions.
+    """
 
     rank_bytes: int
     direct_s: float
@@ -57,9 +63,9 @@ class Probed:
 
 
 def probe(directory: Path, *, comm: Collective) -> Probed:
-    """Writes with both engines to the existing `directory` and returns the times. Collective; takes about a second.
+    """Measures both engines by writing to `directory`, which must exist. Collective; takes about a second.
 
-    Raises CheckpointError on every rank if any rank fails, or reads other bytes than were written.
+    Raises CheckpointError on every rank if any rank cannot write, or reads back bytes that differ.
     """
     # Named like a partial checkpoint, so that the file of a killed run is removed along with those.
     name = on_rank_0(comm, lambda: f".step-00000000.h5.partial-{secrets.token_hex(8)}")
@@ -84,7 +90,7 @@ def probe(directory: Path, *, comm: Collective) -> Probed:
 
 
 def _one(path: Path, *, engine: str, rank_bytes: int, comm: Collective) -> float:
-    """Writes once and verifies the bytes. Returns the time of writing on this rank, in seconds. Collective."""
+    """Writes a file once, verifies its bytes, and returns this rank's write time in seconds. Collective."""
     on_rank_0(comm, lambda: _create(path, num_bytes=rank_bytes * comm.num_ranks), os_error=CheckpointError)
     mine = _pattern(comm.rank, num_bytes=rank_bytes)
     byte_ranges = _byte_ranges(mine, offset=comm.rank * rank_bytes)
@@ -102,7 +108,7 @@ def _one(path: Path, *, engine: str, rank_bytes: int, comm: Collective) -> float
 
 
 def _slowest(comm: Collective, seconds: float) -> float:
-    """Returns the maximum over all ranks, so that all ranks decide alike. Collective."""
+    """Returns the time of the slowest rank, so that all ranks make the same choice. Collective."""
     buffer = torch.tensor([seconds], dtype=torch.float64)
     comm.all_reduce(buffer, op=ReduceOp.MAX)
     return float(buffer)
@@ -145,7 +151,7 @@ def _compare(path: Path, *, rank: int, num_bytes: int, engine: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineChoice:
-    """engine: DIRECT or MPIO. note: the reason. filesystem: that of the directory on rank 0."""
+    """The chosen engine, DIRECT or MPIO, the reason in words, and the filesystem of the directory as rank 0 sees it."""
 
     engine: Engine
     note: str
@@ -163,13 +169,22 @@ class EngineChoice:
         staging: Staging | None = None,
         limit_bytes_per_s: float | None = None,
     ) -> None:
-        """Writes this rank's byte ranges, (offset, bytes), to the existing file at `path` and flushes them to disk.
+        """Writes this rank's bytes to the existing file at `path` and flushes them to disk.
 
         Collective with MPIO (see `write_together`), not collective with DIRECT.
-        byte_ranges: the content. structure: further byte ranges, which the leader of the file soon reads back.
-        groups: see `write_together`. bypass_cache, staging: for DIRECT, see `write_direct`. limit_bytes_per_s: maximum
-        write rate of this rank, in bytes/s. Raises CheckpointError only on ranks that fail: the caller must exchange
-        the outcome.
+
+        Args:
+            path: The file, already allocated.
+            byte_ranges: The content, as pairs of file offset and bytes.
+            structure: Further byte ranges, which the leader of the file will soon read back.
+            comm: All ranks of the save.
+            groups: World ranks that write to each file, for MPIO; see `write_together`.
+            bypass_cache: Write past the page cache, for DIRECT; see `write_direct`.
+            staging: Memory to join small byte ranges in, for DIRECT; see `write_direct`.
+            limit_bytes_per_s: Maximum write rate of this rank, in bytes/s; None: no limit.
+
+        Raises:
+            CheckpointError: Only on the ranks that fail; the caller must exchange the outcome.
         """
         if limit_bytes_per_s is not None:
             structure = paced(structure, limit_bytes_per_s=limit_bytes_per_s)
@@ -188,7 +203,7 @@ class EngineChoice:
 
 
 def _size_of(path: Path) -> int:
-    """Returns the length of a file in bytes; 0 on an error, which opening the file then raises."""
+    """Returns the length of a file in bytes, or 0 on an error: opening the file will then raise it."""
     try:
         return path.stat().st_size
     except OSError:
@@ -202,12 +217,21 @@ _chosen: WeakKeyDictionary[Collective, dict[tuple[Engine, str, bool], EngineChoi
 def choose_engine(
     requested: Engine, *, directory: Path, comm: Collective, in_background: bool = False
 ) -> EngineChoice:
-    """Returns the engine for checkpoints in `directory`. Collective; cached for `comm` and `directory`.
+    """Returns the engine for checkpoints in `directory`. Collective; the result is cached per `comm` and `directory`.
 
-    AUTO chooses DIRECT on local filesystems and for one rank; elsewhere the faster one, which is measured once.
-    in_background: another thread writes, which must not communicate, so only DIRECT is possible.
-    Raises on every rank if MPIO is requested and not possible: UsageError in the background, CheckpointError if a rank
-    does not support it.
+    Args:
+        requested: AUTO chooses DIRECT for one rank, in the background, and on local filesystems; elsewhere it
+            measures both engines once and chooses the faster one.
+        directory: Directory of the checkpoints.
+        comm: The ranks that save together.
+        in_background: Another thread writes. It must not communicate, so only DIRECT is possible.
+
+    Returns:
+        The engine, the reason for the choice, and the kind of the filesystem.
+
+    Raises:
+        UsageError: On every rank, if MPIO is requested in the background.
+        CheckpointError: On every rank, if MPIO is requested and a rank does not support it.
     """
     if in_background and requested is Engine.MPIO:
         raise UsageError(
@@ -261,7 +285,7 @@ def _choose(requested: Engine, *, directory: Path, comm: Collective, in_backgrou
 
 
 def _described(obstacles: Sequence[str | None], *, comm: Collective) -> str | None:
-    """Returns the ranks' obstacles as one text; None if there is none."""
+    """Returns a text that says which ranks cannot use MPI-IO and why, or None if all can."""
     ranks_by_text: dict[str, list[int]] = {}
     for place, text in enumerate(obstacles):
         if text is not None:

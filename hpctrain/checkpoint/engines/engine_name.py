@@ -1,4 +1,4 @@
-"""Names of the engines. See `engine_choice` for how one is chosen."""
+"""Names of the engines that write a checkpoint's bytes. `engine_choice` chooses one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from hpctrain.errors import UsageError
 
 
 class Engine(str, Enum):
-    """How the bytes are written to the file. The content of the file does not depend on it."""
+    """How the bytes of a checkpoint are written to its files. The content of the files does not depend on it.
+
+    DIRECT: each rank writes its own bytes with pwrite. MPIO: the ranks write together through MPI-IO. AUTO: the one
+    that suits the filesystem (see `choose_engine`).
+    """
 
     AUTO = "auto"
     DIRECT = "direct"

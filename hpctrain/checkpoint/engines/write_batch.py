@@ -1,4 +1,4 @@
-"""Byte ranges to be written to a file: batches of bounded size, rate limiting, and joining of neighbours."""
+"""Byte ranges that are to be written to a file: batches of bounded size, rate limit, joining of neighbours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ MANY_PIECES = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchExtent:
-    """Extent of one rank's batch in the file: first byte, end (exclusive), number of contiguous pieces, total bytes."""
+    """The part of the file that one rank's batch covers, from `begin` to `end` (exclusive).
+
+    It contains `num_pieces` contiguous pieces with `num_bytes` bytes in total.
+    """
 
     begin: int
     end: int
@@ -39,8 +42,11 @@ class BatchExtent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeRound:
-    """Plan of one turn. alone: ranks that write their whole batch themselves. together: ranks that redistribute their
-    bytes in begin <= byte < until. The remaining bytes wait for a later turn."""
+    """Plan of one turn of writing together.
+
+    The ranks in `alone` write their whole batch by themselves. The ranks in `together` redistribute their bytes in
+    begin <= byte < until among each other. All other bytes wait for a later turn.
+    """
 
     alone: frozenset[int]
     together: frozenset[int]
@@ -51,8 +57,8 @@ class ExchangeRound:
 def plan_turn(reaches: Sequence[BatchExtent | None], *, max_span: int) -> ExchangeRound:
     """Returns the plan of the next turn, in which at least one rank makes progress.
 
-    reaches: extent of each rank's batch; None if it is empty. max_span: maximum length of the redistributed part of the
-    file, in bytes, and so of the bytes in flight, since the ranks' bytes do not overlap.
+    `reaches` contains the extent of each rank's batch, None for an empty one. `max_span` bounds the redistributed
+    part of the file in bytes, and with it the bytes in flight, since the ranks' bytes do not overlap.
     """
     scattered = sorted(
         (reach.begin, reach.end, rank)
@@ -78,10 +84,10 @@ def plan_turn(reaches: Sequence[BatchExtent | None], *, max_span: int) -> Exchan
 
 
 def domains(*, begin: int, until: int, num_ranks: int, num_writers: int, block_bytes: int) -> list[int]:
-    """Divides the bytes begin <= byte < until into one domain per rank. Returns num_ranks + 1 boundaries.
+    """Divides the bytes begin <= byte < until into one domain per rank, and returns the num_ranks + 1 boundaries.
 
-    Only `num_writers` ranks, spread evenly, have a domain that is not empty. Boundaries between domains are multiples
-    of `block_bytes`, so that no two ranks write to the same block.
+    Only `num_writers` ranks, spread evenly, have a domain that is not empty. Boundaries between domains are
+    multiples of `block_bytes`, so that no two ranks write to the same block.
     """
     writers = sorted({number * num_ranks // num_writers for number in range(min(num_writers, num_ranks))})
     places, number = [begin], 0
@@ -99,9 +105,9 @@ def domains(*, begin: int, until: int, num_ranks: int, num_writers: int, block_b
 def dealt(
     byte_ranges: Iterable[tuple[int, memoryview]], *, places: Sequence[int]
 ) -> list[list[tuple[int, memoryview]]]:
-    """Cuts byte ranges (ascending, none empty) at the domain boundaries. Returns for each rank those in its domain.
+    """Cuts byte ranges at the boundaries of the ranks' domains, and returns for each rank those in its domain.
 
-    places: the boundaries, from `domains`.
+    The byte ranges must be ascending, none empty. `places` are the boundaries that `domains` returned.
     """
     parts: list[list[tuple[int, memoryview]]] = [[] for _ in places[1:]]
     rank = 0
@@ -131,7 +137,10 @@ _SHORTEST_SLEEP_S = 0.01
 
 @final
 class WriteBatch:
-    """Holds at most `max_bytes` bytes of `byte_ranges`, sorted by offset. The views must keep their bytes meanwhile."""
+    """The next byte ranges of a rank, sorted by offset, with at most `max_bytes` bytes at a time.
+
+    The bytes of the views must not change until they have been taken and written.
+    """
 
     def __init__(self, byte_ranges: Iterable[ByteRange], *, max_bytes: int) -> None:
         self._source = iter(byte_ranges)
@@ -141,7 +150,7 @@ class WriteBatch:
         self._num_bytes = 0
 
     def fill(self) -> None:
-        """Takes byte ranges until the batch is full or the source is exhausted. Raises the errors of the source."""
+        """Adds byte ranges until the batch is full or the source is exhausted. Raises the errors of the source."""
         while self._num_bytes < self.max_bytes:
             item = self._cut or next(self._source, None)
             self._cut = None
@@ -159,7 +168,7 @@ class WriteBatch:
 
     @property
     def reach(self) -> BatchExtent | None:
-        """Extent of the batch in the file; None if it is empty."""
+        """Returns the part of the file that the batch covers; None if the batch is empty."""
         if not self._byte_ranges:
             return None
         offset, view = self._byte_ranges[-1]
@@ -175,7 +184,7 @@ class WriteBatch:
         )
 
     def take(self, *, until: int | None = None) -> list[ByteRange]:
-        """Removes and returns the bytes before position `until` of the file; None: all bytes."""
+        """Removes and returns the bytes before file offset `until`, or all bytes if it is None."""
         reach = self.reach
         if until is None or reach is None or reach.end <= until:
             taken, self._byte_ranges, self._num_bytes = self._byte_ranges, [], 0
@@ -222,7 +231,10 @@ def runs_of_neighbours(byte_ranges: Iterable[ByteRange]) -> Iterator[tuple[int, 
 
 
 def joined(byte_ranges: Iterable[ByteRange]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """Yields ascending byte ranges, with small neighbours copied into one: offset, and bytes as uint8, shape (n,)."""
+    """Yields ascending byte ranges, with small neighbours copied into one.
+
+    A byte range is a file offset and an array of uint8, shape (n,).
+    """
     for begin, views in runs_of_neighbours(byte_ranges):
         offset, small, small_bytes = begin, list[memoryview](), 0
         for view in views:
@@ -240,7 +252,7 @@ def joined(byte_ranges: Iterable[ByteRange]) -> Iterator[tuple[int, NDArray[np.u
 
 
 def bytes_of(views: list[memoryview]) -> NDArray[np.uint8]:
-    """Returns the views concatenated: uint8, shape (total bytes,). A single view is not copied."""
+    """Returns the concatenated views: uint8, shape (total bytes,). A single view is not copied."""
     if len(views) == 1:
         return np.frombuffer(views[0], dtype=np.uint8)
     return np.frombuffer(b"".join(views), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""The two engines: ranks write through MPI-IO, or each rank by itself with pwrite."""
+"""The two engines: each rank writes by itself with pwrite, or the ranks write together through MPI-IO."""
 
 from __future__ import annotations
 
@@ -44,11 +44,20 @@ def write_direct(
     bypass_cache: bool = False,
     staging: Staging | None = None,
 ) -> None:
-    """Writes this rank's byte ranges, (offset, bytes), to the existing file at `path` and flushes them to disk. Not
-    collective. Raises CheckpointError.
+    """Writes this rank's byte ranges to the existing file at `path` and flushes them to disk. Not collective.
 
-    Starts writeback early, so that the fsync at the end is short. bypass_cache: write `byte_ranges` past the page cache
-    if the filesystem supports it, but not `structure`, which is soon read back. staging: memory to join byte ranges in.
+    Writeback starts early, so that the fsync at the end is short.
+
+    Args:
+        path: The file.
+        byte_ranges: The content, as pairs of file offset and bytes.
+        structure: Further byte ranges, which will soon be read back and are therefore written through the page
+            cache.
+        bypass_cache: Write `byte_ranges` past the page cache, if the filesystem supports it.
+        staging: Memory in which small byte ranges are joined.
+
+    Raises:
+        CheckpointError: If the file cannot be written.
     """
     with explained(action="write", path=path), ExitStack() as opened:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -84,7 +93,7 @@ def _write_cached(fd: int, byte_ranges: Iterable[tuple[int, memoryview]]) -> Non
 
 
 def _write(fd: int, batch: list[memoryview], *, offset: int) -> None:
-    """Writes all views, one after another, from `offset` on."""
+    """Writes all views, one after another, at file offset `offset`. Continues after a short write."""
     written = os.pwritev(fd, batch, offset)
     for data in batch:  # continue after a short write
         if written < data.nbytes:
@@ -125,20 +134,24 @@ _FAILED, _GOING_ON = 1, 0
 
 
 class _Files(dict[tuple[tuple[int, ...], ...], CollectiveFiles | None]):
-    """The MPI files of one communicator, by the grouping of all ranks: the rank's own group may be in several."""
+    """The MPI files of this rank's group, for each way in which the ranks of one communicator were divided into
+    groups.
+
+    The same group may occur in several divisions.
+    """
 
 
 def obstacle_to_mpio(comm: Collective) -> str | None:
-    """Returns the reason why this rank cannot use the engine; None if there is none. Not collective."""
+    """Returns the reason why this rank cannot use the engine `mpio`, or None if it can. Not collective."""
     if comm.backend not in ("mpi", "horovod"):
         return f"the {comm.backend} backend has no MPI ranks"
     return None
 
 
 def files_of(comm: Collective, *, groups: Sequence[Sequence[int]] | None = None) -> CollectiveFiles | None:
-    """Returns the MPI files of this rank's group, created once for the lifetime of `comm`; None without MPI.
+    """Returns the MPI files of this rank's group, or None without MPI. Created once and kept as long as `comm`.
 
-    Collective over `comm` for the first call with these `groups`; every rank must pass the same groups, in one order.
+    Collective over `comm` for the first call with these `groups`, which must be the same on every rank.
     """
     key = (tuple(comm.members),) if groups is None else tuple(map(tuple, groups))
     known = comm.attribute(_Files)
@@ -148,7 +161,7 @@ def files_of(comm: Collective, *, groups: Sequence[Sequence[int]] | None = None)
 
 
 def own_group(comm: Collective, *, groups: Sequence[Sequence[int]] | None) -> tuple[int, ...]:
-    """Returns the world ranks of this rank's group; all of `comm` if there are no groups. Pure."""
+    """Returns the world ranks of this rank's group; without groups, all ranks of `comm`. Pure."""
     mine = comm.members[comm.rank]
     return tuple(comm.members) if groups is None else next(tuple(group) for group in groups if mine in group)
 
@@ -163,20 +176,26 @@ def write_together(
     batch_bytes: int = BATCH_BYTES,
     block_bytes: int = PAGE_BYTES,
 ) -> None:
-    """Writes this rank's byte ranges to the existing file at `path` and flushes them to disk.
+    """Writes this rank's byte ranges to the existing file at `path` through MPI-IO and flushes them to disk.
 
-    Collective over `comm` for the first call with these `groups`, later over the rank's group.
+    Collective over `comm` for the first call with these `groups`, later over the rank's group. A rank that fails
+    reports it to the others, and all stop, so that no rank hangs.
 
     Args:
-        byte_ranges: (offset, bytes); may be empty. Must not overlap, on one rank or between ranks. Ascending offsets
-            are fastest. The views must keep their bytes until the call returns.
-        groups: the world ranks of each file, every rank in one group, the same on every rank; None: one file.
-        hints: MPI-IO hints, the same on all ranks of a group. cb_nodes limits the number of ranks that small pieces are
-            sent to.
-        block_bytes: the filesystem's unit of locking, to which the ranks' parts of the file are aligned.
+        path: The file.
+        byte_ranges: Pairs of file offset and bytes, perhaps none. They must not overlap, on one rank or between
+            ranks; ascending offsets are fastest. The bytes must not change until the call returns.
+        comm: All ranks of the save.
+        groups: World ranks that write to each file, every rank in one group; the same on every rank. None: all
+            ranks write to one file.
+        hints: MPI-IO hints, the same on all ranks of a group. cb_nodes limits the number of ranks to which small
+            pieces are sent.
+        batch_bytes: Maximum number of bytes that a rank holds at a time.
+        block_bytes: The filesystem's unit of locking, to which the ranks' parts of the file are aligned.
 
-    Raises CheckpointError on the ranks that fail, or on all if the file cannot be opened: the caller must exchange the
-    outcome. A rank that fails reports it to the others, and all stop, so no rank hangs.
+    Raises:
+        CheckpointError: On the ranks that fail, or on all if the file cannot be opened; the caller must exchange
+            the outcome.
     """
     files = files_of(comm, groups=groups)
     num_ranks = len(own_group(comm, groups=groups))
@@ -208,7 +227,7 @@ def _as_checkpoint_error() -> Iterator[None]:
 
 @final
 class _Writing:
-    """One rank's part in writing one file."""
+    """One rank's part in writing one file together."""
 
     def __init__(
         self, path: Path, writer: CollectiveWriter, *, batch: WriteBatch, num_writers: int, block_bytes: int
@@ -234,7 +253,7 @@ class _Writing:
             raise self._error
 
     def _try(self, function: Callable[[], None]) -> None:
-        """Calls `function` and keeps any error, since this rank must take part in the next collective step."""
+        """Calls `function` and keeps an error for later, since this rank must take part in the next collective step."""
         try:
             with explained(action="write", path=self._path), _as_checkpoint_error():
                 function()
@@ -242,8 +261,10 @@ class _Writing:
             self._error = self._error or error
 
     def _take_turn(self) -> bool:
-        """Writes one batch together with the other ranks. Collective. Returns False if all is written or a rank
-        failed."""
+        """Writes one batch together with the other ranks. Collective.
+
+        Returns False if everything is written or a rank has failed.
+        """
         self._try(self._batch.fill)
         reach = self._batch.reach
         mine = (reach.begin, reach.end, reach.num_pieces, reach.num_bytes) if reach else (-1, -1, 0, 0)
@@ -286,7 +307,7 @@ class _Writing:
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """Yields a file descriptor that bypasses MPI."""
+        """Yields a file descriptor for writes that bypass MPI."""
         fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             yield fd

@@ -1,1 +1,1 @@
-"""Format-independent file primitives: full reads and writes, O_DIRECT, huge pages, filesystem type, striping."""
+"""File primitives that do not depend on the checkpoint format: O_DIRECT, huge pages, striping, names, errors."""

@@ -1,6 +1,6 @@
 """Names of checkpoints in a directory: finished, partial, replaced. Used by rank 0; not collective.
 
-A finished checkpoint is a file `step-00000050.h5` or a folder `step-00000050`. All others have names that begin with a
+A finished checkpoint is a file `step-00000050.h5` or a folder `step-00000050`. The names of all others begin with a
 dot.
 """
 
@@ -20,22 +20,22 @@ _REPLACED = re.compile(r"\.step-(\d{8,18})(?:\.h5)?\.replaced-[0-9a-f]{16}")
 
 
 def file_name(step: int) -> str:
-    """Returns the name of a checkpoint file, as in `step-00000050.h5`."""
+    """Returns the name of a checkpoint file, such as `step-00000050.h5`."""
     return f"{folder_name(step)}.h5"
 
 
 def folder_name(step: int) -> str:
-    """Returns the name of a checkpoint folder, as in `step-00000050`."""
+    """Returns the name of a checkpoint folder, such as `step-00000050`."""
     return f"step-{step:08d}"
 
 
 def part_name(number: int) -> str:
-    """Returns the name of a file in a checkpoint folder, as in `data-00001.h5`; number 0 is the main file."""
+    """Returns the name of file `number` in a checkpoint folder, such as `data-00001.h5`; number 0 is the main file."""
     return f"data-{number:05d}.h5"
 
 
 def main_file(path: Path) -> Path:
-    """Returns the file with commit header and metadata: the checkpoint itself, or file number 0 of its folder."""
+    """Returns the path of the file with commit header and metadata: the checkpoint itself, or file 0 of its folder."""
     return path / MAIN_FILE if path.is_dir() else path
 
 
@@ -45,26 +45,29 @@ def part_path(path: Path, number: int) -> Path:
 
 
 def partial_name(name: str, *, unique: str) -> str:
-    """Returns the name of checkpoint `name` while it is being written. unique: 16 hex digits."""
+    """Returns the name of the checkpoint `name` while it is being written. `unique` consists of 16 hex digits."""
     return f".{name}.partial-{unique}"
 
 
 def replaced_name(name: str, *, unique: str) -> str:
-    """Returns the name of checkpoint `name` while another of its step replaces it. unique: 16 hex digits."""
+    """Returns the name of the checkpoint `name` while another one of its step replaces it.
+
+    `unique` consists of 16 hex digits.
+    """
     return f".{name}.replaced-{unique}"
 
 
 def step_of(path: Path) -> int | None:
-    """Returns the step in the name of a finished or a replaced checkpoint; None for any other name."""
+    """Returns the step in the name of a finished or replaced checkpoint; None for any other name."""
     match = _FINISHED.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def finished_newest_first(directory: Path) -> list[Path]:
-    """Returns the files and folders named as finished checkpoints, newest first; none if the directory does not exist.
+    """Returns the finished checkpoints of a directory, newest first; none if the directory does not exist.
 
-    A replaced checkpoint is included if its step has no other, as after a kill between two renames. Raises
-    CheckpointError if the directory cannot be read.
+    A replaced checkpoint is included if its step has no other one, as after a kill between two renames. Only names
+    are looked at. Raises CheckpointError if the directory cannot be read.
     """
     found, replaced = [], []
     for path in _entries(directory):
@@ -78,8 +81,11 @@ def finished_newest_first(directory: Path) -> list[Path]:
 
 
 def partial_files(directory: Path) -> list[Path]:
-    """Returns the files and folders with names of partial checkpoints, and of replaced ones whose step has a new one.
-    Raises CheckpointError if the directory cannot be read."""
+    """Returns what saves have left in a directory besides finished checkpoints.
+
+    These are partial checkpoints, and replaced ones whose step has a new one. Raises CheckpointError if the directory
+    cannot be read.
+    """
     entries = _entries(directory)
     steps = {step_of(path) for path in entries if _FINISHED.fullmatch(path.name)}
     return sorted(
@@ -92,8 +98,8 @@ def partial_files(directory: Path) -> list[Path]:
 def remove_partial_files(directory: Path) -> list[str]:
     """Removes the `partial_files` of the directory. Returns a message for each that could not be removed.
 
-    To be called only by the run that saves to the directory: for any other, a partial file may belong to a save in
-    flight. Raises CheckpointError if the directory cannot be read.
+    Only the run that saves to the directory may call this: to any other, a partial file may belong to a save in
+    progress. Raises CheckpointError if the directory cannot be read.
     """
     notes = []
     for path in partial_files(directory):
@@ -107,7 +113,7 @@ def remove_partial_files(directory: Path) -> list[str]:
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint's file or folder. Raises OSError; FileNotFoundError if it does not exist."""
+    """Removes a checkpoint's file or folder. Raises OSError, FileNotFoundError if it does not exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,7 +1,7 @@
-"""Direct I/O (O_DIRECT): writes past the page cache, from our own memory, while more bytes are hashed.
+"""Direct I/O (O_DIRECT): writes past the page cache from our own memory, while further bytes are hashed.
 
-The kernel neither copies nor caches the bytes, which leaves processor and page cache to the training. Measured on ext4,
-512 MiB by two ranks with fsync: 0.30 s instead of 0.76 s, and 0.02 s of CPU time instead of 0.6 s.
+The kernel neither copies nor caches the bytes, which leaves processor and page cache to the training. Measured on
+ext4, 512 MiB by two ranks with fsync: 0.30 s instead of 0.76 s, and 0.02 s of CPU time instead of 0.6 s.
 """
 
 from __future__ import annotations
@@ -39,29 +39,32 @@ Lend: TypeAlias = Callable[[int, int], _Memory | None]
 
 @final
 class Staging:
-    """Provides memory to join small tensors in: the writer's while one is active, else new memory."""
+    """Provides memory in which small tensors are joined: the direct writer's while one is active, else new memory."""
 
     def __init__(self) -> None:
         self._lend: Lend | None = None
         self._write_now: Callable[[], None] | None = None
 
     def memory_for(self, offset: int, num_bytes: int) -> _Memory:
-        """Returns uninitialized memory for the file's bytes from `offset` on: uint8, shape (num_bytes,).
+        """Returns uninitialized memory for the `num_bytes` bytes of the file at `offset`: uint8, shape (num_bytes,).
 
-        Before the next call of `memory_for` or `write_now`, and before other bytes, the caller must pass all of it or
-        nothing to the writer; afterwards it must not use it.
+        The caller fills it and passes all of it, or nothing, to the writer, before other bytes and before the next
+        call of `memory_for` or `write_now`. Afterwards it must not use the memory.
         """
         lent = None if self._lend is None else self._lend(offset, num_bytes)
         return np.empty(num_bytes, dtype=np.uint8) if lent is None else lent
 
     def write_now(self) -> None:
-        """Makes the writer start writing the bytes it has collected, since none follow for a while. Raises OSError."""
+        """Makes the writer start writing the bytes it has collected, since none will follow for a while.
+
+        Raises OSError.
+        """
         if self._write_now is not None:
             self._write_now()
 
     @contextmanager
     def lent(self, lend: Lend, *, write_now: Callable[[], None]) -> Iterator[None]:
-        """Within the block, `memory_for` returns the writer's memory if `lend` provides it."""
+        """Context in which `memory_for` returns the writer's memory, if `lend` provides it."""
         self._lend, self._write_now = lend, write_now
         try:
             yield
@@ -80,7 +83,10 @@ _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
 
 
 def fresh_tensor(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
-    """Returns an uninitialized CPU tensor of this shape and dtype. Raises CheckpointError if there is no memory."""
+    """Returns an uninitialized CPU tensor, in huge pages if it is large.
+
+    Raises CheckpointError if there is no memory.
+    """
     kind = dtype_named(dtype)
     num_bytes = math.prod(shape) * kind.itemsize
     if num_bytes >= 2 * _LARGE_PAGE_BYTES and kind is not torch.complex32:
@@ -94,8 +100,10 @@ def fresh_tensor(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
 
 
 def in_large_pages(num_bytes: int) -> mmap.mmap | None:
-    """Returns at least `num_bytes` bytes of memory, with huge pages requested for all whole ones in `num_bytes`; None
-    if the system does not support it."""
+    """Returns at least `num_bytes` bytes of memory in huge pages; None if the system does not support it.
+
+    The kernel is asked for huge pages for all whole ones that fit into `num_bytes`; the end stays in small pages.
+    """
     if _ADVICE is None:
         return None
     # If its length is a multiple of the huge page, the mapping is also aligned to one (Linux 6.7 and newer).
@@ -111,7 +119,7 @@ def in_large_pages(num_bytes: int) -> mmap.mmap | None:
 
 
 def memory_of(tensor: torch.Tensor) -> NDArray[Any]:
-    """Returns the bytes of a contiguous CPU tensor: uint8, shape (num_bytes,), sharing the tensor's memory."""
+    """Returns the bytes of a contiguous CPU tensor: uint8, shape (num_bytes,). Shares the tensor's memory."""
     if tensor.dtype is torch.complex32:
         return byte_view(tensor).numpy()  # slower: suppresses torch's warnings about this dtype
     return tensor.reshape(-1).view(torch.uint8).numpy()
@@ -132,8 +140,10 @@ _SHORTEST_BYTES = 1 << 18
 
 
 def open_uncached(path: Path) -> int | None:
-    """Returns a new descriptor of the file for direct I/O; None if the system or the filesystem does not support it.
-    Raises OSError."""
+    """Opens the file for direct writes and returns the descriptor; None if system or filesystem do not support it.
+
+    Raises OSError for any other failure.
+    """
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         return None
@@ -148,12 +158,12 @@ def open_uncached(path: Path) -> int | None:
 def write_uncached(
     cached: int, uncached: int, byte_ranges: Iterable[tuple[int, memoryview]], *, staging: Staging
 ) -> None:
-    """Writes the byte ranges, (offset, bytes), without flushing them. Raises OSError.
+    """Writes byte ranges, (offset, bytes), past the page cache, without flushing them. Raises OSError.
 
-    cached, uncached: descriptors of the file. Partial blocks and short runs are written through the page cache, and so
-    must be all concurrent writes of other ranks to the same blocks. The views must keep their bytes until the call
-    returns, except those in memory lent by `staging`, which is reused. Such views, and large ones with the same
-    alignment in memory as in the file, are not copied.
+    `cached` and `uncached` are two descriptors of the file. Partial blocks and short runs are written through the
+    page cache, and so must be all concurrent writes of other ranks to the same blocks. Bytes are not copied if they
+    lie in memory lent by `staging`, or if they are large and aligned in memory as in the file. All views must keep
+    their bytes until the call returns, except those in lent memory, which is reused.
     """
     with _Writer(cached, uncached) as writer, staging.lent(writer.lend, write_now=writer.end_run):
         for offset, data in byte_ranges:
@@ -162,8 +172,10 @@ def write_uncached(
 
 @dataclass(slots=True)
 class _Window:
-    """An aligned buffer for the bytes of a file from offset `base` up to `limit`. It holds the bytes from offset
-    `begin` up to `end`. lent: range of offsets whose memory was lent by `_Writer.lend`, whose caller fills it."""
+    """An aligned buffer for the bytes of a file from offset `base` up to `limit`, filled from `begin` up to `end`.
+
+    `lent` is the range of offsets whose memory `_Writer.lend` lent to a caller, who fills it.
+    """
 
     memory: _Memory
     base: int = 0
@@ -173,8 +185,7 @@ class _Window:
     lent: range = range(0)
 
     def start(self, offset: int, *, num_bytes: int) -> None:
-        """Restarts the buffer at file offset `offset`. num_bytes: number of bytes to use, counted from the start of the
-        block."""
+        """Restarts the buffer at file offset `offset`, with room for `num_bytes` bytes from the start of the block."""
         self.base = offset - offset % BLOCK_BYTES
         self.begin = self.end = offset
         self.limit = self.base + min(num_bytes, len(self.memory))
@@ -185,12 +196,12 @@ class _Window:
         return self.limit - self.end
 
     def place(self, num_bytes: int) -> _Memory:
-        """Returns the memory of the next `num_bytes` bytes."""
+        """Returns the memory for the next `num_bytes` bytes."""
         at = self.end - self.base
         return self.memory[at : at + num_bytes]
 
     def holds(self, offset: int, data: memoryview) -> bool:
-        """True if these are the next bytes of the file and already lie at their position in the buffer."""
+        """Returns True if `data` are the next bytes of the file and already lie at their position in the buffer."""
         return (
             offset == self.end
             and 0 < data.nbytes <= self.free_bytes
@@ -207,7 +218,7 @@ class _Window:
 
 @final
 class _Writer:
-    """Collects contiguous byte ranges in buffers (windows), which threads write."""
+    """Collects contiguous byte ranges in buffers (windows), which several threads write."""
 
     def __init__(self, cached: int, uncached: int) -> None:
         self._cached = cached
@@ -234,7 +245,7 @@ class _Writer:
             self._threads.shutdown(cancel_futures=True)  # the descriptors are closed after this
 
     def lend(self, offset: int, num_bytes: int) -> _Memory | None:
-        """Returns the memory of the next bytes in the window, uint8, shape (num_bytes,); None if they do not fit."""
+        """Returns the window's memory for the bytes at `offset`: uint8, shape (num_bytes,); None if they do not fit."""
         window = self._window_at(offset)
         if num_bytes > window.free_bytes:
             return None
@@ -257,7 +268,7 @@ class _Writer:
             data, offset = data[part.nbytes :], offset + part.nbytes
 
     def _window_at(self, offset: int) -> _Window:
-        """Returns a window that continues at `offset` and is not full."""
+        """Returns a window that is not full and continues at `offset`."""
         window = self._window
         if window is None or window.end != offset or not window.free_bytes:
             self.end_run()
@@ -268,7 +279,7 @@ class _Writer:
         return window
 
     def end_run(self) -> None:
-        """Starts writing the content of the window in a thread, or writes it here if it is short."""
+        """Makes a thread write the content of the window, or writes it here if it is short."""
         window = self._window
         if window is None:
             return
@@ -284,7 +295,10 @@ class _Writer:
         self._window = None
 
     def _submit_in_pieces(self, memory: _Memory, *, offset: int) -> None:
-        """Writes large aligned memory without copying it, cut at block boundaries; the last piece is below 4 MiB."""
+        """Makes threads write large aligned memory without copying it, in pieces that end at block boundaries.
+
+        The last piece is shorter than 4 MiB.
+        """
         begin, end = offset, offset + len(memory)
         while begin < end:
             cut = begin + _PIECE_BYTES - (begin + _PIECE_BYTES) % BLOCK_BYTES
@@ -310,8 +324,10 @@ class _Writer:
             self._free.append(memory)
 
     def _free_memory(self) -> _Memory:
-        """Returns the memory of a written window if there is one, since allocating memory takes longer than filling
-        it."""
+        """Returns the memory of a window that was written, or new memory if there is none.
+
+        Memory is reused since allocating it takes longer than filling it.
+        """
         while not self._free and self._in_flight and self._in_flight[0][1].done():
             self._wait()
         return self._free.pop() if self._free else _pages(_PIECE_BYTES)
@@ -324,7 +340,10 @@ class _Writer:
             self._free.append(memory)
 
     def _write(self, memory: _Memory, base: int, begin: int, end: int) -> None:
-        """Writes bytes `begin` to `end` of the file. The first byte of `memory` belongs at file offset `base`."""
+        """Writes bytes `begin` to `end` (exclusive) of the file.
+
+        The first byte of `memory` belongs at file offset `base`.
+        """
         first, last = -(-begin // BLOCK_BYTES) * BLOCK_BYTES, end - end % BLOCK_BYTES
         done = 0
         if last - first >= _SHORTEST_BYTES:
@@ -337,8 +356,10 @@ class _Writer:
         write_fully(self._cached, memory[first + done - base : end - base].data, offset=first + done)
 
     def _write_blocks(self, blocks: _Memory, *, offset: int) -> int:
-        """Writes past the cache. Returns the number of bytes written: perhaps not all, and 0 if the filesystem requires
-        larger blocks."""
+        """Writes whole blocks past the page cache, and returns the number of bytes written.
+
+        These may not be all, and are 0 if the filesystem requires larger blocks.
+        """
         uncached = self._uncached  # another thread may reset it
         if uncached is None:
             return 0
@@ -373,7 +394,7 @@ _NOT_THERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 @functools.cache
 def _call(name: str) -> Callable[..., int] | None:
-    """Returns the C library's function of that name; None if it has none."""
+    """Returns the C library's function with this name; None if it has none."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is not None:
         function.restype = ctypes.c_int
@@ -383,8 +404,8 @@ def _call(name: str) -> Callable[..., int] | None:
 def allocate(fd: int, *, num_bytes: int) -> None:
     """Sets the length of an empty file and allocates its disk space, if the filesystem supports that. Raises OSError.
 
-    So a full disk is detected before writing, and the bytes of several ranks are contiguous on disk. Not
-    posix_fallocate, which writes every block if the filesystem does not support allocation.
+    So a full disk is detected before writing, and the bytes of several ranks are contiguous on disk. It does not
+    use posix_fallocate, which writes every block if the filesystem does not support allocation.
     """
     if num_bytes:
         _fallocate(fd, num_bytes=num_bytes)
@@ -392,7 +413,7 @@ def allocate(fd: int, *, num_bytes: int) -> None:
 
 
 def begin_writing_back(fd: int, *, offset: int, num_bytes: int) -> None:
-    """Makes the kernel start the writeback of these bytes. Does not wait; the later fsync reports errors."""
+    """Makes the kernel start the writeback of these bytes, without waiting. The later fsync reports errors."""
     sync_file_range = _call("sync_file_range")
     if sync_file_range is not None:
         sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), ctypes.c_uint(_WRITE))

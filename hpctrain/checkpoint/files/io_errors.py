@@ -1,4 +1,4 @@
-"""Errors of the system as CheckpointError, with a remedy."""
+"""Converts errors of the system to CheckpointError, with a remedy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REMEDY = {
 
 @contextmanager
 def explained(*, action: str, path: Path) -> Iterator[None]:
-    """Converts an OSError in the block to a CheckpointError with the action, the path, the reason and a remedy."""
+    """Context in which an OSError becomes a CheckpointError with the action, the path, the reason and a remedy."""
     try:
         yield
     except OSError as error:
@@ -36,7 +36,7 @@ def explained(*, action: str, path: Path) -> Iterator[None]:
 
 
 def reason_of(error: OSError) -> str:
-    """Returns the reason of an error, and a remedy if one is known."""
+    """Returns the reason of an error in words, and a remedy if one is known."""
     if not error.errno:
         return str(error)
     remedy = _REMEDY.get(error.errno)
@@ -44,8 +44,10 @@ def reason_of(error: OSError) -> str:
 
 
 def read_fully(fd: int, buffer: memoryview, *, offset: int) -> None:
-    """Reads until `buffer`, a writable view of bytes, is full. Raises OSError, and CheckpointError if the file ends
-    before."""
+    """Fills `buffer`, a writable view of bytes, from file offset `offset`.
+
+    Raises OSError, and CheckpointError if the file ends before the buffer is full.
+    """
     count = read_up_to(fd, buffer, offset=offset)
     if count < buffer.nbytes:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Lustre: sets over how many servers a checkpoint file is striped, with `lfs` if that is installed."""
+"""Lustre: sets over how many servers a checkpoint file is striped, with the command `lfs` if it is installed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stripes:
-    """Stripe layout of a file. count: number of servers (OSTs). size_bytes: length of a stripe."""
+    """Stripe layout of a file: the number of servers (OSTs), and the length of a stripe in bytes."""
 
     count: int
     size_bytes: int = STRIPE_BYTES
 
     def hints(self, *, num_ranks: int) -> Mapping[str, str]:
-        """Returns the hints for MPI-IO, with as many writing ranks (cb_nodes) as servers, at most `num_ranks`. Pure."""
+        """Returns the hints for MPI-IO: as many writing ranks (cb_nodes) as servers, but at most `num_ranks`. Pure."""
         return {
             "striping_factor": str(self.count),
             "striping_unit": str(self.size_bytes),
@@ -36,16 +36,18 @@ class Stripes:
 
 
 def stripes_for(file_bytes: int) -> Stripes:
-    """Returns a layout with one server per 128 MiB, at most 64: for a small file more servers only mean more locks.
-    Pure."""
+    """Returns a layout with one server per 128 MiB, but at most 64 servers. Pure.
+
+    For a small file more servers would only mean more locks.
+    """
     return Stripes(count=min(max(1, -(-file_bytes // _BYTES_A_SERVER)), _MAX_SERVERS))
 
 
 def set_stripes(path: Path, *, stripes: Stripes, filesystem: Filesystem) -> str | None:
     """Sets the stripe layout of a new file, which is created, or of future files in a folder. Not collective.
 
-    Does nothing on other filesystems than Lustre. Returns an error as text, or None: a checkpoint with another layout
-    is slower, but valid.
+    Does nothing on filesystems other than Lustre. Returns an error as text, or None: a checkpoint with another
+    layout is slower, but valid.
     """
     if not filesystem.is_lustre:
         return None
@@ -72,7 +74,7 @@ def set_stripes(path: Path, *, stripes: Stripes, filesystem: Filesystem) -> str 
 def alignment_of(filesystem: Filesystem) -> int:
     """Returns the alignment of large datasets in bytes: a page, or on Lustre the stripe size that `set_stripes` sets.
 
-    Align only datasets of at least this size, since smaller ones would waste a stripe each.
+    Align only datasets of at least this size, since each smaller one would waste a stripe.
     """
     if not filesystem.is_lustre:
         return PAGE_BYTES

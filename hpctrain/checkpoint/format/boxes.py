@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """The elements with offset[d] <= index[d] < offset[d] + shape[d] in every dimension d."""
+    """A box of an array: the elements with offset[d] <= index[d] < offset[d] + shape[d] in every dimension d."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -27,13 +27,13 @@ class Box:
         return math.prod(self.shape)
 
     def lies_within(self, shape: Sequence[int]) -> bool:
-        """True if the box has as many dimensions as `shape` and lies inside an array of that shape."""
+        """Returns True if the box lies inside an array of `shape` and has the same number of dimensions."""
         return len(self.offset) == len(self.shape) == len(shape) and all(
             o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(self.offset, self.shape, shape, strict=True)
         )
 
     def slices(self, *, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
-        """Returns the index of the box in an array, or in a part of the array that begins at `origin`."""
+        """Returns the slices that select the box in an array, or in a part of the array that begins at `origin`."""
         base = origin if origin is not None else (0,) * len(self.offset)
         return tuple(slice(o - b, o - b + s) for o, s, b in zip(self.offset, self.shape, base, strict=True))
 
@@ -59,9 +59,9 @@ def intersection(first: Box, second: Box) -> Box | None:
 
 
 def split_box(box: Box, *, max_elems: int) -> Iterator[Box]:
-    """Yields boxes of at most `max_elems` elements that together make up `box`, in its row-major order.
+    """Yields boxes of at most `max_elems` elements that together make up `box`, in row-major order.
 
-    In a dense copy of the box each of them is contiguous, and each begins where the one before it ends.
+    In a dense copy of the box each of them is contiguous, and begins where the one before ends.
     """
     num_elems = box.num_elems
     if num_elems <= max_elems:
@@ -82,14 +82,17 @@ def split_box(box: Box, *, max_elems: int) -> Iterator[Box]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """The contiguous runs of elements of an array that make up a box, in the box's row-major order."""
+    """The contiguous runs of elements of an array that make up a box, in row-major order, all of the same length."""
 
     starts: NDArray[Any]  # (num_runs,) int64: first element of each run, counted in the flattened array
     run_elems: int
 
 
 def runs_of(box: Box, *, shape: Sequence[int]) -> Runs:
-    """Returns the runs of `box`, which must not be empty, in an array of `shape`. Each is as long as possible."""
+    """Returns the longest possible contiguous runs that make up `box` in an array of `shape`.
+
+    The box must not be empty.
+    """
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
@@ -108,9 +111,9 @@ def runs_of(box: Box, *, shape: Sequence[int]) -> Runs:
 
 
 def boxes_of_range(shape: Sequence[int], *, start: int, stop: int) -> list[Box]:
-    """Returns the elements start <= i < stop of the flattened array of `shape`, as boxes in order.
+    """Returns boxes, in order, that make up the elements start <= i < stop of the flattened array of `shape`.
 
-    At most 2 * len(shape) - 1 boxes; each is contiguous in the array.
+    There are at most 2 * len(shape) - 1 boxes; each is contiguous in the array.
     """
     if start >= stop:
         return []
@@ -143,8 +146,10 @@ class TooFragmentedError(ValueError):
 
 @dataclass(slots=True, kw_only=True)
 class Steps:
-    """Work limit of a check, in steps; about 2 million steps take one second. Checking a terabyte in extents of
-    4 MiB takes half a million steps."""
+    """Work limit of a check, counted in steps; about 2 million steps take one second.
+
+    Checking a terabyte in extents of 4 MiB takes half a million steps.
+    """
 
     left: int = 3_000_000
 
@@ -155,10 +160,10 @@ class Steps:
 
 
 def cover_exactly(boxes: Sequence[Box], *, shape: Sequence[int], steps: Steps) -> bool:
-    """True if the boxes hold every element of an array of `shape` exactly once.
+    """Returns True if the boxes hold every element of an array of `shape` exactly once.
 
-    The boxes must not be empty and must lie within the array. Sweeps over one dimension: between two neighbouring
-    box boundaries the set of boxes is constant, and must cover the remaining dimensions (recursively).
+    The boxes must not be empty and must lie within the array. The algorithm sweeps over one dimension: between two
+    neighbouring box boundaries the set of boxes is constant, and must cover the remaining dimensions (recursively).
     Raises TooFragmentedError when `steps` is used up, which bounds the time that a malicious file can take.
     """
     if math.prod(shape) == 0:

@@ -1,4 +1,4 @@
-"""How dtypes and names of tensors are stored in HDF5."""
+"""How dtypes and names of tensors are represented in HDF5."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _BY_NAME: dict[str, torch.dtype] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype in the metadata: `float32`, `bfloat16`, ..."""
+    """Returns the name of a dtype in the metadata, such as `float32` or `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Returns the dtype of that name. Raises CheckpointError if this version of torch does not have it."""
+    """Returns the torch dtype with this name. Raises CheckpointError if this version of torch does not have it."""
     if name not in _BY_NAME:
         raise CheckpointError(
             f"dtype {name!r} is unknown to torch {torch.__version__}, or cannot be stored in a checkpoint"
@@ -59,19 +59,19 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def is_raw(name: str) -> bool:
-    """True if tensors of this dtype are stored as tagged unsigned integers."""
+    """Returns True if HDF5 has no such dtype, so that tensors of it are stored as tagged unsigned integers."""
     return name not in _NATIVE
 
 
 def storage_dtype(name: str) -> np.dtype[Any]:
-    """Returns the numpy type of a dataset that holds tensors of the torch dtype `name`, in native byte order."""
+    """Returns the numpy dtype of the dataset that holds tensors of the torch dtype `name`, in native byte order."""
     if name in _NATIVE:
         return np.dtype(_NATIVE[name])
     return np.dtype(_RAW[dtype_named(name).itemsize])
 
 
 def check_plain(tensor: torch.Tensor) -> None:
-    """Raises CheckpointError if the tensor is not plain strided memory: sparse, quantized, meta or lazy."""
+    """Raises CheckpointError if the tensor is not plain strided memory but sparse, quantized, meta or lazy."""
     if is_lazy(tensor):
         raise CheckpointError(
             "cannot store a parameter of a lazy module that has no shape yet: run a batch through it before saving"
@@ -84,9 +84,9 @@ def check_plain(tensor: torch.Tensor) -> None:
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor's elements in row-major order: uint8, shape (nbytes,), on the tensor's device.
+    """Returns the tensor's bytes in row-major order: uint8, shape (nbytes,), on the tensor's device.
 
-    Does not copy a contiguous tensor. Raises CheckpointError as `check_plain` does.
+    A contiguous tensor is not copied. Raises CheckpointError as `check_plain` does.
     """
     check_plain(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg()
@@ -97,7 +97,7 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty_tensor(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
-    """Returns a CPU tensor of this shape and dtype with uninitialized content."""
+    """Returns an uninitialized CPU tensor of this shape and dtype."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.empty(shape, dtype=dtype_named(dtype))
@@ -123,7 +123,7 @@ def _escape_char(char: str) -> str:
 
 
 def escape(name: str) -> str:
-    """Returns `name` as one HDF5 link name."""
+    """Returns `name` with all characters escaped that an HDF5 link name cannot contain."""
     if not name:
         return _EMPTY
     if set(name) == {"."}:
@@ -132,7 +132,7 @@ def escape(name: str) -> str:
 
 
 def dataset_path(name: str, *, number: int = 0) -> str:
-    """Returns the HDF5 path of the dataset of a tensor's piece. number: counts the tensor's pieces in one file.
+    """Returns the HDF5 path of the dataset for a tensor's piece; `number` counts the tensor's pieces in the same file.
 
     Numbers from 1 on are appended as `%-1`, which `escape` never produces, so no tensor's name can collide with it.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint file says of itself: its metadata, and the commit header that seals it."""
+"""The metadata that a checkpoint file contains, and the commit header, which proves that the file is complete."""
 
 from __future__ import annotations
 
@@ -32,11 +32,15 @@ _PART_MAGIC = b"hpctrain checkpoint part\n"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seal:
-    """Content of the commit header of a main file. Together with the extents' hashes it covers every byte.
+    """Content of the commit header of a main file. With the hashes of the extents it covers every byte of the file.
 
-    metadata_offset, metadata_bytes: position and length of the metadata, in bytes. file_bytes: length of the whole
-    file. metadata_hash: hash of the metadata's bytes. structure_hash: hash of all bytes that are neither commit
-    header, metadata nor tensor content, which are HDF5's own structures.
+    Attributes:
+        metadata_offset: File offset of the metadata, in bytes.
+        metadata_bytes: Length of the metadata, in bytes.
+        metadata_hash: Hash of the metadata's bytes.
+        structure_hash: Hash of all bytes that are neither commit header, metadata nor tensor content: HDF5's own
+            structures.
+        file_bytes: Length of the whole file.
     """
 
     metadata_offset: int
@@ -47,11 +51,14 @@ class Seal:
 
 
 class UnknownFormatError(CheckpointError):
-    """The commit header is valid, but another version of hpctrain wrote the checkpoint in an unknown format."""
+    """The commit header is valid, but the checkpoint's format version is unknown to this version of hpctrain."""
 
 
 def encode_seal(seal: Seal) -> bytes:
-    """Returns the block of SEAL_BYTES bytes: a magic line, a line of JSON, the hash of both lines, zeros."""
+    """Returns the commit header as a block of SEAL_BYTES bytes.
+
+    It consists of a magic line, a line of JSON, the hash of both lines, and zeros.
+    """
     values = {
         "format": FORMAT_VERSION,
         "metadata_offset": seal.metadata_offset,
@@ -71,9 +78,9 @@ def _block(magic: bytes, values: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartSeal:
-    """Header of a part file (any but the main one): id and step of its checkpoint, and its number among `num_files`.
+    """Header of a part file (any file but the main one): its checkpoint, and its number among `num_files` files.
 
-    It does not commit anything: the hashes of a part file are in the main file.
+    It commits nothing: the hashes of a part file are in the main file.
     """
 
     id: str
@@ -103,8 +110,8 @@ def empty_part_block() -> bytes:
 def decode_seal(block: bytes, *, file_bytes: int) -> Seal:
     """Returns the decoded commit header of a file whose length is now `file_bytes`.
 
-    Raises CheckpointError if it is missing, damaged, or records another file length, and UnknownFormatError if it
-    is valid but of another format version.
+    Raises CheckpointError if the header is missing, damaged, or records another file length, and UnknownFormatError
+    if it is valid but of an unknown format version.
     """
     if len(block) == SEAL_BYTES and not any(block):
         raise CheckpointError("the save of this file was never finished: its commit header (seal) is empty")
@@ -154,7 +161,10 @@ def _offset(value: object) -> int:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Disables cyclic garbage collection in all threads for the block; reference counting continues. Keep it short."""
+    """Disables cyclic garbage collection in all threads during the block, which should be short.
+
+    Reference counting continues.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -188,9 +198,14 @@ class StoredExtent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPiece:
-    """One dataset: the elements of `box`, a box of the tensor's view, dense and in row-major order.
+    """One HDF5 dataset of a tensor: the elements of `box`, a box of the tensor's view, dense and in row-major order.
 
-    file: number of the file. file_offset: position of the first byte in that file; 0 if the piece is empty.
+    Attributes:
+        file: Number of the file that holds the dataset.
+        dataset: HDF5 path of the dataset in that file.
+        file_offset: Position of the dataset's first byte in that file; 0 if the piece is empty.
+        box: The elements, in coordinates of the tensor's view.
+        extents: The hashed parts of the piece.
     """
 
     file: int
@@ -202,7 +217,16 @@ class StoredPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A tensor of the checkpoint. view: see `PlannedTensor`. The pieces hold every element of the view exactly once."""
+    """A tensor of a checkpoint: its dtype and shape, and where its elements are.
+
+    Attributes:
+        name: Name of the tensor.
+        dtype: Name of the torch dtype, such as "float32".
+        shape: Shape of the tensor.
+        view: Shape of an array with the same elements, of which pieces and extents are boxes: the tensor's own
+            shape if it was sharded, (num_elems,) if it was replicated.
+        pieces: The datasets. Together they hold every element of the view exactly once.
+    """
 
     name: str
     dtype: str
@@ -220,13 +244,13 @@ class StoredTensor:
 
     @property
     def extents(self) -> list[tuple[StoredPiece, StoredExtent]]:
-        """All extents, each with its piece."""
+        """All extents of the tensor, each with the piece that contains it."""
         return [(piece, extent) for piece in self.pieces for extent in piece.extents]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPart:
-    """A part file (any but the main one). structure_hash: hash of all its bytes that belong to no piece."""
+    """A part file (any file but the main one). `structure_hash` covers all its bytes that are not tensor content."""
 
     name: str
     num_bytes: int
@@ -235,10 +259,17 @@ class StoredPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metadata:
-    """step, document: as passed to `save`. writer: who wrote it and how. created_unix_s: time of the save.
+    """What a checkpoint records about itself: the saved state, and where and when it was written.
 
-    id: 16 hex digits, unique to each save; "" in format 1. parent: step and id of the checkpoint from which the run
-    resumed. parts: files number 1, 2, ...; number 0 is the main file, which holds this metadata.
+    Attributes:
+        step: Step of the checkpoint, as passed to `save`.
+        created_unix_s: Time of the save, in seconds since 1970.
+        writer: Version of hpctrain, number of ranks, engine and number of files.
+        document: The document, as passed to `save`.
+        tensors: The tensors by name.
+        id: Identifier of the save, 16 hex digits; "" in format 1.
+        parent: Step and id of the checkpoint from which the run resumed, or None.
+        parts: The files number 1, 2, ...; file number 0 is the main one, which holds this metadata.
     """
 
     step: int
@@ -252,7 +283,7 @@ class Metadata:
 
 
 def encode_header(metadata: Metadata, *, byte_order: str) -> dict[str, Any]:
-    """Returns all entries of the JSON object except "tensors"."""
+    """Returns the metadata as a JSON object without its entry "tensors"."""
     return {
         "step": metadata.step,
         "id": metadata.id,
@@ -290,9 +321,9 @@ def encode_tensors(tensors: Mapping[str, StoredTensor]) -> list[Any]:
 
 
 def decode_metadata(data: bytes, *, file_bytes: int, byte_order: str) -> Metadata:
-    """Returns the metadata of a main file of `file_bytes` bytes.
+    """Returns the metadata of a main file of `file_bytes` bytes, decoded and checked.
 
-    Raises CheckpointError for any input that a save cannot have written, also a maliciously made one.
+    Raises CheckpointError for any bytes that a save cannot have written, maliciously made ones included.
     """
     try:
         value = _object(_parsed(data), "metadata")
@@ -337,16 +368,22 @@ def decode_metadata(data: bytes, *, file_bytes: int, byte_order: str) -> Metadat
 
 
 def _parsed(data: bytes) -> Any:
-    """Returns the JSON value. The garbage collector is paused, since it would traverse millions of small lists
-    repeatedly: parsing is 8 times as fast, and the time that a malicious file can take stays bounded."""
+    """Returns the parsed JSON. The garbage collector is paused meanwhile.
+
+    It would traverse millions of small lists repeatedly. Without it parsing is 8 times as fast, and the time that a
+    malicious file can take stays bounded.
+    """
     with collector_paused():
         return json.loads(data)
 
 
 @dataclass(kw_only=True)
 class _Budget:
-    """Limits for one checkpoint. The pieces of a file together must not be larger than the file, which bounds the
-    memory that loading takes; `steps` bounds the time of the checks."""
+    """Limits for decoding one checkpoint, which bound the memory and the time that a malicious file can take.
+
+    The pieces of a file together must not be larger than the file, which bounds the memory; `steps` bounds the time
+    of the checks.
+    """
 
     file_bytes: Sequence[int]
     bytes_left: list[int]

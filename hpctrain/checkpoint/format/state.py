@@ -1,7 +1,7 @@
-"""The state that a rank passes to a save: its parts of named global tensors, and one JSON document.
+"""What a rank passes to a save: its parts of named global tensors, and a JSON document.
 
-State is addressed as boxes of named global tensors, never as the file of a rank, so that any number of ranks can
-load it.
+Each part is a box of a named global tensor, never "the file of rank r". This is why any number of ranks can load a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from hpctrain.checkpoint.format.dtypes import check_plain, dtype_name
 from hpctrain.distributed import ElementShard, box_of, is_first_replica, is_sharded_tensor, local_part
 from hpctrain.errors import CheckpointError
 
-SEPARATOR = "::"  # between the name of a parameter or a value and the keys of what belongs to it
+SEPARATOR = "::"  # between the name of a parameter or value and the keys of the tensors that belong to it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Replicated:
     """A tensor that every rank holds whole, with the same bits. Each rank writes a part of it.
 
-    A save compares the ranks' copies according to `SaveOptions.replica_check`. If the ranks' copies may differ, as
-    the running statistics of batch normalisation do, use `FromRank0`.
+    A save compares the ranks' copies according to `SaveOptions.replica_check`. For tensors whose values may differ
+    between ranks, such as the running statistics of batch normalisation, use `FromRank0`.
+
+    Attributes:
+        name: Name of the tensor in the checkpoint.
+        tensor: The values, on any device. Dtype and shape must be the same on every rank.
     """
 
     name: str
@@ -36,9 +40,13 @@ class Replicated:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FromRank0:
-    """A tensor whose values may differ between ranks; name, dtype and shape must not. Rank 0's values are saved.
+    """A tensor of which rank 0's values are saved, since the values may differ between ranks.
 
     Rank 0 writes all of it, and correspondingly fewer bytes of the replicated tensors.
+
+    Attributes:
+        name: Name of the tensor in the checkpoint.
+        tensor: This rank's values, on any device. Every rank must list the tensor, with the same dtype and shape.
     """
 
     name: str
@@ -46,9 +54,9 @@ class FromRank0:
 
 
 def tensor_items(name: str, tensor: torch.Tensor) -> list[Item]:
-    """Returns a tensor that every rank holds as `Replicated`; of a DTensor this rank's part as a `Shard`.
+    """Returns the items that save a tensor: one `Replicated`, or for a DTensor a `Shard` of this rank's part.
 
-    Nothing for a part that another rank has too and saves, or that is empty.
+    For a DTensor the list is empty if this rank's part is empty or if another rank holds and saves the same part.
     """
     if not is_sharded_tensor(tensor):
         return [Replicated(name=name, tensor=tensor.detach())]
@@ -59,10 +67,13 @@ def tensor_items(name: str, tensor: torch.Tensor) -> list[Item]:
 
 
 def element_items(name: str, part: torch.Tensor, *, shard: ElementShard) -> list[Item]:
-    """Returns the shards of what a rank holds for its elements of a parameter: boxes of a tensor of its shape.
+    """Returns the shards that save this rank's range of a parameter's elements, or a tensor that belongs to the
+    parameter.
 
-    part: of the shape of `shard.part`, perhaps empty, or another that belongs to the parameter as a whole, such as a
-    counter: of these the rank with the first element saves its own.
+    A range of a flattened array is at most a few boxes; each becomes one `Shard` of a tensor with the parameter's
+    shape. `part` has the shape of `shard.part` (perhaps empty), or any other shape if it describes the parameter as
+    a whole, such as an optimizer's step counter. Such a tensor is saved by the rank that holds the parameter's
+    first element.
     """
     if part.shape != shard.part.shape:
         offset = (0,) * part.dim()
@@ -84,7 +95,13 @@ class Shard:
     """This rank's box of a global tensor: `tensor` lies at `offset` in an array of `global_shape`.
 
     The shards of all ranks together must hold every element exactly once. A rank may have none, one, or several
-    shards of one name, and a shard may be empty.
+    shards of the same tensor, and a shard may be empty.
+
+    Attributes:
+        name: Name of the global tensor in the checkpoint.
+        tensor: The elements of the box, on any device; same number of dimensions as the global tensor.
+        global_shape: Shape of the global tensor; the same on every rank.
+        offset: Index of the box's first element in the global tensor, one number per dimension.
     """
 
     name: str
@@ -104,10 +121,12 @@ Item: TypeAlias = Replicated | FromRank0 | Shard
 class State:
     """One rank's part of the content of a checkpoint.
 
-    items: every rank must list the same `Replicated` and `FromRank0` tensors, in any order; the shards are this
-        rank's own.
-    document: JSON object, the same on every rank: schedule, position in the data, loss scale, recipe, environment, ...
-    parent: step and id of the checkpoint from which the run resumed; the same on every rank.
+    Attributes:
+        items: The tensors. Every rank must list the same `Replicated` and `FromRank0` tensors, in any order; the
+            shards are this rank's own.
+        document: JSON object, the same on every rank, for everything that is not a tensor: schedule, position in
+            the data, loss scale, recipe, environment and so on.
+        parent: Step and id of the checkpoint from which the run resumed, or None; the same on every rank.
     """
 
     items: Sequence[Item]
@@ -115,14 +134,13 @@ class State:
     parent: Mapping[str, Any] | None = None
 
     def sources(self) -> list[Item]:
-        """Returns the items in the order of the write plan: those that every rank lists, sorted by name, then the
-        shards."""
+        """Returns the items in the order of the write plan: those that every rank lists, by name, then the shards."""
         listed = [item for item in self.items if not isinstance(item, Shard)]
         shards = [item for item in self.items if isinstance(item, Shard)]
         return [*sorted(listed, key=attrgetter("name")), *shards]
 
     def from_rank_0(self) -> State:
-        """Returns the same state with every `Replicated` item as `FromRank0`."""
+        """Returns the same state with every `Replicated` item turned into a `FromRank0`."""
         items = [
             FromRank0(name=item.name, tensor=item.tensor) if isinstance(item, Replicated) else item
             for item in self.items
@@ -132,7 +150,7 @@ class State:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """Everything about one item except its content, as the write plan needs it."""
+    """Name, dtype, shape and kind of one item: all that the write plan needs, without the item's content."""
 
     name: str
     dtype: str
@@ -156,8 +174,11 @@ class Header:
 
 
 def header_of(item: Item) -> Header:
-    """Returns the header of an item. Raises CheckpointError for a shard that does not lie inside its global tensor, and
-    for a tensor that is not plain strided memory."""
+    """Returns the header of an item.
+
+    Raises CheckpointError for a shard that does not lie inside its global tensor, and for a tensor that is not
+    plain strided memory (sparse, quantized, meta).
+    """
     check_plain(item.tensor)
     dtype = dtype_name(item.tensor.dtype)
     if not isinstance(item, Shard):
@@ -179,7 +200,7 @@ def header_of(item: Item) -> Header:
 
 
 def encode_document(document: Mapping[str, Any]) -> str:
-    """Returns the canonical JSON text of the document. Raises CheckpointError if it cannot be encoded as JSON."""
+    """Returns the document as canonical JSON text: sorted keys, no spaces. Raises CheckpointError if it is not JSON."""
     try:
         text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:

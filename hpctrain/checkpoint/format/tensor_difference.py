@@ -16,7 +16,14 @@ _BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """Element b differs from a if |b - a| > absolute + relative * |a|; if both are 0, if any bit differs."""
+    """How much an element may differ: b differs from a if |b - a| > absolute + relative * |a|.
+
+    If both numbers are 0, the default, an element differs if any of its bits does.
+
+    Attributes:
+        absolute: Absolute tolerance, at least 0.
+        relative: Tolerance relative to the element of the first tensor, at least 0.
+    """
 
     absolute: float = 0.0
     relative: float = 0.0
@@ -28,14 +35,16 @@ class Tolerance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Amount:
-    """Difference between two regions; the amounts of several regions can be added.
+    """How much two tensors, or two regions of them, differ. Amounts of several regions can be added.
 
-    num_elems: elements compared.
-    num_different: elements whose bits differ (whose values differ, if the dtypes do).
-    num_beyond: elements that differ by more than the tolerance.
-    num_not_finite: elements whose difference is not finite; max_abs and squares leave them out.
-    max_abs: largest absolute difference. squares: sum of the squared differences.
-    squares_of_first: sum of the squares of the finite elements of the first tensor.
+    Attributes:
+        num_elems: Number of compared elements.
+        num_different: Number of elements whose bits differ, or if the dtypes differ, whose values do.
+        num_beyond: Number of elements that differ by more than the tolerance.
+        num_not_finite: Number of elements whose difference is not finite; `max_abs` and `squares` leave them out.
+        max_abs: Largest absolute difference.
+        squares: Sum of the squared differences.
+        squares_of_first: Sum of the squares of the first tensor's finite elements.
     """
 
     num_elems: int = 0
@@ -59,14 +68,14 @@ class Amount:
 
     @property
     def relative(self) -> float | None:
-        """Norm of the difference divided by the norm of the first tensor; None if that is zero or not finite."""
+        """L2 norm of the difference divided by that of the first tensor; None if the latter is zero or not finite."""
         if self.squares_of_first == 0 or not math.isfinite(self.squares + self.squares_of_first):
             return None
         return math.sqrt(self.squares / self.squares_of_first)
 
 
 def amount_of(first: torch.Tensor, second: torch.Tensor, *, tolerance: Tolerance) -> Amount:
-    """Returns the difference of two CPU tensors of the same shape; their dtypes may differ."""
+    """Returns by how much two CPU tensors of the same shape differ. Their dtypes may differ."""
     one, two = first.reshape(-1), second.reshape(-1)
     total = Amount()
     for start in range(0, one.numel(), _CHUNK_ELEMS):
@@ -90,7 +99,7 @@ def _amount_of_chunk(first: torch.Tensor, second: torch.Tensor, *, tolerance: To
     squares, squares_of_first = float(differences.square().sum()), float(sizes.square().sum())
     finite: torch.Tensor | None = None
     if not math.isfinite(squares + squares_of_first):  # rare and slow: leave out infinities and NaN
-        differences = torch.where(different, differences, 0)  # a NaN in both tensors is no difference
+        differences = torch.where(different, differences, 0)  # a NaN in both tensors is not a difference
         finite = differences.isfinite()
         squares = float(differences[finite].square().sum())
         squares_of_first = float(sizes[sizes.isfinite()].square().sum())
@@ -110,7 +119,7 @@ def _amount_of_chunk(first: torch.Tensor, second: torch.Tensor, *, tolerance: To
 
 
 def _different_bits(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Returns bool, shape (num_elems,): True where the elements' bits differ."""
+    """Returns for each element whether its bits differ: bool, shape (num_elems,)."""
     width = first.element_size()
     bits = _BITS.get(width, torch.int64)  # two words for complex128
     one, two = (byte_view(tensor).view(bits).reshape(-1, max(1, width // 8)) for tensor in (first, second))

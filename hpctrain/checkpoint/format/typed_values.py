@@ -1,8 +1,8 @@
-"""Python values as JSON and tensors, from which values of the same types are made again. Nothing is pickled or called.
+"""Encodes Python values as JSON and tensors, and decodes them to the same types. Nothing is pickled or called.
 
-What JSON has (None, bool, int, float, text, lists, dicts with sorted text keys) is itself. Other values are objects
-whose key "$" names the type: docs/checkpoint-format.md lists them. Tensors are passed to a function, which stores them
-and returns the JSON that refers to them.
+None, bool, int, float, text, lists, and dicts with sorted text keys are plain JSON. Any other value is a JSON
+object whose key "$" names its type; docs/checkpoint-format.md lists the types. Each tensor is passed to a function
+that stores it and returns JSON that refers to it.
 """
 
 from __future__ import annotations
@@ -36,25 +36,27 @@ _SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "Size", set: "set", f
 _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, tuple, set)}
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
-# Of numpy's kinds of types: those whose bytes are the value.
+# Kinds of numpy dtypes whose bytes are the value itself.
 _NUMPY_KINDS = "biufcmMSU"
 
 
 def encode(value: Any, *, put: Put, where: str) -> Any:
-    """Returns the JSON of a value. where: what the value is, for messages.
+    """Returns the JSON that represents a value. `where` says in error messages what the value is.
 
-    Functions and classes are not stored: their names are, and `decode` takes the one at the same place in another
-    value. Raises CheckpointError, with the place and the type, for values of other types, values that contain
-    themselves, and tensors that are not plain strided memory.
+    `put` stores a tensor and returns the JSON that refers to it. Functions and classes are not stored, only their
+    names are: `decode` takes the function at the same place of another value. Raises CheckpointError, with the
+    place and the type, for values of unsupported types, values that contain themselves, and tensors that are not
+    plain strided memory.
     """
     return _Encoder(put, where).json_of(value, ())
 
 
 def decode(value: Any, *, get: Get, where: str, present: Any = None) -> Any:
-    """Returns the value of which `encode` made this JSON. where: what the value is, for messages.
+    """Returns the value that `encode` turned into this JSON. `where` says in error messages what the value is.
 
-    present: a value of the same structure, from which functions and classes are taken. Raises CheckpointError for JSON
-    that `encode` cannot have made, and for a function that is not in `present` under the same name.
+    `get` returns the tensor that a piece of JSON refers to. `present` is a value of the same structure, from which
+    functions and classes are taken. Raises CheckpointError for JSON that `encode` cannot have written, and for a
+    function that is not in `present` under the same name.
     """
     try:
         return _Decoder(get, where).value_of(value, present, ())
@@ -65,25 +67,25 @@ def decode(value: Any, *, get: Get, where: str, present: Any = None) -> Any:
 
 
 def put_inline(path: Path, tensor: torch.Tensor) -> Any:
-    """`Put` for tensors of a few elements: their bytes are in the JSON."""
+    """Stores a tensor of a few elements as bytes inside the JSON: a `put` for `encode`."""
     content = byte_view(tensor).cpu().numpy().tobytes().hex()
     return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "hex": content}
 
 
 def get_inline(value: Any) -> torch.Tensor:
-    """`Get` of what `put_inline` has stored. Returns a tensor on the CPU."""
+    """Returns, on the CPU, a tensor that `put_inline` has stored: a `get` for `decode`."""
     tensor = empty_tensor(tuple(map(int, value["shape"])), dtype=value["dtype"])
     byte_view(tensor).copy_(_bytes_tensor(bytes.fromhex(value["hex"])))
     return tensor
 
 
 def as_text(value: Any) -> torch.Tensor:
-    """Returns JSON as a tensor: its text as uint8, shape (n,)."""
+    """Returns a JSON value as a tensor of its text: uint8, shape (n,)."""
     return _bytes_tensor(json.dumps(value, separators=(",", ":")).encode())
 
 
 def from_text(tensor: torch.Tensor, *, where: str) -> Any:
-    """Returns the JSON that `as_text` made a tensor of. Raises CheckpointError."""
+    """Returns the JSON value whose text `as_text` stored in a tensor. Raises CheckpointError if it is invalid."""
     try:
         return json.loads(tensor.numpy().tobytes())
     except (ValueError, RecursionError) as error:
@@ -286,7 +288,7 @@ class _Decoder:
 
 
 def describe(where: str, path: Path) -> str:
-    """Returns words for the place at `path` of a value."""
+    """Returns text for messages: the value's description, followed by the keys that lead to the place at `path`."""
     return where + "".join(f"[{key!r}]" for key in path)
 
 
@@ -295,7 +297,7 @@ def _is_sorted(keys: Iterable[str]) -> bool:
 
 
 def _entry(value: Any, key: Any) -> Any:
-    """Returns the entry of a dict, list or tuple; None if there is none."""
+    """Returns the entry `key` of a dict, list or tuple; None if there is none."""
     try:
         return value[key] if isinstance(value, (Mapping, list, tuple)) else None
     except (KeyError, IndexError, TypeError):
@@ -324,7 +326,7 @@ def _bytes_tensor(content: bytes) -> torch.Tensor:
 # Values of any type, such as a module's extra state, as named tensors of a checkpoint.
 
 
-# After the name of a value that is no tensor: the tensor of its JSON.
+# Appended to the name of a value that is not a tensor: the name of the tensor with the value's JSON.
 TEXT = f"{SEPARATOR}json"
 
 
@@ -336,10 +338,10 @@ def value_items(
     items_of: Callable[[str, torch.Tensor], list[Item]] = tensor_items,
     taken: Container[str] = (),
 ) -> tuple[Any, list[Item]]:
-    """Returns the JSON of a value, as `encode` does, and the items of its tensors, named `name` + their keys.
+    """Returns the JSON that represents a value, and the items that save the value's tensors.
 
-    items_of: makes the items of a tensor of this name. taken: names that they must not have. Raises CheckpointError for
-    a value that cannot be stored.
+    Each tensor is named `name` followed by its keys. `items_of` makes the items for a tensor's name; `taken`
+    contains names that must not be used. Raises CheckpointError for a value that cannot be stored.
     """
     items: list[Item] = []
     names: set[str] = set()
@@ -358,9 +360,9 @@ def value_items(
 
 
 def value_from(encoded: Any, tensors: Mapping[str, torch.Tensor], *, where: str, present: Any = None) -> Any:
-    """Returns the value of which `value_items` made the JSON `encoded`. tensors: by name. present: see `decode`.
+    """Returns the value that `value_items` turned into the JSON `encoded` and into `tensors`, which are given by name.
 
-    Raises CheckpointError if it is invalid or lacks a tensor.
+    `present` is as in `decode`. Raises CheckpointError if the JSON is invalid or a tensor is missing.
     """
 
     def get(name: Any) -> torch.Tensor:
@@ -372,11 +374,21 @@ def value_from(encoded: Any, tensors: Mapping[str, torch.Tensor], *, where: str,
 
 
 def model_items(model: torch.nn.Module, *, prefix: str = "") -> list[Item]:
-    """Returns the entries of `model.state_dict()`, each named `prefix` + key: parameters as `tensor_items` has them,
-    everything else (buffers, such as running statistics) as `FromRank0`. The tensors share memory with the model.
+    """Returns the items that save a model's state dict. Not collective.
 
-    An entry that is no tensor, such as a module's extra state, becomes a tensor `prefix` + key + `::json` and the
-    tensors in it; `model_state` makes it from them. Raises CheckpointError for one that cannot be stored.
+    Parameters become the items of `tensor_items`: `Replicated`, or shards of DTensors. Everything else, such as
+    buffers with running statistics, becomes `FromRank0`. An entry that is not a tensor, such as a module's extra
+    state, becomes a tensor `<prefix><key>::json` and one per tensor in it; `model_state` restores it.
+
+    Args:
+        model: The model; its tensors are not copied.
+        prefix: Put before every key of the state dict to make the name of the tensor.
+
+    Returns:
+        The items of this rank, for `State.items`.
+
+    Raises:
+        CheckpointError: For an entry that cannot be stored.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     items: list[Item] = []
@@ -394,9 +406,14 @@ def model_items(model: torch.nn.Module, *, prefix: str = "") -> list[Item]:
 def model_state(
     tensors: Mapping[str, torch.Tensor], *, present: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns the state dict of which `model_items` made these tensors, by their names without the prefix.
+    """Returns the state dict of a model from the tensors that `model_items` saved; the inverse of `model_items`.
 
-    present: the model's own state dict; only needed for a state that contains functions. Raises CheckpointError.
+    Args:
+        tensors: The loaded tensors by name, without the prefix.
+        present: The model's own state dict; only needed if the state contains functions, which are taken from it.
+
+    Raises:
+        CheckpointError: If an entry that is not a tensor is invalid.
     """
     owners = (name.partition(SEPARATOR)[0] for name in tensors)
     values: dict[str, dict[str, torch.Tensor]] = {own: {} for own in owners if f"{own}{TEXT}" in tensors}
@@ -415,8 +432,10 @@ def model_state(
 
 
 def _value_of_model(name: str, value: Any, *, where: str) -> list[Item]:
-    """Returns the text of a value, named `name` + `::json`, and its tensors, to which the text refers without `name`:
-    the references stay right when the tensors are renamed."""
+    """Returns the items of a state-dict entry that is not a tensor: its JSON, named `<name>::json`, and its tensors.
+
+    The JSON refers to the tensors without `name`, so that the references stay right if the tensors are renamed.
+    """
 
     def items_of(part: str, tensor: torch.Tensor) -> list[Item]:
         return _from_rank_0(f"{name}{SEPARATOR}{part}", tensor)

@@ -1,6 +1,6 @@
-"""Opens a checkpoint and verifies all of it except the tensors' content. One rank does this, without the HDF5 library.
+"""Verifies all of a checkpoint except tensor content. One rank does this, without the HDF5 library.
 
-Afterwards every byte of its files that is not tensor content has been verified by a hash.
+Afterwards every byte of the files that is not tensor content has been verified by a hash.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ _CHUNK_BYTES = 1 << 20
 class Structure:
     """The verified structure of a checkpoint.
 
-    path: the checkpoint, a file or a folder. main, main_bytes: its main file, and the length of that. metadata_text:
-    the metadata as stored, to be sent to the other ranks.
+    Attributes:
+        path: The checkpoint, a file or a folder.
+        main: Its main file.
+        main_bytes: Length of the main file.
+        metadata_text: The metadata as stored, to be sent to the other ranks.
+        metadata: The decoded metadata.
     """
 
     path: Path
@@ -54,10 +58,13 @@ class Structure:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True if `path` is one checkpoint, complete or not, rather than a directory of checkpoints.
+    """Returns True if a path is one checkpoint, complete or not, rather than a directory of checkpoints.
 
-    That is a file, or a folder with the name or the main file of a checkpoint. Called by rank 0. Returns False if the
-    filesystem fails; opening the path then raises the error.
+    Not collective. A checkpoint is a file, or a folder that has the name or the main file of a checkpoint.
+
+    Args:
+        path: The path to look at. If the filesystem fails, the result is False, since opening the path then raises
+            the error.
     """
     with suppress(OSError):
         return path.is_file() or (path.is_dir() and step_of(path) is not None) or (path / MAIN_FILE).is_file()
@@ -65,8 +72,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def open_regular(path: Path) -> int:
-    """Returns a file descriptor for reading. Raises CheckpointError if `path` cannot be opened or is not a regular
-    file."""
+    """Opens a file for reading and returns its descriptor.
+
+    Raises CheckpointError if `path` cannot be opened or is not a regular file.
+    """
     with explained(action="open", path=path):
         # O_NONBLOCK: otherwise opening a pipe of that name would block for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -89,7 +98,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def read_structure(path: Path) -> Structure:
-    """Verifies all of a checkpoint except tensor content. Returns its structure.
+    """Verifies all of a checkpoint except tensor content, and returns its structure.
 
     Raises CheckpointError, with the checkpoint's path, if any of these bytes is not as it was written.
     """
@@ -141,7 +150,7 @@ def _refuse_link(path: Path) -> None:
 
 
 def content_places(metadata: Metadata) -> list[list[tuple[int, int]]]:
-    """Returns for each file the byte ranges (offset, length) that hold tensor content."""
+    """Returns for each file the byte ranges, (offset, length), that hold tensor content."""
     places: list[list[tuple[int, int]]] = [[] for _ in range(1 + len(metadata.parts))]
     for tensor in metadata.tensors.values():
         elem_bytes = tensor.elem_bytes
@@ -154,8 +163,8 @@ def content_places(metadata: Metadata) -> list[list[tuple[int, int]]]:
 def check_part(path: Path, *, taken: Sequence[tuple[int, int]], num_bytes: int, structure_hash: str) -> None:
     """Verifies all of a part file except tensor content.
 
-    taken: byte ranges (offset, length) of its header and of tensor content; num_bytes: the length it must have.
-    Raises CheckpointError, with the path, if anything differs.
+    `taken` contains the byte ranges, (offset, length), of the file's header and tensor content; `num_bytes` is the
+    length that the file must have. Raises CheckpointError, with the path, if anything differs.
     """
     with opened(path) as fd, explained(action="read", path=path):
         found_bytes = os.fstat(fd).st_size
@@ -170,10 +179,10 @@ def check_part(path: Path, *, taken: Sequence[tuple[int, int]], num_bytes: int, 
 
 
 def hash_structure(fd: int, *, taken: Sequence[tuple[int, int]], file_bytes: int) -> str:
-    """Returns the hash of all bytes of the file that lie outside the byte ranges `taken`.
+    """Returns the hash of all bytes of a file that lie outside the byte ranges `taken`.
 
-    taken: (offset, length) of commit header, metadata and tensor content. Raises CheckpointError if two of them
-    overlap, or if more bytes remain than a save can have written.
+    `taken` contains (offset, length) of commit header, metadata and tensor content. Raises CheckpointError if two
+    of them overlap, or if more bytes remain than a save can have written.
     """
     content_bytes = sum(num_bytes for _, num_bytes in taken)
     left_bytes = file_bytes - content_bytes
@@ -196,9 +205,10 @@ def hash_structure(fd: int, *, taken: Sequence[tuple[int, int]], file_bytes: int
 
 
 def check_sealed(path: Path, *, seal: Seal, structure: Sequence[tuple[int, int]]) -> None:
-    """Reads back a file after its commit header was written, and compares all except the tensors' content.
+    """Reads back a file whose commit header was just written, and verifies all of it except tensor content.
 
-    structure: byte ranges (offset, length) of HDF5's structures. Raises CheckpointError if anything differs.
+    `structure` contains the byte ranges, (offset, length), of HDF5's structures. Raises CheckpointError if anything
+    differs.
     """
     with opened(path) as fd, explained(action="read back", path=path):
         file_bytes = os.fstat(fd).st_size
@@ -210,7 +220,7 @@ def check_sealed(path: Path, *, seal: Seal, structure: Sequence[tuple[int, int]]
 
 
 def _hash_in(fd: int, byte_ranges: Sequence[tuple[int, int]]) -> str:
-    """Returns the hash of the byte ranges `byte_ranges`, (offset, length), in that order."""
+    """Returns the hash of the given byte ranges, (offset, length), of a file, in this order."""
     digest = xxhash.xxh3_64()
     memory = memoryview(bytearray(_CHUNK_BYTES))
     for offset, num_bytes in byte_ranges:
@@ -233,13 +243,16 @@ _CACHED_BYTES = 512 << 10  # half of a core's private cache on most machines
 
 @final
 class ContentFiles:
-    """Reads from the files of a checkpoint, for use by one thread. Files are opened at their first read, and closed at
-    the end of the `with` block.
+    """Reads from the files of a checkpoint, for use by one thread.
+
+    A file is opened at its first read; all are closed at the end of the `with` block.
     """
 
     def __init__(self, paths: Sequence[Path], *, read_ahead: bool = False) -> None:
-        """paths: the main file, then the part files by number. read_ahead: set if nearly everything will be read, in
-        the order of the files."""
+        """Takes the paths of the main file and then of the part files, by number.
+
+        Set `read_ahead` if nearly everything will be read, in the order of the files.
+        """
         self._paths = paths
         self._read_ahead = read_ahead
         self._open: dict[int, int] = {}
@@ -260,12 +273,14 @@ class ContentFiles:
         self._open.clear()
 
     def name(self, number: int) -> str:
-        """Returns a file's name for a message that also names the checkpoint."""
+        """Returns the name of a file, for messages that also name the checkpoint."""
         return "the file" if len(self._paths) == 1 else self._paths[number].name
 
     def read(self, number: int, buffer: memoryview, *, offset: int) -> None:
-        """Fills the buffer from byte `offset` of a file on. Raises OSError, and CheckpointError if the file is too
-        short."""
+        """Fills `buffer` with the bytes of a file that begin at `offset`.
+
+        Raises OSError, and CheckpointError if the file is too short.
+        """
         if not self._read_ahead or buffer.nbytes > _SMALL_BYTES:
             read_fully(self._fd(number), buffer, offset=offset)
             return
@@ -279,7 +294,10 @@ class ContentFiles:
         buffer[:] = window[offset - start : offset - start + buffer.nbytes]
 
     def read_and_hash(self, number: int, buffer: memoryview, *, offset: int) -> str:
-        """As `read`. Returns the hash of the bytes, computed while they are in the processor's cache."""
+        """Fills `buffer` as `read` does, and returns the hash of the bytes.
+
+        The bytes are hashed while they are still in the processor's cache.
+        """
         if buffer.nbytes <= _CACHED_BYTES:
             self.read(number, buffer, offset=offset)
             return hash_of(buffer)
@@ -292,20 +310,22 @@ class ContentFiles:
         return digest.hexdigest()
 
     def scratch(self, num_bytes: int) -> NDArray[Any]:
-        """Returns memory for one element run: uint8, shape (num_bytes,), valid until the next call."""
+        """Returns memory for the bytes of one element run: uint8, shape (num_bytes,), valid until the next call."""
         if len(self._scratch) < num_bytes:
             self._scratch = np.empty(num_bytes, dtype=np.uint8)
         return self._scratch[:num_bytes]
 
     def gather_scratch(self, num_bytes: int) -> NDArray[Any]:
-        """Returns memory for one extent: uint8, shape (num_bytes,), valid until the next call."""
+        """Returns memory for the bytes of one extent: uint8, shape (num_bytes,), valid until the next call."""
         if len(self._gather_scratch) < num_bytes:
             self._gather_scratch = np.empty(num_bytes, dtype=np.uint8)
         return self._gather_scratch[:num_bytes]
 
     def _look_ahead(self, number: int, offset: int) -> memoryview:
-        """Returns up to _AHEAD_BYTES bytes from `offset` on; empty on an error, which the caller's own read then
-        raises."""
+        """Returns up to _AHEAD_BYTES bytes that begin at `offset`.
+
+        Returns no bytes on an error, which the caller's own read then raises.
+        """
         if not self._window_memory:
             self._window_memory = bytearray(_AHEAD_BYTES)
         try:

@@ -1,4 +1,7 @@
-"""Opens a checkpoint: rank 0 chooses it and verifies its structure, all ranks read from it."""
+"""Opens a checkpoint and reads its tensors, on every rank by itself or shared by the ranks of a node.
+
+Rank 0 verifies the structure, and sends the metadata to the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +57,15 @@ _PLANNED_TENSORS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint whose structure and metadata have been verified; content is verified as it is read.
+    """An opened checkpoint. Its structure and metadata have been verified; tensor content is verified as it is read.
 
-    path: the file or folder. files: its files by number; the first is the main one. file_bytes: length of all files
-    together. No file is kept open. Nothing here is collective.
+    No file is kept open, and no method is collective.
+
+    Attributes:
+        path: The checkpoint's file or folder.
+        files: Paths of its files, by number; the first is the main one.
+        file_bytes: Total length of its files.
+        metadata: What the checkpoint records about itself.
     """
 
     path: Path
@@ -75,16 +83,25 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """The tensors by name, with `.dtype` (such as "float32") and `.shape`."""
+        """The tensors by name, with `.dtype` (such as "float32") and `.shape`; reads no content."""
         return self.metadata.tensors
 
     def read(
         self, name: str, *, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None
     ) -> torch.Tensor:
-        """Returns a tensor, or its box at `offset` of `shape`, on the CPU with every byte verified.
+        """Reads a tensor, or a box of it, and verifies every byte.
 
-        `offset` defaults to zeros, `shape` to the rest of the tensor. Raises CheckpointError for an unknown name, a
-        box outside the tensor, and damage.
+        Args:
+            name: Name of the tensor.
+            offset: Index of the box's first element, one number per dimension; None: the origin.
+            shape: Shape of the box; None: from `offset` to the end of each dimension.
+
+        Returns:
+            The elements as a CPU tensor of the box's shape.
+
+        Raises:
+            CheckpointError: For an unknown name, a box that extends beyond the tensor, and damaged or unreadable
+                content.
         """
         tensor = self.tensors.get(name)
         if tensor is None:
@@ -99,8 +116,19 @@ class Checkpoint:
         regions: Regions | None = None,
         names: Iterable[str] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Returns all tensors by name, or those in `names`; of the tensors in `regions` only these boxes. Raises
-        as `read`."""
+        """Reads all tensors, or those in `names`, and verifies every byte that it reads.
+
+        Args:
+            regions: For tensors that are needed only in part: by name the box to read, (offset, shape), or a list
+                of boxes, which are joined along the first dimension.
+            names: Names of the tensors to read; None: all.
+
+        Returns:
+            The tensors by name, on the CPU.
+
+        Raises:
+            CheckpointError: As in `read`.
+        """
         regions = regions or {}
         missing = [name for name in regions if name not in self.tensors]
         if missing:
@@ -131,7 +159,7 @@ class Checkpoint:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Context in which read errors are raised as CheckpointError with this checkpoint's path."""
+        """Context in which read errors become a CheckpointError that names this checkpoint."""
         try:
             with explained(action="read", path=self.path):
                 yield
@@ -141,8 +169,19 @@ class Checkpoint:
     def region_of(
         self, tensor: StoredTensor, *, offset: tuple[int, ...] | None, shape: tuple[int, ...] | None
     ) -> Box:
-        """Returns the box of `tensor` at `offset` (None: the origin) with `shape` (None: to the end of each dimension).
-        Raises CheckpointError unless it lies within the tensor. Not collective."""
+        """Returns the box of a tensor that `read` would read.
+
+        Args:
+            tensor: The tensor.
+            offset: Index of the box's first element; None: the origin.
+            shape: Shape of the box; None: from `offset` to the end of each dimension.
+
+        Returns:
+            The box.
+
+        Raises:
+            CheckpointError: Unless the box lies within the tensor.
+        """
         begin = whole(tensor.shape).offset if offset is None else tuple(offset)
         if shape is None and len(begin) == len(tensor.shape):
             shape = tuple(n - o for n, o in zip(tensor.shape, begin, strict=True))
@@ -156,19 +195,28 @@ class Checkpoint:
 
 
 def open_checkpoint(path_or_directory: Path | str, *, comm: Collective) -> Checkpoint:
-    """Opens the given checkpoint (file or folder), or the newest one in the given directory whose structure is
-    undamaged. Collective.
+    """Opens one checkpoint, or the newest one of a directory whose structure is undamaged. Collective.
 
     Only rank 0 accesses the filesystem. In a directory it skips checkpoints of damaged structure, with a line on
-    stderr. Raises CheckpointError on every rank if there is no checkpoint, or the given one is damaged.
+    stderr.
+
+    Args:
+        path_or_directory: A checkpoint (file or folder), or a directory of checkpoints.
+        comm: The ranks that open it together.
+
+    Returns:
+        The checkpoint, the same on every rank; no tensor has been read yet.
+
+    Raises:
+        CheckpointError: On every rank, if there is no checkpoint, or if the given one is damaged.
     """
     return from_rank_0(comm, lambda: _choose(Path(path_or_directory)))
 
 
 def from_rank_0(comm: Collective, look: Callable[[], Structure]) -> Checkpoint:
-    """Calls `look` on rank 0 and returns its checkpoint on every rank. Collective.
+    """Calls `look` on rank 0 and returns the checkpoint that it found on every rank. Collective.
 
-    An error of `look` is raised on every rank: UnknownFormatError as such, others as `on_rank_0` does.
+    An error of `look` is raised on every rank: UnknownFormatError as such, others as by `on_rank_0`.
     """
     seen: list[Structure] = []
 
@@ -263,8 +311,11 @@ _LEAST_BYTES = 16 << 20  # for a smaller checkpoint the messages cost more than 
 
 
 class Sharing(Enum):
-    """NODE: the ranks of a node share the reading. NONE: every rank reads all that it needs. AUTO: NODE if the
-    checkpoint is large enough and on a filesystem shared by nodes, else NONE."""
+    """Whether the ranks of a node share the reading of a checkpoint.
+
+    NODE: each rank of a node reads a part and sends it to the others. NONE: every rank reads all that it needs.
+    AUTO: NODE for a large checkpoint on a filesystem that nodes share, otherwise NONE.
+    """
 
     AUTO = "auto"
     NODE = "node"
@@ -273,7 +324,10 @@ class Sharing(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A part of a tensor that one rank reads and sends to the others: bytes begin, ..., begin + num_bytes - 1."""
+    """A part of a tensor that one rank reads and sends to the other ranks of its node.
+
+    Its bytes are `begin` to `begin + num_bytes - 1` of the tensor.
+    """
 
     name: str
     begin: int
@@ -283,8 +337,11 @@ class Unit:
 
 
 def units_of(tensor: StoredTensor) -> list[Unit] | None:
-    """Returns the tensor cut into units; None if a byte range of the file is not contiguous in the tensor too, or is
-    too large for a round."""
+    """Returns the tensor cut into units, or None if it cannot be shared.
+
+    It cannot be if a byte range of the file is not contiguous in the tensor too, or is too large for one round of
+    the exchange.
+    """
     units = []
     for piece in tensor.pieces:
         if not piece.box.num_elems:
@@ -304,10 +361,10 @@ def units_of(tensor: StoredTensor) -> list[Unit] | None:
 
 
 def divide(units: Sequence[Unit], *, num_ranks: int) -> list[list[list[Unit]]]:
-    """Returns for each of the `num_ranks` ranks of a node its units, grouped in rounds. Pure, the same on every rank.
+    """Distributes units over the `num_ranks` ranks of a node: returns for each rank its units, grouped in rounds.
 
-    The units in their order are divided into parts of about equal bytes, so that every rank reads one contiguous part
-    of the files.
+    Pure, with the same result on every rank. The units, in their order, are divided into parts of about equal
+    bytes, so that every rank reads one contiguous part of the files.
     """
     total_bytes = sum(unit.num_bytes for unit in units)
     most_bytes = _ROUND_BYTES // num_ranks
@@ -330,8 +387,8 @@ def nodes_that_share(
 ) -> list[list[int]] | None:
     """Returns the ranks (of `comm`) of each node, or None if every rank is to read for itself. Collective.
 
-    node_of_rank: the node of each rank; None: determined from the host names. Raises UsageError on every rank if it
-    does not have one entry per rank, or for an unknown `sharing`.
+    `node_of_rank` contains the node of each rank; None: found out from the host names. Raises UsageError on every
+    rank if it does not have one entry per rank, or if `sharing` is unknown.
     """
     try:
         asked = Sharing(sharing)
@@ -366,10 +423,11 @@ def read_sharing(
     names: Sequence[str],
     regions: Regions,
 ) -> dict[str, torch.Tensor]:
-    """As `Checkpoint.read_all`, but reads tensors that no rank lists in `regions` once per node. Collective.
+    """Reads tensors, those that all ranks need as a whole only once per node. Collective.
 
-    nodes: from `nodes_that_share`. names: the same on every rank. Raises CheckpointError on every rank if any rank
-    finds damage.
+    These are the tensors that no rank lists in `regions`; all others are read as by `Checkpoint.read_all`. `nodes`
+    comes from `nodes_that_share`; `names` must be the same on every rank. Raises CheckpointError on every rank if
+    any rank finds damage.
     """
     not_whole = set().union(*all_gather_json(comm, sorted(regions)))
     units: list[Unit] = []
@@ -431,9 +489,10 @@ def read_sharing(
 def _exchange(
     comm: Collective, *, round_of: Mapping[int, Sequence[Unit]], memory: Mapping[str, NDArray[Any]]
 ) -> None:
-    """Sends this rank's units of one round to the other ranks of the node, and copies theirs into `memory`. Collective.
+    """Sends this rank's units of one round to the other ranks of the node, and copies theirs into `memory`.
+    Collective.
 
-    memory: the bytes of each tensor, uint8, shape (num_bytes,).
+    `memory` contains the bytes of each tensor: uint8, shape (num_bytes,).
     """
     counts = [sum(unit.num_bytes for unit in round_of.get(rank, ())) for rank in range(comm.num_ranks)]
     others = [rank for rank in round_of if rank != comm.rank]

@@ -1,4 +1,4 @@
-"""Loads a checkpoint: one or the newest good one, completely or in part."""
+"""Loads tensors from a checkpoint: from a given one or from the newest undamaged one, all tensors or some."""
 
 from __future__ import annotations
 
@@ -39,12 +39,17 @@ RegionsOf = Callable[[Checkpoint], Regions]
 
 
 class DoesNotFitError(CheckpointError):
-    """The checkpoint is undamaged but does not match the request, so no older one is tried."""
+    """The checkpoint is undamaged but does not have the requested tensors, so no older one is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """A checkpoint that was skipped, and why."""
+    """A checkpoint that was skipped because it is damaged.
+
+    Attributes:
+        path: The checkpoint.
+        reason: The error that was found.
+    """
 
     path: Path
     reason: str
@@ -52,7 +57,13 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Restored:
-    """tensors: by name, on the CPU, verified. rejected: the newer checkpoints that were skipped, newest first."""
+    """The checkpoint that `load_newest_good` loaded, and its tensors.
+
+    Attributes:
+        checkpoint: The loaded checkpoint, with its step and document.
+        tensors: The tensors by name, on the CPU, verified.
+        rejected: Newer checkpoints that were skipped as damaged, newest first.
+    """
 
     checkpoint: Checkpoint
     tensors: dict[str, torch.Tensor]
@@ -72,13 +83,21 @@ def load_newest_good(
     A damaged checkpoint is reported on stderr, and the next older one is tried; all ranks load the same one.
 
     Args:
-        regions: tensors of which this rank reads only a box (offset, shape), or a list of boxes, which are joined along
-            the first dimension; or a function that returns them. All others are read whole.
-        sharing: whether the ranks of a node each read a part and exchange the parts; the same on every rank.
-        node_of_rank: the node of each rank, the same on every rank; None: determined from the host names.
+        directory: Directory of the checkpoints.
+        comm: The ranks that load together.
+        regions: Tensors that this rank needs only in part: by name a box (offset, shape), or a list of boxes, which
+            are joined along the first dimension; or a function of the checkpoint that returns such a mapping. All
+            other tensors are read whole.
+        sharing: Whether the ranks of a node each read a part and exchange the parts: "node", "none" or "auto",
+            which decides by size and filesystem; the same on every rank.
+        node_of_rank: Node of each rank, the same on every rank; None: found out from the host names.
 
-    Returns None if the directory holds no checkpoint. Raises CheckpointError on every rank if it holds some but all
-    are damaged (whether to start from scratch is then the user's decision), or if the newest has an unknown format.
+    Returns:
+        The checkpoint and its tensors; None if the directory holds no checkpoint.
+
+    Raises:
+        CheckpointError: On every rank, if the directory holds checkpoints but all are damaged (whether to start
+            from scratch is then the user's decision), or if one has an unknown format version.
     """
 
     def read(checkpoint: Checkpoint) -> Restored:
@@ -96,9 +115,9 @@ def newest_that(
 ) -> T | None:
     """Returns the result of `read` for the newest checkpoint for which it raises no CheckpointError. Collective.
 
-    read: collective, must raise on all ranks or on none. rejected: the skipped checkpoints are appended to it.
-    Returns None if there is no checkpoint. Raises CheckpointError on every rank if there are some but `read` accepts
-    none; UnknownFormatError and DoesNotFitError are raised at once.
+    `read` is collective and must raise on all ranks or on none. The skipped checkpoints are appended to `rejected`.
+    Returns None if there is no checkpoint. Raises CheckpointError on every rank if there are some but `read`
+    accepts none; UnknownFormatError and DoesNotFitError are raised at once.
     """
     with doing(comm, f"loading the newest checkpoint of {directory}"):
         for path in on_rank_0(comm, lambda: list(map(str, finished_newest_first(directory)))):
@@ -124,10 +143,20 @@ def load(
     sharing: Sharing | str = Sharing.AUTO,
     node_of_rank: Sequence[int] | None = None,
 ) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
-    """Loads one checkpoint, a file or a folder, without falling back to another. Collective.
+    """Loads one given checkpoint. If it is damaged, no other one is tried. Collective.
 
-    Arguments as in `load_newest_good`. Returns the checkpoint and its tensors by name, on the CPU. Raises
-    CheckpointError on every rank if any rank finds damage in the bytes that it reads.
+    Args:
+        path: The checkpoint, a file or a folder.
+        comm: The ranks that load together.
+        regions: Tensors that this rank needs only in part, as in `load_newest_good`.
+        sharing: Whether the ranks of a node share the reading, as in `load_newest_good`.
+        node_of_rank: Node of each rank, as in `load_newest_good`.
+
+    Returns:
+        The checkpoint, and its tensors by name, on the CPU.
+
+    Raises:
+        CheckpointError: On every rank, if any rank finds damage in the bytes that it reads.
     """
     with doing(comm, f"loading checkpoint {path}"):
         checkpoint = from_rank_0(comm, lambda: read_structure(Path(path)))
@@ -146,9 +175,10 @@ def read_together(
     sharing: Sharing | str = Sharing.AUTO,
     node_of_rank: Sequence[int] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Reads the tensors `names` (the same on every rank), or all, and returns them by name, on the CPU. Collective.
+    """Reads all tensors, or those in `names`, and returns them by name, on the CPU. Collective.
 
-    Other arguments as in `load_newest_good`. Raises CheckpointError on all ranks if any fails.
+    `names` must be the same on every rank; the other arguments are as in `load_newest_good`. Raises CheckpointError
+    on all ranks if any rank fails.
     """
     with doing(comm, f"loading checkpoint {checkpoint.path}: reading"):
         boxes = (regions(checkpoint) if callable(regions) else regions) or {}
@@ -163,14 +193,19 @@ def read_together(
 
 
 MODEL_PREFIX = "model/"
-# From a name in the checkpoint, without the prefix, to the name here; a callable returns None for a tensor to skip.
+# Maps a name in the checkpoint, without the prefix, to the name in this program; a function returns None to skip it.
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """A tensor whose dtype or shape differs from the expected one. there, here: dtype and shape in the checkpoint and
-    in this program, as in `float32 [3, 4]`."""
+    """A tensor whose dtype or shape in the checkpoint differs from the expected one.
+
+    Attributes:
+        name: Name of the tensor in this program.
+        there: Dtype and shape in the checkpoint, such as `float32 [3, 4]`.
+        here: Dtype and shape expected by this program.
+    """
 
     name: str
     there: str
@@ -182,13 +217,15 @@ class Mismatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartialLoad:
-    """Result of a partial load.
+    """What `load_partial` loaded, and what did not match.
 
-    tensors: the loaded tensors by their names here, on the CPU, verified; those that this rank reads.
-    num_loaded: number of tensors that the ranks together have loaded.
-    missing: requested names that the checkpoint does not have.
-    unexpected: names, as in the checkpoint, of tensors with the prefix that were not requested.
-    mismatched: tensors of another dtype or shape than expected; they are not loaded.
+    Attributes:
+        checkpoint: The checkpoint that was used.
+        tensors: Tensors that this rank has read, by their names in this program, on the CPU, verified.
+        num_loaded: Number of tensors that the ranks together have loaded.
+        missing: Requested names that the checkpoint does not have.
+        unexpected: Names, as in the checkpoint, of tensors with the prefix that were not requested.
+        mismatched: Tensors with another dtype or shape than expected; they are not loaded.
     """
 
     checkpoint: Checkpoint
@@ -203,7 +240,7 @@ class PartialLoad:
         return not (self.missing or self.unexpected or self.mismatched)
 
     def describe(self) -> str:
-        """Returns a one-line summary: the number of loaded tensors, and the differences if there are any."""
+        """Returns a one-line summary: the number of loaded tensors, and what did not match."""
         return f"{self.num_loaded} tensors of {self.checkpoint.path}" + _differences(
             self.missing, self.unexpected, self.mismatched
         )
@@ -221,22 +258,32 @@ def load_partial(
     reads: Container[str] | None = None,
     strict: bool = True,
 ) -> PartialLoad:
-    """Loads some of a checkpoint's tensors and reads no others. Collective, with the same arguments on all ranks
-    but `reads`.
+    """Loads some of a checkpoint's tensors, and reads no others. Collective.
+
+    All arguments but `reads` must be the same on all ranks.
 
     Args:
-        path: a checkpoint, or a directory of checkpoints, of which the newest is used whose requested tensors are
-            undamaged.
-        prefix: load only tensors whose names begin with it; it is removed from their names.
-        rename: maps a name without the prefix to the name here; names not in a mapping are kept.
-        names: the requested names, as used here; None: all, or those of `expected`.
-        expected: tensors (also on the meta device) by name here, whose dtype and shape the loaded ones must have.
-        values: names here of values that are not tensors, of which the checkpoint has several tensors (`model_items`).
-        reads: names here of the tensors whose content this rank needs, of those that are loaded; None: all.
-        strict: raise CheckpointError for missing, unexpected and mismatched tensors; else report them in the result.
+        path: A checkpoint, or a directory of checkpoints; of a directory, the newest checkpoint whose requested
+            tensors are undamaged is used.
+        comm: The ranks that load together.
+        prefix: Load only tensors whose names begin with this; it is removed from their names.
+        names: Requested names, as in this program; None: all, or the names in `expected`.
+        rename: Maps a name in the checkpoint, without the prefix, to the name in this program: a mapping, in which
+            other names may be missing and stay as they are, or a function, which returns None for a tensor to skip.
+        expected: Tensors by their names in this program, whose dtype and shape the loaded ones must have; tensors
+            on the meta device will do.
+        values: Names, in this program, of values that are not tensors; the checkpoint has several tensors for each
+            (see `model_items`).
+        reads: Names, in this program, of the tensors whose content this rank needs; None: all.
+        strict: Raise CheckpointError for missing, unexpected and mismatched tensors, instead of reporting them in
+            the result.
 
-    Raises CheckpointError on every rank also if a requested tensor is damaged, if two tensors would have the same
-    name, and if there is no checkpoint.
+    Returns:
+        The tensors, and what did not match.
+
+    Raises:
+        CheckpointError: On every rank, if there is no checkpoint, if a requested tensor is damaged, if two tensors
+            would get the same name, and with `strict` if tensors do not match.
     """
     wanted = None if names is None else set(names)
     if wanted is None and expected is not None:
@@ -283,7 +330,7 @@ def _read_part(
     for mismatch in mismatched:
         del chosen[mismatch.name]
     mine = [name for name in chosen if reads is None or name in reads or name in parts]
-    # Of the others an empty box: all ranks read tensors of the same names.
+    # An empty box of the other tensors: all ranks must read tensors of the same names.
     regions: Regions = {
         stored.name: ((0,) * len(stored.shape), (0,) * len(stored.shape))
         for name, stored in chosen.items()
@@ -312,9 +359,23 @@ def load_weights(
 ) -> PartialLoad:
     """Loads a checkpoint's parameters and buffers into `model`, and nothing else. Collective.
 
-    Arguments and errors as in `load_partial`; if it raises, the model is unchanged. Without `strict`, parameters that
-    the checkpoint does not have keep their values. In a pipeline each rank reads the tensors of its stages; what does
-    not fit, in any stage, is an error on every rank, or reported on every rank.
+    In a pipeline each rank reads only the tensors of its stages, but a mismatch in any stage is raised or reported
+    on every rank.
+
+    Args:
+        model: The model, which is unchanged if this raises. Its parameters may be DTensors.
+        path: A checkpoint, or a directory of checkpoints, as in `load_partial`.
+        comm: The ranks that load together.
+        prefix: Prefix of the model's tensors in the checkpoint.
+        rename: Maps names in the checkpoint to names in the model, as in `load_partial`.
+        strict: Raise CheckpointError if the tensors do not match the model exactly; otherwise parameters that the
+            checkpoint does not have keep their values.
+
+    Returns:
+        The loaded tensors, and what did not match.
+
+    Raises:
+        CheckpointError: On every rank, as in `load_partial`.
     """
     present = model.state_dict()
     own = {name: value for name, value in present.items() if isinstance(value, torch.Tensor)}
@@ -331,7 +392,10 @@ def load_weights(
 
 
 def _select(checkpoint: Checkpoint, *, prefix: str, rename: Rename | None) -> dict[str, StoredTensor]:
-    """Returns the tensors with the prefix, by their names here. Raises DoesNotFitError if two have the same name."""
+    """Returns the tensors with the prefix, by their names in this program.
+
+    Raises DoesNotFitError if two of them would have the same name.
+    """
     selected: dict[str, StoredTensor] = {}
     for name, stored in checkpoint.tensors.items():
         if not name.startswith(prefix):

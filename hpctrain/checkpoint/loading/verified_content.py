@@ -26,8 +26,10 @@ from hpctrain.storage import hash_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementRun:
-    """Consecutive elements of a piece: those with numbers `start` to `start + num_elems - 1` in C order, and the
-    extents that they contain. No extent lies partly in a run; a run with one extent has only its elements."""
+    """Consecutive elements of a piece, `start` to `start + num_elems - 1` in row-major order, and the extents in them.
+
+    Each extent lies entirely in one run. A run with a single extent consists of exactly its elements.
+    """
 
     start: int
     num_elems: int
@@ -35,7 +37,7 @@ class ElementRun:
 
 
 def element_runs_of(piece: StoredPiece) -> Iterator[ElementRun]:
-    """Yields the element runs of the piece in file order, cut at every position where no extent is cut."""
+    """Yields the element runs of the piece in file order, cut wherever the cut divides no extent."""
     if len(piece.extents) == 1:  # fast path for thousands of small tensors
         yield ElementRun(start=0, num_elems=piece.box.num_elems, extents=piece.extents)
         return
@@ -63,8 +65,9 @@ def element_runs_of(piece: StoredPiece) -> Iterator[ElementRun]:
 
 
 def flat_start(box: Box, *, shape: Sequence[int]) -> int | None:
-    """Returns the position of the first element of `box` in the flattened array of `shape`; None if the box is not
-    contiguous there. The box must not be empty.
+    """Returns the position of the box's first element in the flattened array of `shape`.
+
+    Returns None if the box is not contiguous there. The box must not be empty.
     """
     inner_full = True
     start, stride = 0, 1
@@ -92,8 +95,8 @@ def strides_of(shape: Sequence[int]) -> list[int]:
 class DamagedExtent:
     """An extent whose bytes are not those that were written.
 
-    first_byte, last_byte: byte positions in `file`, both inclusive. Bytes of other extents of a sharded tensor may
-    lie between them.
+    Its bytes are among the bytes `first_byte` to `last_byte` (inclusive) of `file`. Bytes of other extents of a
+    sharded tensor may lie between them.
     """
 
     tensor: str
@@ -109,7 +112,7 @@ class DamagedExtent:
 
 
 class DamagedContentError(CheckpointError):
-    """The content does not match its hash, or cannot be read. `damage` locates it."""
+    """The content does not match its hash, or cannot be read. `damage` says where."""
 
     def __init__(self, damage: DamagedExtent) -> None:
         super().__init__(f"damaged: {damage}")
@@ -132,9 +135,10 @@ Read: TypeAlias = Callable[[ContentFiles], None]
 
 
 def read_region(files: ContentFiles, *, tensor: StoredTensor, region: Box) -> torch.Tensor:
-    """Returns the elements in `region`, a box of the tensor's shape: the tensor's dtype, shape `region.shape`, CPU.
+    """Reads the elements in `region`, a box of the tensor, and verifies them.
 
-    Raises DamagedContentError, and CheckpointError or OSError if a file cannot be opened or is too short.
+    Returns a CPU tensor of the tensor's dtype and of shape `region.shape`. Raises DamagedContentError, and
+    CheckpointError or OSError if a file cannot be opened or is too short.
     """
     result, reads = planned(tensor, region=region)
     for read in reads:
@@ -143,11 +147,11 @@ def read_region(files: ContentFiles, *, tensor: StoredTensor, region: Box) -> to
 
 
 def planned(tensor: StoredTensor, *, region: Box) -> tuple[torch.Tensor, list[Read]]:
-    """Returns the uninitialized result of `read_region`, and the reads that fill it, in file order. Raises
-    CheckpointError if there is not enough memory.
+    """Returns the still uninitialized result of `read_region`, and the reads that will fill it, in file order.
 
-    Call this for many tensors before reading the first: reading a large tensor evicts this code and its data from the
-    processor's caches, after which planning takes thirty times as long.
+    Call this for many tensors before reading the first: reading a large tensor evicts this code and its data from
+    the processor's caches, after which planning takes thirty times as long. Raises CheckpointError if there is not
+    enough memory.
     """
     result = fresh_tensor(region.shape, dtype=tensor.dtype)
     if not result.numel():
@@ -166,7 +170,7 @@ def planned_run(
 ) -> Read | None:
     """Returns a function that reads the part of `region` in one element run of the file; None if they do not overlap.
 
-    target: receives the bytes of `region` in row-major order: uint8, shape (num_bytes,).
+    The function writes to `target`, the bytes of `region` in row-major order: uint8, shape (num_bytes,).
     """
     elem_bytes = tensor.elem_bytes
     begin = flat_start(region, shape=tensor.shape)
@@ -206,7 +210,7 @@ def planned_run(
 def read_extent(
     files: ContentFiles, *, tensor: StoredTensor, piece: StoredPiece, extent: StoredExtent
 ) -> NDArray[Any]:
-    """Returns the extent's bytes after verifying their hash: uint8, shape (num_bytes,). Raises as `read_region`."""
+    """Returns an extent's bytes after verifying their hash: uint8, shape (num_bytes,). Raises as `read_region`."""
     content = np.empty(extent.box.num_elems * tensor.elem_bytes, dtype=np.uint8)
     runs = runs_of(_inside(extent.box, piece.box), shape=piece.box.shape)
     run_bytes = runs.run_elems * tensor.elem_bytes
@@ -225,9 +229,10 @@ def find_damage(
     num_ranks: int = 1,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> Iterator[DamagedExtent]:
-    """Hashes the extents of every `num_ranks`-th element run, beginning with number `rank`, and yields damaged ones.
+    """Hashes this rank's share of the tensors' extents and yields the damaged ones. Not collective.
 
-    Not collective. progress: called before each run with the number of bytes that this rank has hashed.
+    The share is every `num_ranks`-th element run, beginning with number `rank`. `progress` is called before each
+    run with the number of bytes hashed so far.
     """
     element_runs = (
         (t, piece, element_run)
@@ -277,8 +282,10 @@ def _read_and_check(
     element_run: ElementRun,
     buffer: NDArray[Any],
 ) -> None:
-    """Reads the whole element run into `buffer` (uint8, shape (num_bytes,)) and verifies its extents' hashes. Raises as
-    `read_region`."""
+    """Reads an element run into `buffer` (uint8, shape (num_bytes,)) and verifies the hashes of its extents.
+
+    Raises as `read_region`.
+    """
     if len(element_run.extents) > 1:
         for extent, content in _read_run(files, tensor, piece, element_run, buffer):
             _check(files, content, tensor=tensor, piece=piece, extent=extent)
@@ -298,7 +305,7 @@ def _read_run(
     element_run: ElementRun,
     buffer: NDArray[Any],
 ) -> Iterator[tuple[StoredExtent, NDArray[Any]]]:
-    """Reads the whole element run into `buffer`, then yields as `_extents_in`."""
+    """Reads an element run into `buffer`, then yields each extent with its bytes, as `_extents_in` does."""
     _read(files, buffer, at=element_run.start, tensor=tensor, piece=piece, extent=element_run.extents[0])
     yield from _extents_in(files, tensor, piece, element_run, buffer)
 
@@ -311,9 +318,9 @@ def check_run(
     element_run: ElementRun,
     buffer: NDArray[Any],
 ) -> None:
-    """Verifies the extents' hashes of an element run that another rank has read and sent.
+    """Verifies the hashes of an element run's extents after another rank has read the run and sent its bytes.
 
-    buffer: its bytes, uint8, shape (num_bytes,). Raises DamagedContentError.
+    `buffer` contains these bytes: uint8, shape (num_bytes,). Raises DamagedContentError.
     """
     for extent, content in _extents_in(files, tensor, piece, element_run, buffer):
         _check(files, content, tensor=tensor, piece=piece, extent=extent)
@@ -326,7 +333,7 @@ def _extents_in(
     element_run: ElementRun,
     buffer: NDArray[Any],
 ) -> Iterator[tuple[StoredExtent, NDArray[Any]]]:
-    """Yields each extent of the element run with its bytes: uint8, shape (num_bytes,), valid until the next one."""
+    """Yields each extent of an element run with its bytes: uint8, shape (num_bytes,), valid until the next one."""
     if len(element_run.extents) == 1:
         yield element_run.extents[0], buffer
         return
@@ -349,7 +356,7 @@ def _extents_in(
 def _copy(
     content: NDArray[Any], *, tensor: StoredTensor, extent: StoredExtent, region: Box, target: NDArray[Any]
 ) -> None:
-    """Copies the overlap of the extent and `region` from `content` into `target`."""
+    """Copies the elements that are both in the extent and in `region` from `content` to `target`."""
     elements = target.view(_WIDTH[tensor.elem_bytes]).reshape(region.shape)
     for start, box in _in_tensor(tensor, extent):
         shared = intersection(box, region)
@@ -365,8 +372,7 @@ def _touches(tensor: StoredTensor, extent: StoredExtent, region: Box) -> bool:
 
 
 def _in_tensor(tensor: StoredTensor, extent: StoredExtent) -> list[tuple[int, Box]]:
-    """Returns the extent as boxes of the tensor's shape, each preceded by the position of its first element in the
-    extent."""
+    """Returns boxes of the tensor that make up an extent, each with the position of its first element in the extent."""
     if tensor.view == tensor.shape:
         return [(0, extent.box)]
     first = extent.box.offset[0]
@@ -386,7 +392,7 @@ def _run_bytes(extent: StoredExtent, piece: StoredPiece, elem_bytes: int) -> int
 
 
 def _inside(box: Box, piece: Box) -> Box:
-    """Converts a box from the coordinates of the view to those of the piece."""
+    """Converts a box from the coordinates of the tensor's view to those of the piece."""
     offset = tuple(o - p for o, p in zip(box.offset, piece.offset, strict=True))
     return Box(offset=offset, shape=box.shape)
 
@@ -400,7 +406,10 @@ def _read(
     piece: StoredPiece,
     extent: StoredExtent,
 ) -> None:
-    """Fills the buffer from element `at` of the piece on. Raises DamagedContentError if the storage fails."""
+    """Fills the buffer with the piece's bytes that begin at element `at`.
+
+    Raises DamagedContentError if the storage fails.
+    """
     with _raised_as_damage(files, tensor, piece, extent):
         files.read(piece.file, buffer.data, offset=piece.file_offset + at * tensor.elem_bytes)
 
@@ -409,7 +418,7 @@ def _read(
 def _raised_as_damage(
     files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, extent: StoredExtent
 ) -> Iterator[None]:
-    """Converts an OSError of the storage to DamagedContentError of `extent`."""
+    """Context in which an OSError of the storage becomes a DamagedContentError of `extent`."""
     try:
         yield
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Operations on finished checkpoints, as used by the commands: verify, diff, copy, export, import, prune."""
+"""Operations on finished checkpoints, as used by the commands: verify, compare, copy, export, import, prune."""

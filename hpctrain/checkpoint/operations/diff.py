@@ -1,8 +1,8 @@
 """Compares two checkpoints: which tensors and document entries differ, and by how much. The ranks share the work.
 
-Tensors with the same extents and the same hashes are equal and are not read, so checkpoints of mostly frozen tensors
-are compared quickly. Hence this does not detect damage in such tensors; use `verify` for that. All that is read is
-verified.
+Tensors with the same extents and the same hashes are equal and are not read, so checkpoints of mostly frozen
+tensors are compared quickly. For the same reason this does not detect damage in such tensors; `verify` does. All
+that is read is verified.
 """
 
 from __future__ import annotations
@@ -26,8 +26,14 @@ REGION_BYTES = 32 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDifference:
-    """A tensor that differs. first, second: dtype and shape, as in `float32 [3, 4]`. amount: None if the shapes
-    differ."""
+    """A tensor that differs between two checkpoints.
+
+    Attributes:
+        name: Name of the tensor.
+        first: Dtype and shape in the first checkpoint, such as `float32 [3, 4]`.
+        second: Dtype and shape in the second checkpoint.
+        amount: By how much the elements differ; None if the shapes differ.
+    """
 
     name: str
     first: str
@@ -37,7 +43,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntryDifference:
-    """An entry of the document that differs. first, second: its JSON text; None if missing."""
+    """An entry of the document that differs, as JSON text in the first and in the second; None where it is missing."""
 
     path: str
     first: str | None
@@ -46,7 +52,17 @@ class EntryDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Result of `compare`. num_same: number of tensors that are equal within the tolerance."""
+    """Result of `compare`.
+
+    Attributes:
+        first: The first checkpoint.
+        second: The second checkpoint.
+        num_same: Number of tensors that are equal within the tolerance.
+        changed: Tensors in both checkpoints that differ.
+        only_in_first: Names of tensors that only the first checkpoint has.
+        only_in_second: Names of tensors that only the second checkpoint has.
+        entries: Entries of the documents that differ.
+    """
 
     first: Checkpoint
     second: Checkpoint
@@ -70,11 +86,24 @@ def compare(
     tolerance: Tolerance | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Difference:
-    """Compares two checkpoints, each given by its path, or by a directory, whose newest one is taken. Collective.
+    """Compares two checkpoints: tensors, and unless there is a prefix also their documents. Collective.
 
-    prefix: compare only tensors whose names begin with it, and not the documents. progress: called with the bytes of
-    this rank's share compared so far, and with the share. Returns the same result on all ranks. Each rank uses about
-    100 MB of memory. Raises CheckpointError on every rank, also for damage in the bytes that are read.
+    The ranks share the work. Each rank uses about 100 MB of memory.
+
+    Args:
+        first: A checkpoint, or a directory of checkpoints, whose newest one is taken.
+        second: The checkpoint to compare with, given in the same way.
+        comm: The ranks that share the work.
+        prefix: Compare only tensors whose names begin with this, and not the documents.
+        tolerance: How much elements may differ; None: every bit must be equal.
+        progress: Called with the number of bytes of this rank's share compared so far, and with the size of the
+            share.
+
+    Returns:
+        The differences, the same on all ranks.
+
+    Raises:
+        CheckpointError: On every rank, if a checkpoint cannot be opened, or for damage in the bytes that are read.
     """
     tolerance = tolerance or Tolerance()
     opened = open_checkpoint(first, comm=comm), open_checkpoint(second, comm=comm)
@@ -116,7 +145,7 @@ def compare(
 
 
 def compare_documents(first: Any, second: Any, *, path: str = "") -> Iterator[EntryDifference]:
-    """Yields the entries in which two JSON values differ, with paths such as `key.key[2]`."""
+    """Yields the entries in which two JSON values differ, each with a path such as `key.key[2]`."""
     missing = object()
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         for key in sorted({*first, *second}):
@@ -150,7 +179,7 @@ def _same_kind(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 def _same_hashes(first: StoredTensor, second: StoredTensor) -> bool:
-    """True if both have the same extents with the same hashes, and so the same bits."""
+    """Returns True if both tensors have the same extents with the same hashes, and therefore the same bits."""
     if not _same_kind(first, second) or first.view != second.view:
         return False
     one, two = (
@@ -160,7 +189,7 @@ def _same_hashes(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 def _regions(first: StoredTensor, second: StoredTensor) -> Iterator[tuple[str, Box]]:
-    """Yields the regions to compare, with the tensor's name; none if the shapes differ."""
+    """Yields the boxes to compare, each with the tensor's name; none if the shapes differ."""
     if first.shape == second.shape:
         elem_bytes = max(first.elem_bytes, second.elem_bytes)
         for region in split_box(whole(first.shape), max_elems=REGION_BYTES // elem_bytes):

@@ -52,7 +52,14 @@ SAFETENSORS_DTYPES: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """Result of an export. path, num_bytes: the new file and its length. step: step of the checkpoint."""
+    """Result of an export.
+
+    Attributes:
+        path: The new file or directory.
+        num_tensors: Number of exported tensors.
+        num_bytes: Length of the file, or of all files.
+        step: Step of the exported checkpoint.
+    """
 
     path: Path
     num_tensors: int
@@ -62,7 +69,7 @@ class Exported:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Placed:
-    """A tensor with its name in the file. offset: position of its first byte in the file's data section."""
+    """A tensor, its name in the exported file, and the position of its first byte in the file's data section."""
 
     name: str
     tensor: StoredTensor
@@ -77,15 +84,27 @@ def export_safetensors(
     prefix: str = "",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
-    """Writes the tensors whose names begin with `prefix` to `target`, with the prefix removed. Collective.
+    """Writes a checkpoint's tensors, or those with a prefix, to a safetensors file. Collective.
 
     The ranks share the work; each uses REGION_BYTES of memory. All that is read is verified, and the file gets its
     name only when it is complete.
-    source: a checkpoint, or a directory, whose newest one is taken. prefix: if empty, the file also holds step and
-    document, so that `import_tensors` restores the same checkpoint. progress: called with the bytes of this rank's
-    share written so far, and with the share.
-    Raises CheckpointError on every rank for damage, if no tensor has the prefix, and for a dtype or name that the
-    format does not support.
+
+    Args:
+        source: A checkpoint, or a directory of checkpoints, whose newest one is exported.
+        target: The new file.
+        comm: The ranks that share the work.
+        prefix: Export only tensors whose names begin with this, such as `model/`; it is removed from their names.
+            If empty, the file also contains step and document, from which `import_tensors` restores the same
+            checkpoint.
+        progress: Called with the number of bytes of this rank's share written so far, and with the size of the
+            share.
+
+    Returns:
+        Path, number of tensors and size of the file.
+
+    Raises:
+        CheckpointError: On every rank, for damage, if no tensor has the prefix, if the file cannot be written, and
+            for a dtype or name that the format does not support.
     """
     target = Path(target)
     checkpoint = open_checkpoint(source, comm=comm)
@@ -116,10 +135,23 @@ def export_safetensors(
 def export_state_dict(
     source: Path | str, target: Path | str, *, comm: Collective, prefix: str = ""
 ) -> Exported:
-    """Writes a state dict, name -> tensor, with torch.save, for `torch.load(..., weights_only=True)`. Collective.
+    """Writes a checkpoint's tensors as a state dict that `torch.load(..., weights_only=True)` reads. Collective.
 
-    As `export_safetensors`, but rank 0 does all the work and holds one copy of all selected tensors in memory, which
-    torch.save requires. Raises CheckpointError also for a dtype that torch.save does not support, such as int1.
+    Rank 0 does all the work, and holds a copy of all selected tensors in memory, which torch.save requires. All
+    that is read is verified, and the file gets its name only when it is complete.
+
+    Args:
+        source: A checkpoint, or a directory of checkpoints, whose newest one is exported.
+        target: The new file.
+        comm: The ranks of the call.
+        prefix: Export only tensors whose names begin with this; it is removed from their names.
+
+    Returns:
+        Path, number of tensors and size of the file.
+
+    Raises:
+        CheckpointError: On every rank, for damage, if no tensor has the prefix, if the file cannot be written, and
+            for a dtype that torch.save does not support, such as int1.
     """
     target = Path(target)
     checkpoint = open_checkpoint(source, comm=comm)
@@ -149,8 +181,10 @@ def export_state_dict(
 
 
 def select(checkpoint: Checkpoint, prefix: str) -> dict[str, StoredTensor]:
-    """Returns the tensors whose names begin with `prefix`, by their names without it. Raises CheckpointError if there
-    is none."""
+    """Returns the tensors whose names begin with `prefix`, by their names without it.
+
+    Raises CheckpointError if there are none.
+    """
     found = {
         name[len(prefix) :]: tensor for name, tensor in checkpoint.tensors.items() if name.startswith(prefix)
     }
@@ -161,7 +195,10 @@ def select(checkpoint: Checkpoint, prefix: str) -> dict[str, StoredTensor]:
 
 
 def place_tensors(tensors: Mapping[str, StoredTensor]) -> list[_Placed]:
-    """Lays out the tensors one after another, those with the widest elements first, so that each is aligned."""
+    """Lays out the tensors one after another in the data section.
+
+    Tensors with the widest elements come first, so that each tensor is aligned to its element size.
+    """
     placed, offset = [], 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].elem_bytes, item[0])):
         placed.append(_Placed(name=name, tensor=tensor, offset=offset))
@@ -170,9 +207,10 @@ def place_tensors(tensors: Mapping[str, StoredTensor]) -> list[_Placed]:
 
 
 def encode_header(placed: Sequence[_Placed], *, about: Mapping[str, str]) -> bytes:
-    """Returns the length of the header as 8 bytes, and the header: JSON, padded with spaces to a multiple of 8 bytes.
+    """Returns the start of a safetensors file: 8 bytes with the length of the header, then the header.
 
-    Raises CheckpointError for dtypes and names that the format does not support.
+    The header is JSON, padded with spaces to a multiple of 8 bytes. Raises CheckpointError for dtypes and names
+    that the format does not support.
     """
     unknown = sorted({entry.tensor.dtype for entry in placed} - SAFETENSORS_DTYPES.keys())
     if unknown:
@@ -197,7 +235,7 @@ def encode_header(placed: Sequence[_Placed], *, about: Mapping[str, str]) -> byt
 
 
 def _regions(placed: Sequence[_Placed]) -> Iterator[tuple[_Placed, Box, int]]:
-    """Yields the tensors in regions of at most REGION_BYTES, each with its offset in the data section, in bytes."""
+    """Yields boxes of at most REGION_BYTES that make up the tensors, each with its byte offset in the data section."""
     for entry in placed:
         offset = entry.offset
         for region in split_box(whole(entry.tensor.shape), max_elems=REGION_BYTES // entry.tensor.elem_bytes):
@@ -239,7 +277,7 @@ def _partial_of(target: Path) -> Path:
 
 
 def _create(target: Path, *, header: bytes, num_bytes: int) -> str:
-    """Creates the file with its header and full length, under a temporary name. Rank 0. Returns its path."""
+    """Creates the file under a temporary name, with its header and full length, and returns its path. Rank 0."""
     partial = _partial_of(target)
     with explained(action="write", path=partial):
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

@@ -35,16 +35,17 @@ from hpctrain.errors import CheckpointError, UsageError
 # its disk fails, the process ends with SIGBUS.
 
 
-# Maximum size of the shards that are dealt to the ranks: small against a rank's share, so that the shares are balanced.
+# Maximum size of the shards that are distributed over the ranks: much smaller than a share, for balanced shares.
 SHARD_BYTES = 32 << 20
 THREADS_TIMEOUT_S = 7 * 86400.0  # a copy can take terabytes
 
 
 def map_items(checkpoint: Checkpoint, *, rank: int, num_ranks: int) -> list[Replicated | Shard]:
-    """Returns the items that `rank` of `num_ranks` passes to a save of the same content. Not collective.
+    """Returns the items that `rank` of `num_ranks` passes to a save of a checkpoint's content. Not collective.
 
-    A tensor stored in one piece is replicated: every rank maps it, and the save divides it. A tensor in several pieces
-    is distributed over the ranks as shards, balanced in bytes. The tensors use only page cache. Raises CheckpointError.
+    A tensor stored in one piece is `Replicated`: every rank maps it, and the save divides it. A tensor in several
+    pieces is distributed over the ranks as shards, balanced in bytes. The tensors take only page cache. Raises
+    CheckpointError.
     """
     tensors = checkpoint.tensors
     numbers = {piece.file for tensor in tensors.values() for piece in tensor.pieces if piece.box.num_elems}
@@ -70,7 +71,7 @@ def map_items(checkpoint: Checkpoint, *, rank: int, num_ranks: int) -> list[Repl
 
 
 def shards_of_rank(shards: Sequence[Shard], *, rank: int, num_ranks: int) -> list[Shard]:
-    """Returns those of all `shards` that `rank` passes to a save: neighbours, with about equal bytes on each rank."""
+    """Returns the part of `shards` that `rank` passes to a save: neighbours, with about equal bytes on each rank."""
     total_bytes = sum(shard.tensor.nbytes for shard in shards)
     found, begin = [], 0
     for shard in shards:
@@ -90,10 +91,11 @@ def save_in_files(
     comm: Collective,
     **options: Any,
 ) -> SaveResult:
-    """Saves `state_of(rank, num_ranks)` in `files` files and keeps older checkpoints. Collective.
+    """Saves the state `state_of(rank, num_ranks)` in `files` files, and keeps older checkpoints. Collective.
 
-    Each file needs at least one rank: a single process writes several files with that many threads as ranks.
-    options: options of `save`. Raises as `save`, and UsageError if there are several ranks but fewer than files.
+    Each file needs at least one rank, so a single process writes several files with that many threads in the role
+    of ranks. `options` are options of `save`. Raises as `save`, and UsageError if there are several ranks but fewer
+    than files.
     """
 
     def save_part(part: Collective) -> SaveResult:
@@ -121,14 +123,16 @@ def save_in_files(
 
 
 def map_file(path: Path) -> NDArray[Any]:
-    """Returns the mapped file: uint8, shape (file's bytes,), read-only."""
+    """Returns the memory-mapped file as bytes: uint8, shape (length of the file,), read-only."""
     with opened(path) as fd, explained(action="map", path=path):
         return np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), dtype=np.uint8)
 
 
 def _content(file: NDArray[Any], piece: StoredPiece, *, tensor: StoredTensor) -> torch.Tensor:
-    """Returns the piece's elements: the tensor's dtype, shape (num_elems,). Do not write to it: the memory is mapped
-    read-only, but torch has no read-only tensors."""
+    """Returns the elements of a piece: the tensor's dtype, shape (num_elems,).
+
+    Do not write to the tensor: its memory is mapped read-only, which torch cannot express.
+    """
     num_bytes = piece.box.num_elems * tensor.elem_bytes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns that it is not writable
@@ -139,7 +143,7 @@ def _content(file: NDArray[Any], piece: StoredPiece, *, tensor: StoredTensor) ->
 def _shards_of(
     content: torch.Tensor, piece: StoredPiece, *, tensor: StoredTensor
 ) -> list[tuple[Box, torch.Tensor]]:
-    """Returns the piece as boxes of the tensor's shape of at most SHARD_BYTES, each with its part of `content`."""
+    """Returns boxes of at most SHARD_BYTES that make up a piece, in the tensor's coordinates, each with its content."""
     if tensor.view == tensor.shape:
         boxes = [piece.box]
     else:
@@ -167,8 +171,10 @@ MIN_CLAIM_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Foreign:
-    """Content of another program's file. step, document: set only if `export_safetensors` wrote the file, with all
-    tensors."""
+    """Content of a file of another program.
+
+    `step` and `document` are set only if `export_safetensors` wrote the file, with all tensors of a checkpoint.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     step: int | None = None
@@ -188,24 +194,34 @@ def import_tensors(
     replace: bool = False,
     **options: Any,
 ) -> SaveResult:
-    """Makes the checkpoint `directory/step-<step>` from the tensors in `source`. Collective.
+    """Makes the checkpoint `directory/step-<step>` from the tensors in a file. Collective.
 
-    The files are memory-mapped; only torch's file format before 1.6 is read into memory, on every rank. Other
-    checkpoints in `directory` are kept.
+    Files are memory-mapped; only torch's file format before 1.6 is read into memory, on every rank. Nothing in a
+    file is run. Other checkpoints in `directory` are kept.
 
     Args:
-        source: x.safetensors, x.safetensors.index.json (several files), or a state dict written by torch.save (x.pt,
-            .pth, .bin, .ckpt), of which nothing is run: it is read with weights_only=True, or, if it also holds
-            objects, as those of Lightning do, as plain data.
-        step: required unless the file is a whole checkpoint written by `export_safetensors`.
-        prefix: prepended to every name. Default: `model/`, where a run looks for weights; "" for a whole checkpoint.
-        key: key of the state dict in a file that holds several objects. Default: "state_dict" of one of Lightning.
-        strip: import only tensors whose names begin with it, without it, such as "model." of a LightningModule's.
-        files: 1: one file; a larger number: a folder of so many files.
-        replace: replace a checkpoint of the same step.
-        options: options of `save`.
+        source: A safetensors file (x.safetensors), the index of several (x.safetensors.index.json), or a state dict
+            written by torch.save (x.pt, .pth, .bin, .ckpt). The latter is read with weights_only=True, or as plain
+            data if it also contains objects of classes, as files of Lightning do.
+        directory: Directory of checkpoints in which the new one is created.
+        comm: The ranks that share the work.
+        step: Step of the new checkpoint; required unless `export_safetensors` wrote the file from a whole
+            checkpoint.
+        prefix: Put before every name. None: `model/`, where a run looks for weights, or "" for a whole checkpoint.
+        key: Key of the state dict in a file that contains several objects. None: "state_dict" in a file of
+            Lightning.
+        strip: Import only tensors whose names begin with this, and remove it, such as "model." of a
+            LightningModule.
+        files: Number of files. 1: a single file; larger: a folder of that many files.
+        replace: Replace an existing checkpoint of the same step.
+        **options: Options of `save`.
 
-    Raises UsageError or CheckpointError on every rank.
+    Returns:
+        The result of the save.
+
+    Raises:
+        CheckpointError: On every rank, if the file is invalid, or if the step exists and `replace` is False.
+        UsageError: On every rank, for an invalid argument, and if the file has an unknown suffix or no step.
     """
     source, directory = Path(source), Path(directory)
     foreign = agreed(
@@ -230,8 +246,10 @@ def import_tensors(
 
 
 def refuse_existing(directory: Path, *, step: int, replace: bool) -> None:
-    """Raises CheckpointError if there is a checkpoint of this step and `replace` is False, and UsageError if
-    `directory` is a checkpoint or is named like one. Rank 0."""
+    """Raises CheckpointError if the directory has a checkpoint of this step, unless it may be replaced. Rank 0.
+
+    Raises UsageError if `directory` is itself a checkpoint, or is named like one.
+    """
     if directory.suffix == ".h5" or is_checkpoint(directory):
         raise UsageError(
             f"{directory}: give the directory to put it in; a checkpoint is named after its step"
@@ -242,8 +260,10 @@ def refuse_existing(directory: Path, *, step: int, replace: bool) -> None:
 
 
 def read_foreign(source: Path, *, key: str | None = None) -> Foreign:
-    """Returns the content of a file, with memory-mapped tensors. Not collective. Raises CheckpointError if the file is
-    invalid, and UsageError if its kind is not supported."""
+    """Returns the content of a file with memory-mapped tensors. Not collective.
+
+    Raises CheckpointError if the file is invalid, and UsageError if its kind is not supported.
+    """
     if not source.is_file():
         raise CheckpointError(f"{source} is not a file")
     if source.name.endswith(STATE_DICT_SUFFIXES):
@@ -287,7 +307,7 @@ def _read_safetensors(source: Path) -> Foreign:
 
 
 def _read_index(source: Path) -> Foreign:
-    """Reads tensors from several files: the index maps each name to a file in its folder."""
+    """Reads tensors from several safetensors files: the index maps each tensor's name to a file in its folder."""
     try:
         with explained(action="read", path=source), open(source, "rb") as file:
             by_name = json.loads(file.read(MAX_INDEX_BYTES))["weight_map"]
@@ -334,7 +354,10 @@ def _read_state_dict(source: Path, *, key: str | None) -> dict[str, torch.Tensor
 
 
 def _read_as_data(source: Path, *, key: str | None) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a state dict in a file that also holds objects of classes, without making any of these."""
+    """Returns the tensors of a state dict from a file that also contains objects of classes.
+
+    The objects are not created; they are read as plain data.
+    """
     with open_archive(source) as archive:
         found = _entry_of(archive.description(verify=True), key=key, source=source)
         if not found or not all(
@@ -358,7 +381,10 @@ def _read_as_data(source: Path, *, key: str | None) -> dict[str, torch.Tensor]:
 
 
 def _entry_of(value: Any, *, key: str | None, source: Path) -> Mapping[Any, Any]:
-    """Returns the entry `key` of a file's content; without key of Lightning's its state dict, else the content."""
+    """Returns the entry `key` of a file's content.
+
+    Without a key: the state dict in a file of Lightning, else the content.
+    """
     if key is None and isinstance(value, Mapping) and _LIGHTNING in value:
         key = "state_dict"
     where = source.name
@@ -377,7 +403,7 @@ def _not_plain(found: Mapping[Any, Any], source: Path, key: str | None) -> str:
 
 
 def _stripped(foreign: Foreign, strip: str, *, source: Path) -> Foreign:
-    """Returns the tensors whose names begin with `strip`, without it. Raises CheckpointError if there is none."""
+    """Returns the tensors whose names begin with `strip`, without it. Raises CheckpointError if there are none."""
     if not strip:
         return foreign
     found = {name[len(strip) :]: t for name, t in foreign.tensors.items() if name.startswith(strip)}
@@ -405,7 +431,7 @@ def _refuse_odd(tensors: Mapping[Any, torch.Tensor], *, source: Path) -> None:
 
 
 def _entries(value: Any) -> str:
-    """Describes the content of `value` for a message."""
+    """Returns a description of what `value` contains, for a message."""
     if not isinstance(value, Mapping):
         return f"it is a {_kind_of(value)}"
     kinds = [f"{name!r} ({_kind_of(item)})" for name, item in list(value.items())[:8]]

@@ -38,8 +38,13 @@ from hpctrain.storage import write_fully
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """Result for one checkpoint. path: its file or folder. file_bytes: total length of its files. damage: one line per
-    damaged extent or file; empty if every byte is as it was written."""
+    """Result of verifying one checkpoint.
+
+    Attributes:
+        path: The checkpoint's file or folder.
+        file_bytes: Total length of its files.
+        damage: One line per damaged extent or file; empty if every byte is as it was written.
+    """
 
     path: Path
     file_bytes: int
@@ -52,10 +57,21 @@ def verify(
     comm: Collective,
     progress: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
 ) -> list[Verified]:
-    """Verifies one checkpoint, or all checkpoints of a directory, newest first. Collective: the ranks share the work.
+    """Reads every byte of a checkpoint, or of all checkpoints in a directory, and compares it with the hashes.
 
-    progress: called with the bytes hashed so far and the (approximate) total of this rank's share of one checkpoint.
-    Returns damage, does not raise for it. Raises CheckpointError on every rank if there is no checkpoint.
+    Collective. The ranks share the work.
+
+    Args:
+        path_or_directory: A checkpoint, or a directory of checkpoints.
+        comm: The ranks that share the work.
+        progress: Called with the number of bytes of this rank's share hashed so far, and with the (approximate)
+            size of the share, for each checkpoint.
+
+    Returns:
+        A result per checkpoint, newest first. Damage is part of the result, not an error.
+
+    Raises:
+        CheckpointError: On every rank, if there is no checkpoint.
     """
     paths = on_rank_0(comm, lambda: _find(Path(path_or_directory)))
     return [_verify_file(Path(path), comm=comm, progress=progress) for path in paths]
@@ -95,7 +111,7 @@ def _verify_file(path: Path, *, comm: Collective, progress: Callable[[int, int],
 
 
 def _bytes_found(path: Path) -> int:
-    """Returns the total length in bytes of the files of a checkpoint whose structure is damaged."""
+    """Returns the total length of the existing files of a checkpoint whose structure is damaged."""
     files = [path] if path.is_file() else path.glob("data-*.h5")
     return sum(file.stat().st_size for file in files if file.is_file())
 
@@ -104,13 +120,13 @@ def _bytes_found(path: Path) -> int:
 # work.
 
 
-RANGE_BYTES = 64 << 20  # length of the byte ranges that are dealt to the ranks, one after another
+RANGE_BYTES = 64 << 20  # length of the byte ranges, which are assigned to the ranks in turn
 _BUFFER_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointCopy:
-    """Result of a copy. num_bytes: total length of its files. note: how it was made."""
+    """Result of `copy_checkpoint`: the new checkpoint, the total length of its files, and how the copy was made."""
 
     path: Path
     num_bytes: int
@@ -127,22 +143,30 @@ def copy_checkpoint(
     progress: Callable[[int, int], None] = lambda done, total: None,
     **options: Any,
 ) -> CheckpointCopy:
-    """Copies the checkpoint `source`, or the newest one of a directory, to `directory/step-<its step>`. Collective.
+    """Copies a checkpoint to `directory/step-<its step>`, completely and verified, or not at all. Collective.
 
-    The copy gets its name after it is on disk and verified. Other checkpoints in `directory` are kept. Each rank uses
-    a buffer of 8 MiB, and an extent of 4 MiB while verifying.
+    The copy gets its name after it is on disk and verified. Other checkpoints in `directory` are kept. Each rank
+    uses a buffer of 8 MiB, and 4 MiB for an extent while verifying.
 
     Args:
-        files: None: copies the files as they are, then reads the copy back and verifies every byte. 1: writes one
-            file. K: writes a folder of K files. For a number, the source is verified and then saved again from memory
-            mapped to its files.
-        replace: replace a checkpoint of the same step.
-        progress: called with the bytes of this rank's share written and verified so far, and with twice the share.
-            Not called while saving again.
-        options: options of `save`; only if `files` is a number.
+        source: A checkpoint, or a directory of checkpoints, whose newest one is copied.
+        directory: Directory of checkpoints in which the copy is created.
+        comm: The ranks that share the work.
+        files: Number of files of the copy. None: the files are copied as they are, then read back and verified. 1:
+            a single file; larger: a folder of that many files. For a number, the source is verified and then saved
+            again from its memory-mapped files.
+        replace: Replace an existing checkpoint of the same step.
+        progress: Called with the number of bytes of this rank's share written and verified so far, and with twice
+            the size of the share. Not called while saving again.
+        **options: Options of `save`; only if `files` is a number.
 
-    Raises on every rank, after removing the partial copy: CheckpointError for damage and for files that cannot be read
-    or written, UsageError for an invalid argument.
+    Returns:
+        Path and size of the copy, and how it was made.
+
+    Raises:
+        CheckpointError: On every rank, for damage and for files that cannot be read or written. The partial copy is
+            removed.
+        UsageError: On every rank, for an invalid argument.
     """
     directory = Path(directory)
     checkpoint = open_checkpoint(source, comm=comm)
@@ -212,8 +236,10 @@ def _copy_files(
 
 
 def _prepare(checkpoint: Checkpoint, directory: Path, *, sources: Sequence[Path]) -> dict[str, Any]:
-    """Creates files of the right length, without content, under a temporary name. Rank 0. Returns "partial", the path,
-    and "sizes", the lengths."""
+    """Creates empty files of the right lengths under a temporary name. Rank 0.
+
+    Returns the path as "partial" and the lengths as "sizes".
+    """
     is_folder = checkpoint.path.is_dir()
     name = folder_name(checkpoint.step) if is_folder else file_name(checkpoint.step)
     partial = directory / partial_name(name, unique=secrets.token_hex(8))
@@ -283,9 +309,13 @@ def _commit(checkpoint: Checkpoint, directory: Path, partial: Path) -> str:
 class Pruned:
     """Result of `prune`.
 
-    proven: the newest undamaged checkpoint. passed_over: errors of newer, damaged ones, which are kept. kept: names.
-    deleted: names of checkpoints deleted, or with dry_run to be deleted; freed_bytes: their total length. notes:
-    errors.
+    Attributes:
+        proven: The newest undamaged checkpoint, every byte of which was verified.
+        passed_over: Errors of newer checkpoints, which are damaged and kept.
+        kept: Names of the checkpoints that are kept.
+        deleted: Names of the checkpoints that were deleted, or with `dry_run` would be.
+        freed_bytes: Total length of the deleted checkpoints.
+        notes: Errors while deleting.
     """
 
     proven: Path
@@ -305,13 +335,24 @@ def prune(
     dry_run: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Pruned:
-    """Deletes the checkpoints of `directory` that `retention` does not keep. Collective: the ranks share the hashing.
+    """Deletes the checkpoints of a directory that `retention` does not keep, after verifying the newest one.
 
-    First every byte of the newest checkpoint is verified, or if it is damaged of the next older one, and so on. The
-    verified checkpoint and all newer ones are kept.
-    unfinished: also remove partial checkpoints of killed saves; do not use it while a run may be saving there.
-    dry_run: delete nothing, only report. progress: as in `verify`.
-    Raises CheckpointError on every rank if there is no undamaged checkpoint.
+    Collective. First every byte of the newest checkpoint is verified by all ranks together; if it is damaged, the
+    next older one is tried, and so on. The verified checkpoint and all newer ones are kept.
+
+    Args:
+        directory: Directory of the checkpoints.
+        comm: The ranks that share the verification.
+        retention: Which checkpoints are kept.
+        unfinished: Also remove partial checkpoints of killed saves. Do not use it while a run may be saving there.
+        dry_run: Delete nothing, only report what would be deleted.
+        progress: As in `verify`.
+
+    Returns:
+        What was kept and deleted.
+
+    Raises:
+        CheckpointError: On every rank, if there is no undamaged checkpoint.
     """
     directory = Path(directory)
     proven, passed_over = _newest_whole(directory, comm=comm, progress=progress)
@@ -331,8 +372,10 @@ def prune(
 
 
 def checkpoint_size(path: Path) -> int:
-    """Returns the length in bytes of a checkpoint's file, or of all files in its folder; 0 if it does not exist. Raises
-    OSError."""
+    """Returns the length in bytes of a checkpoint's file, or of all files in its folder; 0 if it does not exist.
+
+    Raises OSError for any other failure.
+    """
     with suppress(FileNotFoundError):
         if path.is_dir():
             return sum(entry.stat().st_size for entry in path.iterdir() if entry.is_file())
@@ -343,8 +386,10 @@ def checkpoint_size(path: Path) -> int:
 def _newest_whole(
     directory: Path, *, comm: Collective, progress: Callable[[int, int], None]
 ) -> tuple[Path, tuple[str, ...]]:
-    """Returns the newest undamaged checkpoint, and the errors of newer ones. Collective. Raises CheckpointError on
-    every rank if there is none."""
+    """Returns the newest undamaged checkpoint, and the errors of newer, damaged ones. Collective.
+
+    Raises CheckpointError on every rank if there is no undamaged checkpoint.
+    """
 
     def candidates() -> list[str]:
         if not directory.is_dir():

@@ -1,7 +1,7 @@
 """Finds the content of archives that torch.save wrote, without unpickling and without reading tensors into memory.
 
 An archive is a zip file whose records are not compressed: `data.pkl`, the description, and `data/K`, the bytes of
-storage K. See "Serialized file format for torch.save" in torch's notes on serialization semantics.
+storage K. Source: "Serialized file format for torch.save" in torch's notes on serialization semantics.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ _STORES = {"MEMOIZE", "BINPUT", "LONG_BINPUT"}
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """What an unpickler would have made by calling `name`, "module.name", with `args`. args: None: the name itself.
-    state: what it would then have passed to `__setstate__` or put into `__dict__`."""
+    """What an unpickler would create by calling `name` ("module.name") with `args`, noted but not created.
+
+    If `args` is None, the record stands for the name itself. `state` is what the unpickler would then pass to
+    `__setstate__` or put into `__dict__`.
+    """
 
     name: str
     args: tuple[Any, ...] | None = None
@@ -59,8 +62,9 @@ class Record:
 def read_pickled_data(content: bytes | memoryview, *, where: str) -> Any:
     """Returns the content of a pickle as dicts, lists, tuples, text, numbers, bool, None and records.
 
-    where: describes the source, for messages. Lists and dicts may contain themselves. A storage of torch ("persistent
-    id") is the record "persistent id". Raises CheckpointError if the pickle is invalid or has other instructions.
+    `where` describes the source in messages. Lists and dicts may contain themselves. A storage of torch
+    ("persistent id") is the record "persistent id". Raises CheckpointError if the pickle is invalid or has other
+    instructions.
     """
     try:
         return _run(bytes(content))
@@ -135,7 +139,7 @@ def _run(content: bytes) -> Any:
 
 
 def _called(function: Record, args: tuple[Any, ...]) -> Any:
-    """Returns the record of a call; an empty dict for collections.OrderedDict(), whose items follow."""
+    """Returns the record of a call; for collections.OrderedDict() an empty dict, whose items follow in the pickle."""
     if function.name == "collections.OrderedDict" and not args:
         return {}
     return Record(function.name, args)
@@ -181,8 +185,11 @@ _PARAMETER = "torch._utils._rebuild_parameter"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Located:
-    """A tensor in an archive. file_offset, num_bytes: of its storage in the file, in bytes. first, strides: how the
-    tensor lies in it, in elements."""
+    """A tensor in an archive, and where its elements lie.
+
+    `file_offset` and `num_bytes` are the position and length of its storage in the file, in bytes. `first` and
+    `strides` say how the tensor lies in the storage, in elements.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -194,8 +201,10 @@ class Located:
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """content: the archive's bytes. begin: its offset in the file. records: (offset in the archive, bytes, CRC-32) by
-    name."""
+    """An opened archive: its bytes, its offset in the file, and the place of each record.
+
+    `records` maps each record's name to its offset in the archive, its length in bytes and its CRC-32.
+    """
 
     content: memoryview
     begin: int
@@ -210,7 +219,7 @@ class Archive:
         return self.content[begin : begin + num_bytes]
 
     def check(self, name: str) -> None:
-        """Raises CheckpointError if the record's bytes do not have the CRC-32 of the archive's directory."""
+        """Raises CheckpointError if a record's bytes do not have the CRC-32 that the archive's directory contains."""
         begin, num_bytes, expected = self._record(name)
         found = 0
         for start in range(begin, begin + num_bytes, _CHECK_BYTES):
@@ -222,7 +231,7 @@ class Archive:
             )
 
     def place(self, name: str) -> tuple[int, int]:
-        """Returns the record's offset in the file, and its bytes."""
+        """Returns a record's offset in the file and its length, in bytes."""
         first, num_bytes, _ = self._record(name)
         return self.begin + first, num_bytes
 
@@ -232,13 +241,15 @@ class Archive:
         return self.records[name]
 
     def description(self, *, verify: bool) -> Any:
-        """Returns the value that torch.save wrote, as `read_pickled_data` does."""
+        """Returns the value that torch.save wrote, read by `read_pickled_data` without unpickling."""
         return read_pickled_data(self.read("data.pkl", verify=verify), where="data.pkl")
 
     def locate(self, value: Any, *, verify: bool) -> Located:
-        """Returns where a tensor of the description lies. Raises CheckpointError if it is no plain dense tensor.
+        """Returns where the tensor `value` of the description lies.
 
-        verify: compare the content with the archive's CRC-32.
+        Raises CheckpointError unless it is plain and dense.
+
+        `verify` also compares the content with the archive's CRC-32.
         """
         order = self.read("byteorder", verify=verify) if "byteorder" in self.records else None
         if order is not None and order != sys.byteorder.encode():
@@ -276,9 +287,9 @@ class Archive:
 
 @contextmanager
 def open_archive(path: Path, *, begin: int = 0, num_bytes: int | None = None) -> Iterator[Archive]:
-    """Yields the archive of `num_bytes` bytes at byte `begin` of a file; None: to its end. Errors in the block name it.
+    """Yields the archive at byte `begin` of a file; it has `num_bytes` bytes, or extends to the end of the file.
 
-    Raises CheckpointError.
+    Raises CheckpointError. Errors in the block name the archive.
     """
     where = f"{path}, archive at byte {begin}" if num_bytes is not None else str(path)
     try:
@@ -295,9 +306,10 @@ def open_archive(path: Path, *, begin: int = 0, num_bytes: int | None = None) ->
 
 
 def mapped_tensor(file: NDArray[Any], place: Located, *, where: str) -> torch.Tensor:
-    """Returns a tensor of a mapped file, uint8 of shape (bytes,). Do not write to it: the memory is mapped read-only.
+    """Returns a tensor whose memory is the mapped file `file`: uint8, shape (length of the file,).
 
-    where: the file's name. Raises CheckpointError if the file has become shorter.
+    Do not write to the tensor: the memory is mapped read-only. `where` is the file's name for messages. Raises
+    CheckpointError if the file has become shorter.
     """
     elem_bytes = dtype_named(place.dtype).itemsize
     num_bytes = place.num_bytes - place.num_bytes % elem_bytes
@@ -310,7 +322,7 @@ def mapped_tensor(file: NDArray[Any], place: Located, *, where: str) -> torch.Te
 
 
 class _Bytes(io.RawIOBase):
-    """A file for reading that has the bytes of `content`, which are not copied."""
+    """A readable file whose bytes are `content`, without a copy."""
 
     def __init__(self, content: memoryview) -> None:
         self._content = content
@@ -339,8 +351,8 @@ class _Bytes(io.RawIOBase):
 def _open(content: memoryview, *, begin: int) -> Archive:
     """Returns the archive whose bytes are `content`.
 
-    zipfile is given these bytes alone, not the archives before it in the file too: since the fix of CVE-2025-8291
-    (CPython 3.13.5 of Debian 13, 3.14) it refuses some archives that have other bytes before them.
+    The module zipfile gets these bytes alone, without archives that precede it in the file: since the fix of
+    CVE-2025-8291 (CPython 3.13.5 of Debian 13, 3.14) it refuses some archives that have other bytes before them.
     """
     found = {}
     try:

@@ -1,9 +1,9 @@
 """File layout: the position of every byte of a checkpoint, agreed by all ranks and cached between saves.
 
-A run saves the same tensors repeatedly. As long as the names, dtypes and shapes on all ranks are unchanged, one small
+A run saves the same tensors repeatedly. As long as names, dtypes and shapes are unchanged on all ranks, one small
 vote replaces planning, laying out and exchanging offsets. Names are compared before the vote. Comparing dtypes and
-shapes of thousands of tensors takes as long as writing several megabytes, so that is done when a tensor is taken,
-while the disk already works; if one has changed, the save restarts.
+shapes of thousands of tensors takes as long as writing several megabytes. Therefore it is done when a tensor is
+about to be written, while the disk already works; if one has changed, the save restarts.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ from hpctrain.storage import hash_of
 
 
 def document_hash(state: State) -> str:
-    """Returns the hash of document and parent, which must be the same on every rank. Raises CheckpointError if they
-    cannot be encoded as JSON."""
+    """Returns the hash of document and parent, which must be the same on every rank.
+
+    Raises CheckpointError if they cannot be encoded as JSON.
+    """
     return hash_of(_shared_text(state).encode())
 
 
@@ -59,10 +61,10 @@ def _shared_text(state: State) -> str:
 def agree_on_plan(
     state: State, *, step: int, comm: Collective, file_of_rank: Sequence[int] | None = None
 ) -> WritePlan:
-    """Returns the write plan for the ranks' states. Collective.
+    """Returns the write plan for the states of all ranks. Collective.
 
-    Compares step, files, document and replicated tensors of the ranks by their hashes. Raises CheckpointError on every
-    rank, with the difference, if they do not match.
+    It compares step, files, document and replicated tensors of the ranks by their hashes. Raises CheckpointError on
+    every rank, with the difference, if they are not the same.
     """
     headers = agreed(comm, lambda: [header_of(item) for item in state.sources()])
     replicated = [header.to_json() for header in headers if header.box is None]
@@ -109,7 +111,11 @@ def agree_on_plan(
 def _shards_of_all(
     different: Sequence[Mapping[str, Any]], number_of_rank: Sequence[int]
 ) -> Sequence[Sequence[Header]]:
-    """Returns the shards of each rank. different: what the ranks have sent, and the number of each rank's in it."""
+    """Returns the shards of each rank.
+
+    `different` contains the distinct messages that ranks have sent, `number_of_rank` the index of each rank's
+    message.
+    """
     num_ranks = len(number_of_rank)
     listed = [tuple(map(Header.from_json, entry["shards"])) for entry in different]
     if len(different) == 1 and different[0]["even"]:
@@ -121,7 +127,7 @@ def _shards_of_all(
 
 
 def _document_difference(document: dict[str, Any], comm: Collective) -> str:
-    """Returns a message with the top-level keys of the document that differ, and on which ranks. Collective."""
+    """Returns a message with the document's top-level keys that differ, and on which ranks. Collective."""
     hashes = {key: hash_of(json.dumps(value, sort_keys=True).encode()) for key, value in document.items()}
     by_rank = all_gather_json(comm, hashes)
     lines = []
@@ -136,16 +142,21 @@ def _document_difference(document: dict[str, Any], comm: Collective) -> str:
 
 
 class NotAsPlannedError(CheckpointError):
-    """A tensor's dtype or shape differs from that in the cached layout. Handled internally: the save restarts."""
+    """A tensor's dtype or shape differs from the cached layout. Never reaches the user: the save restarts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FileLayout:
-    """File layout of a save, cached while names, dtypes and shapes are unchanged.
+    """The layout of a save on one rank, cached while names, dtypes and shapes are unchanged.
 
-    skeleton: of this rank's file, if this rank is its leader. text: on rank 0 only. own: the bytes that this rank
-    writes. kinds[i]: expected dtypes and shapes of group i's sources; last entry: sources in no group. replicas: the
-    tensors that the ranks compare.
+    Attributes:
+        files: Which rank writes to which file.
+        skeleton: The HDF5 structures of this rank's file, if the rank is its leader; else None.
+        text: The metadata's list of tensors, on rank 0; else None.
+        own: The bytes that this rank writes.
+        kinds: Expected dtypes and shapes of the tensors: an entry per group of `own`, then one for tensors in no
+            group.
+        replicas: The tensors that the ranks compare.
     """
 
     files: Files
@@ -156,8 +167,11 @@ class FileLayout:
     replicas: Replicas
 
     def groups(self, sources: Sequence[Item], *, staging: Staging) -> Iterator[Group]:
-        """Yields the groups of `own`, each after checking dtypes and shapes of its sources, and finally checks the
-        sources in no group. `staging` starts the last write before that. Not collective. Raises NotAsPlannedError."""
+        """Yields the groups of `own`, each after checking the dtypes and shapes of its tensors.
+
+        Finally it checks the tensors in no group; before that, `staging` starts the last write. Not collective.
+        Raises NotAsPlannedError.
+        """
         *by_group, rest = self.kinds
         for group, kinds in zip(self.own.groups, by_group, strict=True):
             kinds.check(sources)
@@ -168,8 +182,10 @@ class FileLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kinds:
-    """dtype, shape and memory layout of the sources with these numbers. Lists instead of one object per source, since
-    there may be thousands."""
+    """Expected dtypes, shapes and memory layouts of some of the sources, given by their numbers.
+
+    It has lists instead of one object per source, since there may be thousands.
+    """
 
     numbers: Sequence[int]
     dtypes: Sequence[torch.dtype]
@@ -185,7 +201,7 @@ class _Kinds:
         )  # fmt: skip
 
     def fit(self, sources: Sequence[Item]) -> bool:
-        """True if the sources with these numbers match."""
+        """Returns True if dtypes, shapes and memory layouts of the sources are as expected."""
         try:
             return _Kinds.of(sources, self.numbers) == self
         except RuntimeError:  # a tensor without a shape, nested or lazy: planning reports it
@@ -198,8 +214,11 @@ class _Kinds:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Remembered:
-    """A cached layout. number: counts the layouts of a communicator, the same on all its ranks. frame: everything that
-    the layout depends on, except the kinds."""
+    """A cached layout.
+
+    `number` counts the layouts of a communicator, the same on all its ranks. `frame` is everything that the layout
+    depends on, except dtypes and shapes.
+    """
 
     number: int
     frame: list[Any]
@@ -211,8 +230,10 @@ class _Remembered:
 
 @dataclass(kw_only=True, eq=False)
 class _Memory:
-    """Cache of one communicator. layouts: the most recent ones, newest last. trusted: True until a state with the same
-    names has had other dtypes or shapes."""
+    """Cached layouts of one communicator, the newest last.
+
+    `trusted` is True until a state with the same names has had other dtypes or shapes.
+    """
 
     layouts: list[_Remembered] = field(default_factory=list)
     trusted: bool = True
@@ -235,14 +256,19 @@ def layout_for(
     """Returns the layout of this save, from the cache if possible. Collective.
 
     Args:
+        state: This rank's part of the content.
         sources: `state.sources()`.
-        alignment: alignment of large datasets in the file, in bytes.
-        header: the metadata without tensors, parts and hashes; rank 0's is used.
-        trusting: do not compare dtypes and shapes. The caller must then use `FileLayout.groups`, and if that raises on
-            any rank, call `distrust` and restart.
+        step: Step of the save.
+        comm: The ranks that save together.
+        file_of_rank: Number of the file that each rank writes to.
+        alignment: Alignment of large datasets in the file, in bytes.
+        header: The metadata without tensors, parts and hashes; rank 0's is used.
+        trusting: Do not compare dtypes and shapes. The caller must then use `FileLayout.groups`, and if that raises
+            on any rank, call `distrust` and restart.
 
-    Raises CheckpointError on every rank if the ranks' states are inconsistent (with `trusting` perhaps only after the
-    restart), or HDF5 cannot represent them.
+    Raises:
+        CheckpointError: On every rank, if the ranks' states are inconsistent (with `trusting` perhaps only after
+            the restart), or if HDF5 cannot represent them.
     """
     frame = _frame(sources, file_of_rank=file_of_rank, alignment=alignment)
     memory = comm.attribute(_Memory)
@@ -285,15 +311,17 @@ def _frame(sources: Sequence[Item], *, file_of_rank: Sequence[int], alignment: i
 
 
 def _kinds(own: OwnBytes, *, sources: Sequence[Item]) -> list[_Kinds]:
-    """Returns `FileLayout.kinds`."""
+    """Returns the value of `FileLayout.kinds` for the rank's tensors."""
     numbers = [[segment.source for segment in group.segments] for group in own.groups]
     rest = sorted(set(range(len(sources))).difference(*numbers))
     return [_Kinds.of(sources, found) for found in (*numbers, rest)]
 
 
 def _metadata_fits(layout: FileLayout, *, header: Metadata) -> bool:
-    """True if rank 0's metadata fits the space of the cached layout. Returns False for metadata that is too long, for
-    which `_lay_out` then raises on all ranks."""
+    """Returns True if rank 0's metadata fits into the space that the cached layout reserves.
+
+    Returns False for metadata that exceeds the limit, for which `_lay_out` then raises on all ranks.
+    """
     assert layout.text is not None
     assert layout.skeleton is not None
     try:
@@ -311,7 +339,10 @@ def _lay_out(
     plan: WritePlan, *, sources: Sequence[Item], comm: Collective, alignment: int,
     header: Metadata,
 ) -> FileLayout:  # fmt: skip
-    """Computes the layout of a plan. Collective: the leaders create the skeletons and send their offsets to all."""
+    """Computes the layout for a plan.
+
+    Collective: the files' leaders create the skeletons and send their offsets to all.
+    """
     file = plan.files.of_rank[comm.rank]
     leads = plan.files.leaders[file] == comm.rank
     pieces = plan.pieces_in(file)

@@ -1,8 +1,8 @@
 """A checkpoint file without its content: HDF5's own structures, and the file offsets of the content.
 
-The HDF5 library creates it once per layout, in a sparse temporary file; a save then writes these bytes and the content
-with plain writes. So a save neither spends time in the library nor depends on its behaviour on a slow or full
-filesystem. h5py is imported only here.
+The HDF5 library creates it once per layout, in a sparse temporary file; a save then writes these bytes and the
+content with plain writes. So a save neither spends time in the library nor depends on its behaviour on a slow or
+full filesystem. The metadata's text is prepared in the same way. h5py is imported only here.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ from hpctrain.storage import HASH_DIGITS
 
 
 def gaps_between(taken: Iterable[tuple[int, int]], *, file_bytes: int) -> list[tuple[int, int]]:
-    """Returns (begin, end) of each gap, ascending. taken: the used byte ranges (offset, length), in any order.
+    """Returns the gaps between used byte ranges of a file as (begin, end), ascending.
 
-    Raises CheckpointError if two byte ranges overlap, or one extends beyond the end of the file.
+    `taken` contains the used byte ranges, (offset, length), in any order. Raises CheckpointError if two of them
+    overlap, or if one extends beyond the end of the file.
     """
     gaps, position = [], 0
     for offset, num_bytes in [*sorted(taken), (file_bytes, 0)]:
@@ -66,7 +67,7 @@ _HEADER_BYTES = 400  # approximate size of a dataset's object header
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkeletonDataset:
-    """A dataset of the file. path: its HDF5 path. dtype: torch's name of it. num_bytes: length of its content."""
+    """A dataset of the file: its HDF5 path, the name of its torch dtype, its shape, and the length of its content."""
 
     path: str
     dtype: str
@@ -76,8 +77,16 @@ class SkeletonDataset:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Skeleton:
-    """offsets: file offsets of the datasets' content, 0 for empty ones. byte_ranges: all other byte ranges, as (offset,
-    bytes), except the main file's commit header and metadata. structure_hash: hash of these byte ranges."""
+    """The bytes of a checkpoint file that are not content, and the offsets of its content.
+
+    Attributes:
+        offsets: File offset of each dataset's content; 0 for an empty dataset.
+        metadata_offset: File offset of the space for the metadata.
+        metadata_bytes: Length of that space.
+        file_bytes: Length of the file.
+        byte_ranges: HDF5's structures, (offset, bytes): everything except content, metadata and commit header.
+        structure_hash: Hash of `byte_ranges`.
+    """
 
     offsets: tuple[int, ...]
     metadata_offset: int
@@ -91,13 +100,12 @@ def make_skeleton(
     datasets: Sequence[SkeletonDataset], *, metadata_bytes: int = 0, user_block: bytes = b"",
     alignment: int = ALIGNMENT_BYTES,
 ) -> Skeleton:  # fmt: skip
-    """Creates the skeleton of one file. Not collective.
+    """Creates the skeleton of one file with the HDF5 library. Not collective.
 
     Contiguous datasets that are allocated early and never filled have a fixed file offset (H5Dget_offset), so that
-    their content can be written without HDF5.
-    metadata_bytes: space for the main file's metadata; 0 for part files. user_block: the first SEAL_BYTES bytes of a
-    part file. Raises CheckpointError if HDF5 cannot represent a dataset, h5py is missing, or the temporary folder is
-    full.
+    their content can be written without HDF5. `metadata_bytes` is the space for the main file's metadata, 0 for
+    part files; `user_block` the first SEAL_BYTES bytes of a part file. Raises CheckpointError if HDF5 cannot
+    represent a dataset, if h5py is missing, or if the temporary folder is full.
     """
     h5py = _import_h5py()
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
@@ -126,7 +134,7 @@ def make_skeleton(
 
 
 def _try_out(path: Path, *, num_bytes: int, headers: int) -> None:
-    """Raises OSError if the filesystem has no space for the skeleton: HDF5 does not survive a full disk."""
+    """Raises OSError if the filesystem has no space for the skeleton, since HDF5 does not survive a full disk."""
     with open(path, "wb") as file:
         file.write(bytes(_HEADER_BYTES * headers + _MAX_BLOCK_BYTES))
         file.truncate(max(num_bytes, file.tell()))
@@ -134,8 +142,10 @@ def _try_out(path: Path, *, num_bytes: int, headers: int) -> None:
 
 
 def _file_options(num_datasets: int, alignment: int) -> dict[str, Any]:
-    """Returns the options of h5py.File. The object headers of HDF5 1.8 are smaller and faster than the oldest format,
-    and HDF5 1.10 can read everything."""
+    """Returns the options with which h5py creates the file.
+
+    The object headers of HDF5 1.8 are smaller and faster than the oldest format, and HDF5 1.10 can read everything.
+    """
     block = 1 << max(0, num_datasets * _HEADER_BYTES - 1).bit_length()
     return {
         "libver": ("v108", "v110"),
@@ -190,7 +200,7 @@ def _take_apart(
 
 
 def structure_hash(byte_ranges: Iterable[tuple[int, bytes]]) -> str:
-    """Returns the hash of HDF5's structures of a file. byte_ranges: (offset, bytes), ascending."""
+    """Returns the hash of a file's HDF5 structures, given as ascending byte ranges (offset, bytes)."""
     digest = xxhash.xxh3_64()
     for _, data in byte_ranges:
         digest.update(data)
@@ -199,7 +209,7 @@ def structure_hash(byte_ranges: Iterable[tuple[int, bytes]]) -> str:
 
 @contextmanager
 def _hdf5_errors(path: Path) -> Iterator[None]:
-    """Converts the various exception types of HDF5 errors to CheckpointError."""
+    """Context in which the various exceptions of HDF5 become a CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -231,10 +241,14 @@ _PADDING_BYTES = 1 << 14
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorsText:
-    """The JSON list of tensors.
+    """The metadata's list of tensors as JSON text, with placeholders.
 
-    hash_places, offset_places: positions in `text` of each extent's hash and of each piece's offset. written_as[i]:
-    number of the i-th extent in `text` when all ranks' extents are counted rank by rank, in the plan's order.
+    Attributes:
+        text: The JSON text.
+        hash_places: Position in the text of each extent's hash.
+        offset_places: Position in the text of each piece's file offset.
+        written_as: For the i-th extent in the text, its number when the extents of all ranks are counted rank by
+            rank, in the plan's order.
     """
 
     text: bytes
@@ -243,7 +257,7 @@ class TensorsText:
     written_as: NDArray[np.int64]
 
     def with_offsets(self, offsets: Sequence[int]) -> TensorsText:
-        """Returns the text with all offsets filled in. offsets: of all pieces, in the order of tensors and pieces."""
+        """Returns the text with the file offsets of all pieces filled in, given in the order of tensors and pieces."""
         digits = b"".join(str(offset).ljust(_OFFSET_DIGITS).encode() for offset in offsets)
         filled = np.frombuffer(self.text, dtype=np.uint8).copy()
         _fill(filled, places=self.offset_places, digits=digits, width=_OFFSET_DIGITS)
@@ -254,7 +268,7 @@ class TensorsText:
 
 
 def tensors_text(plan: WritePlan) -> TensorsText:
-    """Returns the text for a plan, with placeholders for offsets and hashes."""
+    """Returns the metadata's list of tensors for a plan, with placeholders for offsets and hashes."""
     no_hash = secrets.token_hex(HASH_DIGITS // 2)
     no_offset = 10 ** (_OFFSET_DIGITS - 1) + secrets.randbelow(10 ** (_OFFSET_DIGITS - 1))
     found: dict[tuple[int, int], list[tuple[tuple[int, ...], int, StoredExtent]]] = defaultdict(list)
@@ -308,8 +322,8 @@ def metadata_text(
 ) -> memoryview:
     """Returns the complete metadata, padded with spaces to `padded_bytes` bytes.
 
-    hashes: uint64, shape (num_extents,), of all ranks' extents, rank by rank. Raises CheckpointError if the metadata
-    exceeds `padded_bytes` or MAX_METADATA_BYTES.
+    `hashes` are those of all ranks' extents, rank by rank: uint64, shape (num_extents,). Raises CheckpointError if
+    the metadata exceeds `padded_bytes` or MAX_METADATA_BYTES.
     """
     head = json.dumps(header, separators=(",", ":")).encode()[:-1] + b',"tensors":'
     num_bytes = len(head) + len(tensors.text) + 1
@@ -332,7 +346,7 @@ def _places(text: bytes, token: str) -> NDArray[np.int64]:
 
 
 def _fill(text: NDArray[np.uint8], *, places: NDArray[np.int64], digits: bytes, width: int) -> None:
-    """Writes `width` digits at each of the positions."""
+    """Writes the next `width` of the digits at each of the positions."""
     if len(places):
         windows = np.lib.stride_tricks.sliding_window_view(text, width, writeable=True)
         windows[places] = np.frombuffer(digits, dtype=np.uint8).reshape(-1, width)

@@ -27,7 +27,7 @@ _JOINED_BYTES = 1 << 18
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A byte range of one source. start, num_bytes: position and length in its row-major memory, in bytes."""
+    """A byte range of one tensor: the tensor's index among the sources, and position and length in row-major order."""
 
     source: int
     start: int
@@ -36,10 +36,10 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Segments that are taken at once: a single one, or small ones that are contiguous in the file.
+    """Byte ranges of tensors that are taken at once: a single one, or small ones that are contiguous in the file.
 
-    extents: numbers of the rank's extents in the group, in order. offset: file offset of a group of small segments;
-    None for a single segment, whose extents have their own runs in the file.
+    `extents` are the numbers of the rank's extents in the group, in order. `offset` is the file offset of a group
+    of small segments; it is None for a single segment, whose extents have byte ranges of their own in the file.
     """
 
     segments: tuple[Segment, ...]
@@ -57,8 +57,10 @@ Content: TypeAlias = Iterator[tuple[Group, memoryview]]
 class OwnBytes:
     """The bytes that one rank writes to its file.
 
-    groups: in file order. extent_bytes: length of each extent, in the plan's order. runs: for each extent its byte
-    ranges in the file, (offset, length), in the order of its bytes.
+    Attributes:
+        groups: The groups of segments, in file order.
+        extent_bytes: Length of each extent, in the plan's order.
+        runs: For each extent its byte ranges in the file, (offset, length), in the order of its bytes.
     """
 
     groups: tuple[Group, ...]
@@ -72,8 +74,11 @@ class OwnBytes:
     def byte_ranges(
         self, content: Content, *, hashes: NDArray[np.uint64]
     ) -> Iterator[tuple[int, memoryview]]:
-        """Yields (offset in the file, bytes) of all content. Stores each extent's hash in `hashes` (uint64, shape
-        (num_extents,)) just before yielding its bytes, which are then still in the processor's cache."""
+        """Yields all content as byte ranges of the file, (offset, bytes), and stores the extents' hashes in `hashes`.
+
+        Each extent is hashed just before its bytes are yielded, so that they are still in the processor's cache
+        when they are written. `hashes` is an array of uint64, shape (num_extents,).
+        """
         digest, sizes = xxhash.xxh3_64_intdigest, self.extent_bytes
         for group, data in content:
             position = 0
@@ -99,7 +104,7 @@ class OwnBytes:
 def own_bytes(
     plan: WritePlan, *, rank: int, pieces: Mapping[PieceKey, PlannedPiece], offsets: Mapping[PieceKey, int]
 ) -> OwnBytes:
-    """Returns the bytes that `rank` writes. pieces, offsets: the pieces of its file, and their offsets there."""
+    """Returns the bytes that `rank` writes, given the pieces of its file and their file offsets."""
     extent_bytes: list[int] = []
     runs: list[tuple[tuple[int, int], ...]] = []
     segments: list[tuple[Segment, range]] = []  # each with its extents
@@ -177,10 +182,11 @@ def _grouped(
 def content_of(
     sources: Sequence[Item], own: OwnBytes, *, groups: Iterable[Group], staging: Staging
 ) -> Content:
-    """Yields the bytes of each of `groups`, which are those of `own`.
+    """Yields the bytes of each of `groups`, which belong to `own`.
 
-    Small tensors are joined in memory of `staging`. Large ones are not copied, unless they are not contiguous, or are
-    on a device: those are copied to the host one extent at a time, so the host never holds a whole copy.
+    Small tensors are joined in memory of `staging`. Large ones are not copied, unless they are not contiguous or
+    are on a device. Those on a device are copied to the host one extent at a time, so the host never holds a whole
+    copy.
     """
     for group in groups:
         if group.offset is not None:
@@ -203,7 +209,8 @@ def content_of(
 def copy_to(buffer: torch.Tensor, sources: Sequence[Item], own: OwnBytes) -> None:
     """Copies all of this rank's bytes, group after group, into `buffer`: uint8, shape (`copy_bytes`,), on the host.
 
-    Copies from a device are queued on its current stream: synchronize before reading the buffer or changing a tensor.
+    Copies from a device are queued on its current stream: synchronize before reading the buffer or changing a
+    tensor.
     """
     for group, position in zip(own.groups, _places(own), strict=True):
         _copy_group(buffer[position : position + group.num_bytes], sources, group, wait=False)
@@ -225,8 +232,11 @@ def copy_bytes(own: OwnBytes) -> int:
 
 
 def _places(own: OwnBytes) -> Iterator[int]:
-    """Yields each group's position in the copy. Large groups have the same offset within a block as in the file, so
-    that direct I/O can write them without another copy."""
+    """Yields each group's position in the buffer of `copy_to`.
+
+    A large group has the same offset within a block as in the file, so that direct I/O can write it without another
+    copy.
+    """
     position = 0
     for group in own.groups:
         if group.num_bytes >= _SMALL_BYTES and group.offset is None:
@@ -236,8 +246,11 @@ def _places(own: OwnBytes) -> Iterator[int]:
 
 
 def _copy_group(target: torch.Tensor, sources: Sequence[Item], group: Group, *, wait: bool) -> None:
-    """Copies a group into `target`: uint8, shape (group.num_bytes,), on the host. Small tensors of one device are
-    joined there and copied at once. wait: if False, copies from a device are only queued."""
+    """Copies a group into `target`: uint8, shape (group.num_bytes,), on the host.
+
+    Small tensors of one device are joined there and copied at once. Unless `wait` is set, copies from a device are
+    only queued.
+    """
     if group.offset is None:
         target.copy_(view_of(sources, group.segments[0]), non_blocking=not wait)
         return
@@ -254,8 +267,10 @@ def _copy_group(target: torch.Tensor, sources: Sequence[Item], group: Group, *, 
 
 
 def _copy_small(address: int, sources: Sequence[Item], segments: Sequence[Segment]) -> bool:
-    """Copies small segments with memmove, which is several times as fast as a copy by torch. Returns False, perhaps
-    after copying some, if one is not on the host."""
+    """Copies small segments with memmove, which is several times as fast as a copy by torch.
+
+    Returns False, perhaps after copying some, if one of them is not on the host.
+    """
     for segment in segments:
         tensor, start = sources[segment.source].tensor, segment.start
         if not tensor.is_cpu:
@@ -274,8 +289,10 @@ def _copy_small(address: int, sources: Sequence[Item], segments: Sequence[Segmen
 
 
 def view_of(sources: Sequence[Item], segment: Segment) -> torch.Tensor:
-    """Returns the segment's bytes: uint8, shape (num_bytes,), on the tensor's device. If the tensor is not contiguous,
-    copies only the rows that contain them."""
+    """Returns the segment's bytes: uint8, shape (num_bytes,), on the tensor's device.
+
+    If the tensor is not contiguous, only the rows that contain the bytes are copied.
+    """
     tensor, begin, end = sources[segment.source].tensor, segment.start, segment.start + segment.num_bytes
     if tensor.dim() and len(tensor) > 1 and not tensor.is_contiguous():
         row_bytes = tensor.nbytes // len(tensor)

@@ -1,7 +1,8 @@
 """Checks, before a save writes them, that the ranks' copies of replicated tensors have the same bits.
 
-Each rank writes a part of the bytes, so copies that differ would be saved as a mixture of the ranks. Every rank hashes
-the same parts of its copies, and the ranks compare one number; they exchange more only if that differs.
+Each rank writes a part of every replicated tensor, so copies that differ would be saved as a mixture of the ranks.
+Every rank hashes the same parts of its copies, and the ranks compare one number; they exchange more only if it
+differs.
 """
 
 from __future__ import annotations
@@ -43,8 +44,12 @@ _HASH_MASK = (1 << 62) - 1
 class Replicas:
     """The replicated tensors of a layout and how to sample them; the same on every rank.
 
-    sources: their indices in `State.sources()`. num_bytes: their lengths, by that index. turns: number of samples over
-    which the tensors are distributed. part: a sample has 1/part of a tensor. numbers: yields the sample numbers.
+    Attributes:
+        sources: Indices of the replicated tensors in `State.sources()`.
+        num_bytes: Length of each of them, by index.
+        turns: Number of samples over which the tensors are distributed.
+        part: A sample contains 1/part of a tensor.
+        numbers: Iterator over the numbers of the samples.
     """
 
     sources: Sequence[int]
@@ -55,8 +60,11 @@ class Replicas:
 
     @classmethod
     def of(cls, sources: Sequence[Item], *, step: int) -> Replicas:
-        """step: step of the save that the layout is made for. It determines the first sample, so that runs that are
-        often resumed do not compare the same parts each time."""
+        """Returns the replicated tensors among `sources`, to be sampled from a number that depends on the step.
+
+        So runs that are often resumed do not compare the same parts each time. `step` is that of the save for which
+        the layout is made.
+        """
         num_bytes = {
             number: source.tensor.nbytes
             for number, source in enumerate(sources)
@@ -71,8 +79,10 @@ class Replicas:
         )  # fmt: skip
 
     def sample(self, number: int) -> list[Segment]:
-        """Returns sample `number`: at most one piece of each tensor. `turns * part` successive samples cover every
-        byte."""
+        """Returns sample `number`: at most one piece of each tensor.
+
+        `turns * part` successive samples cover every byte.
+        """
         found = []
         for source in self.sources[number % self.turns :: self.turns]:
             num_bytes = self.num_bytes[source]
@@ -84,7 +94,7 @@ class Replicas:
         return found
 
     def whole(self) -> list[Segment]:
-        """Returns all bytes, in pieces of at most EXTENT_BYTES."""
+        """Returns all bytes of the tensors, in pieces of at most EXTENT_BYTES."""
         return [
             Segment(source=source, start=start, num_bytes=min(EXTENT_BYTES, num_bytes - start))
             for source, num_bytes in self.num_bytes.items()
@@ -94,9 +104,15 @@ class Replicas:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaMismatch:
-    """Differences that were found. ranks_by_name: for each tensor whose copies differ, the world ranks whose copy
-    differs from rank 0's. amounts: for the first few of these, the largest difference of compared elements over all
-    ranks. num_ranks: number of ranks compared."""
+    """Replicated tensors whose copies differ.
+
+    Attributes:
+        ranks_by_name: For each such tensor the world ranks whose copy differs from rank 0's.
+        amounts: For the first few of these tensors, the largest difference among the compared elements of all
+            ranks.
+        num_ranks: Number of ranks that were compared.
+        how: How much was compared, as in `SaveOptions.replica_check`.
+    """
 
     ranks_by_name: dict[str, list[int]]
     amounts: dict[str, float]
@@ -132,13 +148,11 @@ def compare_replicas(
     replicas: Replicas, sources: Sequence[Item], *, number: int, comm: Collective, how: ReplicaCheck,
     on_mismatch: OnReplicaMismatch,
 ) -> ReplicaMismatch | None:  # fmt: skip
-    """Compares the ranks' copies. Returns the differences, or None. Collective: one all-reduce of three numbers, unless
-    copies differ.
+    """Compares the ranks' copies, and returns the differences or None. Collective.
 
-    sources: of the state, in the order of the layout. number: sample number, the same on every rank. how: "sampled":
-    each rank hashes one sample; "full": all replicated bytes; "off": nothing.
-    Raises on every rank: CheckpointError if a rank cannot read its copies according to the layout; UsageError if copies
-    differ and the ranks have different settings.
+    It costs one all-reduce of three numbers, unless copies differ. `sources` are the state's, in the order of the
+    layout; the sample's `number` is the same on every rank. Raises on every rank: CheckpointError if a rank cannot
+    read its copies according to the layout; UsageError if copies differ and the ranks have different settings.
     """
     segments: list[Segment] = []
     if comm.num_ranks > 1 and how != "off":
@@ -182,7 +196,7 @@ def _found(
     segments: Sequence[Segment], sources: Sequence[Item], *, hashes: NDArray[np.uint64], comm: Collective,
     how: ReplicaCheck,
 ) -> ReplicaMismatch:  # fmt: skip
-    """Exchanges all hashes and returns the differences. Collective."""
+    """Exchanges the hashes of all ranks and returns the differences. Collective."""
     by_rank = np.stack(
         [np.frombuffer(data, dtype=np.uint64) for data in comm.all_gather_bytes(hashes.tobytes())]
     )  # (num_ranks, num_segments)
@@ -203,7 +217,7 @@ def _found(
 
 
 def _largest_difference(segment: Segment, sources: Sequence[Item], *, comm: Collective) -> float:
-    """Returns the largest finite difference between rank 0's values and any rank's. Collective."""
+    """Returns the largest finite difference between rank 0's values and those of any rank. Collective."""
     mine = view_of(sources, segment).cpu().clone()
     reference = mine.clone()
     comm.broadcast(reference, root=0)

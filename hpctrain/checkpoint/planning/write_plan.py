@@ -1,13 +1,15 @@
 """The write plan: which rank writes which bytes. Pure, with the same result on every rank.
 
 The replicated tensors, concatenated in the order of their names, are divided into one part of equal size per rank.
-Tensors of kind `FromRank0` are written by rank 0, whose part is smaller by their size. Shards are written by the rank
-that holds them. Each rank writes to one file; if there are several, the bytes of a tensor that the ranks of one file
-write form a piece of the tensor, which is a dataset of that file. Pieces are divided into extents of at most
-EXTENT_BYTES, the unit of hashing: to read one byte of an extent, all of it must be verified.
+Tensors of kind `FromRank0` are written by rank 0, whose part is smaller by their size. Shards are written by the
+rank that holds them.
 
-Extents and pieces are computed on request only: a rank requests its own extents and the pieces of its own file; rank 0,
-which writes the metadata, requests all.
+Each rank writes to one file. The bytes of a tensor in one file form a piece of the tensor, which is a dataset of
+that file. Pieces are divided into extents of at most EXTENT_BYTES, the unit of hashing: to read one byte of an
+extent, all of it must be verified.
+
+Extents and pieces are computed on request only: a rank requests its own extents and the pieces of its own file;
+rank 0, which writes the metadata, requests all.
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ from hpctrain.checkpoint.format.dtypes import dataset_path, dtype_named
 from hpctrain.checkpoint.format.state import Header
 from hpctrain.errors import CheckpointError
 
-# Which shards each rank holds, checked; in a short form where all ranks hold as many rows. Pure.
+# The shards of each rank, checked; in a short form if all ranks hold the same number of rows. Pure.
 
 
 @dataclass(frozen=True, slots=True)
 class EvenShards(Sequence[Sequence[Header]]):
-    """The shards of all ranks, as headers, where rank r holds the rows from n r to before n (r + 1) of each tensor.
+    """The shards of all ranks, as headers, if every rank holds the same number n of rows of a tensor, in rank order.
 
-    Such are the states of the ranks' generators. They need no check, and a rank needs to know only the first rank's.
+    Rank r then holds rows n r to n (r + 1) - 1. The states of the ranks' random generators are an example. Such
+    shards need no check, and a rank needs to know only those of the first rank.
     """
 
     first: tuple[Header, ...]
@@ -44,7 +47,7 @@ class EvenShards(Sequence[Sequence[Header]]):
 
     @classmethod
     def of(cls, headers: Sequence[Header], *, rank: int, num_ranks: int) -> EvenShards | None:
-        """Returns the shards of all ranks if those of this rank are even; None if they are not."""
+        """Returns the shards of all ranks, derived from those of this rank; None if these are not even."""
         first = []
         for header in headers:
             if header.box is None or not header.shape or len(header.box.offset) != len(header.shape):
@@ -75,7 +78,7 @@ class EvenShards(Sequence[Sequence[Header]]):
 
 
 def rows_of(header: Header, *, rank: int) -> Box:
-    """Returns the box that a rank holds of an even tensor, whose first rank's header is given."""
+    """Returns the box of an even tensor that `rank` holds, given the header of the first rank."""
     assert header.box is not None
     return Box(offset=(rank * header.box.shape[0], *header.box.offset[1:]), shape=header.box.shape)
 
@@ -83,7 +86,10 @@ def rows_of(header: Header, *, rank: int) -> Box:
 def check_shards(
     shards_by_rank: Sequence[Sequence[Header]], *, replicated_names: set[str]
 ) -> dict[str, Header]:
-    """Returns one header per sharded tensor. Raises CheckpointError unless its shards agree and cover it exactly."""
+    """Returns one header per sharded tensor.
+
+    Raises CheckpointError unless the shards of each tensor agree in dtype and shape and cover it exactly.
+    """
     if isinstance(shards_by_rank, EvenShards):
         for header in shards_by_rank.first:
             _check_name(header.name, rank=0, replicated_names=replicated_names)
@@ -140,14 +146,17 @@ CUT_BYTES = 4096
 
 
 class Division:
-    """The concatenation of tensors, divided into `num_parts` parts.
+    """The concatenated bytes of tensors, divided into `num_parts` parts of about equal size.
 
-    If `ahead_bytes` is at most an equal share, every part's size differs from that by less than CUT_BYTES.
+    If `ahead_bytes` is at most an equal share, every part's size differs from that share by less than CUT_BYTES.
     """
 
     def __init__(self, sizes: Sequence[tuple[int, int]], *, num_parts: int, ahead_bytes: int = 0) -> None:
-        """sizes: (bytes, bytes per element) of each tensor. ahead_bytes: other bytes that the writer of part 0 writes;
-        this part is smaller by them, and may be empty."""
+        """Takes (number of bytes, bytes per element) of each tensor.
+
+        `ahead_bytes` is the number of other bytes that the writer of part 0 writes; that part is smaller by as many
+        bytes, and may be empty.
+        """
         self._elem_bytes = [elem_bytes for _, elem_bytes in sizes]
         self._begins = list(accumulate((num_bytes for num_bytes, _ in sizes), initial=0))
         self._num_parts = num_parts
@@ -156,15 +165,18 @@ class Division:
         self._rest_bytes = total_bytes - self._first_bytes
 
     def pieces(self, part: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (tensor, start, stop): the part holds elements start <= i < stop of the flattened tensor."""
+        """Yields (tensor, start, stop) for each tensor in a part: its elements start <= i < stop, flattened."""
         return self._pieces_between(self._boundary(part), self._boundary(part + 1))
 
     def pieces_of_run(self, run: int, *, ends: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-        """Yields the same for a run of successive parts. ends: `boundaries` of all runs' ends, shape (num_runs,)."""
+        """Yields the same as `pieces` for a run of successive parts, such as those of one file.
+
+        `ends` contains the positions at which the runs end, from `boundaries`: shape (num_runs,).
+        """
         return self._pieces_between(int(ends[run - 1]) if run else 0, int(ends[run]))
 
     def number_of_run(self, run: int, tensor: int, *, ends: NDArray[np.int64]) -> int:
-        """Returns how many runs before this one have elements of a tensor of which it has some."""
+        """Returns how many runs before this one contain elements of a tensor, given that this one does."""
         first, begin = self._begins[tensor], int(ends[run - 1]) if run else 0
         if begin <= first:
             return 0
@@ -181,7 +193,7 @@ class Division:
             begin, tensor = stop, tensor + 1
 
     def _boundary(self, part: int) -> int:
-        """Returns the position in the concatenation at which a part begins, in bytes."""
+        """Returns the byte position in the concatenated tensors at which a part begins."""
         if part == 0:
             return 0
         if part == self._num_parts:
@@ -190,8 +202,11 @@ class Division:
         return cut - (cut - self._begins[bisect_right(self._begins, cut) - 1]) % CUT_BYTES
 
     def boundaries(self, parts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the positions in the concatenation at which these parts begin, in bytes; shape and dtype as `parts`,
-        where num_parts stands for the end."""
+        """Returns the byte positions in the concatenated tensors at which these parts begin: shape and dtype of
+        `parts`.
+
+        The part `num_parts` stands for the end.
+        """
         if self._num_parts == 1:
             return np.where(parts == 0, 0, self._begins[-1])
         begins = np.array(self._begins, dtype=np.int64)
@@ -213,7 +228,7 @@ PieceKey: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedPiece:
-    """One dataset: the elements of `box`, a box of the tensor's view. shape: shape of the dataset."""
+    """One dataset: the elements of `box`, a box of the tensor's view. `shape` is the shape of the dataset."""
 
     file: int
     dataset: str
@@ -223,10 +238,10 @@ class PlannedPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedTensor:
-    """A tensor. Its pieces and extents are boxes of an array of shape `view`, which has the same elements.
+    """A tensor of the plan. Its pieces and extents are boxes of an array of shape `view`, which has the same elements.
 
-    view: `(num_elems,)` for replicated tensors, so that an extent can be any range of elements; the tensor's own shape
-    for sharded ones.
+    For replicated tensors `view` is `(num_elems,)`, so that an extent can be any range of elements; for sharded
+    ones it is the tensor's own shape.
     """
 
     name: str
@@ -245,10 +260,14 @@ class PlannedTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extent:
-    """A box of a tensor that one rank writes, with one hash.
+    """A box of a tensor that one rank writes, and that is hashed as a whole.
 
-    tensor: index in the plan's tensors. piece: number of the tensor's piece. source: index in `State.sources()` of the
-    writing rank. source_start: first element in that source's row-major memory, where the extent is contiguous.
+    Attributes:
+        tensor: Index of the tensor in the plan.
+        piece: Number of the piece among those of the tensor.
+        box: The elements, as a box of the tensor's view.
+        source: Index in `State.sources()` of the writing rank.
+        source_start: The extent's first element in that source's row-major memory, where the extent is contiguous.
     """
 
     tensor: int
@@ -260,10 +279,13 @@ class Extent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Files:
-    """of_rank: number of the file that each rank writes to; numbers start at 0, without gaps.
+    """Which rank writes to which file.
 
-    order: the ranks, file by file, shape (num_ranks,). first: position in `order` of each file's first rank, and at the
-    end num_ranks, shape (count + 1,). leaders: for each file the rank that creates it, the lowest that writes to it.
+    Attributes:
+        of_rank: Number of the file that each rank writes to; numbers start at 0, without gaps.
+        order: The ranks, file by file: int64, shape (num_ranks,).
+        first: Position in `order` of each file's first rank, then num_ranks: int64, shape (count + 1,).
+        leaders: For each file the rank that creates it, the lowest that writes to it.
     """
 
     of_rank: tuple[int, ...]
@@ -284,7 +306,7 @@ class Files:
         return len(self.leaders)
 
     def ranks_of(self, file: int) -> NDArray[np.int64]:
-        """Returns the ranks that write to a file, ascending, shape (number of ranks,), int64."""
+        """Returns the ranks that write to a file, ascending: int64, shape (number of such ranks,)."""
         return self.order[self.first[file] : self.first[file + 1]]
 
     def position_of(self, rank: int) -> int:
@@ -294,7 +316,7 @@ class Files:
 
 
 class WritePlan:
-    """See `make_plan`. tensors: sorted by name."""
+    """Which rank writes which bytes of which tensor; the tensors are sorted by name. Create it with `make_plan`."""
 
     def __init__(
         self,
@@ -311,7 +333,7 @@ class WritePlan:
         self._shards = shards_by_rank
         self._index = {tensor.name: index for index, tensor in enumerate(self.tensors)}
         self._ahead = [source for source, header in enumerate(replicated) if header.from_rank_0]
-        # The sources to divide, and the tensors that they are.
+        # The sources whose bytes are divided among the ranks, and the indices of their tensors.
         self._line = [source for source, header in enumerate(replicated) if not header.from_rank_0]
         self._line_tensors = [self._index[replicated[source].name] for source in self._line]
         self._division = Division(
@@ -361,7 +383,7 @@ class WritePlan:
         return extents
 
     def pieces_in(self, file: int) -> dict[PieceKey, PlannedPiece]:
-        """Returns the pieces that one file holds, in the order of tensors and pieces."""
+        """Returns the pieces in one file, in the order of tensors and pieces."""
         found = {}
         for (tensor, number), nth, box in sorted(self._boxes_in(file)):
             planned = self.tensors[tensor]
@@ -380,7 +402,7 @@ class WritePlan:
         return [[pieces[number] for number in sorted(pieces)] for pieces in found]
 
     def _boxes_in(self, file: int) -> Iterator[tuple[PieceKey, int, Box]]:
-        """Yields the file's pieces: the key, its number among the tensor's pieces in this file, and the box."""
+        """Yields for each piece in a file its key, its number among the tensor's pieces in this file, and its box."""
         if self.files.count == 1:
             yield from (((t, 0), 0, whole(tensor.view)) for t, tensor in enumerate(self.tensors))
             return
@@ -410,15 +432,17 @@ class WritePlan:
 
     @cached_property
     def _ends(self) -> NDArray[np.int64]:
-        """Offsets in the concatenated replicated tensors, in bytes, at which the part of each file ends; shape (number
-        of files,)."""
+        """Byte positions in the concatenated replicated tensors at which the files' parts end: shape (num_files,)."""
         return self._division.boundaries(self.files.first[1:])
 
     @cached_property
     def _listed_shards(
         self,
     ) -> tuple[dict[tuple[int, int], int], dict[int, list[tuple[PieceKey, int, Box]]]]:
-        """The number of the piece of each (rank, place), and the pieces of each file as `_boxes_in` yields them."""
+        """The piece number of each shard, by (rank, index of the shard), and the pieces of each file.
+
+        The pieces are as `_boxes_in` yields them.
+        """
         numbers: dict[tuple[int, int], int] = {}
         by_file: dict[int, list[tuple[PieceKey, int, Box]]] = defaultdict(list)
         of_tensor: dict[int, int] = defaultdict(int)
@@ -443,13 +467,17 @@ def make_plan(
     shards_by_rank: Sequence[Sequence[Header]],
     file_of_rank: Sequence[int] | None = None,
 ) -> WritePlan:
-    """Returns the plan for all ranks. The arguments must be the same on every rank.
+    """Returns the write plan for all ranks. The arguments must be the same on every rank.
 
-    replicated: the tensors that every rank lists, `Replicated` and `FromRank0`, sorted by name. shards_by_rank: each
-    rank's shards, in its own order; as `EvenShards` if possible, since otherwise the plan takes time and memory in
-    proportion to the number of ranks. file_of_rank: number of the file that each rank writes to, from 0 without gaps;
-    None: one file for all. Raises CheckpointError, on every rank, if a name occurs twice, or if shards of a tensor are
-    inconsistent or do not cover it exactly.
+    Args:
+        replicated: The tensors that every rank lists, `Replicated` and `FromRank0`, sorted by name.
+        shards_by_rank: Each rank's shards, in its own order; as `EvenShards` if possible, since otherwise the plan
+            takes time and memory in proportion to the number of ranks.
+        file_of_rank: Number of the file that each rank writes to, from 0 without gaps; None: one file for all.
+
+    Raises:
+        CheckpointError: If a name occurs twice, or if the shards of a tensor are inconsistent or do not cover it
+            exactly.
     """
     replicated_names = {header.name for header in replicated}
     if len(replicated_names) != len(replicated):
@@ -469,7 +497,7 @@ def make_plan(
 
 
 def explain_difference(replicated_by_rank: Sequence[Sequence[Header]]) -> str:
-    """Returns the differences of the ranks' lists of replicated tensors, for an error message."""
+    """Returns in words how the ranks' lists of replicated tensors differ, for an error message."""
     by_rank: list[Mapping[str, str]] = [
         {h.name: h.describe() for h in headers} for headers in replicated_by_rank
     ]

@@ -1,4 +1,4 @@
-"""Deletes checkpoints that are no longer kept, after a newer one is committed. Done by one rank; not collective."""
+"""Deletes checkpoints that are no longer kept, after a newer one was committed. Done by one rank; not collective."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ def retain(directory: Path, *, saved: Path, retention: Retention) -> list[str]:
 
 
 def deletable(directory: Path, *, saved: Path, retention: Retention) -> tuple[list[Path], list[str]]:
-    """Returns the checkpoints that `retain` deletes, oldest first, and notes. With `retention.best`, a checkpoint whose
-    metric cannot be read is kept, since it might be the best."""
+    """Returns the checkpoints that `retain` deletes, oldest first, and notes for the user.
+
+    With `retention.best`, a checkpoint whose metric cannot be read is kept, since it might be the best one.
+    """
     try:
         paths = finished_newest_first(directory)
     except HpctrainError as error:
@@ -58,10 +60,10 @@ def deletable(directory: Path, *, saved: Path, retention: Retention) -> tuple[li
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Deletes a finished checkpoint, a file or a folder. A file that does not exist is not an error. Raises OSError.
+    """Deletes a finished checkpoint, a file or a folder. Raises OSError, but not for a file that does not exist.
 
-    A folder is first renamed to a partial checkpoint, so that a partly deleted one is never taken for a checkpoint, and
-    the next save removes the rest.
+    A folder is first renamed to a partial checkpoint. So a partly deleted folder is never taken for a checkpoint,
+    and the next save removes the rest.
     """
     if path.is_symlink() or not path.is_dir():  # of a symbolic link, delete only the link
         path.unlink(missing_ok=True)
@@ -76,7 +78,7 @@ def delete_checkpoint(path: Path) -> None:
 def _quality(
     by_step: dict[int, list[Path]], *, best: Best, saved: int, notes: list[str]
 ) -> tuple[dict[int, float], set[int]]:
-    """Returns the metric by step, and the steps whose checkpoint could not be read. Appends errors to `notes`."""
+    """Returns the metric's value by step, and the steps whose checkpoint cannot be read. Appends errors to `notes`."""
     quality: dict[int, float] = {}
     unknown: set[int] = set()
     for step, paths in by_step.items():
@@ -98,7 +100,10 @@ def _quality(
 
 @lru_cache(maxsize=1024)
 def _numbers(path: Path, mtime_ns: int, file_bytes: int) -> dict[str, float]:
-    """Returns the numbers in the document's `quality`. Cached, since each save needs those of all checkpoints."""
+    """Returns the numbers in the entry `quality` of a checkpoint's document.
+
+    The result is cached, since each save needs the numbers of all checkpoints.
+    """
     quality = read_structure(path).metadata.document.get("quality")
     if not isinstance(quality, dict):
         return {}

@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps, and how often it saves. Pure."""
+"""Which checkpoints a run keeps, and how often it should save. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from hpctrain.telemetry import in_words
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
-    """Selects the checkpoint whose `metric`, in its document's `quality`, is smallest ("min") or largest ("max")."""
+    """Selects the checkpoint with the best value of a metric.
+
+    The values are those in the entry `quality` of the checkpoints' documents. Raises UsageError for an empty metric
+    or an unknown mode.
+
+    Attributes:
+        metric: Name of the metric.
+        mode: Whether the smallest ("min") or the largest value ("max") is best.
+    """
 
     metric: str
     mode: Literal["min", "max"]
@@ -31,7 +39,17 @@ class Best:
 
     @classmethod
     def parse(cls, text: str) -> Best:
-        """Parses METRIC:min or METRIC:max, such as `loss:min`. Raises UsageError for any other text."""
+        """Parses a text such as `loss:min`.
+
+        Args:
+            text: METRIC:min or METRIC:max.
+
+        Returns:
+            The metric and its mode.
+
+        Raises:
+            UsageError: For any other text.
+        """
         metric, _, mode = text.rpartition(":")
         if not metric or mode not in ("min", "max"):
             raise UsageError(
@@ -40,7 +58,16 @@ class Best:
         return cls(metric=metric, mode="min" if mode == "min" else "max")
 
     def among(self, quality: Mapping[int, float]) -> int | None:
-        """Returns the step with the best value, the oldest of equal ones; None if there is no value other than NaN."""
+        """Returns the step with the best value.
+
+        Of equal values the oldest step counts, and NaN never.
+
+        Args:
+            quality: The metric's value by step.
+
+        Returns:
+            The step; None if there is no value other than NaN.
+        """
         known = [(step, value) for step, value in sorted(quality.items()) if not math.isnan(value)]
         if not known:
             return None
@@ -50,10 +77,12 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Which checkpoints are kept: those that at least one of the three fields selects.
+    """Which checkpoints are kept: those that at least one of the fields selects.
 
-    last: the newest so many; None: all. every_steps: those whose step is a multiple of it. best: the best one by a
-    metric.
+    Attributes:
+        last: Number of the newest checkpoints to keep, at least 1; None: keep all.
+        every_steps: Keep the checkpoints whose step is a multiple of this number; None: no further ones.
+        best: Keep the checkpoint with the best value of a metric; None: no further one.
     """
 
     last: int | None = 3
@@ -69,7 +98,14 @@ class Retention:
 
     @classmethod
     def of(cls, keep: Retention | int | None) -> Retention:
-        """Returns `keep` as a Retention. A number: keep the newest so many; None: keep all."""
+        """Returns `keep` as a Retention.
+
+        Args:
+            keep: A Retention, the number of the newest checkpoints to keep, or None for all.
+
+        Raises:
+            UsageError: If the number is below 1.
+        """
         return keep if isinstance(keep, Retention) else cls(last=keep)
 
 
@@ -88,12 +124,12 @@ def steps_to_delete(
     keep: Retention | int | None,
     quality: Mapping[int, float] | None = None,
 ) -> list[int]:
-    """Returns the steps, ascending, whose checkpoints are to be deleted after the one at `saved` is committed.
+    """Returns, ascending, the steps whose checkpoints are to be deleted after the one of step `saved` is committed.
 
-    The newest `keep.last` up to and including `saved` are kept, and `saved` always is. Steps beyond `saved` exist if
-    the run resumed from an older checkpoint; they are neither counted nor deleted, since counting them could delete the
-    one just saved.
-    quality: values of the metric of `keep.best` by step; a step without a value is never the best.
+    Of the steps up to `saved` the newest `keep.last` are kept, always including `saved`. Steps beyond `saved` exist
+    if the run resumed from an older checkpoint. They are neither counted nor deleted, since counting them could
+    delete the checkpoint just saved. `quality` contains the values of the metric of `keep.best` by step; a step
+    without a value is never the best.
     """
     retention = Retention.of(keep)
     if retention.last is None:
@@ -121,10 +157,10 @@ _REMEMBERED = 9
 
 
 def daly_interval_s(*, cost_s: float, failure_every_s: float) -> float:
-    """Returns the time of training between two checkpoints that minimizes the lost time, in seconds.
+    """Returns the training time between two checkpoints that minimizes the lost time, in seconds.
 
-    cost_s: time that training waits for one checkpoint. failure_every_s: mean time between failures of the whole job.
-    Raises UsageError if one is out of range.
+    `cost_s` is the time for which training waits per checkpoint, `failure_every_s` the mean time between failures
+    of the whole job. Raises UsageError if one is out of range. Source: Daly 2006, equation 37 (see above).
     """
     if not (cost_s >= 0 and failure_every_s > 0 and math.isfinite(cost_s)):
         raise UsageError(
@@ -139,9 +175,15 @@ def daly_interval_s(*, cost_s: float, failure_every_s: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """Recommended save interval. interval_s: time of training between two checkpoints. cost_s: time that training waits
-    for one. write_s: time until one is committed. failure_every_s: mean time between failures. lost_share: fraction of
-    the total time lost by waiting for checkpoints and by repeated work."""
+    """The recommended save interval, and the measurements that it follows from, in seconds.
+
+    Attributes:
+        interval_s: Training time between two checkpoints.
+        cost_s: Time for which training waits per checkpoint.
+        write_s: Time from the start of a save to its commit.
+        failure_every_s: Mean time between failures of the whole job.
+        lost_share: Fraction of the total time that is lost by waiting for checkpoints and by repeating work.
+    """
 
     interval_s: float
     cost_s: float
@@ -166,8 +208,10 @@ class Advice:
 
 
 def advise(*, cost_s: float, write_s: float, failures_per_day: float) -> Advice:
-    """Returns the interval for measured times, in seconds. It is never shorter than a write, since only one save can be
-    in flight."""
+    """Returns the recommended interval for measured times.
+
+    It is never shorter than a write, since only one save can be in progress.
+    """
     failure_every_s = SECONDS_PER_DAY / failures_per_day if failures_per_day > 0 else math.inf
     return Advice(
         interval_s=max(
@@ -181,7 +225,7 @@ def advise(*, cost_s: float, write_s: float, failures_per_day: float) -> Advice:
 
 @final
 class Costs:
-    """Costs of the most recent checkpoints of this run, measured on this rank."""
+    """Measured costs of this run's most recent checkpoints, on this rank."""
 
     def __init__(self) -> None:
         self._stall_s: deque[float] = deque(maxlen=_REMEMBERED)
@@ -192,7 +236,7 @@ class Costs:
         self._write_s.append(write_s)
 
     def advice(self, *, failures_per_day: float) -> Advice | None:
-        """Returns the advice for the median costs; None before the first checkpoint."""
+        """Returns the recommended interval for the median costs; None before the first checkpoint."""
         if not self._stall_s:
             return None
         return advise(

@@ -1,1 +1,1 @@
-"""A save as a transaction in phases, and the `Saver` that runs saves synchronously or in the background."""
+"""A save as a transaction in phases, and the `Saver`, which runs saves in the foreground or in the background."""

@@ -1,4 +1,4 @@
-"""Saves in the background: the copy of a rank's state, and the thread that writes it."""
+"""Saves in the background: the copy of a rank's state in host memory, and the thread that writes it to disk."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _BEST_EFFORT_LOWEST = (2 << 13) | 7  # not the idle class, which can starve
 class BackgroundThread(Executor):
     """Executor that runs the submitted calls one after another, in one thread of low CPU and I/O priority.
 
-    Not a ThreadPoolExecutor: that accepts no work once the interpreter is shutting down, when a checkpoint in flight
-    still has to run its last phase. The thread is a daemon.
+    It is not a ThreadPoolExecutor, which accepts no work once the interpreter shuts down: a checkpoint in progress
+    must still run its last phase then. The thread is a daemon.
     """
 
     def __init__(self, *, name: str) -> None:
@@ -48,7 +48,10 @@ class BackgroundThread(Executor):
         self._closed = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Runs `fn(*args, **kwargs)` in the thread after what was submitted before. Raises RuntimeError once closed."""
+        """Queues `fn(*args, **kwargs)` for the thread, after the calls submitted before.
+
+        Raises RuntimeError once closed.
+        """
         if self._closed:
             raise RuntimeError(f"the thread {self._name} is closed: nothing more can be submitted")
         future: Future[T] = Future()
@@ -70,7 +73,7 @@ class BackgroundThread(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accepts no more calls; the thread ends after those submitted. `cancel_futures` has no effect."""
+        """Accepts no further calls. The thread ends after those already submitted; `cancel_futures` has no effect."""
         if not self._closed:
             self._closed = True
             self._tasks.put(None)
@@ -99,10 +102,10 @@ def _lower_priority() -> None:
 
 
 def submit(executor: Executor | None, work: Callable[[], Any]) -> Future[Any]:
-    """Runs `work` in the executor, or immediately if that is None. Returns its future.
+    """Runs `work` in the executor, or at once if `executor` is None, and returns its future.
 
-    `Future.result` raises an OSError or HpctrainError of `work`. Without an executor any other error, a bug, is raised
-    immediately.
+    An OSError or HpctrainError of `work` is raised by `Future.result`. Without an executor any other exception,
+    which is a bug, is raised at once.
     """
     if executor is not None:
         return executor.submit(work)
@@ -119,7 +122,7 @@ def submit(executor: Executor | None, work: Callable[[], Any]) -> Future[Any]:
 
 @final
 class HostBuffers:
-    """Host memory for the snapshot of one save at a time; reused by the next save."""
+    """Host memory for a copy of a rank's state. Each save reuses the memory of the previous one."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -128,15 +131,22 @@ class HostBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory allocated, in bytes."""
+        """Allocated host memory, in bytes."""
         return self._memory.numel()
 
     def take(self, num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
-        """Returns uninitialized memory: uint8, shape (num_bytes,), aligned to BLOCK_BYTES. It is the same memory as
-        that of the call before, if that is large enough.
+        """Returns uninitialized memory, the same as in the previous call if that is large enough.
 
-        pinned: pin the memory, so that copies from a CUDA device are faster and asynchronous. If the system refuses,
-        the memory stays unpinned. Raises CheckpointError if there is not enough memory.
+        Args:
+            num_bytes: Required length.
+            pinned: Pin the memory, so that copies from a CUDA device are faster and asynchronous. If the system
+                refuses, the memory stays unpinned.
+
+        Returns:
+            Tensor of dtype uint8 and shape (num_bytes,), aligned to BLOCK_BYTES.
+
+        Raises:
+            CheckpointError: If there is not enough memory.
         """
         if num_bytes + BLOCK_BYTES > self._memory.numel() or (pinned and not self._pinned):
             self.release()  # before allocating more
@@ -149,7 +159,7 @@ class HostBuffers:
         return self._memory[begin : begin + num_bytes]
 
     def release(self) -> None:
-        """Frees the memory."""
+        """Returns the memory to the system."""
         if self._unpin is not None:
             self._unpin()
         self._unpin, self._pinned = None, False
@@ -157,11 +167,11 @@ class HostBuffers:
 
 
 def _pin(memory: torch.Tensor) -> weakref.finalize[..., torch.Tensor] | None:
-    """Pins `memory` with cudaHostRegister. Returns the function that unpins it, which also runs when `memory` is
-    freed; None if the system refuses.
+    """Pins `memory` with cudaHostRegister and returns the function that unpins it, or None if the system refuses.
 
-    Not torch's pinned memory: its allocator rounds sizes up to a power of two (33 GiB take 64), and keeps freed memory
-    for other pinned tensors instead of returning it to the system.
+    The memory is also unpinned when it is freed. Torch's own pinned memory is no alternative: its allocator rounds
+    sizes up to a power of two (33 GiB take 64 GiB), and keeps freed memory for other pinned tensors instead of
+    returning it to the system.
     """
     runtime = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) != 0:
@@ -175,11 +185,11 @@ def _pin(memory: torch.Tensor) -> weakref.finalize[..., torch.Tensor] | None:
 
 
 def content_copied(sources: Sequence[Item], own: OwnBytes, *, buffers: HostBuffers) -> Content:
-    """Copies this rank's bytes into `buffers` and returns them as content; afterwards the tensors may change. Not
-    collective.
+    """Copies this rank's bytes into `buffers` and returns them as content, after which the tensors may change.
 
-    If the copy fails for lack of memory, possibly on this rank only, iterating the result raises CheckpointError
-    instead of this function: so an engine in which all ranks write together reports it to the others.
+    Not collective. The copy may fail for lack of memory, possibly on this rank only. Then iterating over the result
+    raises CheckpointError, not this function, so that an engine in which all ranks write together can report the
+    error to the other ranks.
     """
     devices = {source.tensor.device for source in sources if not source.tensor.is_cpu}
     try:

@@ -1,4 +1,8 @@
-"""File operations of a save."""
+"""The file operations of a save on one rank: allocating, writing its content, committing by a rename.
+
+Most are done by the rank that leads a file or folder. Except for `begin_partial` none is collective, so that they
+can run in a separate thread.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +60,10 @@ from hpctrain.storage import InUseError, check_claim, claim, hash_of, sync_direc
 
 
 def make_room(directory: Path, partial: Path, *, folder: bool) -> list[str]:
-    """Creates the directory, removes partial checkpoints of killed saves, and creates the partial checkpoint if it is a
-    folder.
+    """Prepares the directory for a save: creates it, takes its lease, removes partial checkpoints of killed saves.
 
-    Returns a message for each file that could not be removed, which does not prevent the save. Raises CheckpointError
-    if the directory cannot be written to.
+    Also creates the partial checkpoint if it is a folder. Returns a message for each file that could not be removed,
+    which does not prevent the save. Raises CheckpointError if the directory cannot be written to.
     """
     with explained(action="write checkpoints to", path=directory):
         missing = [place for place in (directory, *directory.parents) if not place.is_dir()]
@@ -75,7 +78,10 @@ def make_room(directory: Path, partial: Path, *, folder: bool) -> list[str]:
 
 
 def _claim(directory: Path) -> None:
-    """Takes the lease on the directory, or checks that this process still has it. Raises CheckpointError."""
+    """Takes the lease on the directory, or checks that this process still has it.
+
+    Raises CheckpointError if another run saves to the directory.
+    """
     try:
         claim(
             directory, beside=True, say=lambda text: print(f"hpctrain: {text}", file=sys.stderr, flush=True)
@@ -85,8 +91,10 @@ def _claim(directory: Path) -> None:
 
 
 def create_file(path: Path, *, file_bytes: int) -> None:
-    """Allocates a file of `file_bytes` bytes without content, so that it has its full length and disk space. The file
-    may exist already, with a stripe layout. Raises CheckpointError."""
+    """Gives a file its full length and disk space, without content. Raises CheckpointError.
+
+    The file may exist already, with a stripe layout.
+    """
     with explained(action="create", path=path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -98,7 +106,7 @@ def create_file(path: Path, *, file_bytes: int) -> None:
 def seal_file(path: Path, *, skeleton: Skeleton, metadata: memoryview) -> None:
     """Writes metadata and commit header of the main file, flushes it, and reads back all that is not content.
 
-    Call it after the content of all ranks is on disk. The checkpoint is committed by the rename that follows. Raises
+    Call it after the content of all ranks is on disk. The rename that follows commits the checkpoint. Raises
     CheckpointError.
     """
     seal = Seal(
@@ -120,7 +128,7 @@ def seal_file(path: Path, *, skeleton: Skeleton, metadata: memoryview) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Flushes the entries of the folder (the names of its files) to disk. Raises CheckpointError."""
+    """Flushes the names of the files in a folder to disk. Raises CheckpointError."""
     with explained(action="write to disk", path=folder):
         sync_directory(folder)
 
@@ -128,8 +136,8 @@ def flush_folder(folder: Path) -> None:
 def rename_finished(partial: Path, final: Path, *, unique: str) -> None:
     """Commits the checkpoint: renames it to its final name, under which readers find it, and flushes the directory.
 
-    An older checkpoint of the same step is moved aside to a name under which readers still find it, and deleted after
-    the rename; if that fails, the next save deletes it. Raises CheckpointError.
+    An older checkpoint of the same step is moved aside, to a name under which readers still find it, and deleted
+    after the rename; if that fails, the next save deletes it. Raises CheckpointError.
     """
     try:
         check_claim(final.parent, beside=True)
@@ -210,8 +218,10 @@ def begin_partial(
 
 
 def leads_folder(layout: FileLayout, *, comm: Collective, options: SaveOptions) -> bool:
-    """True if this rank creates and renames the checkpoint: rank 0, or in local mode the leader of each file. Not
-    collective."""
+    """Returns True if this rank creates and renames the checkpoint. Not collective.
+
+    It is rank 0, or in local mode the leader of each file.
+    """
     return layout.skeleton is not None if options.local else comm.rank == 0
 
 
@@ -233,8 +243,14 @@ NOT_AS_PLANNED = b""
 class FileWork:
     """The file operations of one save on one rank. Its methods raise CheckpointError.
 
-    partial: path of the partial checkpoint. final: path after the commit. header: the metadata without tensors, parts
-    and hashes.
+    Attributes:
+        final: Path of the checkpoint after the commit.
+        partial: Path of the partial checkpoint.
+        comm: The ranks that save together.
+        layout: Which bytes this rank writes, and where.
+        choice: The engine that writes them.
+        options: Options of the save.
+        header: The metadata without tensors, parts and hashes.
     """
 
     final: Path
@@ -250,10 +266,10 @@ class FileWork:
         return self.choice.engine is Engine.DIRECT and self.options.bypass_cache(self.choice.filesystem)
 
     def write_content(self, content: Content, *, staging: Staging) -> bytes:
-        """Writes this rank's bytes and flushes them to disk.
+        """Writes this rank's bytes, flushes them to disk, and returns this rank's entry in the argument of `commit`.
 
-        Returns this rank's entry in the argument of `commit`: a line of JSON about its file, then the hashes of its
-        extents (uint64) in the plan's order; NOT_AS_PLANNED if the dtype or shape of a tensor is not as in the layout.
+        The entry is a line of JSON about the rank's file, followed by the hashes of its extents (uint64) in the
+        plan's order. It is NOT_AS_PLANNED if the dtype or shape of a tensor is not as in the layout.
         """
         layout, options = self.layout, self.options
         hashes = np.zeros(len(layout.own.extent_bytes), dtype=np.uint64)
@@ -278,8 +294,8 @@ class FileWork:
     def commit(self, content_results: Sequence[bytes]) -> dict[str, Any]:
         """Does this rank's part of the commit: on rank 0 metadata and commit header, on leaders the rename.
 
-        content_results: the results of `write_content` of all ranks. Returns "bytes", the size of the checkpoint (0
-        except on rank 0), and "notes", a list of messages.
+        `content_results` are the results of `write_content` of all ranks. Returns the size of the checkpoint as
+        "bytes" (0 except on rank 0), and a list of messages as "notes".
         """
         notes: list[str] = []
         total_bytes = 0
@@ -301,15 +317,18 @@ class FileWork:
         return {"bytes": total_bytes, "notes": notes}
 
     def after_commit(self) -> list[str]:
-        """In local mode, deletes checkpoints that are no longer kept. Call it after all ranks have committed. Returns
-        messages for the user."""
+        """In local mode, deletes checkpoints that are no longer kept; returns messages for the user.
+
+        Call it after all ranks have committed.
+        """
         return self._retain() if self.options.local and self._leads_folder else []
 
     def undo(self, *, committing: bool) -> None:
         """Removes the files of a save that failed on any rank.
 
-        committing: `commit` was started, so in local mode this rank may have renamed the checkpoint. If it was not, the
-        final name may belong to an older checkpoint of the same step, which is kept.
+        If `commit` was started (`committing`), this rank may have renamed the checkpoint in local mode, so the
+        final name is removed too. Otherwise the final name may belong to an older checkpoint of the same step,
+        which is kept.
         """
         if self._leads_folder:
             for path in (self.partial, *([self.final] if self.options.local and committing else [])):
@@ -337,7 +356,7 @@ class FileWork:
         return tuple(parts), hashes
 
     def _structure(self) -> list[tuple[int, bytes]]:
-        """Returns the byte ranges (offset, data) of HDF5's structures in the file that this rank leads."""
+        """Returns HDF5's structures of the file that this rank leads, as byte ranges (offset, data)."""
         skeleton = self.layout.skeleton
         assert skeleton is not None
         byte_ranges = list(skeleton.byte_ranges)

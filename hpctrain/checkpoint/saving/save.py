@@ -7,7 +7,8 @@ and training can continue while files are written: the exchanges are small and h
 1. Begin: the ranks agree on the layout and compare replicated tensors; the partial checkpoint is created, and the
    state is copied if requested.
 2. Content: every rank writes its bytes and flushes them to disk.
-3. Commit: rank 0 writes metadata and commit header, flushes, reads back, renames, and deletes checkpoints that are no
+3. Commit: rank 0 writes metadata and commit header, flushes, reads back, renames, and deletes checkpoints that are
+no
    longer kept.
 
 In `local` mode the leader of each file creates and renames a separate folder, on the storage of its node. The file
@@ -47,11 +48,18 @@ from hpctrain.version import __version__
 
 @dataclass(frozen=True, kw_only=True)
 class SaveResult:
-    """Result of a save.
+    """What a save wrote, where, and how long it took.
 
-    path: the finished checkpoint. bytes: total length of its files. seconds: time from begin to commit on this rank.
-    own_write_s: in which this rank wrote and flushed its bytes; the engine `mpio` waits for other ranks meanwhile.
-    note: why this engine was chosen, and warnings. id: as in the metadata.
+    Attributes:
+        path: The finished checkpoint, a file or a folder.
+        bytes: Total length of the checkpoint's files.
+        seconds: Time from the start of the save to its commit, on this rank.
+        own_write_s: Time in which this rank wrote and flushed its bytes, in seconds. With the engine `mpio` it
+            includes waiting for other ranks.
+        engine: The engine that wrote the files.
+        note: Why this engine was chosen, and any warnings.
+        id: Identifier of the save, 16 hex digits, as in the metadata.
+        step: Step of the checkpoint.
     """
 
     path: Path
@@ -72,7 +80,7 @@ class _Phase(Enum):
 
 @final
 class Saving:
-    """A save in flight. Create it with `begin`; then every rank calls `advance` until that returns the result."""
+    """A save in progress. Create it with `begin`, then call `advance` on every rank until it returns the result."""
 
     def __init__(
         self,
@@ -119,13 +127,25 @@ class Saving:
         Only one save at a time may write to a directory.
 
         Args:
-            buffers: memory for a copy of the state, whose tensors may then change once this returns. Without it, they
-                must not change until the save is finished.
-            executor: runs the file operations, which do not communicate; None: they run here and in `advance`.
+            state: This rank's part of the content.
+            directory: Directory of the checkpoints, created if necessary; the same on every rank.
+            step: Step of the checkpoint, which its name contains; the same on every rank.
+            comm: The ranks that save together.
+            options: Options of the save, the same on every rank.
+            buffers: Host memory for a copy of the state. With it, the tensors may change as soon as this returns;
+                without it, they must not change until the save is finished.
+            executor: Runs the file operations, which do not communicate. None: they run in the calling thread, here
+                and in `advance`.
 
-        Raises on every rank, after removing the partial checkpoint and without touching older ones: CheckpointError if
-        the ranks' states are inconsistent, replicated tensors differ, or the directory cannot be written; UsageError
-        for an invalid argument. Without buffers and executor, `advance` may raise the error of an inconsistent state.
+        Returns:
+            The save, whose bytes are being written.
+
+        Raises:
+            CheckpointError: On every rank, if the ranks' states are inconsistent, if replicated tensors differ, or
+                if the directory cannot be written to. The partial checkpoint is removed; older checkpoints are
+                untouched. Without `buffers` and `executor`, an inconsistent state may be reported by `advance`
+                instead.
+            UsageError: On every rank, for an invalid argument.
         """
         with doing(comm, f"saving checkpoint step {step}: beginning"), collector_paused():
             saving = cls(
@@ -136,8 +156,11 @@ class Saving:
             return saving
 
     def _begin(self, state: State, *, trusting: bool, warning: str = "") -> None:
-        """trusting: assume the dtypes and shapes of the save before, and check while writing. warning: added to the
-        note of the result. Collective."""
+        """Begins the save, or begins it again after a failed assumption about the state. Collective.
+
+        `trusting` assumes the dtypes and shapes of the previous save, which are then checked while writing.
+        `warning` is added to the note of the result.
+        """
         comm, options, step, directory = self._comm, self._options, self.step, self._directory
         requested = agreed(comm, lambda: check_options(options, step=step, num_ranks=comm.num_ranks))
         files = file_of_rank(options, num_ranks=comm.num_ranks)
@@ -205,7 +228,10 @@ class Saving:
         self._start(write)
 
     def _warn_or_raise(self, mismatch: ReplicaMismatch) -> str:
-        """Returns a note for the result if rank 0's copies are to be saved; else raises CheckpointError."""
+        """Raises CheckpointError for replicated tensors that differ, or warns if rank 0's copies are to be saved.
+
+        Returns the warning's text for the note of the result.
+        """
         if self._options.on_replica_mismatch == "error":
             raise CheckpointError(f"{mismatch.describe()}. {ON_MISMATCH}", agreed=True)
         if self._comm.rank == 0:
@@ -217,15 +243,20 @@ class Saving:
         return "WARNING: replicated tensors differ between ranks, rank 0's are saved"
 
     def ready(self) -> bool:
-        """True if this rank's work of the current phase is done or has failed. Not collective."""
+        """Returns True if `advance` would not wait for this rank's work of the current phase. Not collective."""
         return self._phase is _Phase.DONE or self._work.done()
 
     def advance(self) -> SaveResult | None:
         """Ends the current phase and starts the next one, or restarts the save. Collective.
 
-        Returns the result once the checkpoint is committed, else None. Blocks until this rank's work is done (see
-        `ready`). Raises an error of any rank on all ranks, after removing the partial checkpoint and without touching
-        older ones.
+        Waits until this rank's work is done (see `ready`).
+
+        Returns:
+            The result once the checkpoint is committed, until then None.
+
+        Raises:
+            CheckpointError: On every rank, if any rank fails. The partial checkpoint is removed; older ones are
+                untouched.
         """
         with (
             doing(self._comm, f"saving checkpoint step {self.step}: {self._phase.value}"),
@@ -237,7 +268,10 @@ class Saving:
             return self._end_commit()
 
     def finish(self) -> SaveResult:
-        """Advances until the checkpoint is committed. Collective. Returns and raises as `advance`."""
+        """Calls `advance` until the checkpoint is committed, and returns the result. Collective.
+
+        Raises as `advance`.
+        """
         while True:
             result = self.advance()
             if result is not None:
@@ -272,8 +306,10 @@ class Saving:
         )  # fmt: skip
 
     def _agreed_work(self) -> Any:
-        """Waits for the work of all ranks and returns this rank's result. Collective. If any rank failed, removes the
-        partial checkpoint and raises on every rank."""
+        """Waits for all ranks' work of this phase and returns this rank's result. Collective.
+
+        If any rank failed, removes the partial checkpoint and raises on every rank.
+        """
         try:
             return agreed(self._comm, self._work.result, os_error=CheckpointError)
         except HpctrainError:
@@ -302,9 +338,25 @@ def save(
     """Writes a checkpoint of all ranks' `state` to `directory`. Collective.
 
     When this returns, the checkpoint is on disk under its final name, its structure has been read back, and older
-    checkpoints that `keep` does not retain are deleted. A checkpoint of the same step is replaced. Partial checkpoints
-    of killed saves are removed first, so only one run at a time may save to a directory.
-    options: further fields of `SaveOptions`. Raises as `Saving.begin` and `Saving.advance`.
+    checkpoints that `keep` does not retain are deleted. A checkpoint of the same step is replaced. Partial
+    checkpoints of killed saves are removed first, so only one run at a time may save to a directory.
+
+    Args:
+        state: This rank's part of the content.
+        directory: Directory of the checkpoints, created if necessary; the same on every rank.
+        step: Step of the checkpoint, 0 or more; the same on every rank.
+        comm: The ranks that save together, such as `session.world`.
+        keep: Which checkpoints to keep: a `Retention`, the number of the newest ones to keep, or None for all.
+        engine: How the bytes are written; the content of the files does not depend on it.
+        **options: Further fields of `SaveOptions`, such as `files` or `limit_mb_per_s`.
+
+    Returns:
+        Path, size and duration of the finished checkpoint.
+
+    Raises:
+        CheckpointError: On every rank, if the ranks' states are inconsistent, if replicated tensors differ, or if a
+            rank cannot write. The partial checkpoint is removed; older ones are untouched.
+        UsageError: On every rank, for an invalid argument.
     """
     chosen = SaveOptions(keep=keep, engine=engine, **options)
     with collector_paused():  # also between the phases

@@ -18,19 +18,27 @@ PageCache: TypeAlias = Literal["auto", "use", "bypass"]
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """Options of a save, the same on every rank.
+    """Options of a save. They must be the same on every rank.
 
-    keep: which older checkpoints are kept after the commit; a number: the newest so many, None: all.
-    files: 1: one file. A number K: a folder of K files, each written by neighbouring ranks. "node": one file per node.
-    node_of_rank: the node of each rank, numbered from 0 in the order of their first ranks; needed for "node".
-    local: `directory` is on node storage, so each node keeps only its own file; needs "node".
-    limit_mb_per_s: maximum write rate of each rank, in 10^6 bytes/s; None: no limit.
-    page_cache: whether the engine `direct` uses the page cache. "auto": bypass it on filesystems where that is known to
-        be faster, except for `local` files, which are read again soon.
-    replica_check: whether the ranks' copies of `Replicated` tensors are compared. "sampled": 1/64 of each tensor, at
-        most 64 MiB in all, another part in each save. "full": every byte, hashed by every rank. "off": not compared.
-    on_replica_mismatch: if copies differ: "error": raise CheckpointError on every rank and save nothing. "rank0": save
-        rank 0's copies of all replicated tensors, with a warning.
+    Attributes:
+        keep: Which checkpoints to keep after the commit: a `Retention`, the number of the newest ones to keep, or
+            None for all.
+        engine: How the bytes are written: "auto", "direct" or "mpio" (see `Engine`).
+        files: Number of files. 1: one file. K > 1: a folder of K files, each written by neighbouring ranks. "node":
+            a folder with one file per node.
+        node_of_rank: Node of each rank, numbered from 0 in the order of their first ranks; needed for
+            `files="node"`.
+        local: True if `directory` is on node storage, so that each node keeps its own file only; needs
+            `files="node"`.
+        limit_mb_per_s: Maximum write rate per rank, in 10^6 bytes/s; None: no limit.
+        page_cache: Whether the engine `direct` writes through the page cache: "use", "bypass" or "auto". "auto"
+            bypasses it on filesystems where this is known to be faster, except for `local` files, which are soon
+            read again.
+        replica_check: How much of the ranks' copies of `Replicated` tensors a save compares. "sampled": 1/64 of
+            each tensor, at most 64 MiB in total, another part in each save. "full": every byte, hashed by every
+            rank. "off": nothing.
+        on_replica_mismatch: What to do if the copies differ. "error": raise CheckpointError on every rank and save
+            nothing. "rank0": save rank 0's copies of all replicated tensors, with a warning.
     """
 
     keep: Retention | int | None = 3
@@ -44,14 +52,18 @@ class SaveOptions:
     on_replica_mismatch: OnReplicaMismatch = "error"
 
     def bypass_cache(self, filesystem: Filesystem) -> bool:
-        """True if large writes on this filesystem bypass the page cache."""
+        """Returns True if large writes to this filesystem bypass the page cache.
+
+        Args:
+            filesystem: Filesystem of the directory, as `hpctrain.storage.filesystem_of` returns it.
+        """
         if self.page_cache == "auto":
             return filesystem.is_written_past_cache and not self.local
         return self.page_cache == "bypass"
 
 
 def check_options(options: SaveOptions, *, step: int, num_ranks: int) -> Engine:
-    """Validates the options. Returns the requested engine. Raises UsageError for an invalid argument."""
+    """Checks the options and returns the requested engine. Raises UsageError for an invalid value."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
         raise UsageError(f"step = {step!r}: a checkpoint's step is an integer from 0 to {MAX_STEP}")
     retention_of(options.keep)
@@ -84,7 +96,7 @@ def check_options(options: SaveOptions, *, step: int, num_ranks: int) -> Engine:
 
 
 def file_of_rank(options: SaveOptions, *, num_ranks: int) -> tuple[int, ...]:
-    """Returns for each rank the number of the file that it writes to. There are at most as many files as ranks."""
+    """Returns the number of the file that each rank writes to. There are at most as many files as ranks."""
     if options.files == "node":
         assert options.node_of_rank is not None
         number: dict[int, int] = {}

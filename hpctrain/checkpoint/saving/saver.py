@@ -1,7 +1,7 @@
-"""The saves of one run: one at a time, synchronously or in the background. Independent of the training loop.
+"""`Saver` runs the saves of one run, one at a time, in the foreground or in the background; saves on demand.
 
-All ranks must call a collective method after the same step. `ready` is not collective: its result can be added to an
-all-reduce that the training loop does anyway.
+It is independent of the training loop. All ranks must call a collective method after the same step. `Saver.ready`
+is not collective, so its result can be added to an all-reduce that the training loop does anyway.
 """
 
 from __future__ import annotations
@@ -29,21 +29,25 @@ from hpctrain.errors import HpctrainError, UsageError
 
 
 class SaveMode(Enum):
-    """SYNC: training waits until the checkpoint is committed. ASYNC: training waits only while its state is copied."""
+    """How long training waits for a save.
+
+    SYNC: until the checkpoint is committed. ASYNC: only while the state is copied to host memory; a thread writes
+    the copy.
+    """
 
     SYNC = "sync"
     ASYNC = "async"
 
 
 class WhenBusy(Enum):
-    """Behaviour of a save while another is in flight. WAIT: wait for that one first. SKIP: skip the new save."""
+    """What a new save does while an earlier one is in progress: WAIT until that is committed, or SKIP the new one."""
 
     WAIT = "wait"
     SKIP = "skip"
 
 
 class InFlight(Protocol):
-    """A save in flight: `Saving`, or one with several tiers."""
+    """Interface of a save in progress: `Saving`, or `TwoTier` for two tiers."""
 
     def ready(self) -> bool: ...
     def advance(self) -> SaveResult | None: ...
@@ -51,7 +55,7 @@ class InFlight(Protocol):
 
 
 class Begin(Protocol):
-    """Starts a save. Collective. With `buffers` the state may change once it returns."""
+    """Interface of a function that starts a save. Collective. With `buffers`, the state may change once it returns."""
 
     def __call__(
         self, state: State, *, step: int, buffers: HostBuffers | None, executor: Executor | None
@@ -59,7 +63,13 @@ class Begin(Protocol):
 
 
 def saving_into(directory: Path | str, *, comm: Collective, options: SaveOptions | None = None) -> Begin:
-    """Returns a function for `Saver` that starts saves into `directory`. Not collective; calling the function is."""
+    """Returns the function that a `Saver` calls to start saves into `directory`. Not collective, but that function is.
+
+    Args:
+        directory: Directory of the checkpoints; the same on every rank.
+        comm: The ranks that save together.
+        options: Options of each save; None: the defaults.
+    """
     chosen = options or SaveOptions()
 
     def begin(state: State, *, step: int, buffers: HostBuffers | None, executor: Executor | None) -> InFlight:
@@ -78,8 +88,14 @@ def saving_into(directory: Path | str, *, comm: Collective, options: SaveOptions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """A committed checkpoint. stall_s: time that training on this rank waited for it. write_s: time from begin to
-    commit. Both in seconds."""
+    """A committed checkpoint, and what it cost the training.
+
+    Attributes:
+        step: Step of the checkpoint.
+        result: What was written.
+        stall_s: Time for which training on this rank waited for the save, in seconds.
+        write_s: Time from the start of the save to its commit, in seconds.
+    """
 
     step: int
     result: SaveResult
@@ -101,10 +117,20 @@ class _Flight:
 
 @final
 class Saver:
-    """Saves in one mode, with at most one save in flight. As a context manager it waits for that save at the end.
+    """Runs the saves of a run in one mode, with at most one save in progress.
 
-    on_saved: called on every rank when a checkpoint is committed, after the same step.
-    The next collective method raises the error of a background save, the same one on all ranks.
+    As a context manager it waits at the end for the save in progress. An error of a background save is raised by
+    the next collective method, the same one on all ranks.
+
+    Args:
+        begin: Starts a save; made by `saving_into` or `saving_through`.
+        comm: The ranks that save together.
+        mode: Whether training waits for the whole save ("sync") or only for the copy of the state ("async").
+        when_busy: What a new save does while another is in progress: "wait" or "skip".
+        on_saved: Called on every rank after the same step when a checkpoint has been committed.
+
+    Raises:
+        ValueError: If `mode` or `when_busy` is unknown.
     """
 
     def __init__(
@@ -134,29 +160,40 @@ class Saver:
 
     @property
     def in_flight_step(self) -> int | None:
-        """Step of the save in flight, or None. The same on all ranks."""
+        """Step of the save in progress, or None. The same on all ranks."""
         return self._flight.step if self._flight is not None else None
 
     @property
     def would_skip(self) -> bool:
-        """True if `save` would skip now: another save is in flight, and the mode is SKIP. The same on all ranks."""
+        """True if `save` would skip now, since `when_busy` is SKIP and a save is in progress. The same on all ranks."""
         return self._flight is not None and self._when_busy is WhenBusy.SKIP
 
     @property
     def buffer_bytes(self) -> int:
-        """Host memory for the copy of the state on this rank, in bytes."""
+        """Size of this rank's host memory for the copy of the state, in bytes; 0 in mode SYNC."""
         return self._buffers.num_bytes if self._buffers is not None else 0
 
     def ready(self) -> bool:
-        """True if this rank's part of the current phase is done, or no save is in flight. Not collective."""
+        """Returns True if `advance` would not wait for this rank, or if no save is in progress. Not collective."""
         return self._flight is None or self._flight.save.ready()
 
     # ------------------------------------------------------------------ collective
 
     def save(self, state: State, *, step: int) -> bool:
-        """Saves `state` (SYNC) or starts to (ASYNC). Collective. Returns False if it was skipped.
+        """Saves `state` (mode SYNC), or starts to save it (mode ASYNC). Collective.
 
-        The state's tensors may change as soon as this returns. Raises UsageError after `close`.
+        The state's tensors may change as soon as this returns.
+
+        Args:
+            state: This rank's part of the content.
+            step: Step of the checkpoint; the same on every rank.
+
+        Returns:
+            False if the save was skipped because another one is in progress.
+
+        Raises:
+            UsageError: After `close`.
+            CheckpointError: On every rank, if this save or the one before has failed.
         """
         if self._closed:
             raise UsageError(f"cannot save step {step}: this Saver is closed; create another")
@@ -171,16 +208,19 @@ class Saver:
         return True
 
     def advance(self) -> None:
-        """Advances the save in flight by one phase, after waiting for this rank's part. Collective.
+        """Takes the save in progress to its next phase, after waiting for this rank's work. Collective.
 
-        Takes almost no time if `ready` is true on all ranks.
+        It takes almost no time if `ready` is True on all ranks. Does nothing if no save is in progress.
         """
         if self._flight is not None:
             self._do(lambda flight: flight.save.advance())
 
     def poll(self) -> None:
-        """Calls `advance` if all ranks are ready. Collective: an all-reduce of one number while a save is in flight.
-        For loops that have no all-reduce of their own to carry the result of `ready`."""
+        """Calls `advance` if `ready` is True on all ranks. Collective.
+
+        It costs an all-reduce of one number while a save is in progress, nothing otherwise. It is for loops that
+        have no all-reduce of their own to which the result of `ready` could be added.
+        """
         if self._flight is None:
             return
         votes = torch.tensor([float(self.ready())])
@@ -189,12 +229,12 @@ class Saver:
             self.advance()
 
     def finish(self) -> None:
-        """Waits until the save in flight, if any, is committed. Collective."""
+        """Waits until the save in progress, if any, is committed. Collective."""
         if self._flight is not None:
             self._do(lambda flight: flight.save.finish())
 
     def close(self) -> None:
-        """Waits for the save in flight, then frees the memory and ends the thread. Collective."""
+        """Waits for the save in progress, then frees the host memory and ends the thread. Collective."""
         if self._closed:
             return
         try:
@@ -203,8 +243,10 @@ class Saver:
             self._release(wait=True)
 
     def abandon(self) -> None:
-        """Drops the save in flight without committing it. Not collective: for a rank that fails alone. The next save
-        removes the partial checkpoint."""
+        """Drops the save in progress without committing it, for a rank that fails alone. Not collective.
+
+        The next save removes the partial checkpoint.
+        """
         self._flight = None
         self._release(wait=False)
 
@@ -260,8 +302,10 @@ class Saver:
             atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
-        """Commits the save in flight if the program ends without `close`. Not after an uncaught exception: the other
-        ranks might not take part."""
+        """Commits the save in progress if the program ends without `close`.
+
+        Does nothing after an uncaught exception, since the other ranks might not take part.
+        """
         if self._flight is None or getattr(sys, "last_value", None) is not None:
             return
         step = self._flight.step
@@ -284,9 +328,16 @@ FILE_NAME = "save-now"
 
 
 def ask_for_save(run_directory: Path) -> Path:
-    """Requests a checkpoint of the run in `run_directory` after its current step. Returns the path of the request file.
+    """Requests a checkpoint of a running training after its current step.
 
-    Raises UsageError if `run_directory` is not the directory of a run or cannot be written to.
+    Args:
+        run_directory: The run's directory, which contains `recipe.toml`.
+
+    Returns:
+        The path of the request file, which the run removes when it saves.
+
+    Raises:
+        UsageError: If `run_directory` is not the directory of a run or cannot be written to.
     """
     if not (run_directory / "recipe.toml").is_file():
         raise UsageError(f"{run_directory} has no recipe.toml: give the directory of a run (run.directory)")
@@ -299,7 +350,10 @@ def ask_for_save(run_directory: Path) -> Path:
 
 
 class AskedBySignal(Protocol):
-    """received_s: time at which this rank received the signal, on the monotonic clock; None: not received."""
+    """Interface of a signal handler: the time at which this rank received the signal, or None.
+
+    `received_s` is in seconds of the monotonic clock.
+    """
 
     received_s: float | None
 
@@ -308,10 +362,10 @@ class AskedBySignal(Protocol):
 class SaveRequests:
     """Polls for requests of a checkpoint, by file or by signal. Not collective.
 
-    run_directory: directory of the request file; None on all ranks except the one that polls it.
-    every_s: minimum time between two polls, since the directory is on a shared filesystem.
-    same_request_s: a signal within this time after a save counts as the request for that save, since a signal sent to
-        all ranks reaches them at different times.
+    `run_directory` is the directory of the request file; only one rank passes it, the others pass None. `every_s`
+    is the minimum time between two polls of the file, since the directory is on a shared filesystem. A signal that
+    arrives less than `same_request_s` after a save counts as the request for that save: a signal to all ranks
+    reaches them at different times.
     """
 
     def __init__(
@@ -331,7 +385,7 @@ class SaveRequests:
         self._found = False
 
     def asked(self) -> bool:
-        """True if a checkpoint is requested; stays true until `taken` is called."""
+        """Returns True if a checkpoint is requested; stays True until `taken` is called."""
         now = time.monotonic()
         if not self._found and self._path is not None and now - self._looked_s >= self._every_s:
             self._looked_s = now
@@ -344,7 +398,10 @@ class SaveRequests:
         return self._found or (received_s is not None and received_s - self._taken_s >= self._same_request_s)
 
     def taken(self) -> None:
-        """Clears the request. To be called on all ranks before the save; later requests are for another checkpoint."""
+        """Clears the request.
+
+        Call it on all ranks before the save, so that later requests are for the next checkpoint.
+        """
         self._taken_s = time.monotonic()
         if self._signal is not None:
             self._signal.received_s = None

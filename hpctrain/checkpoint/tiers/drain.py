@@ -1,4 +1,4 @@
-"""Copies a finished file: in pieces of bounded size, hashed, rate-limited, and flushed to disk.
+"""Copies a finished checkpoint file in pieces of bounded size: hashed, rate-limited, and flushed to disk.
 
 Not collective: the leader of a node does this in the background.
 """
@@ -41,8 +41,10 @@ class UnreadableError(CheckpointError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrainedFile:
-    """A copied file. num_bytes: its length. digest: xxh3_64 of all its bytes, 16 hex digits. seconds: time of the copy,
-    including fsync."""
+    """A copied file: its length in bytes, the xxh3_64 of all its bytes in 16 hex digits, and the time of the copy.
+
+    The time, in seconds, includes fsync.
+    """
 
     num_bytes: int
     digest: str
@@ -101,7 +103,7 @@ def _read_some(fd: int, buffer: memoryview, *, offset: int, path: Path) -> int:
 
 @final
 class NewFile:
-    """A new file that is written sequentially and hashed. Methods raise CheckpointError.
+    """A new file that is written sequentially and hashed. Its methods raise CheckpointError.
 
     As a context manager it removes the file at the end unless `finish` was called.
     """
@@ -167,9 +169,18 @@ def copy_file(
 ) -> DrainedFile:
     """Copies `source` to the new file `target` and flushes it to disk; the caller flushes the directory.
 
-    expected: required hash of the content; "": any. on_bytes: called with the length of each piece; may raise to stop.
-    Raises UnreadableError if `source` is unreadable or damaged, else CheckpointError; `target` is then removed.
-    Uses COPY_CHUNK_BYTES of memory.
+    It uses COPY_CHUNK_BYTES of memory.
+
+    Args:
+        source: The file to copy.
+        target: The new file, which is removed if this raises.
+        expected: Required hash of the content; "": any.
+        pace: Rate limiter; None: no limit.
+        on_bytes: Called with the length of each piece; it may raise to stop the copy.
+
+    Raises:
+        UnreadableError: If `source` cannot be read or is damaged.
+        CheckpointError: If `target` cannot be written.
     """
     begin_s = time.perf_counter()
     with NewFile(target) as copy:
@@ -193,9 +204,9 @@ def copy_file(
 
 
 def prepare_target(shared: Path, *, step: int) -> Path:
-    """Creates the shared folder, removes partial checkpoints of killed saves in it, and creates the folder to drain to.
+    """Creates the folder in the shared folder to which a checkpoint is drained, and returns its path.
 
-    Returns the latter. Raises CheckpointError.
+    Creates the shared folder too, and removes partial checkpoints of killed saves in it. Raises CheckpointError.
     """
     partial = shared / partial_name(folder_name(step), unique=secrets.token_hex(8))
     make_room(shared, partial, folder=True)
@@ -210,8 +221,10 @@ def discard_target(partial: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Committed:
-    """Result of `commit_target`. path: the finished checkpoint; None if the drained files are damaged, as described in
-    `reason`. num_bytes: total length of its files."""
+    """Result of `commit_target`: the finished checkpoint, and the total length of its files in bytes.
+
+    If the drained files are damaged, `path` is None and `reason` describes the damage.
+    """
 
     path: Path | None
     num_bytes: int = 0
@@ -230,7 +243,7 @@ class Committed:
 def commit_target(partial: Path, *, step: int, save_id: str) -> Committed:
     """Verifies the structure of the drained checkpoint and commits it by renaming it.
 
-    Replaces a checkpoint of the same step. Raises CheckpointError if the shared folder cannot be written.
+    It replaces a checkpoint of the same step. Raises CheckpointError if the shared folder cannot be written.
     """
     flush_folder(partial)
     try:

@@ -1,7 +1,8 @@
-"""Checkpoint files of a run on node storage: the node's own, and copies of another node's.
+"""Checkpoint files of a run on node storage: the node's own files, and copies of another node's.
 
     LOCAL/<run>/<node>/own/step-00000050/data-00001.h5        written by the node's ranks
-    LOCAL/<run>/<node>/own/step-00000050.json                 the note that describes it; a file without one is ignored
+    LOCAL/<run>/<node>/own/step-00000050.json                 the note that describes it; a file without one is
+        ignored
     LOCAL/<run>/<node>/partner/step-00000050/data-00000.h5    sent by the leader of another node
     LOCAL/<run>/<node>/partner/step-00000050.json
 
@@ -37,8 +38,14 @@ _MAX_NOTE_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """A checkpoint file that a node holds, as described by its note. digest: xxh3_64 of all its bytes; "" if it was
-    never read as a whole. kind: OWN or PARTNER."""
+    """A checkpoint file on a node, as described by its note.
+
+    Attributes:
+        path: The file.
+        kind: OWN if the node's ranks wrote it, PARTNER if another node sent it.
+        offer: Which file of which checkpoint it is.
+        digest: xxh3_64 of all its bytes; "" if the file was never read as a whole.
+    """
 
     path: str
     kind: str
@@ -59,8 +66,10 @@ class Held:
 
 
 def run_key(shared: Path) -> str:
-    """Returns the name of the run's folder on every node, which depends only on the path of the shared checkpoint
-    directory."""
+    """Returns the name of the run's folder on every node.
+
+    It depends only on the path of the shared checkpoint directory.
+    """
     resolved = os.path.realpath(shared)
     label = re.sub(r"[^A-Za-z0-9_-]+", "-", "-".join(Path(resolved).parts[-2:])).strip("-")[:60]
     return f"{label}-{hashlib.sha256(os.fsencode(resolved)).hexdigest()[:16]}"
@@ -68,7 +77,7 @@ def run_key(shared: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalStore:
-    """One node's part of LOCAL/<run>. keep_steps: number of steps kept of each kind, at least 1."""
+    """One node's part of LOCAL/<run>. Of each kind it keeps the files of the newest `keep_steps` steps, at least 1."""
 
     base: Path  # LOCAL/<run>
     node: str
@@ -99,13 +108,13 @@ class LocalStore:
     # ------------------------------------------------------------------ the node's own file
 
     def note_own(self, path: Path, *, offer: Offer, digest: str = "") -> None:
-        """Writes the note for the finished file `path`, which makes it valid. Raises CheckpointError."""
+        """Writes the note for the finished file `path`, which makes the file valid. Raises CheckpointError."""
         _write_note(self.own, Held(path=str(path), kind=OWN, offer=offer, digest=digest))
 
     # ------------------------------------------------------------------ another node's file: a `Shelf`
 
     def place(self, offer: Offer) -> Path:
-        """See `Shelf`."""
+        """Returns the path to write an offered file to; see `Shelf`."""
         for path in self.partner.glob(".taking-*"):
             with suppress(OSError):  # left by a failed copy; a folder that is not empty is in use
                 path.rmdir()
@@ -115,7 +124,7 @@ class LocalStore:
         return taking / part_name(offer.file)
 
     def keep(self, offer: Offer, path: Path, digest: str) -> None:
-        """See `Shelf`. Replaces the copy held of that step by the complete file at `path`, which `place` returned."""
+        """Replaces the copy of that step by the complete file at `path`, which `place` returned; see `Shelf`."""
         final = self.partner / folder_name(offer.step)
         with explained(action="keep a partner's copy as", path=final):
             sync_directory(path.parent)
@@ -128,8 +137,10 @@ class LocalStore:
     # ------------------------------------------------------------------ retention
 
     def prune(self, kind: str) -> None:
-        """Removes the files of `kind` of all steps older than the newest `keep_steps` complete ones (those with a JSON
-        note next to them); of older steps also incomplete files. Raises CheckpointError."""
+        """Removes the files of `kind` that are older than the newest `keep_steps` complete ones.
+
+        Complete files are those with a note; older incomplete files are removed as well. Raises CheckpointError.
+        """
         directory = self.root / kind
         with explained(action="remove older copies from", path=directory):
             noted = sorted(step for step in _steps_in(directory) if _note_path(directory, step).exists())
@@ -141,8 +152,10 @@ class LocalStore:
 
 
 def forget_under(base: Path, *, from_step: int) -> None:
-    """Removes all files of step `from_step` and later under LOCAL/<run>, of any node name, since the run will write
-    these steps again. Raises CheckpointError."""
+    """Removes all files of step `from_step` and later under LOCAL/<run>, for any node name.
+
+    The run will write these steps again. Raises CheckpointError.
+    """
     with explained(action="remove older copies from", path=base):
         for directory in (*base.glob(f"*/{OWN}"), *base.glob(f"*/{PARTNER}")):
             for step in _steps_in(directory):
@@ -151,7 +164,7 @@ def forget_under(base: Path, *, from_step: int) -> None:
 
 
 def note_directory(base: Path, *, shared: Path) -> None:
-    """Writes into LOCAL/<run> which shared checkpoint directory it belongs to. Raises CheckpointError."""
+    """Records in LOCAL/<run> which shared checkpoint directory it belongs to. Raises CheckpointError."""
     path = base / _DIRECTORY
     content = f"{os.path.realpath(shared)}\n".encode()
     with explained(action="write", path=path):
@@ -161,8 +174,11 @@ def note_directory(base: Path, *, shared: Path) -> None:
 
 
 def others_of(base: Path, *, shared: Path) -> dict[str, int]:
-    """Returns the runs beside `base` on this node that had the same shared checkpoint directory and hold checkpoints:
-    name of the folder -> newest step. Raises CheckpointError."""
+    """Returns other runs on this node with the same shared checkpoint directory that have left checkpoints.
+
+    The result maps the name of each run's folder, a neighbour of `base`, to its newest step. Raises
+    CheckpointError.
+    """
     found = {}
     directory = os.path.realpath(shared)
     with explained(action="look for checkpoints in", path=base.parent):
@@ -179,9 +195,9 @@ def others_of(base: Path, *, shared: Path) -> dict[str, int]:
 
 
 def held_under(base: Path) -> list[Held]:
-    """Returns all files under LOCAL/<run> that this node can read, of any node name, own files first.
+    """Returns all files under LOCAL/<run> that this node can read, for any node name, own files first.
 
-    Leaves out files without a note or of another length than in the note. Raises CheckpointError.
+    Files without a note, or of another length than in the note, are left out. Raises CheckpointError.
     """
     found = []
     with explained(action="look for checkpoints in", path=base):
@@ -211,8 +227,10 @@ def _steps_in(directory: Path) -> set[int]:
 
 
 def _forget_step(directory: Path, step: int) -> None:
-    """Removes the note of a step and then its file, so that a partly removed file is never valid. On emulated nodes
-    other ranks may remove the same files at the same time."""
+    """Removes the note of a step and then its file, so that a partly removed file is never valid.
+
+    On emulated nodes other ranks may remove the same files at the same time.
+    """
     with suppress(FileNotFoundError):
         _note_path(directory, step).unlink()
         sync_directory(directory)
@@ -247,8 +265,10 @@ def _write_note(directory: Path, held: Held) -> None:
 
 
 def _read_note(directory: Path, step: int) -> Held | None:
-    """Returns the file that a note describes; None if the note is invalid, or the file is missing or of another
-    length."""
+    """Returns the file that a note describes.
+
+    Returns None if the note is invalid, or if the file is missing or of another length.
+    """
     try:
         with open(_note_path(directory, step), "rb") as file:
             value = json.loads(file.read(_MAX_NOTE_BYTES))
@@ -264,8 +284,10 @@ def _read_note(directory: Path, step: int) -> Held | None:
 
 
 def own_file(folder: Path) -> Path:
-    """Returns this node's file of the checkpoint just saved to `folder`. Raises CheckpointError if there is not exactly
-    one."""
+    """Returns this node's file of the checkpoint just saved to `folder`.
+
+    Raises CheckpointError if there is not exactly one.
+    """
     with explained(action="find", path=folder):
         files = [path for path in folder.iterdir() if path.suffix == ".h5"]
     if len(files) != 1:

@@ -55,8 +55,11 @@ class PartnerError(CheckpointError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartnerAddress:
-    """Where a node's leader accepts copies. node: unique name of the node, used in messages and in the proof.
-    addresses: all addresses at which it may be reachable."""
+    """Where a node's leader accepts copies.
+
+    `node` is the unique name of the node, used in messages and in the handshake. `addresses` are all addresses at
+    which it may be reachable, all with the same port.
+    """
 
     node: str
     addresses: tuple[str, ...]
@@ -71,10 +74,11 @@ class PartnerAddress:
 
 
 def connect(partner: PartnerAddress, *, token: bytes, timeout_s: float, within_s: float) -> socket.socket:
-    """Returns an authenticated connection to the partner, with a timeout of `timeout_s` for each wait.
+    """Returns an authenticated connection to the partner. Raises PartnerError.
 
-    Tries all addresses in turn, repeatedly, for at most `within_s`. Each attempt has a shorter limit, so that an
-    address that never answers (behind a firewall) leaves time for the others. Raises PartnerError.
+    It tries all addresses in turn, repeatedly, for at most `within_s` seconds. Each attempt has a shorter limit, so
+    that an address that never answers (behind a firewall) leaves time for the others. Later waits on the connection
+    are limited to `timeout_s` seconds each.
     """
     deadline, reasons = time.monotonic() + within_s, dict[str, str]()
     each_s = within_s / (2 * max(1, len(partner.addresses)))
@@ -120,8 +124,11 @@ def _connect_to(
 
 
 def accept(connection: socket.socket, *, node: str, token: bytes, timeout_s: float) -> None:
-    """The server's side of `connect`. Takes at most the smaller of `timeout_s` and HANDSHAKE_WITHIN_S, however slowly
-    the client sends; then sets a timeout of `timeout_s` for each wait. Raises PartnerError or OSError."""
+    """Does the server's side of the handshake in `connect`. Raises PartnerError or OSError.
+
+    It takes at most the smaller of `timeout_s` and HANDSHAKE_WITHIN_S, however slowly the client sends. Later waits
+    on the connection are limited to `timeout_s` seconds each.
+    """
     within_s = min(timeout_s, HANDSHAKE_WITHIN_S)
     deadline = time.monotonic() + within_s
     connection.settimeout(within_s)
@@ -170,9 +177,10 @@ def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def _receive_by(deadline: float, connection: socket.socket, num_bytes: int) -> bytes:
-    """As `receive_exactly`, but raises TimeoutError unless all bytes arrive by `deadline` of the monotonic clock.
+    """Receives as `receive_exactly`, but raises TimeoutError unless all bytes arrive by `deadline` of the monotonic
+    clock.
 
-    The socket's own timeout restarts with every byte.
+    The socket's own timeout does not suffice, since it restarts with every byte.
     """
     data = bytearray(num_bytes)
     view = memoryview(data)
@@ -186,8 +194,10 @@ def _receive_by(deadline: float, connection: socket.socket, num_bytes: int) -> b
 
 
 def receive_some(connection: socket.socket, view: memoryview) -> int:
-    """Receives at least one byte into `view`. Returns the number of bytes. Raises PartnerError at the end of the
-    connection, and OSError."""
+    """Receives at least one byte into `view`, and returns the number of bytes.
+
+    Raises PartnerError at the end of the connection, and OSError.
+    """
     count = connection.recv_into(view)
     if count == 0:
         raise PartnerError("the other side closed the connection")
@@ -195,15 +205,17 @@ def receive_some(connection: socket.socket, view: memoryview) -> int:
 
 
 def has_spoken(connection: socket.socket) -> bool:
-    """True if there is data to read or the connection has ended. Does not wait."""
+    """Returns True if there is data to read or the connection has ended. Does not wait."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def discard(connection: socket.socket, *, within_s: float) -> None:
-    """Reads and drops data until the other side closes the connection, for at most `within_s`. Closing it earlier would
-    reset it and lose the last message sent."""
+    """Reads and drops data until the other side closes the connection, for at most `within_s` seconds.
+
+    Closing the connection earlier would reset it and lose the last message sent.
+    """
     deadline, view = time.monotonic() + within_s, memoryview(bytearray(1 << 16))
     with suppress(OSError, PartnerError):
         connection.shutdown(socket.SHUT_WR)
@@ -220,14 +232,14 @@ def close(connection: socket.socket) -> None:
 
 
 def describe_failure(error: Exception, *, timeout_s: float) -> str:
-    """Returns the text for an error of a connection."""
+    """Returns an error of a connection in words."""
     if isinstance(error, TimeoutError):
         return f"no answer for {timeout_s:g} s"
     return str(error)
 
 
 def local_addresses(found: Sequence[str]) -> tuple[str, ...]:
-    """Returns `found` with loopback as the last address, for nodes emulated on one machine without a network."""
+    """Returns `found` with the loopback address appended, for nodes emulated on one machine without a network."""
     return (*found, "127.0.0.1")
 
 
@@ -248,8 +260,13 @@ GREET_WITHIN_S = 60.0
 class Offer:
     """A file that one leader offers to another.
 
-    save_id: id of the save it belongs to. file: its number in the checkpoint. num_files: number of files of the
-    checkpoint. num_bytes: length of this file. created_unix_s: start of the save.
+    Attributes:
+        step: Step of the checkpoint.
+        save_id: Identifier of the save that wrote the file.
+        file: Number of the file in the checkpoint.
+        num_files: Number of files of the checkpoint.
+        num_bytes: Length of the file.
+        created_unix_s: Start of the save, in seconds since 1970.
     """
 
     step: int
@@ -264,7 +281,7 @@ class Offer:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Offer:
-        """Raises PartnerError if a value has a wrong type or is out of range, or the id is not of hex digits."""
+        """Decodes an offer. Raises PartnerError if a value has a wrong type or is out of range."""
         numbers = {name: value.get(name) for name in ("step", "file", "num_files", "num_bytes")}
         for name, found in numbers.items():
             if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < 10**18:
@@ -281,10 +298,11 @@ class Offer:
 
 
 class Shelf(Protocol):
-    """Storage of a server. `place(offer)` returns the path to write to, in an existing folder. `keep(offer, path,
-    digest)` is called when the file is complete and on disk, and makes it valid.
+    """Interface of a server's storage.
 
-    Both may raise CheckpointError or OSError, which is reported to the sender.
+    `place(offer)` returns the path to write to, in an existing folder. `keep(offer, path, digest)` is called when
+    the file is complete and on disk, and makes it valid. Both may raise CheckpointError or OSError, which is
+    reported to the sender.
     """
 
     def place(self, offer: Offer) -> Path: ...
@@ -296,10 +314,10 @@ class Shelf(Protocol):
 class PartnerServer:
     """Receives files from the leader of another node, in separate threads, until `close`.
 
-    address: where the others connect. token: secret shared by the run's leaders. timeout_s: longest time without data
-    on a connection. A connection that does not authenticate is closed after HANDSHAKE_WITHIN_S, or sooner if
-    _MAX_UNPROVEN newer ones exist, so that unknown clients cannot lock out the partner. Uses 1 MiB of memory per
-    authenticated connection. Raises CheckpointError if it cannot listen.
+    `address` is where the others connect; `token` is a secret shared by the run's leaders; `timeout_s` is the
+    longest time without data on a connection. A connection that does not authenticate is closed after
+    HANDSHAKE_WITHIN_S, or sooner if _MAX_UNPROVEN newer ones exist, so that unknown clients cannot lock out the
+    partner. Each authenticated connection uses 1 MiB of memory. Raises CheckpointError if the server cannot listen.
     """
 
     def __init__(
@@ -423,8 +441,10 @@ def _check_space(directory: Path, *, num_bytes: int) -> None:
 
 
 def greet(partner: PartnerAddress, *, token: bytes, within_s: float = GREET_WITHIN_S) -> PartnerAddress:
-    """Connects to the partner to check that it answers. Returns its address reduced to the one that did. Raises
-    PartnerError."""
+    """Connects to the partner to check that it answers, and returns its address reduced to the one that did.
+
+    Raises PartnerError.
+    """
     connection = connect(partner, token=token, timeout_s=within_s, within_s=within_s)
     try:
         send_message(connection, {"hello": True})
@@ -448,9 +468,21 @@ def send_file(
 ) -> DrainedFile:
     """Sends the file that `offer` describes. Returns when the partner has verified its hash and flushed it to disk.
 
-    timeout_s: longest time without an answer. on_bytes: called with the length of each piece; may raise to stop.
-    Raises PartnerError with the partner's name, the bytes sent and the error that the partner reported, and
-    CheckpointError if `path` cannot be read. Uses 1 MiB of memory.
+    It uses 1 MiB of memory.
+
+    Args:
+        path: The file.
+        offer: Its description.
+        partner: Where to send it.
+        token: Secret shared by the run's leaders.
+        pace: Rate limiter; None: no limit.
+        timeout_s: Longest time to wait for an answer, in seconds.
+        on_bytes: Called with the length of each piece; it may raise to stop.
+
+    Raises:
+        PartnerError: If the partner cannot be reached or fails; says its name, the bytes sent and the error it
+            reported.
+        CheckpointError: If `path` cannot be read.
     """
     begin_s = time.perf_counter()
     connection = connect(partner, token=token, timeout_s=timeout_s, within_s=CONNECT_WITHIN_S)

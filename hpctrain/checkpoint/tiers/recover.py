@@ -1,7 +1,7 @@
 """Recovery at the start of a run: drains a checkpoint that is on the nodes but did not reach the shared folder.
 
-The newest checkpoint of which every file is held by some node, as its own or as a partner's copy, is copied to the
-shared folder and committed there, where the ordinary load finds it. One node may be lost, and the run may have other
+It copies the newest checkpoint of which every file is on some node, as the node's own or as a partner's copy, to
+the shared folder and commits it there, where a load finds it. One node may be lost, and the run may have other
 nodes than before.
 """
 
@@ -32,8 +32,13 @@ from hpctrain.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered:
-    """path, step: the checkpoint now in the shared folder; None if there was none to recover. notes: messages for the
-    user about damaged copies and steps with a lost file."""
+    """Result of `recover`.
+
+    Attributes:
+        path: The recovered checkpoint, now in the shared folder; None if there was none to recover.
+        step: Its step, or None.
+        notes: Messages for the user about damaged copies and steps of which a file is lost.
+    """
 
     path: Path | None
     step: int | None
@@ -42,7 +47,10 @@ class Recovered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoverableCheckpoint:
-    """A checkpoint of which every file is held by some node. holders[f]: (rank, copy) of file f, best copy first."""
+    """A checkpoint of which every file is on some node.
+
+    `holders[f]` lists the copies of file number f, the best one first, each with a rank on the node that holds it.
+    """
 
     step: int
     save_id: str
@@ -50,13 +58,21 @@ class RecoverableCheckpoint:
 
 
 def recover(tiers: Tiers, *, comm: Collective) -> Recovered:
-    """Drains the newest checkpoint that the nodes hold and the shared folder does not. Collective; call it before the
-    load.
+    """Drains the newest checkpoint that is on the nodes but not in the shared folder. Collective.
 
-    Only considers checkpoints that are newer than the newest undamaged one in the shared folder, by step and by
-    creation time, since a node that was absent may hold later steps that the run has discarded. Damaged copies are
-    skipped and listed in the notes. Raises CheckpointError on every rank if the shared folder cannot be read or
-    written.
+    Call it before loading. Only checkpoints that are newer than the newest undamaged one in the shared folder, by
+    step and by creation time, are considered: a node that was absent for a while may hold later steps that the run
+    has since discarded. Damaged copies are skipped and listed in the notes.
+
+    Args:
+        tiers: The two locations.
+        comm: All ranks of the topology that `tiers` was opened with.
+
+    Returns:
+        The recovered checkpoint, or None as its path, and notes for the user.
+
+    Raises:
+        CheckpointError: On every rank, if the shared folder cannot be read or written.
     """
     with doing(comm, "recovering checkpoints that the nodes hold"):
         return _recover(tiers, comm=comm)
@@ -86,8 +102,9 @@ def plan_recovery(
 ) -> tuple[list[RecoverableCheckpoint], list[str]]:
     """Returns the checkpoints that can be recovered, newest first, and notes on those that cannot. Pure.
 
-    held: the files, each with a rank of its node. Copies with a known hash are preferred to those never read as a
-    whole, then a node's own files to partner copies, then those that are first in `held`.
+    `held` contains the files on all nodes, each with a rank on the node. Of several copies of a file, those with a
+    known hash are preferred to those never read as a whole, then a node's own files to partner copies, then the
+    first in `held`.
     """
     saves: dict[tuple[int, float, str], list[tuple[int, Held]]] = {}
     for rank, entry in held:
@@ -124,8 +141,10 @@ def _preference(holder: tuple[int, Held]) -> tuple[bool, bool]:
 def _drain(
     candidate: RecoverableCheckpoint, *, tiers: Tiers, comm: Collective
 ) -> tuple[Path | None, list[str]]:
-    """Copies all files and commits. Collective. Returns the path, or None if all copies of a file are damaged, and
-    notes."""
+    """Copies all files of a checkpoint to the shared folder and commits it. Collective.
+
+    Returns its path, or None if all copies of a file are damaged, and notes.
+    """
     step = candidate.step
     partial = Path(on_rank_0(comm, lambda: str(prepare_target(tiers.shared, step=step))))
     committed = Committed(path=None)
@@ -146,8 +165,10 @@ def _drain(
 
 
 def _copy_all(candidate: RecoverableCheckpoint, *, partial: Path, comm: Collective) -> tuple[bool, list[str]]:
-    """Copies each file from its best holder, or from the next one if that copy is damaged. Collective. Returns True if
-    all files were copied, and notes."""
+    """Copies each file from its best holder, or from the next one if that copy is damaged. Collective.
+
+    Returns True if all files were copied, and notes.
+    """
     tries = dict.fromkeys(range(len(candidate.holders)), 0)  # failed attempts of each remaining file
     notes: list[str] = []
     while tries:
@@ -165,7 +186,7 @@ def _copy_all(candidate: RecoverableCheckpoint, *, partial: Path, comm: Collecti
 
 
 def _copy_own(own: Mapping[int, Held], *, partial: Path) -> dict[str, str]:
-    """Copies the files assigned to this rank. Returns the errors of damaged ones by file number."""
+    """Copies the files assigned to this rank. Returns the errors of damaged copies by file number."""
     damaged = {}
     for number, held in own.items():
         try:

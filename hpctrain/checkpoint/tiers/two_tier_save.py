@@ -1,8 +1,8 @@
-"""Two tiers: a checkpoint is saved to node storage first, then drained to the folder that all nodes share.
+"""Two-tier saves: a checkpoint is saved to node storage first, then drained to the folder that all nodes share.
 
-A save writes one file per node to node storage, at the speed of the node's disk. Then, in the background, each node's
-leader (its lowest rank) sends the file to another node, so that the loss of one node loses no data, and copies it to
-the shared folder, where rank 0 commits the checkpoint. After a crash, `hpctrain.checkpoint.tiers.recover.recover`
+A save writes one file per node to node storage, at the speed of the node's disk. Then, in the background, each
+node's leader (its lowest rank) sends the file to a partner node, so that the loss of one node loses no data, and
+copies it to the shared folder, where rank 0 commits the checkpoint. After a crash, `hpctrain.checkpoint.recover`
 drains the files that were not yet in the shared folder.
 """
 
@@ -58,10 +58,16 @@ _TOKEN_BYTES = 32
 
 @final
 class Tiers:
-    """The two locations of a run's checkpoints, and this node's link to its partner. Create it with `open`.
+    """The two locations of a run's checkpoints, and this node's connection to its partner node. Create it with `open`.
 
-    shared: folder of finished checkpoints. store: this node's folder. node: index of this rank's node.
-    partner: where this node's file is copied to; None on ranks other than leaders, and if there is only one node.
+    Attributes:
+        shared: Directory of the finished checkpoints, which all nodes share.
+        store: This node's folder on node storage.
+        topology: Which rank runs on which node.
+        node: Number of this rank's node.
+        is_leader: True on the lowest rank of each node, which copies the node's file.
+        partner: Address of the node to which this node's file is copied; None on ranks other than leaders, and if
+            there is only one node.
     """
 
     def __init__(
@@ -97,15 +103,26 @@ class Tiers:
         keep_local: int = 1,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Tiers:
-        """Creates this node's folder `local/<run>/<node>`, and connects each of several nodes to its partner, the next
-        node. Collective. Call `close` at the end of the run.
+        """Creates this node's folder `local/<run>/<node>`, and connects each node to the next one, its partner.
 
-        local: a directory on node storage; its path may differ between nodes. keep_local: number of checkpoints kept
-        there. run: name of the run's folder; None: one that follows from the path of `shared`, so that a run that is
-        started anew there recovers what an older one has left on the nodes. timeout_s: longest time without an answer
-        from a partner.
-        Raises on every rank: UsageError for an invalid argument, CheckpointError if a node cannot write to its folder
-        or reach its partner.
+        Collective.
+
+        Args:
+            local: A directory on node storage; its path may differ between nodes.
+            shared: Directory of the finished checkpoints, which all nodes share.
+            topology: Which rank runs on which node, such as `session.topology`.
+            comm: All ranks of the topology.
+            run: Name of the run's folder on node storage. None: derived from the path of `shared`, so that a run
+                that is started again with the same path recovers what the earlier one left on the nodes.
+            keep_local: Number of checkpoints to keep on node storage, at least 1.
+            timeout_s: Longest time to wait for an answer from a partner, in seconds.
+
+        Returns:
+            The two locations. Call `close` at the end of the run.
+
+        Raises:
+            UsageError: On every rank, for an invalid argument.
+            CheckpointError: On every rank, if a node cannot write to its folder or cannot reach its partner.
         """
         agreed(comm, lambda: _check_arguments(local=Path(local), keep_local=keep_local, timeout_s=timeout_s))
         chosen = on_rank_0(
@@ -131,7 +148,7 @@ class Tiers:
         return tiers
 
     def _connect(self, comm: Collective) -> None:
-        """Starts the servers of the leaders and connects each to its partner. Collective."""
+        """Starts the leaders' servers and connects each leader to its partner. Collective."""
 
         def begin() -> dict[str, Any] | None:
             if not self.is_leader:
@@ -156,8 +173,17 @@ class Tiers:
         agreed(comm, meet, os_error=CheckpointError)
 
     def left_by_others(self, *, comm: Collective) -> list[str]:
-        """Returns the folders on the nodes with checkpoints of other runs that had the same shared directory, each with
-        its newest step, as text. Collective. Raises CheckpointError on every rank."""
+        """Lists folders on the nodes with checkpoints of other runs that used the same shared directory. Collective.
+
+        Args:
+            comm: All ranks of the topology.
+
+        Returns:
+            The name of each folder with its newest step, as text.
+
+        Raises:
+            CheckpointError: On every rank, if a node cannot read its storage.
+        """
         mine = agreed(
             comm, lambda: others_of(self.store.base, shared=self.shared) if self.is_leader else {},
             os_error=CheckpointError,
@@ -169,10 +195,17 @@ class Tiers:
         return [f"{name} (step {step})" for name, step in sorted(newest.items())]
 
     def forget(self, *, from_step: int = 0, comm: Collective) -> None:
-        """Removes the nodes' files of step `from_step` and later. Collective. Raises CheckpointError on every rank.
+        """Removes the nodes' files of step `from_step` and later. Collective.
 
-        To be called by a run that starts from scratch or resumes from an older checkpoint than the newest; otherwise
-        the next start would recover steps that the run has discarded.
+        A run must call it if it starts from scratch, or resumes from an older checkpoint than the newest. Otherwise
+        its next start would recover steps that the run has discarded.
+
+        Args:
+            from_step: The first step to remove.
+            comm: All ranks of the topology.
+
+        Raises:
+            CheckpointError: On every rank, if a node cannot remove its files.
         """
         agreed(
             comm,
@@ -181,7 +214,7 @@ class Tiers:
         )
 
     def close(self) -> None:
-        """Stops accepting copies, and copying. Not collective; may be called twice."""
+        """Stops receiving and sending copies. Not collective; may be called twice."""
         self.stopping.set()
         if self._server is not None:
             self._server.close()
@@ -205,8 +238,9 @@ class TwoTier:
     """A save to node storage that is then drained to the shared folder. Create it with `begin`.
 
     `advance` runs three stages, each with its work in the background: the local save (a `Saving`); copying to the
-    partner and to the shared folder, by the nodes' leaders; and the commit in the shared folder, by rank 0. Only then
-    the checkpoint counts as saved. An error leaves the local copies, from which the next start recovers.
+    partner node and to the shared folder, by the nodes' leaders; and the commit in the shared folder, by rank 0.
+    Only then does the checkpoint count as saved. After an error the local copies remain, from which the next start
+    recovers.
     """
 
     def __init__(
@@ -247,16 +281,26 @@ class TwoTier:
         buffers: HostBuffers | None = None,
         executor: Executor | None = None,
     ) -> TwoTier:
-        """Starts to save `state` as step `step`. Collective. Raises as `Saving.begin`.
+        """Starts a save through both tiers. Collective.
 
-        First removes the nodes' files of this step and later ones, since the run will write these again.
+        It first removes the nodes' files of this step and later ones, since the run will write these again.
 
         Args:
-            comm: all ranks of the topology that `tiers` was opened with.
-            options: as for `Saving.begin`; `files`, `node_of_rank` and `local` are overridden, and `keep` applies to
-                the shared folder.
-            buffers: memory for a copy of the state, whose tensors may then change once this returns.
-            executor: runs the writing and copying of files; None: immediately, in this thread.
+            state: This rank's part of the content.
+            tiers: The two locations.
+            step: Step of the checkpoint; the same on every rank.
+            comm: All ranks of the topology that `tiers` was opened with.
+            options: As in `Saving.begin`, but `files`, `node_of_rank` and `local` are overridden, and `keep`
+                applies to the shared folder.
+            buffers: Host memory for a copy of the state, whose tensors may then change once this returns.
+            executor: Runs the writing and copying of files; None: they run at once, in the calling thread.
+
+        Returns:
+            The save, whose local files are being written.
+
+        Raises:
+            CheckpointError: On every rank, as in `Saving.begin`.
+            UsageError: On every rank, as in `Saving.begin`.
         """
         begin_s = time.perf_counter()
         options = options or SaveOptions()
@@ -291,7 +335,7 @@ class TwoTier:
         )
 
     def ready(self) -> bool:
-        """True if `advance` would not wait for work of this rank. Not collective."""
+        """Returns True if `advance` would not wait for this rank's work. Not collective."""
         if self._saving is not None:
             return self._saving.ready()
         return self._work is None or self._work.done()
@@ -299,9 +343,13 @@ class TwoTier:
     def advance(self) -> SaveResult | None:
         """Waits for this rank's work of the current stage and starts the next one. Collective.
 
-        Returns the result once the checkpoint is committed, else None. Raises CheckpointError on every rank if a node
-        cannot write to its local or to the shared folder. A failed copy to a partner node is not an error; it is
-        reported in the result's note.
+        A failed copy to a partner node is not an error; the note of the result reports it.
+
+        Returns:
+            The result once the checkpoint is committed in the shared folder, until then None.
+
+        Raises:
+            CheckpointError: On every rank, if a node cannot write to its local folder or to the shared folder.
         """
         if self._saving is not None:
             self._local = self._saving.advance()
@@ -318,7 +366,7 @@ class TwoTier:
             return self._end_commit()
 
     def finish(self) -> SaveResult:
-        """Calls `advance` until the checkpoint is committed. Collective."""
+        """Calls `advance` until the checkpoint is committed, and returns the result. Collective."""
         while True:
             result = self.advance()
             if result is not None:
@@ -327,7 +375,7 @@ class TwoTier:
     # ------------------------------------------------------------------ stage 2: to the partner, to the shared folder
 
     def _begin_copying(self, local: SaveResult) -> None:
-        """Creates the folder to drain to, and starts copying on the leaders. Collective."""
+        """Creates the folder to drain to, and makes the leaders start copying. Collective."""
 
         def prepare() -> str:
             return str(prepare_target(self._tiers.shared, step=self._step))
@@ -339,7 +387,10 @@ class TwoTier:
             self._work = submit(self._executor, work)
 
     def _copy(self, step_path: Path, *, save_id: str, partial: Path) -> str:
-        """Background work of a leader; communicates only with the partner. Returns a warning, or ""."""
+        """Copies this node's file to the shared folder and to the partner. Returns a warning, or "".
+
+        A leader runs this in the background; it communicates with the partner only.
+        """
         tiers, store = self._tiers, self._tiers.store
         path = own_file(step_path)
         with explained(action="read", path=path):
@@ -389,7 +440,7 @@ class TwoTier:
             self._work = submit(self._executor, self._commit)
 
     def _commit(self) -> dict[str, Any]:
-        """Commits on rank 0. Returns path, size in bytes, and notes."""
+        """Commits the checkpoint in the shared folder, on rank 0. Returns its path, its size in bytes, and notes."""
         partial, local = self._partial, self._local
         assert partial is not None
         assert local is not None
@@ -415,8 +466,10 @@ class TwoTier:
         )
 
     def _agreed_work(self) -> Any:
-        """Waits for the work of all ranks and returns this rank's result, None if it had no work. Collective. Raises on
-        every rank if any rank failed."""
+        """Waits for all ranks' work and returns this rank's result, None if it had no work. Collective.
+
+        Raises on every rank if any rank failed.
+        """
         if self._partial is None:
             raise RuntimeError(f"the save of step {self._step} has ended already")
         work, self._work = self._work, None
@@ -437,8 +490,15 @@ class TwoTier:
 def saving_through(
     tiers: Tiers, *, comm: Collective, options: SaveOptions | None = None
 ) -> Callable[..., TwoTier]:
-    """Returns a function for `Saver` that starts saves through both tiers, committed in `tiers.shared`. Not collective;
-    calling the function is."""
+    """Returns the function that a `Saver` calls to start saves through both tiers.
+
+    Not collective, but that function is.
+
+    Args:
+        tiers: The two locations; checkpoints are committed in `tiers.shared`.
+        comm: All ranks of the topology that `tiers` was opened with.
+        options: Options of each save, as in `TwoTier.begin`; None: the defaults.
+    """
 
     def begin(state: State, *, step: int, buffers: HostBuffers | None, executor: Executor | None) -> TwoTier:
         return TwoTier.begin(
@@ -448,31 +508,31 @@ def saving_through(
     return begin
 
 
-# The identity of a run: what connects its directory with checkpoints that its nodes keep elsewhere.
+# The identity of a run, which connects its directory with the checkpoints on its nodes.
 #
-# The file `run-id` in the run directory has the identity and, in a second line, where the directory was. A
-# directory that is removed takes its identity along, one that is moved keeps it, and a copy gets another.
+# The file `run-id` in the run directory contains the identity and, in a second line, the path of the directory. A
+# directory that is moved keeps its identity, a copy gets another one, and the identity is removed with the directory.
 
 
 RUN_ID = "run-id"
 _VALID = re.compile(r"[A-Za-z0-9_-]{1,100}")
-# What earlier versions, which wrote no identity, have left in the directory of a run that had begun.
+# Files of a run that has begun, by which a run of an earlier version is recognized: those wrote no identity.
 _OF_A_RUN = ("starts.jsonl", "recipe.toml")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunIdentity:
-    """id: the name of the run's folder on node storage. is_new: the run directory had none before this start."""
+    """Identity of a run: `id` names its folder on node storage; `is_new`: the run directory had none before."""
 
     id: str
     is_new: bool
 
 
 def identify_run(directory: Path, *, checkpoints: Path, comm: Collective) -> RunIdentity:
-    """Returns the identity of the run in `directory`, which exists, and gives it one if it has none. Collective.
+    """Returns the identity of the run in `directory`, which exists, and gives the run one if it has none. Collective.
 
-    checkpoints: where it saves; runs of earlier versions are identified by its path. Raises LaunchError on every rank
-    if the file cannot be read or written.
+    `checkpoints` is the directory to which the run saves; runs of earlier versions are identified by its path.
+    Raises LaunchError on every rank if the file with the identity cannot be read or written.
     """
     found = on_rank_0(comm, lambda: _identify(directory, checkpoints=checkpoints))
     return RunIdentity(id=found[0], is_new=found[1])
@@ -500,7 +560,7 @@ def _identify(directory: Path, *, checkpoints: Path) -> tuple[str, bool]:
 
 
 def _is_copied(known: str, *, where: str, directory: Path) -> bool:
-    """True if the directory at `where` has the same identity and is another one."""
+    """Returns True if `directory` is a copy of the run directory `where`, which still has the identity `known`."""
     if not where:
         return False
     try:

@@ -1,8 +1,8 @@
 """The manifest: lists the content of a dataset directory, the location of its bytes, and their hashes.
 
 A dataset is a directory with `manifest.json` and HDF5 shards. The manifest is written last, so a directory with
-shards but no manifest is a dataset whose packing did not finish. The manifest is JSON, versioned, with a checksum of
-its content.
+shards but no manifest is a dataset whose packing did not finish. The manifest is JSON, versioned, with a checksum
+of its content.
 """
 
 from __future__ import annotations
@@ -63,24 +63,37 @@ MANIFEST_VERSION = 3
 SHARD_PREFIX = "shard-"
 PARTIAL_SUFFIX = ".partial"
 TOKENS_FIELD = "tokens"
-# Among the attributes of an index: offsets are noted only of datasets whose HDF5 type has numpy's properties.
+# Attribute of an index that records offsets only for datasets whose HDF5 type has the properties of numpy's dtype.
 TYPES_CHECKED = "types_checked"
 
 
 class Kind(str, Enum):
-    """`samples`: a sample is one row of every field. `tokens`: samples are windows of a token stream."""
+    """What a sample is.
+
+    SAMPLES: a row of every field. TOKENS: a window of a token stream.
+    """
 
     SAMPLES = "samples"
     TOKENS = "tokens"
 
 
 class Manifest(Model):
-    """Describes a dataset. `fields` describe one sample; for kind `tokens` that is a window of window + 1 tokens.
+    """Describes a dataset: its fields, its shards, where the bytes of each field are, and their hashes.
 
-    indexed: the shards are existing files that were indexed; their paths may lead out of the directory.
-    version: 3 with decoded fields, else 2. `fields` are as they are stored; decoding: of those that are decoded when
-    they are read. statistics: field -> statistics of the (decoded) values; empty if not computed. windows: set if
-    window starts are listed.
+    Attributes:
+        version: Version of the format: 3 for a dataset with decoded fields, else 2. Version 1 can be read.
+        kind: Whether samples are rows of the fields or windows of a token stream.
+        samples: Number of samples.
+        block_bytes: Size of the blocks that are hashed, in bytes.
+        fields: The fields of one sample by name, as they are stored. For kind `tokens` the one field is a window of
+            window + 1 tokens.
+        tokens: How windows are cut from the token stream; None for kind `samples`.
+        windows: File that lists the first token of each window, if windows are split at documents; else None.
+        indexed: True if the shards are existing files that were indexed; their paths may lead out of the directory.
+        decoding: For each field that is decoded when it is read, how its values are represented.
+        statistics: Statistics of the (decoded) values of each field; empty if they were not computed.
+        attributes: Values recorded when the dataset was packed, such as the number of classes.
+        shards: The files, in the order of the samples.
     """
 
     version: Literal[1, 2, 3] = 2
@@ -175,32 +188,51 @@ class Manifest(Model):
 
     @property
     def batch_fields(self) -> dict[str, FieldSpec]:
-        """Fields of a batch: the decoded ones, each ragged one followed by its lengths, `<name>.length`, int64."""
+        """The fields of a batch, after decoding.
+
+        Each ragged field is followed by its lengths: `<name>.length`, int64.
+        """
         return _with_lengths(decoded_fields(self.fields, self.decoding))
 
     @property
     def stored_batch_fields(self) -> dict[str, FieldSpec]:
-        """As `batch_fields`, before decoding."""
+        """The same fields as `batch_fields`, before decoding."""
         return _with_lengths(self.fields)
 
     def stored_shape(self, name: str, *, samples: int) -> tuple[int, ...]:
-        """Returns the shape of field `name` in a shard of `samples` samples (kind `array`, boundaries ignored).
+        """Returns the shape of a field in a packed shard, for fields of kind `array`.
 
-        That is the shape of the HDF5 dataset in a packed shard; in an indexed file it may have more rows.
+        Boundaries of documents are ignored.
+
+        In an indexed file the HDF5 dataset may have more rows.
+
+        Args:
+            name: Name of the field.
+            samples: Number of samples in the shard.
         """
         if self.tokens is not None:
             return (self.tokens.tokens_for(samples),)
         return (samples, *self.fields[name].shape)
 
     def stored_bytes(self, name: str, *, samples: int) -> int:
-        """Returns the bytes of an array of shape `stored_shape`."""
+        """Returns the size of an array of shape `stored_shape`, in bytes.
+
+        Args:
+            name: Name of the field.
+            samples: Number of samples in the shard.
+        """
         shape = self.stored_shape(name, samples=samples)
         return int(np.prod(shape, dtype=np.int64)) * np.dtype(self.fields[name].dtype).itemsize
 
     def entry_shape(self, name: str, entry: ShardEntry) -> tuple[int, ...]:
-        """Returns the shape of the rows of field `name` (kind `array`) in `entry`: `num_bytes` bytes.
+        """Returns the shape of the rows of a field in a given shard, for fields of kind `array`.
 
-        A whole HDF5 dataset that is one sample has no sample dimension. Split tokens: the number of stored tokens.
+        A whole HDF5 dataset that is one sample has no sample dimension. For split token windows the result is the
+        number of stored tokens.
+
+        Args:
+            name: Name of the field.
+            entry: The shard.
         """
         stored, spec = entry.fields[name], self.fields[name]
         if stored.whole:
@@ -211,7 +243,7 @@ class Manifest(Model):
 
     @property
     def fingerprint(self) -> str:
-        """Hash that identifies the dataset: over fields, counts and the hashes of all content."""
+        """Hash that identifies the dataset, over fields, counts and the hashes of all content."""
         exclude: dict[str, Any] = {"statistics": True}
         # The fingerprint of an older version, which checkpoints contain, is without the keys that it did not have.
         exclude |= {1: NOT_IN_VERSION_1, 2: NOT_IN_VERSION_2, 3: {}}[self.version]
@@ -223,7 +255,7 @@ class Manifest(Model):
 
     @property
     def has_checked_types(self) -> bool:
-        """False for an index of a version of hpctrain that noted offsets of datasets whose bytes are not the values."""
+        """False for an index of an early version, which did not check whether a dataset's bytes are numpy's values."""
         return not self.indexed or bool(self.attributes.get(TYPES_CHECKED))
 
     @property
@@ -269,10 +301,17 @@ def sync_directory(directory: Path) -> None:
 
 
 def read_manifest(directory: Path | str) -> Manifest:
-    """Returns the manifest of the dataset in `directory`.
+    """Reads and checks the manifest of a dataset. Not collective.
 
-    Raises DataError if there is no such directory or no dataset in it, packing is unfinished, or the manifest cannot
-    be read, has a newer version or a wrong checksum, or is inconsistent.
+    Args:
+        directory: Directory of the dataset.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        DataError: If there is no such directory or no dataset in it, if packing has not finished, or if the
+            manifest cannot be read, has a newer version or a wrong checksum, or is inconsistent.
     """
     directory = Path(directory)
     path = directory / MANIFEST_NAME

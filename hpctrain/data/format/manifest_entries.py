@@ -1,4 +1,4 @@
-"""The parts of a manifest: fields of a sample, their statistics, and their location in a file."""
+"""The parts of a manifest: fields of a sample, their statistics, their location in a file, and their decoding."""
 
 from __future__ import annotations
 
@@ -34,13 +34,16 @@ class Model(BaseModel):
 
 
 class FieldSpec(Model):
-    """One field of a sample: numpy dtype name and shape, without the sample dimension.
+    """One field of a sample: dtype and shape, without the sample dimension.
 
-    kind: `array`: every sample has `shape`, which is () for one number per sample. `ragged`: the first dimension
-    differs between samples, and `shape` has its maximum; samples are padded with zeros when they are read, and a
-    second tensor `<name>.length`, int64, has their lengths. `classes`: strings in the file, read as int64 numbers,
-    the index of the string in `classes`.
-    classes: names of the class numbers; also allowed for integers of kind `array`.
+    Attributes:
+        dtype: numpy name of the dtype after reading.
+        shape: Shape in one sample; () for one number per sample. For kind `ragged` the first dimension is the
+            maximum.
+        kind: `array`: every sample has this shape. `ragged`: the first dimension differs between samples, which are
+            padded with zeros when they are read; the field `<name>.length`, int64, contains their lengths.
+            `classes`: strings in the file, which are read as int64, the index of the string in `classes`.
+        classes: Names of the class numbers; also possible for integers of kind `array`.
     """
 
     dtype: str
@@ -74,12 +77,12 @@ class FieldSpec(Model):
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of one sample after reading (ragged: padded)."""
+        """Size of one sample after reading (and padding), in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
 
 class FieldStatistics(Model):
-    """Statistics over the `count` finite elements of a field. std: of the population."""
+    """Statistics over the `count` finite elements of a field. `std` is the standard deviation of the population."""
 
     mean: float
     std: float
@@ -92,12 +95,18 @@ Number = int | float  # an integer stays one in JSON
 
 
 class Packing(Model):
-    """What a file says of the values of one HDF5 dataset.
+    """What a file says about the values of one HDF5 dataset, as conventions such as CF do.
 
-    stored_as: integer dtype as which the stored bits are read (`_Unsigned`); None: as they are. Of such values are:
-    missing: those that stand for a missing one. nan_is_missing: NaN does too. least, most: others are missing as well;
-    of_decoded: these two limit the decoded values instead.
-    float_dtype: in which value * scale + offset is computed; None: there is neither.
+    Attributes:
+        stored_as: Integer dtype as which the stored bits are read (`_Unsigned`); None: the dtype of the dataset.
+        float_dtype: dtype in which value * scale + offset is computed; None: there is neither scale nor offset.
+        scale: Factor, or None.
+        offset: Summand, or None.
+        missing: Values that stand for a missing value.
+        nan_is_missing: True if NaN stands for a missing value, too.
+        least: Smaller values are missing; None: no limit.
+        most: Larger values are missing; None: no limit.
+        of_decoded: True if `least` and `most` limit the decoded values, False if they limit the stored ones.
     """
 
     stored_as: str | None = None
@@ -116,11 +125,15 @@ class Packing(Model):
 
 
 class Decoding(Model):
-    """What a field's decoded values are, the same for all files. dtype: numpy name.
+    """How the decoded values of a field are represented, the same for all files.
 
-    missing: what a missing value becomes: NaN, `value`, or 0 with True in the field `NAME.mask`, bool, of the same
-    shape. "refused": it is an error to read one.
-    mask: the stored field that is not 0 where a value is missing; None: there is none. It is not a field of batches.
+    Attributes:
+        dtype: numpy name of the dtype of the decoded values.
+        missing: What a missing value becomes. "nan": NaN. "value": the number `value`. "mask": 0, with True in the
+            field `NAME.mask`, bool, of the same shape. "refused": reading one is an error.
+        value: The number for `missing="value"`.
+        mask: Name of the stored field that is not 0 where a value is missing, or None. It is not a field of
+            batches.
     """
 
     dtype: str
@@ -130,17 +143,21 @@ class Decoding(Model):
 
 
 class StoredField(Model):
-    """One field in one shard: the HDF5 dataset, its location in the file, and the hash of each block.
+    """One field in one shard: the HDF5 dataset, its location in the file, and the hashes of its blocks.
 
-    dataset: path within the file. offset: file offset of the dataset in bytes if it is contiguous, else None
-    (chunked, compressed, compact, variable length, or a member of a compound).
-    whole: the whole dataset is one sample. Otherwise its rows are samples (or tokens), from `first_row` on; row r
-    of a contiguous dataset begins at offset + r * (bytes of a row).
-    member: member of a compound dtype. big_endian: byte order in the file. packing: how the stored values are decoded,
-    of fields of `Manifest.decoding`; None of others.
-    num_bytes: uncompressed bytes of this shard's rows; for variable lengths, of their elements.
-    hashes: xxh3_64 of consecutive blocks of `Manifest.block_bytes` bytes of these rows as little-endian row-major
-    bytes, counted from `first_row`; the last block may be shorter. Empty: not hashed.
+    Attributes:
+        dataset: Path of the HDF5 dataset in the file.
+        offset: File offset of the dataset in bytes if it is contiguous, else None: chunked, compressed, compact, of
+            variable length, or a member of a compound.
+        num_bytes: Uncompressed size of this shard's rows in bytes; for variable lengths, of their elements.
+        hashes: xxh3_64 of consecutive blocks of `Manifest.block_bytes` bytes, the last perhaps shorter, of these
+            rows as little-endian row-major bytes. Empty: not hashed.
+        whole: True if the whole dataset is one sample; otherwise its rows are samples (or tokens).
+        first_row: The first row that belongs to this shard. Row r of a contiguous dataset begins at offset + r *
+            (bytes per row).
+        member: Member of a compound dtype, or None.
+        big_endian: Byte order in the file.
+        packing: How the stored values are decoded, for fields in `Manifest.decoding`; else None.
     """
 
     dataset: str
@@ -155,11 +172,15 @@ class StoredField(Model):
 
 
 class ShardEntry(Model):
-    """Samples of one HDF5 file. A file with one group per sample has several entries.
+    """Consecutive samples in one HDF5 file. A file with one group per sample has several entries.
 
-    file: a name in the dataset's directory; for indexed files a path, absolute or relative to the directory.
-    structure_hash: over the bytes of the file that belong to no field; None if not computed.
-    modified_ns: modification time of an indexed file, in nanoseconds; None for packed shards.
+    Attributes:
+        file: File name in the dataset's directory; for indexed files a path, absolute or relative to the directory.
+        samples: Number of samples.
+        file_bytes: Length of the file.
+        structure_hash: Hash of the bytes of the file that belong to no field; None if it was not computed.
+        modified_ns: Modification time of an indexed file, in nanoseconds; None for packed shards.
+        fields: Where the bytes of each field are.
     """
 
     file: str
@@ -191,10 +212,14 @@ class ShardEntry(Model):
 class TokenWindows(Model):
     """How samples are cut from the token stream.
 
-    boundaries: `ignore`: sample i of a shard holds tokens [i * stride, i * stride + window + 1). `split`: no window
-    crosses the start of a document; the starts of the windows are listed (`Manifest.windows`).
-    documents: name of the HDF5 dataset of each shard that holds the first token of each document, relative to the
-    shard, int64, ascending. None: unknown.
+    Attributes:
+        window: Number of tokens that a sample predicts; a sample has window + 1 tokens.
+        stride: Number of tokens from the start of a window to the start of the next.
+        boundaries: `ignore`: sample i of a shard contains the tokens from i * stride to i * stride + window.
+            `split`: no window crosses the start of a document; the starts of the windows are listed in
+            `Manifest.windows`.
+        documents: Name of the HDF5 dataset in each shard with the first token of each document, relative to the
+            shard: int64, ascending. None: unknown.
     """
 
     window: Positive
@@ -203,19 +228,19 @@ class TokenWindows(Model):
     documents: str | None = None
 
     def tokens_for(self, samples: int) -> int:
-        """Returns the number of tokens that `samples` consecutive windows span (boundaries ignored)."""
+        """Returns the number of tokens that `samples` consecutive windows span, ignoring boundaries of documents."""
         return (samples - 1) * self.stride + self.window + 1
 
     def windows_in(self, tokens: int) -> int:
-        """Returns the number of windows that fit in `tokens` consecutive tokens (boundaries ignored)."""
+        """Returns the number of windows that fit into `tokens` consecutive tokens, ignoring boundaries of documents."""
         return 0 if tokens <= self.window else (tokens - self.window - 1) // self.stride + 1
 
 
 class WindowList(Model):
-    """List of window starts: `file`, an .npy file in the directory of the manifest.
+    """The file that lists the starts of all token windows: an .npy file in the directory of the manifest.
 
-    It holds the first token of each window, relative to its shard: int64, shape (samples of the dataset,).
-    hash: xxh3_64 of the file's bytes.
+    It contains the first token of each window, relative to its shard: int64, shape (samples of the dataset,).
+    `hash` is the xxh3_64 of the file's bytes.
     """
 
     file: str = Field(pattern=r"^[^/]+\.npy$")
@@ -278,11 +303,11 @@ def decode(
     mask: NDArray[Any] | None = None,
     is_exact: bool = True,
 ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Returns the decoded values and where they are missing, both of the shape of `stored`.
+    """Returns the decoded values, and which of them are missing; both have the shape of `stored`.
 
-    stored: as in the file, native-endian. mask: not 0 where a value is missing, of the same shape.
-    Raises DataError if an integer is too large for the decoded dtype, unless not `is_exact`: then it is rounded; and
-    for a missing value if they are refused.
+    `stored` are the values in the file, native-endian; `mask` has the same shape and is not 0 where a value is
+    missing. Raises DataError for a missing value if they are refused. Raises it also for an integer that is too
+    large for the decoded dtype; without `is_exact` such an integer is rounded instead.
     """
     data = stored if packing.stored_as is None else stored.view(packing.stored_as)
     missing = np.zeros(data.shape, dtype=np.bool_)
@@ -320,7 +345,10 @@ def decode(
 
 
 def _outside(data: NDArray[Any], packing: Packing) -> NDArray[np.bool_]:
-    """NaN is not outside. The limits of floats are rounded to their dtype, as the values were."""
+    """Returns which values lie outside the limits `least` and `most`; NaN does not.
+
+    The limits of floats are rounded to their dtype, as the values were.
+    """
     exact = (lambda limit: limit) if data.dtype.kind in "iub" else data.dtype.type
     outside = np.zeros(data.shape, dtype=np.bool_)
     if packing.least is not None:
@@ -356,7 +384,10 @@ _BLOCK_ELEMENTS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Moments:
-    """Moments of `count` finite elements. squares: sum of (element - mean)^2. low, high: only valid if count > 0."""
+    """Moments of `count` finite elements, which can be added.
+
+    `squares` is the sum of (element - mean)^2. `low` and `high` are valid only if count > 0.
+    """
 
     count: int = 0
     mean: float = 0.0
@@ -382,7 +413,7 @@ class Moments:
         return asdict(self) if self.count else {}
 
     def statistics(self) -> FieldStatistics | None:
-        """Returns the manifest's statistics; None without finite elements, or if float64 overflowed."""
+        """Returns the statistics for the manifest; None without finite elements, or if float64 overflowed."""
         if not self.count or not math.isfinite(self.squares) or not math.isfinite(self.mean):
             return None
         return FieldStatistics(
@@ -423,7 +454,7 @@ def _of_block(block: NDArray[Any]) -> Moments:
 
 
 def _of_bytes(flat: NDArray[np.uint8]) -> Moments:
-    """Returns exact moments, from a histogram of the 256 values."""
+    """Returns the exact moments, from a histogram of the 256 values."""
     counts = np.zeros(256, dtype=np.int64)
     for start in range(0, len(flat), _BLOCK_ELEMENTS):
         counts += np.bincount(flat[start : start + _BLOCK_ELEMENTS], minlength=256)
@@ -438,7 +469,7 @@ def _of_bytes(flat: NDArray[np.uint8]) -> Moments:
 
 
 def statistics_of(parts: Iterable[Mapping[str, Moments]]) -> dict[str, FieldStatistics]:
-    """Returns field -> statistics over consecutive parts (field -> moments)."""
+    """Returns the statistics of each field over consecutive parts, given the moments of each part."""
     totals: dict[str, Moments] = {}
     for part in parts:
         for name, moments in part.items():

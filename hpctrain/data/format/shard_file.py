@@ -34,7 +34,7 @@ _READ_BYTES = 1 << 20
 
 
 def shard_name(index: int, *, part: int | None = None) -> str:
-    """Returns the file name of shard number `index`. part: part of the source, if it is packed in parts."""
+    """Returns the file name of shard number `index`, in part number `part` of the source if it is packed in parts."""
     return f"{SHARD_PREFIX}{'' if part is None else f'{part:05d}-'}{index:05d}.h5"
 
 
@@ -44,32 +44,32 @@ def shard_number(name: str) -> tuple[int, ...]:
 
 
 def record_name(file: str) -> str:
-    """Returns the name of the record of the finished shard `file`, which exists until the manifest is written."""
+    """Returns the name of the record of a finished shard. Records exist until the manifest is written."""
     return f".{file.removesuffix('.h5')}{RECORD_SUFFIX}"
 
 
 def is_shard_name(name: str) -> bool:
-    """True if `name` is that of a shard, a partial shard or a record of a shard."""
+    """Returns True if `name` is that of a shard, of a partial shard, or of the record of a shard."""
     return (name.startswith(SHARD_PREFIX) and name.endswith(".h5")) or (
         name.startswith(f".{SHARD_PREFIX}") and name.endswith((PARTIAL_SUFFIX, RECORD_SUFFIX))
     )
 
 
 def block_ranges(num_bytes: int, *, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields (start, stop) in bytes of each hashed block of a dataset of `num_bytes`."""
+    """Yields (start, stop), in bytes, of each hashed block of a dataset of `num_bytes` bytes."""
     for start in range(0, num_bytes, block_bytes):
         yield start, min(start + block_bytes, num_bytes)
 
 
 def read_bytes(descriptor: int, num_bytes: int, *, offset: int) -> bytearray:
-    """Reads `num_bytes` with pread. Returns fewer only at the end of the file."""
+    """Reads `num_bytes` bytes at file offset `offset`; returns fewer only at the end of the file."""
     data = bytearray(num_bytes)
     del data[read_up_to(descriptor, memoryview(data), offset=offset) :]
     return data
 
 
 def structure_hash(descriptor: int, *, file_bytes: int, extents: Iterable[tuple[int, int]]) -> str:
-    """Returns xxh3_64 of the bytes outside the datasets' extents (offset, num_bytes), such as HDF5 headers."""
+    """Returns the xxh3_64 of a file's bytes outside the given extents, (offset, num_bytes), such as HDF5 headers."""
     digest = xxhash.xxh3_64()
     position = 0
     for offset, num_bytes in [*sorted(extents), (file_bytes, 0)]:
@@ -84,7 +84,7 @@ def structure_hash(descriptor: int, *, file_bytes: int, extents: Iterable[tuple[
 
 
 def extents_of(fields: Mapping[str, StoredField]) -> list[tuple[int, int]]:
-    """Returns (offset, num_bytes) of the fields that are contiguous in the file."""
+    """Returns (offset, num_bytes) of each field that is contiguous in the file."""
     return [(field.offset, field.num_bytes) for field in fields.values() if field.offset is not None]
 
 
@@ -98,12 +98,22 @@ def write_shard(
     other_datasets: Mapping[str, NDArray[Any]] | None = None,
     compression: ShardCompression | None = None,
 ) -> ShardEntry:
-    """Writes the shard `file` of the dataset in `directory`. Returns its entry for the manifest.
+    """Writes a shard file: under a temporary name, flushed to disk, then renamed.
 
-    arrays: field name -> array as stored; dtypes as in the manifest, any byte order. other_datasets: additional
-    datasets that are not fields, covered by the structure hash. compression: for fields with large enough samples;
-    their chunks are covered by the structure hash too.
-    Written under a temporary name, synced, then renamed. Raises DataError after an error of the filesystem.
+    Args:
+        directory: Directory of the dataset.
+        file: Name of the shard file.
+        samples: Number of samples.
+        arrays: For each field its array as stored; dtypes as in the manifest, in any byte order.
+        block_bytes: Size of the hashed blocks.
+        other_datasets: Additional HDF5 datasets that are not fields. The structure hash covers them.
+        compression: Compression of fields with large enough samples. The structure hash covers their chunks, too.
+
+    Returns:
+        The shard's entry for the manifest.
+
+    Raises:
+        DataError: After an error of the filesystem.
     """
     path = directory / file
     partial = directory / f".{file}{PARTIAL_SUFFIX}"
@@ -147,7 +157,7 @@ def write_shard(
 
 
 def is_as_written(directory: Path, *, entry: ShardEntry, block_bytes: int) -> bool:
-    """True if the shard exists, and its size and all its hashes match `entry`. Reads the whole file."""
+    """Returns True if the shard exists, and its size and all its hashes match `entry`. Reads the whole file."""
     try:
         descriptor = os.open(directory / entry.file, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -182,9 +192,9 @@ def _bytes_of(array: NDArray[Any]) -> memoryview:
 def _compressed(
     arrays: Mapping[str, NDArray[Any]], *, samples: int, compression: ShardCompression
 ) -> dict[str, Chunks]:
-    """Compresses the fields with large enough samples. Returns field name -> chunks.
+    """Compresses the fields with large enough samples, and returns their chunks by field.
 
-    A chunk has the rows of `chunk_samples` samples; for tokens, about a stride for each sample.
+    A chunk contains the rows of `chunk_samples` samples; for tokens, about `stride` tokens per sample.
     """
     return {
         name: compress(
@@ -204,13 +214,13 @@ HEADERS_DIFFER = "the HDF5 headers differ from what was written"
 
 
 class HeadersDamaged(DataError):
-    """Raised if the HDF5 headers of a file of the right size differ from those that were written."""
+    """The HDF5 headers of a file of the right size differ from those that were written."""
 
 
 def check_shard_size(directory: Path, *, manifest: Manifest, entry: ShardEntry) -> None:
     """Compares a shard's size, for indexed files also its modification time, with the manifest: one `stat`.
 
-    A packed shard of another size may have been rewritten with other HDF5 tools: it is checked by `check_shard`.
+    A packed shard of another size may have been rewritten with other HDF5 tools, and is checked by `check_shard`.
     Raises DataError that names the shard.
     """
     path = directory / entry.file
@@ -228,13 +238,13 @@ def check_shard_size(directory: Path, *, manifest: Manifest, entry: ShardEntry) 
 def check_shard(
     directory: Path, *, manifest: Manifest, entry: ShardEntry, path: Path | None = None
 ) -> dict[str, DatasetLayout]:
-    """Compares a shard's file with the manifest. Returns field -> layout of its HDF5 dataset.
+    """Compares a shard's file with the manifest, and returns the layout of the HDF5 dataset of each field.
 
-    path: a copy of the file, which is checked instead. A packed shard that was rewritten with other HDF5 tools
-    (chunks, compression) is accepted if shapes and dtypes fit. An indexed file must have the size and modification
-    time of the manifest. HDF5 opens the file only if the manifest does not say where all fields are, or the headers
-    were not compared with their hash.
-    Raises DataError that names the shard, and the field if one is the cause.
+    If `path` is given, it is a copy of the file, which is checked instead. A packed shard that was rewritten with
+    other HDF5 tools (chunks, compression) is accepted if shapes and dtypes fit. An indexed file must have the size
+    and modification time of the manifest. HDF5 opens the file only if the manifest does not say where all fields
+    are, or if the headers were not compared with their hash. Raises DataError that names the shard, and the field
+    if one is the cause.
     """
     original = directory / entry.file
     found_path = original if path is None else path
@@ -292,10 +302,10 @@ def _missing(directory: Path, *, entry: ShardEntry, manifest: Manifest) -> DataE
 def _headers_are_intact(
     descriptor: int, *, file_bytes: int, entry: ShardEntry, path: Path, manifest: Manifest
 ) -> bool:
-    """Compares the HDF5 headers with their hash before HDF5 reads them: damaged headers can crash it (1.10.8).
+    """Compares the HDF5 headers with their hash before HDF5 reads them, since damaged ones can crash it (1.10.8).
 
-    Returns False without reading for files of another size, which were rewritten or truncated, and for files with
-    chunks, which the hash covers, so that the whole file would be read. Raises HeadersDamaged or OSError.
+    Returns False, without reading, for files of another size, which were rewritten or truncated, and for files with
+    chunks: the hash covers the chunks, so the whole file would be read. Raises HeadersDamaged or OSError.
     """
     extents = [(f.offset, f.num_bytes) for f in entry.fields.values() if f.offset is not None]
     if entry.structure_hash is None or len(extents) < len(entry.fields) or file_bytes != entry.file_bytes:
@@ -308,7 +318,7 @@ def _headers_are_intact(
 def check_unchanged(status: os.stat_result, *, entry: ShardEntry, path: Path, is_copy: bool = False) -> None:
     """Raises DataError if the size or modification time of an indexed file differs from the manifest.
 
-    is_copy: ignore the time.
+    For a copy of the file the time is ignored.
     """
     if entry.modified_ns is None:
         return
@@ -338,7 +348,7 @@ def _size_of(layout: DatasetLayout) -> int:
 
 
 def _trusted_layouts(manifest: Manifest, entry: ShardEntry) -> dict[str, DatasetLayout] | None:
-    """Returns the layouts from the manifest if all fields are contiguous, else None."""
+    """Returns the layouts according to the manifest if all fields are contiguous, else None."""
     if not manifest.has_checked_types:
         return None
     layouts = {}
@@ -393,7 +403,7 @@ def _wanted_dtype(spec: FieldSpec) -> str:
 
 
 def _dtype_name(dtype: np.dtype[Any], spec: FieldSpec, *, whole: bool) -> str:
-    """Returns numpy's name of the dtype, "string" for strings, and the name of the elements for ragged rows."""
+    """Returns numpy's name of the dtype; "string" for strings, and the name of the elements for ragged rows."""
     import h5py
 
     if h5py.check_string_dtype(dtype) is not None:

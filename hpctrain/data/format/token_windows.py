@@ -1,4 +1,4 @@
-"""Windows of a token stream that are split at documents; their starts are stored in an .npy file."""
+"""Windows of a token stream that do not cross the starts of documents, and the .npy file that lists them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ WINDOWS_NAME = "windows.npy"
 def split_windows(
     documents: NDArray[np.int64], *, num_tokens: int, window: int, stride: int
 ) -> NDArray[np.int64]:
-    """Returns the first token of each window of window + 1 tokens that crosses no start of a document.
+    """Returns the first token of each window of window + 1 tokens that crosses no start of a document: int64,
+    ascending.
 
-    Windows of a document are `stride` tokens apart; documents shorter than window + 1 have none.
-    documents: ascending positions at which documents begin, int64, shape (n,); tokens before the first are a
-    document too. Returns int64, ascending.
+    Windows of a document are `stride` tokens apart; documents shorter than window + 1 tokens have none. `documents`
+    contains the ascending positions at which documents begin: int64, shape (n,); tokens before the first one form a
+    document, too.
     """
     borders = np.unique(np.concatenate([[0], documents, [num_tokens]]).astype(np.int64))
     starts, lengths = borders[:-1], np.diff(borders)

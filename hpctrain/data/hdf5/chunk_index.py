@@ -1,8 +1,9 @@
-"""Reads from an HDF5 file how the chunks of a dataset are found, and the locations of all chunks at once.
+"""Reads from an HDF5 file the locations of all chunks of a dataset at once.
 
-HDF5 1.10 searches all chunks for each location. Source: HDF5 file format specification, version 3: III.A.1 (version 1
-B-trees), IV.A.1 (object headers), IV.A.2.i (data layout message). HDF5 makes version 1 B-trees unless the file was made
-with `libver="latest"`; the five newer kinds of index are left to HDF5.
+This is faster than asking HDF5: version 1.10 searches all chunks for each location. Source: HDF5 file format
+specification, version 3: III.A.1 (version 1 B-trees), IV.A.1 (object headers), IV.A.2.i (data layout message). HDF5
+writes version 1 B-trees unless the file was created with `libver="latest"`; the five newer kinds of index are left
+to HDF5.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _TREE_HEADER_BYTES = 24
 
 
 class _UnknownError(Exception):
-    """Raised if the file has another kind of index, or a damaged one."""
+    """The file has another kind of index, or a damaged one."""
 
 
 class _Block(NamedTuple):
@@ -44,7 +45,7 @@ class _Block(NamedTuple):
 
 
 class ChunkAccess(Enum):
-    """What HDF5 returns correctly of a dataset whose index is not read here.
+    """What HDF5 returns correctly about the chunks of a dataset whose index is not read here.
 
     PLACES: the place of each chunk in the file. STORED: the stored bytes of each chunk. VALUES: only its elements.
     """
@@ -56,10 +57,13 @@ class ChunkAccess(Enum):
 
 @final
 class ChunkIndex:
-    """Locations of the chunks, in row-major order. offsets: -1 if a chunk was never written."""
+    """Locations of a dataset's chunks, in row-major order. An offset is -1 if the chunk was never written."""
 
     def __init__(self, places: NDArray[np.int64], *, counts: tuple[int, ...]) -> None:
-        """places: int64, shape (chunks, 3): offset, bytes, filter mask. counts: number of chunks per dimension."""
+        """Takes the file offset, size in bytes and filter mask of each chunk: int64, shape (chunks, 3).
+
+        `counts` is the number of chunks per dimension.
+        """
         self.offsets = np.ascontiguousarray(places[:, 0]).data
         self.sizes = places[:, 1].astype(np.uint32).data
         self.masks = places[:, 2].astype(np.uint32).data
@@ -76,11 +80,11 @@ class ChunkIndex:
 def read_chunk_index(
     descriptor: int, *, header: int, layout: DatasetLayout, base: int = 0
 ) -> ChunkIndex | None:
-    """Returns the chunk index of a dataset.
+    """Returns the chunk index of a dataset, or None if it has to be left to HDF5.
 
-    header: offset of its object header, relative to the end of the user block. base: bytes of the user block.
-    None if there are more than MAX_CHUNKS chunks, or the file has another kind of index or a damaged one, which HDF5
-    then reads or reports. Raises OSError.
+    This is so if there are more than MAX_CHUNKS chunks, or if the file has another kind of index or a damaged one.
+    `header` is the offset of the dataset's object header, relative to the end of the user block, and `base` the
+    size of the user block in bytes. Raises OSError.
     """
     if layout.chunks is None or not 0 < layout.num_chunks <= MAX_CHUNKS:
         return None
@@ -95,11 +99,13 @@ def read_chunk_access(
 ) -> ChunkAccess:
     """Returns which functions of HDF5 may be used for the chunks of a dataset.
 
-    If an extensible array is the index and the first dimension is not the unlimited one, HDF5 stores the unlimited
+    If the index is an extensible array and the first dimension is not the unlimited one, HDF5 stores the unlimited
     dimension as the first, and forgets it in the functions that return places (H5Dget_chunk_info, _by_coord and
-    H5Dchunk_iter; seen in 1.10.8, 1.14.2 and 2.0.0). Chunks at the border may be stored without the filters, which the
-    filter mask does not say. header, base: as for `read_chunk_index`. first_is_unlimited: of the dataset's maximum
-    extents. Raises OSError.
+    H5Dchunk_iter; seen in 1.10.8, 1.14.2 and 2.0.0). Chunks at the border may be stored without the filters, which
+    the filter mask does not say.
+
+    `header` and `base` are as in `read_chunk_index`; `first_is_unlimited` says whether the first dimension may grow
+    without a limit. Raises OSError.
     """
     if layout.chunks is None:
         return ChunkAccess.VALUES
@@ -162,7 +168,7 @@ class _Reader:
         return int(root)
 
     def layout_message(self, header: int) -> tuple[bytes, int]:
-        """Returns content and flags of the data layout message."""
+        """Returns content and flags of the data layout message of an object header."""
         superblock = self._read(_Block(0, 16))
         sizes = superblock[13:15] if superblock[8] < 2 else superblock[9:11]
         if superblock[:8] != _SIGNATURE or bytes(sizes) != b"\x08\x08":
@@ -173,7 +179,7 @@ class _Reader:
         raise _UnknownError
 
     def _messages(self, header: int) -> Iterator[tuple[int, int, bytes]]:
-        """Yields (kind, flags, content) of each message of the object header."""
+        """Yields kind, flags and content of each message of an object header."""
         start = self._read(_Block(header, 16))
         if (
             start[:4] == b"OHDR"
@@ -207,7 +213,7 @@ class _Reader:
                 yield kind, message_flags, content
 
     def _leaves(self, node: int, *, depth: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Yields for each leaf below the node the first elements of its chunks, shape (n, dims), and places, (n, 3)."""
+        """Yields for each leaf below a node the first elements of its chunks, (n, dims), and their places, (n, 3)."""
         start = self._read(_Block(node, _TREE_HEADER_BYTES))
         kind, level, used = struct.unpack_from("<BBH", start, 4)
         if start[:4] != b"TREE" or kind != 1 or depth + level > _MAX_DEPTH:
@@ -230,7 +236,7 @@ class _Reader:
         yield found["offset"][:, :-1].astype(np.int64), places.astype(np.int64)
 
     def _read(self, block: _Block) -> bytes:
-        """Returns all bytes of `block`. Raises _UnknownError if it is outside the file, or too much was read."""
+        """Returns all bytes of `block`. Raises _UnknownError if it is outside the file, or if too much was read."""
         if not 0 <= block.num_bytes <= _MAX_HEADER_BYTES or not 0 <= block.offset <= self._file_bytes:
             raise _UnknownError
         data = os.pread(self._descriptor, block.num_bytes, self._base + block.offset)

@@ -1,8 +1,8 @@
-"""Makes HDF5 files with contiguous datasets at known offsets, and with chunks that were encoded before.
+"""Creates HDF5 files with contiguous datasets at known offsets, and with chunks that were encoded before.
 
-A contiguous dataset that is allocated early and never filled has its offset in the file at once
-(`dataset.id.get_offset()`). It can then be written with pwrite and read through a memory map, and the file
-remains ordinary HDF5. h5py is imported on first use.
+A contiguous dataset that is allocated early and never filled has an offset in the file at once
+(`dataset.id.get_offset()`). It can then be written with pwrite and read through a memory map, and the file remains
+ordinary HDF5. h5py is imported on first use.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def create(
     datasets: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
     chunked: Mapping[str, Chunks] | None = None,
 ) -> dict[str, int]:
-    """Makes an HDF5 file with contiguous, allocated, unfilled datasets. Returns name -> file offset in bytes.
+    """Creates an HDF5 file with contiguous datasets that are allocated but not filled. Returns their file offsets.
 
-    datasets: name -> (shape, dtype). Datasets of a page or more begin on a page boundary; an empty dataset has no
-    offset. chunked: name -> encoded chunks, which are written as they are.
-    Raises OSError, also if the disk is full.
+    `datasets` maps each name to shape and dtype. Datasets of a page or more begin on a page boundary; an empty
+    dataset has no offset. `chunked` maps names to encoded chunks, which are written as they are. Raises OSError,
+    also if the disk is full.
     """
     import h5py
 
@@ -79,10 +79,11 @@ def _create_contiguous(
 
 
 def _probe(path: Path, *, num_bytes: int) -> None:
-    """Writes `num_bytes` and some more, so that a full disk, a quota or a file size limit raises OSError here.
+    """Writes a little more than `num_bytes` bytes, so that a full disk, a quota or a file size limit raises OSError
+    here.
 
     If HDF5 (seen with 1.10.8) cannot write a file when it closes it, it keeps the file open and crashes the process
-    later. `num_bytes` includes the chunks that HDF5 writes; the rest that it writes is headers.
+    later. `num_bytes` includes the chunks that HDF5 writes; all else that it writes is headers.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:

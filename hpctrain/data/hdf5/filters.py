@@ -1,4 +1,4 @@
-"""HDF5's filters without HDF5, whose lock would serialise threads."""
+"""Decodes and encodes chunks like HDF5's filters, without HDF5, whose lock would serialise threads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Bytes = bytes | memoryview
 
 
 def can_undo(filters: Sequence[Filter]) -> bool:
-    """True if `undo` supports all filters, and the libraries that it needs are installed."""
+    """Returns True if `undo` supports all filters, and the libraries that it needs are installed."""
     for each in filters:
         if each.code in (BLOSC, ZSTD):
             try:
@@ -56,11 +56,10 @@ def _blosc_codec(values: Sequence[int]) -> str:
 
 
 def undo(data: Bytes, *, filters: Sequence[Filter], mask: int, num_bytes: int | None) -> Bytes:
-    """Returns the `num_bytes` that were stored as `data`. mask: bit i is set if filter i was skipped.
+    """Decodes a stored chunk, by undoing its filters in reverse order.
 
-    num_bytes: None if it is not known, then any number is right.
-
-    Raises DataError if they cannot be decoded.
+    `mask` has bit i set if filter i was skipped. `num_bytes` is the size of the result, or None if any size is
+    right. Raises DataError if the chunk cannot be decoded.
     """
     for number in reversed(range(len(filters))):
         if mask & (1 << number):
@@ -161,7 +160,7 @@ _MAX_THREADS = 8
 
 
 class ChunkCodec(str, Enum):
-    """gzip: every HDF5 can read it. zstd: smaller and several times faster; reading needs hdf5plugin."""
+    """Compression of chunks. GZIP: every HDF5 can read it. ZSTD: smaller and several times faster; needs hdf5plugin."""
 
     GZIP = "gzip"
     ZSTD = "zstd"
@@ -169,7 +168,7 @@ class ChunkCodec(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCompression:
-    """Compression of shards: chunks of `chunk_samples` samples; elements of more than one byte are shuffled first.
+    """Compression of shards in chunks of `chunk_samples` samples; elements of more than one byte are shuffled first.
 
     Raises UsageError if `chunk_samples` is below 1, DataError if the codec is not installed.
     """
@@ -190,7 +189,10 @@ class ShardCompression:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """A compressed dataset: chunk shape, arguments of h5py's `create_dataset`, and the chunks in order of rows."""
+    """A compressed dataset: its shape, dtype and chunk shape, and the encoded chunks in the order of rows.
+
+    `filters` contains the arguments of h5py's `create_dataset`.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -204,7 +206,7 @@ class Chunks:
 
 
 def compress(array: NDArray[Any], *, rows: int, compression: ShardCompression) -> Chunks:
-    """Encodes `array`, C-contiguous, in chunks of `rows` rows (or all rows if it has fewer).
+    """Encodes `array`, which is C-contiguous, in chunks of `rows` rows (or all rows if it has fewer).
 
     Raises UsageError if a chunk would exceed HDF5's limit of 4 GiB.
     """

@@ -1,6 +1,6 @@
-"""Inspects HDF5 files: finds the offsets of datasets and chunks, and reads rows through h5py if that is needed.
+"""Inspects HDF5 files: finds the offsets of datasets and chunks, and reads rows through h5py where that is needed.
 
-Files are made by `create`. h5py is imported on first use.
+h5py is imported on first use.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 def dtype_of(kind: h5py.h5t.TypeID) -> np.dtype[Any] | None:
-    """Returns the dtype as which h5py reads elements of type `kind`; None if numpy has none (times, 24-bit integers).
+    """Returns the dtype as which h5py reads elements of type `kind`; None if numpy has none, as for 24-bit integers.
 
-    A compound has the members that can be read; the other ones are left out.
+    The dtype of a compound has only the members that can be read.
     """
     import h5py
 
@@ -58,7 +58,7 @@ def members_of(kind: h5py.h5t.TypeCompoundID) -> dict[str, h5py.h5t.TypeID]:
 def element_of(kind: h5py.h5t.TypeID, *, member: str | None = None) -> h5py.h5t.TypeID:
     """Returns the type of the numbers in elements of type `kind`, or in a member of a compound.
 
-    That is the base of array types and of variable lengths.
+    For array types and variable lengths that is their base type.
     """
     from h5py import h5t
 
@@ -70,9 +70,9 @@ def element_of(kind: h5py.h5t.TypeID, *, member: str | None = None) -> h5py.h5t.
 
 
 def why_not_converted(kind: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> str | None:
-    """Returns why HDF5 cannot convert stored numbers to `dtype`, as it says it; None if it can.
+    """Returns why HDF5 cannot convert stored numbers to `dtype`, in HDF5's words; None if it can.
 
-    Shown with two elements, since some of HDF5's functions refuse only when they meet a number.
+    It converts two elements, since some of HDF5's functions refuse only when they meet a number.
     """
     from h5py import h5t
 
@@ -86,11 +86,12 @@ def why_not_converted(kind: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> str | None
 
 
 def has_numpys_bytes(kind: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
-    """True if stored elements of type `kind` are, byte for byte, numpy's elements of `dtype` in its byte order.
+    """Returns True if stored elements of type `kind` are, byte for byte, numpy's elements of `dtype` in its byte
+    order.
 
-    That holds only if every property is the same: class, size, byte order, precision, bit offset, sign; of floats also
-    the place and size of exponent and mantissa, bias and normalisation; of enums also names and values of the members.
-    False for compounds, strings, references and variable lengths, which are always read by HDF5.
+    This requires that every property is the same: class, size, byte order, precision, bit offset, sign; for floats
+    also place and size of exponent and mantissa, bias and normalisation; for enums also names and values of the
+    members. Returns False for compounds, strings, references and variable lengths, which are always read by HDF5.
     """
     from h5py import h5t
 
@@ -140,7 +141,7 @@ def _is_little_endian(dtype: np.dtype[Any]) -> bool:
 
 
 def describe(kind: h5py.h5t.TypeID) -> str:
-    """Returns an HDF5 type that numpy does not have, in words."""
+    """Returns a description of an HDF5 type that numpy does not have."""
     from h5py import h5t
 
     names = {
@@ -168,7 +169,7 @@ _NAME_LENGTH = 40
 
 
 class MissingFilter(DataError):
-    """Raised if a filter that is needed to decode a dataset is not installed. The dataset is not damaged."""
+    """A filter that is needed to decode a dataset is not installed. The dataset is not damaged."""
 
 
 class _Wanted(NamedTuple):
@@ -179,10 +180,9 @@ class _Wanted(NamedTuple):
 def read_elements(dataset: h5py.Dataset, selection: Any = ..., *, member: str | None = None) -> Any:
     """Returns `dataset[selection]`, or that of a member of its compound type. Loads filters of hdf5plugin if needed.
 
-    selection: by default all elements, of a scalar an array without dimensions, which has a boolean's byte as it is
-    stored, while `dataset[()]` has 1 for each that is not 0.
-
-    Raises MissingFilter, which names the filter and what to install; OSError for other errors.
+    By default it returns all elements. For a scalar this is an array without dimensions, with a boolean's byte as
+    it is stored (`dataset[()]` has 1 for every byte that is not 0). Raises MissingFilter, which names the filter
+    and what to install, and OSError for other errors.
     """
     missing = _load_filters(dataset)
     try:
@@ -240,9 +240,10 @@ def _what_to_do(missing: _Wanted) -> str:
 
 
 def class_texts(values: NDArray[Any] | Any) -> list[str]:
-    """Returns one str per element of `values`, strings as h5py reads them (bytes or str, fixed or variable length).
+    """Returns one str per element of `values`, which are strings as h5py reads them.
 
-    Raises UnicodeDecodeError (a ValueError) if bytes are not UTF-8.
+    They may be bytes or str, of fixed or variable length. Raises UnicodeDecodeError (a ValueError) if bytes are not
+    UTF-8.
     """
     flat = np.atleast_1d(np.asarray(values)).reshape(-1)
     return [value.decode("utf-8") if isinstance(value, bytes) else str(value) for value in flat.tolist()]
@@ -257,13 +258,16 @@ class Filter(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetLayout:
-    """One HDF5 dataset: shape, dtype of its elements as h5py reads them, and location of its bytes.
+    """An HDF5 dataset: shape, dtype and location of its bytes.
 
-    The dimensions of an array type are the last ones of shape. dtype: of a compound, with the members that numpy can
-    hold. offset: first byte in the file; None if it is not contiguous (chunked, compressed, compact, external, never
-    written), or its elements are not stored as numpy's. chunks: shape of a chunk, None if it is not chunked.
-    filters: in the order of writing. only_hdf5: the stored chunks must not be read without HDF5, since it converts
-    their elements.
+    Attributes:
+        shape: Shape, of which the last dimensions are those of an array type, if the elements have one.
+        dtype: dtype of the elements as h5py reads them; for a compound, with the members that numpy can hold.
+        offset: First byte in the file. None if the dataset is not contiguous (chunked, compressed, compact,
+            external, never written), or if its bytes are not numpy's.
+        chunks: Shape of a chunk; None if the dataset is not chunked.
+        filters: Filters of the chunks, in the order in which they are applied when writing.
+        only_hdf5: True if the stored chunks must not be read without HDF5, since it converts their elements.
     """
 
     shape: tuple[int, ...]
@@ -294,9 +298,10 @@ def _open(path: Path) -> h5py.File:
 
 
 def inspect(path: Path, *, names: Sequence[str]) -> dict[str, DatasetLayout]:
-    """Returns the layouts of the named datasets of a file; leaves out names that do not exist.
+    """Returns the layouts of the named datasets of a file; names that do not exist are left out.
 
-    Raises OSError if it is not a complete HDF5 file, DataError if a name is a link, or is not a dataset in this file.
+    Raises OSError if it is not a complete HDF5 file, and DataError if a name is a link or is not a dataset in this
+    file.
     """
     import h5py
 
@@ -354,9 +359,10 @@ def layout_of(dataset: h5py.Dataset) -> DatasetLayout | None:
 
 
 def _offset(dataset: h5py.Dataset) -> int | None:
-    """Returns the file offset of a contiguous dataset; None if it has no place in the file, since it was never written.
+    """Returns the file offset of a contiguous dataset; None if it has no place in the file, since it was never
+    written.
 
-    HDF5 1.10 adds the size of the user block to its mark for "no place" too, which then looks like an offset.
+    HDF5 1.10 adds the size of the user block also to its mark for "no place", which then looks like an offset.
     """
     import h5py
 
@@ -367,10 +373,10 @@ def _offset(dataset: h5py.Dataset) -> int | None:
 
 
 def hdf5_lock() -> AbstractContextManager[object]:
-    """Returns the lock that h5py holds while it calls HDF5; a thread that has it may take it again.
+    """Returns the lock that h5py holds while it calls HDF5; a thread that holds it may take it again.
 
-    For functions of the low-level interface: h5py 3.14 and older do not take it in read_direct_chunk, and threads that
-    read chunks then got errors, or ended the process.
+    It is for functions of the low-level interface: h5py 3.14 and older do not take it in read_direct_chunk. Threads
+    that read chunks then got errors, or ended the process.
     """
     from h5py._objects import phil
 
@@ -379,13 +385,14 @@ def hdf5_lock() -> AbstractContextManager[object]:
 
 
 class RowReader:
-    """Reads datasets of one file through h5py, if they cannot be read directly. Raises OSError if it cannot be opened.
+    """Reads datasets of one file through h5py, for data that cannot be read directly.
 
-    The HDF5 library lets one thread in at a time: h5py serialises its calls with a lock. Must not be used after a fork.
+    h5py lets one thread at a time into the HDF5 library. Must not be used after a fork. Raises OSError if the file
+    cannot be opened.
     """
 
     def __init__(self, path: Path, *, opened: h5py.File | None = None) -> None:
-        """opened: the same file, already open; `close` closes it."""
+        """Opens the file, or takes it as `opened` if it is already open; `close` closes it."""
         self._file = _open(path) if opened is None else opened
         self.user_block_bytes = int(self._file.userblock_size)
         self._datasets: dict[str, h5py.Dataset] = {}
@@ -397,7 +404,7 @@ class RowReader:
         return dataset
 
     def rows(self, name: str, *, start: int, stop: int, member: str | None = None) -> NDArray[Any]:
-        """Returns rows start, ..., stop - 1 of dataset `name`, or of a member of its compound type.
+        """Returns rows start to stop - 1 of dataset `name`, or of a member of its compound type.
 
         Raises MissingFilter or OSError.
         """
@@ -414,8 +421,8 @@ class RowReader:
     def chunk_place(self, name: str, *, first: tuple[int, ...]) -> ChunkPlace | None:
         """Returns the location of the chunk whose first element is `first`; None if it was never written.
 
-        Only for `ChunkAccess.PLACES`. HDF5 1.10 searches all chunks of the dataset for it.
-        Raises OSError or RuntimeError.
+        Only for `ChunkAccess.PLACES`. HDF5 1.10 searches all chunks of the dataset for it. Raises OSError or
+        RuntimeError.
         """
         with hdf5_lock():
             info = self._dataset(name).id.get_chunk_info_by_coord(first)
@@ -424,7 +431,7 @@ class RowReader:
         return ChunkPlace(int(info.byte_offset), int(info.size), int(info.filter_mask))
 
     def stored_chunk(self, name: str, *, first: tuple[int, ...]) -> tuple[int, bytes]:
-        """Returns (filter mask, bytes as stored) of that chunk, found in the file's index. Raises OSError."""
+        """Returns filter mask and stored bytes of the chunk whose first element is `first`. Raises OSError."""
         with hdf5_lock():
             mask, data = self._dataset(name).id.read_direct_chunk(first)
         return int(mask), data
@@ -437,13 +444,13 @@ class RowReader:
             return int(h5py.h5o.get_info(self._dataset(name).id).addr)
 
     def first_is_unlimited(self, name: str) -> bool:
-        """Returns whether the first dimension of a dataset may grow without a limit."""
+        """Returns True if the first dimension of a dataset may grow without a limit."""
         return self._dataset(name).maxshape[:1] == (None,)
 
     def chunk(self, name: str, *, first: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
-        """Returns the elements of a chunk as HDF5 reads them; zeros for its part outside the dataset.
+        """Returns the elements of a chunk as HDF5 reads them, with zeros in its part outside the dataset.
 
-        first: index of its first element. shape: of a chunk. Raises MissingFilter or OSError.
+        `first` is the index of its first element, `shape` the shape of a chunk. Raises MissingFilter or OSError.
         """
         dataset = self._dataset(name)
         inside = tuple(

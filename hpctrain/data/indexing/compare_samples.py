@@ -1,7 +1,7 @@
 """Compares samples that are read without HDF5 with what HDF5 itself reads, when a file is indexed.
 
-Readers take contiguous datasets and chunks from their places in the file. HDF5 returns these places, and is known to
-return wrong ones; a difference means that training would read other numbers than every other program.
+Readers take contiguous datasets and chunks from their places in the file. HDF5 returns these places, and is known
+to return wrong ones. A difference means that training would read other numbers than every other program.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _COMPARED_BYTES = 1 << 16
 
 
 class _Structure(NamedTuple):
-    """How a dataset is stored. What goes wrong in one dataset goes wrong in others of the same structure.
+    """How a dataset is stored. A fault in one dataset occurs in others of the same structure, too.
 
-    file: bytes of the user block, version of the superblock.
+    `file` contains the size of the user block in bytes, and the version of the superblock.
     """
 
     dtype: str
@@ -45,7 +45,8 @@ class _Structure(NamedTuple):
 class SampleComparison:
     """Compares the first, a middle and the last row of datasets, in all files that one rank indexes.
 
-    The first dataset of each structure is always compared, others while comparing takes at most 0.5% of the time.
+    The first dataset of each structure is always compared, others as long as comparing takes at most 0.5% of the
+    time.
     """
 
     def __init__(self) -> None:
@@ -56,12 +57,12 @@ class SampleComparison:
         self._file_structure = (0, 0)
 
     def begin_file(self, file: h5py.File) -> None:
-        """Called with each open file before its datasets are compared."""
+        """Must be called with each open file before its datasets are compared."""
         plist = file.id.get_create_plist()
         self._file_structure = (int(plist.get_userblock()), int(plist.get_version()[0]))
 
     def compare(self, dataset: h5py.Dataset, *, layout: DatasetLayout, where: str) -> None:
-        """Compares rows of an open dataset. where: names it in errors. Raises DataError if a row differs.
+        """Compares rows of an open dataset. Raises DataError, which names the dataset by `where`, if a row differs.
 
         Does nothing if readers of the dataset use HDF5 anyway, or if HDF5 cannot read the rows.
         """
@@ -140,7 +141,10 @@ def _first_middle_last(count: int) -> list[int]:
 
 
 def _hdf5_reads(dataset: h5py.Dataset, selection: Any) -> NDArray[Any] | None:
-    """Returns elements as HDF5 reads them; None if it cannot, which readers of the dataset report with the sample."""
+    """Returns elements as HDF5 reads them; None if it cannot.
+
+    Readers of the dataset will report that error with the sample.
+    """
     try:
         return np.asarray(read_elements(dataset, selection))
     except (DataError, OSError, RuntimeError, ValueError):

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HashedContent:
-    """hashes: of blocks of the elements as little-endian row-major bytes; empty for variable lengths."""
+    """Hashes of the blocks of a dataset's elements, and moments of its values.
+
+    The elements are hashed as little-endian row-major bytes; there are no hashes for variable lengths.
+    """
 
     hashes: tuple[str, ...]
     moments: Moments
@@ -34,7 +37,7 @@ class HashedContent:
 
 
 class _BlockHashes:
-    """Computes xxh3_64 of each block of a byte stream that is passed in pieces of any size."""
+    """Computes the xxh3_64 of each block of a byte stream that is passed in pieces of any size."""
 
     def __init__(self, *, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -70,10 +73,11 @@ def read_content(
     hashed_bytes: int | None = None,
     meant: Sequence[Callable[[NDArray[Any]], NDArray[Any]]],
 ) -> tuple[HashedContent, ...]:
-    """Returns hashes and statistics of numeric datasets of one file; reads each once, in blocks.
+    """Reads numeric datasets of one file, each once, in blocks, and returns their hashes and statistics.
 
-    hashed_bytes: bytes from the start that are hashed; None: all. meant: of each dataset, returns the values whose
-    statistics are computed, from stored ones. Raises DataError if the file cannot be read.
+    `hashed_bytes` is the number of bytes from the start that are hashed; None: all. `meant` contains for each
+    dataset a function from stored values to those of which the statistics are computed. Raises DataError if the
+    file cannot be read.
     """
     contents = []
     with open_to_index(path) as file:

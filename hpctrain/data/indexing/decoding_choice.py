@@ -1,4 +1,4 @@
-"""Chooses how the fields of an index are decoded, and says what their stored numbers mean."""
+"""Chooses how the fields of an index are combined and decoded, and says what their stored numbers mean."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def all_places(files: Sequence[FoundFile]) -> tuple[FieldSource, ...]:
 
 
 def num_samples(place: FieldSource, *, samples: SampleIs) -> int:
-    """Returns the number of samples of one place. Raises DataError if its fields have different numbers."""
+    """Returns the number of samples in one source. Raises DataError if its fields have different numbers."""
     if samples is not SampleIs.ROWS:
         return 1
     counts: dict[str, int] = {}
@@ -56,7 +56,7 @@ def num_samples(place: FieldSource, *, samples: SampleIs) -> int:
 def combine(
     places: Sequence[FieldSource], *, requests: Sequence[FieldRequest], samples: SampleIs
 ) -> dict[str, FieldSpec]:
-    """Returns the fields of one sample. Raises DataError that names two places that differ, and how."""
+    """Returns the fields of one sample. Raises DataError that names two sources that differ, and how."""
     return {request.name: _combine(places, request=request, samples=samples) for request in requests}
 
 
@@ -136,13 +136,22 @@ def _class_field(places: Sequence[FieldSource], *, name: str, whole: bool) -> Fi
 
 
 class ValuesWarning(UserWarning):
-    """The stored numbers of a field are not its values, or some stand for missing ones, and it is not decoded."""
+    """Warning that the stored numbers of a field are not its values, or that some stand for missing values.
+
+    It is given when a field is indexed without saying whether to decode it.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingChoice:
-    """decoding: of the fields that are decoded. requests: of all stored fields, masks too. notes: lines for the user;
-    warnings: those of them about numbers that are not the values."""
+    """How the fields of an index are decoded.
+
+    Attributes:
+        decoding: How each decoded field is represented.
+        requests: The requests of all stored fields, including masks.
+        notes: Lines for the user.
+        warnings: Those of the notes about numbers that are not the values.
+    """
 
     decoding: dict[str, Decoding] = field(default_factory=dict)
     requests: tuple[FieldRequest, ...] = ()
@@ -151,16 +160,16 @@ class DecodingChoice:
 
 
 def meaning_of(place: FieldSource, name: str) -> ValueMeaning:
-    """Returns what a file says of the numbers of a field; nothing of strings."""
+    """Returns what a file says about the numbers of a field; nothing for strings."""
     values = place.fields[name].values
     return ValueMeaning(**values) if values else NOTHING
 
 
 def choose_decoding(places: Sequence[FieldSource], *, requests: Sequence[FieldRequest]) -> DecodingChoice:
-    """Returns how each field is decoded, from what all files say of it.
+    """Returns how each field is decoded, given what all files say about it.
 
-    Raises DataError that names a file whose values cannot be decoded, or that differs from another one in a way that
-    decoding cannot make up for; UsageError if a name is needed twice.
+    Raises DataError that names a file whose values cannot be decoded, or that differs from another one in a way
+    that decoding cannot remove; UsageError if a name is needed twice.
     """
     decoding: dict[str, Decoding] = {}
     masks: list[FieldRequest] = []
@@ -190,7 +199,7 @@ def choose_decoding(places: Sequence[FieldSource], *, requests: Sequence[FieldRe
 
 
 def _note(request: FieldRequest, meanings: Sequence[ValueMeaning], places: Sequence[FieldSource]) -> str:
-    """Returns what the user should know of a field that is neither decoded nor asked for as it is; "": nothing."""
+    """Returns what the user should know about a field that is not decoded because the request leaves it open, or ""."""
     for meaning, place in zip(meanings, places, strict=True):
         if meaning.changes or meaning.is_time:
             what = (
@@ -248,7 +257,7 @@ def _decoding(
     packings = [meaning.as_packing for meaning in meanings]
     mask = name + MASK_SUFFIX if meanings[0].mask is not None else None
     has_missing = mask is not None or any(packing.has_missing for packing in packings)
-    # Of integers only records that were never written can be missing, and none was seen.
+    # Integers stay integers if only records that were never written can be missing, and none was seen.
     stay = (
         request.missing == "auto"
         and mask is None
@@ -285,12 +294,12 @@ def _decoded_dtype(stored: np.dtype[np.generic], packing: Packing, *, to_nan: bo
 
 
 def packing_of(place: FieldSource, name: str) -> Packing:
-    """Returns how a field is decoded in one place."""
+    """Returns how the values of a field are packed in one source."""
     return meaning_of(place, name).as_packing
 
 
 def decoding_in_words(manifest: Manifest, name: str) -> str:
-    """Returns how a stored field is decoded, by its first file; "" if it is not."""
+    """Returns a text that says how a stored field is decoded, according to its first file; "" if it is not."""
     how, spec = manifest.decoding.get(name), manifest.fields[name]
     if how is None:
         return ""
@@ -320,7 +329,7 @@ def decoding_in_words(manifest: Manifest, name: str) -> str:
 
 
 def meanings_in_words(directory: Path, manifest: Manifest) -> dict[str, str]:
-    """Returns what the first file of an index says of the numbers of each field; nothing if it cannot be read."""
+    """Returns for each field what the first file of an index says about its numbers; nothing if it cannot be read."""
     found: dict[str, str] = {}
     if not manifest.indexed:
         return found

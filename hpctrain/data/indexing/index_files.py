@@ -74,7 +74,7 @@ def share_work(
     *,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Calls `function` for each item, on one rank each; returns all results, in order. Collective over `comm`.
+    """Calls `function` for each item on one of the ranks, and returns all results, in order. Collective over `comm`.
 
     The items must be the same on all ranks; `function` returns JSON values. An error is raised on all ranks.
     """
@@ -99,10 +99,15 @@ def share_work(
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRequest:
-    """Windows of window + 1 tokens that begin `stride` tokens apart. Raises UsageError if either is below 1.
+    """Cut the rows of the files into token windows.
 
-    documents: dataset of each file with the positions at which documents begin, which no window crosses. None:
-    windows may cross the borders of documents.
+    Raises UsageError if `window` or `stride` is below 1.
+
+    Attributes:
+        window: Number of tokens that a sample predicts; a sample has window + 1 tokens.
+        stride: Number of tokens from the start of a window to the start of the next.
+        documents: Path of a dataset in each file with the positions at which documents begin; no window crosses
+            them. None: windows may cross the borders of documents.
     """
 
     window: int
@@ -138,9 +143,11 @@ def check_token_request(requests: Sequence[FieldRequest], *, samples: SampleIs) 
 
 @dataclass(frozen=True, kw_only=True)
 class CutStream:
-    """Windows of one file. num_tokens: length of the part that windows use, 0 without --tokens.
+    """The samples of one file, or of a group of a file.
 
-    starts: first token of each window, int64, shape (samples,), if documents split them, else None.
+    `num_tokens` is the length of the part of the stream that windows use, 0 without token windows. `starts`
+    contains the first token of each window, int64, shape (samples,), if windows are split at documents; else it is
+    None.
     """
 
     place: FieldSource
@@ -150,7 +157,10 @@ class CutStream:
 
 
 def token_field(places: Sequence[FieldSource], *, spec: FieldSpec, request: TokenRequest) -> FieldSpec:
-    """Returns the field of windows. spec: field of the streams' rows. Raises DataError unless rows are integers."""
+    """Returns the field of token windows, given the field `spec` of the streams' rows.
+
+    Raises DataError unless the rows are integers.
+    """
     if spec.shape or spec.kind != "array" or np.dtype(spec.dtype).kind not in "iu":
         raise DataError(
             f"{places[0].describe(TOKENS_FIELD)} is {spec.dtype} with rows of shape {spec.shape}, not a stream of "
@@ -160,7 +170,7 @@ def token_field(places: Sequence[FieldSource], *, spec: FieldSpec, request: Toke
 
 
 def cut_stream(place: FieldSource, *, request: TokenRequest) -> CutStream:
-    """Returns the windows of one file; `samples` is 0 if it is shorter than one window. Raises DataError."""
+    """Returns the windows of one file, none if it is shorter than one window. Raises DataError."""
     num_tokens = place.fields[TOKENS_FIELD].shape[0]
     windows = request.windows
     if request.documents is None:
@@ -195,21 +205,24 @@ BLOCK_BYTES = 1 << 20
 
 
 class IndexReading(str, Enum):
-    """What is read: `headers`: no samples; `content`: all samples, once, for hashes and statistics."""
+    """What indexing reads. HEADERS: no samples. CONTENT: all samples, once, for hashes and statistics."""
 
     HEADERS = "headers"
     CONTENT = "content"
 
 
 class IndexPaths(str, Enum):
-    """How the manifest names the files; relative ones can be moved together with the manifest."""
+    """How the manifest names the files: by absolute paths, or by relative ones.
+
+    With relative paths the files and the manifest can be moved together.
+    """
 
     ABSOLUTE = "absolute"
     RELATIVE = "relative"
 
 
 class OldIndex(str, Enum):
-    """What to do with an index that already exists."""
+    """What to do with an index that already exists: raise an error (REFUSE), or REPLACE it."""
 
     REFUSE = "refuse"
     REPLACE = "replace"
@@ -217,9 +230,12 @@ class OldIndex(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Indexed:
-    """The new dataset. too_short: paths of files that are shorter than one token window and were left out.
+    """Result of `index_files`.
 
-    notes: what a user should know of the values, one sentence for each field and reason.
+    Attributes:
+        manifest: The manifest of the new dataset.
+        too_short: Paths of files that are shorter than one token window and were left out.
+        notes: What a user should know about the values: one sentence per field and reason.
     """
 
     manifest: Manifest
@@ -243,17 +259,39 @@ def index_files(
     decode: Decode | str | None = None,
     missing: str | float = "auto",
 ) -> Indexed:
-    """Writes the manifest of `files` (names, globs, directories) into the directory `out`.
+    """Makes a dataset of existing HDF5 files without copying them, by writing a manifest.
 
-    fields: as in `x=/images,y=/labels` (see `parse_field_paths`). samples: what one sample is; None: chosen from the
-    paths (see `sample_is`). tokens: cut the rows into token windows.
-    decode, missing: of fields of `fields`, if it is a text, that do not say themselves, see `FieldRequest`. "cf":
-    values are decoded while they are read, as the attributes of each file say; missing ones become "nan", a number, or
-    0 with a field `NAME.mask` ("mask"), "auto" is NaN except for some integers, see `FieldRequest`. "raw": as stored.
-    None: as stored, with a ValuesWarning if the numbers mean something else.
-    The files are neither copied nor changed. Readers of the dataset accept a file while its size and modification
-    time are the same. Collective over `comm`, whose ranks share the work; None: this process alone.
-    Raises UsageError for an invalid request; DataError that names the file that cannot be indexed or does not fit.
+    The manifest lists where the samples are. The files are not changed. Readers of the dataset accept a file as
+    long as its size and modification time are the same. Collective over `comm`, whose ranks share the work.
+
+    Args:
+        out: Directory for the manifest.
+        files: Names, globs (also `**`) and directories of the files.
+        fields: The fields, such as `x=/images,y=/labels`: name and HDF5 path, perhaps with options.
+            `NAME=/PATH:MEMBER` selects a member of a compound, `NAME:cf=/PATH` and `NAME:raw=/PATH` choose the
+            decoding, and a `*` in a path matches the groups of a file.
+        samples: What one sample is: a row of each dataset, a file, or a group of a file. None: groups if the paths
+            have a `*`, else rows.
+        tokens: Cut the rows of the field `tokens` into token windows.
+        reading: Whether to read the content, for hashes and statistics, or only the headers.
+        paths: Whether the manifest has absolute or relative paths.
+        old: What to do if `out` already contains an index.
+        block_bytes: Size of the hashed blocks, in bytes.
+        progress: Called with the number of files of this rank done so far, and with their total number.
+        comm: The ranks that share the work; None: this process alone.
+        decode: How to decode fields that do not say it themselves. "cf": values are decoded while they are read, as
+            the attributes of each file say. "raw": as stored. None: as stored, with a ValuesWarning if the numbers
+            mean something else.
+        missing: What missing values become if a field is decoded: "nan", a number, or "mask" (0, with True in a
+            field `NAME.mask`). "auto": NaN; but integers of which only records that were never written can be
+            missing, and of which none was seen, stay integers, and reading such a record is an error.
+
+    Returns:
+        The new dataset, and what a user should know about it.
+
+    Raises:
+        UsageError: On every rank, for an invalid request.
+        DataError: On every rank, if a file cannot be indexed or does not fit the others; names the file.
     """
     comm = comm or SerialWorld()
     out = Path(out)
@@ -314,7 +352,7 @@ def index_files(
 
 
 def _notes(places: Sequence[FieldSource]) -> tuple[str, ...]:
-    """Returns each note on a field once, with the first dataset that it holds for."""
+    """Returns each note on a field once, with the first dataset to which it applies."""
     found: dict[tuple[str, str], str] = {}
     for place in places:
         for name, field in place.fields.items():
@@ -340,7 +378,7 @@ def _cut(
     samples: SampleIs,
     tokens: TokenRequest | None,
 ) -> tuple[dict[str, FieldSpec], list[CutStream]]:
-    """Returns the fields of a sample, and the number of samples of each place. Raises DataError."""
+    """Returns the fields of a sample, and the samples of each source. Raises DataError."""
     specs = combine(places, requests=requests, samples=samples)
     if tokens is None:
         counts = [num_samples(place, samples=samples) for place in places]
@@ -384,7 +422,7 @@ class _Builder:
         self._moments: dict[str, Moments] = {}
 
     def read(self, stream: CutStream) -> dict[str, Any]:
-        """Reads the numeric fields of one place. Returns field -> `HashedContent.as_json()`. Raises DataError."""
+        """Reads the numeric fields of one source, and returns their hashes and moments as JSON. Raises DataError."""
         numbers = {name: found for name, found in stream.place.fields.items() if found.kind != "strings"}
         limit = None
         if stream.num_tokens:
@@ -399,9 +437,10 @@ class _Builder:
         return {name: content.as_json() for name, content in zip(numbers, contents, strict=True)}
 
     def _meant(self, place: FieldSource, name: str) -> Callable[[NDArray[Any]], NDArray[Any]]:
-        """Returns what makes of stored values the ones of which statistics are computed: missing values are NaN.
+        """Returns a function from stored values to those of which the statistics are computed, with NaN for missing
+        ones.
 
-        There are none of masks, nor of values that a mask says are missing.
+        Masks have no statistics, nor have values that a mask marks as missing.
         """
         how = self._decoding.get(name)
         if name in self._masks or (how is not None and how.mask is not None):
@@ -425,7 +464,7 @@ class _Builder:
         return decoded
 
     def entry(self, stream: CutStream, content: dict[str, Any]) -> ShardEntry:
-        """Returns the manifest's entry of one place. content: what `read` returned, or {} without hashes."""
+        """Returns the manifest's entry of one source. `content` is what `read` returned, or {} without hashes."""
         file, fields = stream.place.file, stream.place.fields
         hashes: dict[str, tuple[str, ...]] = {}
         for name, document in content.items():

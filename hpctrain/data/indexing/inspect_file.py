@@ -1,4 +1,4 @@
-"""Inspects one existing HDF5 file: finds the requested datasets, their layout and their content."""
+"""Inspects one existing HDF5 file: finds the requested datasets, their layout and what their content means."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ if TYPE_CHECKING:
 
 
 _N_BIT, _SCALE_OFFSET = 5, 6
-# Chunks of a dataset whose beginnings are read when it is indexed, at most.
+# Maximum number of chunks of a dataset whose first bytes are read when it is indexed, and of bytes.
 _MAX_CHUNKS, _MAX_BYTES = 256, 16 << 20
-# A stored chunk begins with the number of bits of an element, uint32, the bytes of the smallest number, uint8, and it.
+# A stored chunk begins with the bits per element (uint32), the bytes of the smallest number (uint8), and that number.
 # Source: HDF5's H5Zscaleoffset.c
 _BEFORE_SMALLEST = 5
 
 
 def check_n_bit(layout: DatasetLayout, *, where: str) -> None:
-    """Raises DataError if HDF5's n-bit filter is behind another filter.
+    """Raises DataError if HDF5's n-bit filter follows another filter, since HDF5 then loses bits.
 
-    It takes as many elements as a chunk has, whatever the filter before has made of them, and for types that use all
-    their bits it returns the size of its buffer, not that of the data in it (HDF5 1.10.8 and 2.0.0): bits are lost, or
-    the numbers differ from one read to the next.
+    The filter decodes as many elements as a chunk has, whatever the filter before has made of them. For types that
+    use all their bits it returns the size of its buffer instead of that of the data in it (HDF5 1.10.8 and 2.0.0).
+    So bits are lost, or the numbers differ from one read to the next.
     """
     codes = [each.code for each in layout.filters]
     if _N_BIT in codes[1:]:
@@ -73,11 +73,12 @@ def check_n_bit(layout: DatasetLayout, *, where: str) -> None:
 
 
 def scale_offset_note(dataset: h5py.Dataset, *, layout: DatasetLayout, where: str) -> str:
-    """Returns what the scale-offset filter does to NaN in floats; "" if the dataset is stored without it.
+    """Returns a warning that the scale-offset filter loses NaN in floats; "" if the dataset is stored without the
+    filter.
 
-    The filter stores differences to the smallest number of a chunk, which it finds by comparing with the first one:
-    comparisons with NaN are false (HDF5 1.10.8 and 2.0.0). Raises DataError if one of the first 256 chunks began with
-    NaN when it was written: HDF5 1.10.8 reads such a chunk as zeros, without an error.
+    The filter stores differences to the smallest number of a chunk, which it finds by comparing with the first one;
+    comparisons with NaN are false (HDF5 1.10.8 and 2.0.0). Raises DataError if one of the first 256 chunks began
+    with NaN when it was written: HDF5 1.10.8 reads such a chunk as zeros, without an error.
     """
     if layout.dtype.kind != "f" or not any(each.code == _SCALE_OFFSET for each in layout.filters):
         return ""
@@ -129,10 +130,10 @@ def _row_of_lost_chunk(dataset: h5py.Dataset, layout: DatasetLayout) -> int | No
 def check_written(dataset: h5py.Dataset, plist: h5py.h5p.PropDCID, *, where: str) -> None:
     """Raises DataError if elements of a table with references were never written and have no fill value.
 
-    HDF5 leaves the reader's memory as it is for such elements (fill time "never", or an undefined fill value). h5py
-    gives it zeros, but for types with references uninitialised memory: rows then have values of other rows (h5py 3.16
-    with HDF5 1.10.8 and 2.0.0). plist: with which the dataset was created. Only for these datasets HDF5 counts the
-    chunks, and reads their index to do so.
+    HDF5 leaves the reader's memory unchanged for such elements (fill time "never", or an undefined fill value).
+    h5py passes it zeros, but for types with references uninitialised memory: rows then have values of other rows
+    (h5py 3.16 with HDF5 1.10.8 and 2.0.0). HDF5 counts the written chunks only for such datasets, since it reads
+    their index to do so. `plist` is the property list with which the dataset was created.
     """
     import h5py
 
@@ -166,12 +167,21 @@ _NO_DTYPE = "for which numpy has no dtype: they cannot be indexed"
 
 @dataclass(frozen=True, kw_only=True)
 class FoundDataset:
-    """One dataset, or a member of its compound type.
+    """One dataset, or a member of its compound type, as found in a file.
 
-    shape: including the dimension of samples, without the variable dimension of kind "lengths". dtype: numpy name
-    of the elements, "str" for strings. longest: length of the longest sample of kind "lengths", else 0.
-    num_bytes: of the elements, uncompressed. classes: the distinct strings, sorted. note: what a user should know of
-    the values, "" if nothing. values: what attributes and neighbours say of numbers, a `ValueMeaning` as JSON.
+    Attributes:
+        dataset: Path of the dataset in the file.
+        member: Member of its compound type, or None.
+        shape: Shape, including the dimension of samples, without the variable dimension of kind "lengths".
+        dtype: numpy name of the dtype of the elements; "str" for strings.
+        kind: Numbers, numbers of variable length per row ("lengths"), or strings.
+        offset: File offset if the dataset is contiguous, else None.
+        big_endian: Byte order in the file.
+        num_bytes: Uncompressed size of the elements in bytes.
+        longest: Length of the longest sample of kind "lengths", else 0.
+        classes: The distinct strings, sorted.
+        values: What attributes and neighbours say about the numbers: a `ValueMeaning` as JSON.
+        note: What a user should know about the values, or "".
     """
 
     dataset: str
@@ -195,7 +205,7 @@ class FoundDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundFile:
-    """One file. places: field -> dataset of each matching group; a single one unless the paths have a `*`."""
+    """One file, and in `places` the dataset of each field: once, or once per matching group if the paths have a `*`."""
 
     path: str
     file_bytes: int
@@ -212,11 +222,13 @@ class FoundFile:
 
 
 def inspect_file(path: str, *, requests: Sequence[FieldRequest], comparison: SampleComparison) -> FoundFile:
-    """Finds the requested datasets. Reads headers, the content of strings and variable lengths, and three samples.
+    """Finds the requested datasets of a file.
 
-    comparison: compares these samples with what HDF5 reads.
-    Raises DataError that names the file and the dataset if the file is not HDF5, is open for writing or changes
-    meanwhile, or if a dataset is missing, empty, or of a kind that cannot be read.
+    Reads headers, the content of strings and variable lengths, and three samples.
+
+    `comparison` compares these samples with what HDF5 reads. Raises DataError that names the file and the dataset
+    if the file is not HDF5, is open for writing or changes meanwhile, or if a dataset is missing, empty, or of a
+    kind that cannot be read.
     """
     with open_to_index(path) as file:
         before = os.stat(path)
@@ -233,7 +245,7 @@ def inspect_file(path: str, *, requests: Sequence[FieldRequest], comparison: Sam
 
 @contextmanager
 def open_to_index(path: str) -> Iterator[h5py.File]:
-    """Opens a file and detects a concurrent writer, by HDF5's lock and by the flag that writers set in the file.
+    """Opens a file, and detects a concurrent writer by HDF5's lock and by the flag that writers set in the file.
 
     Raises DataError, also for errors of HDF5 within the `with` block.
     """
@@ -278,7 +290,7 @@ def _open_locked(path: str) -> h5py.File:
 def _groups(
     file: h5py.File, requests: Sequence[FieldRequest], comparison: SampleComparison
 ) -> Iterator[dict[str, FoundDataset]]:
-    """Yields field -> dataset of each group. Raises DataError unless all groups have all fields."""
+    """Yields for each matching group the dataset of each field. Raises DataError unless all groups have all fields."""
     paths = {request.name: matches(file, request.parts) for request in requests}
     first = requests[0]
     keys = list(paths[first.name])
@@ -299,7 +311,7 @@ def _groups(
 def _place(
     file: h5py.File, paths: Mapping[str, str], requests: Sequence[FieldRequest], comparison: SampleComparison
 ) -> dict[str, FoundDataset]:
-    """Returns field -> dataset, also of the masks of fields that are decoded."""
+    """Returns the dataset of each field in one file or group, including the masks of fields that are decoded."""
     place: dict[str, FoundDataset] = {}
     for request in requests:
         path = paths[request.name]
@@ -325,7 +337,7 @@ def _place(
 def _inspect(
     file: h5py.File, path: str, request: FieldRequest, comparison: SampleComparison
 ) -> tuple[FoundDataset, h5py.Dataset]:
-    """Returns what was found, and the open dataset."""
+    """Returns what was found about a dataset, and the open dataset."""
     import h5py
 
     where = f"field {request.name!r}, {path} of {file.filename},"
@@ -391,7 +403,7 @@ def _inspect(
 
 
 def _what_else(found: h5py.HLObject) -> str:
-    """Returns what a group or a named type is, in words."""
+    """Returns a text that says what an object is that is not a dataset: a group or a named type."""
     import h5py
 
     if not isinstance(found, h5py.Group):

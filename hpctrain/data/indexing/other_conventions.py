@@ -1,9 +1,10 @@
-"""What attributes other than CF's, and scales next to a dataset, say of its numbers. Named only, not decoded.
+"""Finds attributes and neighbours of a dataset that scale its numbers by other conventions than CF's.
 
-Conventions: NeXus (`NAME_scaling_factor`, `NAME_offset`: (stored + offset) * factor), openPMD (`unitSI`), HDF-EOS5 of
-OMI (`ScaleFactor`, `Offset`, `MissingValue`, `ValidRange`), NWB (`conversion`, `offset`, `channel_conversion`), ODIM
+They are reported, not decoded, since they combine scale and offset in different ways. Conventions: NeXus
+(`NAME_scaling_factor`, `NAME_offset`: (stored + offset) * factor), openPMD (`unitSI`), HDF-EOS5 of OMI
+(`ScaleFactor`, `Offset`, `MissingValue`, `ValidRange`), NWB (`conversion`, `offset`, `channel_conversion`), ODIM
 (`gain`, `offset`, `nodata`, `undetect` of the group `what`), ocean colour (`slope`, `intercept`), FITS (`BSCALE`,
-`BZERO`, `BLANK`). They combine scale and offset in different ways.
+`BZERO`, `BLANK`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import h5py
 
-# Names in small letters without '_' and the like. Those of CF, written as CF does, are not looked at here.
+# Names of attributes in small letters, without '_' and the like. Attributes of CF, written as in CF, are not here.
 _SCALES = {
     "scalefactor",
     "scalingfactor",
@@ -29,7 +30,7 @@ _SCALES = {
     "conversionfactor",
     "bscale",
 }
-# Words that are also said of pixels and cameras: these count for integers, or where there is an offset as well.
+# Words that also describe pixels and cameras. They count only for integers, or if there is an offset as well.
 _VAGUE_SCALES = {"scale", "scaling", "slope", "gain", "multiplier"}
 _OFFSETS = {"addoffset", "scaleoffset", "bzero"}
 _VAGUE_OFFSETS = {"offset", "intercept"}
@@ -46,7 +47,7 @@ _MISSING = {
 _RANGES = {"validrange", "validmin", "validmax", "validminimum", "validmaximum", "minvalid", "maxvalid"}
 _ROLES = _SCALES | _VAGUE_SCALES | _OFFSETS | _VAGUE_OFFSETS | _MISSING | _RANGES
 OF_CF = {"scale_factor", "add_offset", "_FillValue", "missing_value", "valid_range", "valid_min", "valid_max"}
-# As texts of pandas' attributes NAME_kind, NAME_dtype and value_type begin.
+# How the texts of pandas' attributes NAME_kind, NAME_dtype and value_type begin.
 _PANDAS_TIMES = ("datetime64", "timedelta64")
 
 
@@ -55,9 +56,9 @@ def said_by_attributes(
 ) -> list[str]:
     """Returns "NAME = VALUE" for each attribute that says that numbers are scaled or stand for missing values.
 
-    stored: dtype of the numbers. of_table: the attributes are those of a whole table: vague names say nothing then.
-    Nothing is said of a scale of 1, an offset of 0, a missing value that the dtype cannot hold or NaN, texts that are
-    no numbers, nor of what attributes of CF say too.
+    `stored` is the dtype of the numbers. With `of_table` the attributes are those of a whole table, and vague names
+    are ignored. Also ignored are a scale of 1, an offset of 0, a missing value that the dtype cannot represent or
+    that is NaN, texts that are not numbers, and whatever attributes of CF say, too.
     """
     names = {name: re.sub(r"[^a-z0-9]", "", name.lower()) for name in attributes}
     roles = {name: role for name, role in names.items() if role in _ROLES and name not in OF_CF}
@@ -91,7 +92,7 @@ def said_by_attributes(
 
 
 def said_by_neighbours(file: h5py.File, path: str) -> list[str]:
-    """Returns what datasets and groups next to the dataset at `path` say of its scale: those of NeXus and ODIM."""
+    """Returns what datasets and groups next to the dataset at `path` say about its scale, by NeXus and ODIM."""
     import h5py
 
     group, _, name = path.rpartition("/")
@@ -117,7 +118,7 @@ def said_by_neighbours(file: h5py.File, path: str) -> list[str]:
 
 
 def _said_by_odim(file: h5py.File, group: str) -> list[str]:
-    """Returns what the groups `what` of this level and those above say; the lowest one that has a name counts."""
+    """Returns what the groups `what` of this level and those above say; the lowest group that has a name counts."""
     found: dict[str, Any] = {}
     levels = group.split("/")
     for number in range(1, len(levels) + 1):
@@ -139,7 +140,7 @@ def _said_by_odim(file: h5py.File, group: str) -> list[str]:
 
 
 def pandas_kind(attributes: Mapping[str, Any], names: Iterable[str], member: str | None) -> str:
-    """Returns "category" or as "datetime64[ns]" what pandas says of the integers of a dataset or member; else ""."""
+    """Returns what pandas says about a column of integers: "category", or a dtype such as "datetime64[ns]"; else ""."""
     if member is None:
         kind = text_of(attributes["value_type"]) if "value_type" in names else ""
         return kind if kind.startswith(_PANDAS_TIMES) else ""
@@ -189,7 +190,7 @@ def _cf_numbers(attributes: Mapping[str, Any]) -> list[float]:
 
 
 def _is_known(values: NDArray[Any], known: list[float]) -> bool:
-    """True if attributes of CF have the same numbers, perhaps rounded to float32."""
+    """Returns True if attributes of CF have the same numbers, perhaps rounded to float32."""
     return all(any(np.isclose(float(value), other, rtol=1e-6, atol=0) for other in known) for value in values)
 
 
@@ -210,7 +211,7 @@ def _shown(values: NDArray[Any]) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Returns the text of an attribute, "" without one."""
+    """Returns the value of an attribute as text; "" if there is none."""
     if isinstance(value, np.ndarray):
         value = value.reshape(-1)[0] if value.size else ""
     if isinstance(value, bytes):

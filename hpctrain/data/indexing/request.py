@@ -1,4 +1,4 @@
-"""Parses the request for an index: fields by their paths in the HDF5 files, what a sample is, and the files."""
+"""Parses the request for an index: the fields by their paths in the HDF5 files, what a sample is, and the files."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _MARKERS: tuple[tuple[str, str], ...] = (
 )
 # HDF5's message if the version of an object's header, layout, datatype or superblock is unknown to it
 _UNKNOWN_VERSION = re.compile(r"bad (\w+ )*version number|version number too|unknown (datatype )?class")
-# Numbers that h5repack has for the newest format that each version of HDF5 reads
+# h5repack's number of the newest format that each version of HDF5 reads
 _FORMATS = {(1, 8): 1, (1, 10): 2, (1, 12): 3, (1, 14): 4}
 
 
 def format_of(path: str) -> str | None:
-    """Returns what a file or directory that is not HDF5 is, in words, and how to convert it; None if unknown."""
+    """Returns what a file or directory that is not HDF5 is, and how to convert it, in words; None if unknown."""
     if os.path.isdir(path):
         return next((what for name, what in _MARKERS if os.path.exists(os.path.join(path, name))), None)
     try:
@@ -66,7 +66,7 @@ def format_of(path: str) -> str | None:
 
 
 def newer_library(error: object) -> str | None:
-    """Returns an explanation if HDF5's error says that a newer HDF5 wrote what it was to read; else None."""
+    """Returns an explanation if an error of HDF5 says that a newer HDF5 has written the file; else None."""
     import h5py
 
     text = str(error).strip("'\"")
@@ -95,7 +95,7 @@ _SUFFIXES = (".h5", ".hdf5", ".he5", ".nc")
 
 
 class SampleIs(str, Enum):
-    """Unit of a sample: a row of each dataset, a file, or a group of a file."""
+    """What one sample is: a row of each dataset, a file, or a group of a file."""
 
     ROWS = "rows"
     FILE = "file"
@@ -103,7 +103,7 @@ class SampleIs(str, Enum):
 
 
 class Decode(str, Enum):
-    """How stored values become those of samples. CF: as attributes and masks say. RAW: as they are."""
+    """How stored values become the values of samples. CF: as attributes and masks in the file say. RAW: unchanged."""
 
     CF = "cf"
     RAW = "raw"
@@ -111,13 +111,17 @@ class Decode(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class FieldRequest:
-    """Field `name` is at `path` of each file; `*` matches any part of a name, as in a shell.
+    """Which datasets of the files become a field, and how their values are read.
 
-    member: member of a compound type. padded: the first dimension may differ between samples. decode: None: as stored,
-    with a note where the file says that the numbers mean something else. missing: what missing values become with CF:
-    "nan", a number, or "mask": 0, with True in a field `NAME.mask`. "auto": NaN; but integers of which only records
-    that were never written can be missing, and of which none was seen, stay integers: reading such a record is
-    an error.
+    Attributes:
+        name: Name of the field.
+        path: Path of the dataset in each file; `*` matches any part of a name, as in a shell.
+        member: Member of a compound type, or None.
+        padded: True if the first dimension may differ between samples, which are then padded.
+        decode: CF or RAW. None: as stored, with a note if the file says that the numbers mean something else.
+        missing: What missing values become with CF: "nan", a number, or "mask" (0, with True in a field
+            `NAME.mask`). "auto": NaN; but integers of which only records that were never written can be missing,
+            and of which none was seen, stay integers, and reading such a record is an error.
     """
 
     name: str
@@ -137,7 +141,7 @@ class FieldRequest:
 
 
 def parse_missing(text: str | float) -> str | int | float:
-    """Parses what missing values become: auto, nan, mask or a number. Raises UsageError."""
+    """Parses what is to become of missing values: auto, nan, mask or a number. Raises UsageError for anything else."""
     text = str(text)
     if text.lower() in ("auto", "nan", "mask"):
         return text.lower()
@@ -150,7 +154,7 @@ def parse_missing(text: str | float) -> str | int | float:
 
 
 def parse_decode(text: Decode | str) -> Decode:
-    """Parses cf or raw. Raises UsageError."""
+    """Parses the name of a decoding, cf or raw. Raises UsageError for anything else."""
     try:
         return Decode(text)
     except ValueError:
@@ -158,7 +162,7 @@ def parse_decode(text: Decode | str) -> Decode:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Splits at `separator` where no backslash precedes it. Keeps the backslashes."""
+    """Splits at each `separator` that no backslash precedes. The backslashes stay."""
     parts, current, is_escaped = [], "", False
     for character in text:
         if character == separator and not is_escaped:
@@ -176,7 +180,7 @@ def unescaped(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Returns a path or the name of a member as it is written in --fields."""
+    """Returns a path or the name of a member as it is written in --fields, with backslashes."""
     return re.sub(r"([\\:,])", r"\\\1", text)
 
 
@@ -190,9 +194,10 @@ def parse_field_paths(
     decode: Decode | None = None,
     missing: str | int | float = "auto",
 ) -> tuple[FieldRequest, ...]:
-    r"""Parses `x=/images,y=/table:label,t:cf=/t2m,m:cf:mask=/sst`; `\:` and `\,` are characters of a name.
+    r"""Parses fields such as `x=/images,y=/table:label,t:cf=/t2m,m:cf:mask=/sst`; `\:` and `\,` belong to a name.
 
-    padded: names of fields to pad. decode, missing: of fields that do not say. Raises UsageError.
+    `padded` contains the names of fields to pad; `decode` and `missing` apply to fields that do not say it
+    themselves. Raises UsageError.
     """
     requests: list[FieldRequest] = []
     for part in filter(None, (part.strip() for part in _split(text, ","))):
@@ -232,7 +237,10 @@ def parse_field_paths(
 
 
 def sample_is(requests: Sequence[FieldRequest], *, asked: SampleIs | None) -> SampleIs:
-    """Returns `asked` if given; else GROUPS if the paths have a `*`, else ROWS. Raises UsageError if they conflict."""
+    """Returns `asked` if it is given; else GROUPS if the paths have a `*`, else ROWS.
+
+    Raises UsageError if paths and `asked` conflict.
+    """
     wild = [request.has_wildcard for request in requests]
     if any(wild) != all(wild):
         raise UsageError("either all paths of --fields have a '*' for the groups, or none")
@@ -248,7 +256,7 @@ def sample_is(requests: Sequence[FieldRequest], *, asked: SampleIs | None) -> Sa
 def find_files(patterns: Sequence[str]) -> tuple[str, ...]:
     """Returns the absolute paths of all files that match names, globs (also `**`) and directories, without repeats.
 
-    Sorted by name, numbers by value: f2 before f10. Raises DataError if a pattern matches no file.
+    They are sorted by name, with numbers by value: f2 before f10. Raises DataError if a pattern matches no file.
     """
     found: set[str] = set()
     for pattern in patterns:
@@ -268,7 +276,7 @@ def find_files(patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def natural(text: str) -> tuple[tuple[int, int, str], ...]:
-    """Returns a sort key with which numbers within names are sorted by value."""
+    """Returns a sort key by which numbers within names are sorted by value."""
     parts = re.split(r"(\d+)", text)
     return tuple((1, int(part), part) if part.isdigit() else (0, 0, part) for part in parts)
 
@@ -282,7 +290,7 @@ _MAX_SOFT_LINKS = 32
 def resolve(file: h5py.File, path: str) -> str:
     """Returns the path of the same object with soft links resolved.
 
-    Raises DataError if there is no such object, a link leads to another file, or soft links form a cycle.
+    Raises DataError if there is no such object, if a link leads to another file, or if soft links form a cycle.
     """
     import h5py
 
@@ -327,7 +335,7 @@ def _what_is_in(here: h5py.Group | h5py.Dataset, done: list[str]) -> str:
 
 
 def matches(file: h5py.File, parts: tuple[str, ...]) -> dict[tuple[str, ...], str]:
-    """Returns the paths that match `parts`, keyed by the names that its wildcards match, in natural order."""
+    """Returns the paths that match `parts`, by the names that the wildcards match, in natural order."""
     return dict(sorted(_matches(file, parts, "", ()), key=lambda match: tuple(map(natural, match[0]))))
 
 

@@ -1,8 +1,8 @@
-"""What attributes and neighbours of an HDF5 dataset say of its values: packing, missing values, masks, units.
+"""What attributes and neighbours of an HDF5 dataset say about its values: packing, missing values, masks, units.
 
 Conventions: CF and the NetCDF User's Guide (`scale_factor`, `add_offset`, `_FillValue`, `missing_value`, `valid_*`,
-`_Unsigned`, `units`), the default fill values of the netCDF library, astropy's `NAME.mask`, anndata's nullable groups
-and categories.
+`_Unsigned`, `units`), the default fill values of the netCDF library, astropy's `NAME.mask`, anndata's nullable
+groups and categories.
 """
 
 from __future__ import annotations
@@ -40,12 +40,16 @@ _READ_ATTRIBUTES = (*_FILLS, *_RANGES, "scale_factor", "add_offset", "_Unsigned"
 
 @dataclass(kw_only=True)
 class ValueMeaning:
-    """What is known of one dataset's values, as JSON values.
+    """What a file says about the values of one dataset, as JSON values.
 
-    packing: a `Packing`, without a mask. mask: path and member of the dataset that is not 0 where a value is missing.
-    said: what attributes and neighbours say, a text each. changes: the stored numbers are not the values, or some stand
-    for missing ones. unseen_default: numbers of which only records never written can be missing, and none was seen.
-    units: the attribute, "" without one. problem: why the values cannot be decoded; "": they can.
+    Attributes:
+        packing: Arguments of a `Packing`: scale, offset, missing values.
+        mask: Path and member of the dataset that is not 0 where a value is missing, or None.
+        said: What attributes and neighbours say, one text each.
+        changes: True if the stored numbers are not the values, or if some stand for missing ones.
+        unseen_default: True if only records that were never written can be missing, and none was seen.
+        units: The attribute `units`, or "".
+        problem: Why the values cannot be decoded; "" if they can.
     """
 
     packing: dict[str, Any] = field(default_factory=dict)
@@ -73,11 +77,14 @@ NOTHING = ValueMeaning()
 
 
 class _Unclear(Exception):
-    """Raised if an attribute cannot be understood; the message says why."""
+    """An attribute cannot be understood; the message says why."""
 
 
 def place_of_values(file: h5py.File, path: str) -> str:
-    """Returns the path of the values of a nullable array or categories of anndata, which are a group; else `path`."""
+    """Returns the path of the dataset with the values, if `path` is a group of anndata; else `path` itself.
+
+    anndata stores nullable arrays and categories as groups.
+    """
     import h5py
 
     found = file.get(path)
@@ -92,10 +99,10 @@ def place_of_values(file: h5py.File, path: str) -> str:
 def value_meaning(
     file: h5py.File, *, path: str, member: str | None, dtype: str, dataset: h5py.Dataset | None = None
 ) -> ValueMeaning:
-    """Returns what the file says of the numbers of a dataset, or of a member of its compound type.
+    """Returns what the file says about the numbers of a dataset, or of a member of its compound type.
 
-    path: absolute, without soft links. dtype: numpy name of the stored elements. dataset: the dataset at `path`, if it
-    is open.
+    `path` is absolute, without soft links; `dtype` is the numpy name of the stored elements; `dataset` is the
+    dataset at `path`, if it is open.
     """
     import h5py
 
@@ -130,7 +137,7 @@ def value_meaning(
 def meaning_of_strings(
     file: h5py.File, *, path: str, member: str | None, dataset: h5py.Dataset
 ) -> ValueMeaning:
-    """As `value_meaning`, of strings: which ones a mask or an attribute says are missing. They are not decoded."""
+    """Returns what the file says about missing strings in a dataset, by attributes or a mask. They are not decoded."""
     found = ValueMeaning()
     names = set(dataset.attrs) if member is None else set()
     found.said = [f"{name} = {_shown(dataset.attrs, name)}" for name in _FILLS if name in names]
@@ -145,7 +152,7 @@ def meaning_of_strings(
 
 
 def _refuse(said: list[str], found: ValueMeaning) -> None:
-    """Adds what is named but not decoded. Raises _Unclear if there is something."""
+    """Adds to `found` what other conventions than CF say. Raises _Unclear if they say something: it is not decoded."""
     found.said += said
     if said:
         raise _Unclear(f"{said[0]} is not an attribute of CF, and is not decoded")
@@ -154,7 +161,10 @@ def _refuse(said: list[str], found: ValueMeaning) -> None:
 def _add_pandas(
     attributes: Mapping[str, Any], member: str | None, found: ValueMeaning, packing: dict[str, Any]
 ) -> None:
-    """Adds what pandas says of integers: codes of categories, of which -1 is missing, or times."""
+    """Adds to `found` and `packing` what pandas says about integers: codes of categories (-1 is missing), or times.
+
+    Raises _Unclear for times, which are not decoded.
+    """
     kind = pandas_kind(attributes, set(attributes), member)
     if kind == "category":
         found.said.append(f"-1 is missing, other numbers are places in the categories of {member}")
@@ -165,9 +175,9 @@ def _add_pandas(
 
 
 def _of_member(dataset: h5py.Dataset, member: str) -> dict[str, Any]:
-    """Returns the attributes of a member of a table: attributes that are tables too have a value for each member.
+    """Returns the attributes of a member of a table. Attributes that are tables too have a value for each member.
 
-    Raises _Unclear for one that does not say for which of the members it is.
+    Raises _Unclear for an attribute that does not say to which of the members it belongs.
     """
     found: dict[str, Any] = {}
     names = set(dataset.attrs)
@@ -281,7 +291,7 @@ def _add_range(
 
 
 def _members(dataset: h5py.Dataset) -> list[str]:
-    """Returns the names of a table's members, also of those for whose types numpy has no dtype."""
+    """Returns the names of a table's members, including those for whose types numpy has no dtype."""
     kind = dataset.id.get_type()
     return [kind.get_member_name(number).decode("utf-8", "replace") for number in range(kind.get_nmembers())]
 
@@ -315,7 +325,7 @@ def _add_neighbours(
 
 
 def _is_dataset(file: h5py.File, path: str) -> bool:
-    """Whether a dataset is at `path`, whose group exists, in this file and not in another one."""
+    """Returns True if `path`, whose group exists, is a dataset in this file and not in another one."""
     import h5py
 
     if not file.id.links.exists(path.encode()):
@@ -331,7 +341,7 @@ def _add_units(attributes: Any, found: ValueMeaning) -> None:
 
 
 def _default_fill(dataset: h5py.Dataset, stored: np.dtype[Any]) -> int | float | None:
-    """Returns the default fill value with which the netCDF library has made the dataset; None if it has not."""
+    """Returns the default fill value with which the netCDF library has created the dataset; None if it has not."""
     import h5py
 
     default = _DEFAULT_FILLS.get(stored.name)
@@ -348,7 +358,7 @@ def _default_fill(dataset: h5py.Dataset, stored: np.dtype[Any]) -> int | float |
 
 
 def _may_be_unwritten(dataset: h5py.Dataset, default: Any) -> bool:
-    """True if storage was never written, or the first, a middle or the last row has the default fill value."""
+    """Returns True if storage was never written, or the first, a middle or the last row has the default fill value."""
     if not dataset.id.get_storage_size():
         return True
     if not dataset.shape:
@@ -358,7 +368,7 @@ def _may_be_unwritten(dataset: h5py.Dataset, default: Any) -> bool:
 
 
 def _as_stored(value: Any, *, stored: np.dtype[Any], data: np.dtype[Any]) -> int | float:
-    """Returns a number of an attribute as a value of `data`, the stored type after `_Unsigned`."""
+    """Returns a number of an attribute as a value of `data`, the stored type after `_Unsigned` was applied."""
     if stored.kind == "f":
         return float(stored.type(value))
     if not np.isfinite(value) or value != int(value):

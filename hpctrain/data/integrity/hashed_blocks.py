@@ -1,4 +1,4 @@
-"""The blocks that a manifest has hashes of: maps them to samples, and reads their bytes from the file."""
+"""The hashed blocks of a dataset: maps them to samples, reads their bytes, and verifies a whole dataset."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONTENT_DIFFERS = "the content differs from its hash"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Hashed block: bytes start, ..., stop - 1 of a field of a shard, little-endian, row-major."""
+    """A hashed block: bytes start to stop - 1 of a field of a shard, as little-endian row-major bytes."""
 
     shard: int
     field: str
@@ -41,7 +41,7 @@ class Block:
 
 
 def is_hashed(manifest: Manifest, *, shard: int, field: str) -> bool:
-    """True if the field has hashes. Rows of variable length and strings have none."""
+    """Returns True if the field has hashes. Rows of variable length and strings have none."""
     return bool(manifest.shards[shard].fields[field].hashes) and manifest.fields[field].kind == "array"
 
 
@@ -62,9 +62,9 @@ def block_at(manifest: Manifest, *, shard: int, field: str, index: int) -> Block
 
 
 def samples_of(manifest: Manifest, block: Block, *, windows: NDArray[np.int64] | None) -> tuple[int, int]:
-    """Returns the first and last sample of the shard with bytes in the block; the nearest one if there is none.
+    """Returns the first and last sample of the shard that have bytes in the block; the nearest one if none has.
 
-    windows: first token of each of the shard's windows, int64, if they are listed, else None.
+    `windows` contains the first token of each of the shard's windows, int64, if they are listed; else it is None.
     """
     last = manifest.shards[block.shard].samples - 1
     spec = manifest.fields[block.field]
@@ -82,9 +82,9 @@ def samples_of(manifest: Manifest, block: Block, *, windows: NDArray[np.int64] |
 def blocks_touched(
     manifest: Manifest, *, field: str, rows: NDArray[np.int64], windows: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the indices of the first and of the last block with bytes of each sample: int64, shape of `rows`.
+    """Returns the first and the last block that contain bytes of each sample: two arrays of int64, shape of `rows`.
 
-    rows: samples of a shard, int64, shape (n,). windows: as for `samples_of`.
+    `rows` are samples of a shard: int64, shape (n,). `windows` is as in `samples_of`.
     """
     spec = manifest.fields[field]
     if manifest.tokens is None:
@@ -96,11 +96,11 @@ def blocks_touched(
 
 
 class BlockFile:
-    """Reads blocks of one shard as batches are read: directly, from chunks, or through h5py. Thread-safe.
+    """Reads blocks of one shard in the way in which batches are read: directly, from chunks, or through h5py.
 
-    path: a copy of the file to read instead of the one in `directory`. cache_bytes: bytes of decoded chunks that are
-    kept, since a chunk may overlap several blocks.
-    The constructor raises DataError (see `check_shard`) or OSError. The file is closed with the last reference.
+    Thread-safe. `path` is a copy of the file to read instead of the one in `directory`. `cache_bytes` bounds the
+    decoded chunks that are kept, since a chunk may overlap several blocks. The constructor raises DataError (see
+    `check_shard`) or OSError. The file is closed with the last reference.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class BlockFile:
         return ChunkedField(source, cache=self._cache, shard=0, name=FieldName(path=self.path, field=name))
 
     def _is_in_place(self, name: str) -> bool:
-        """True if the file contains the field's bytes as they are hashed: contiguous, little-endian."""
+        """Returns True if the file contains the field's bytes as they are hashed: contiguous, little-endian."""
         layout, spec = self._layouts[name], self._manifest.fields[name]
         return layout.offset is not None and spec.kind == "array" and layout.dtype == spec.stored_dtype
 
@@ -148,9 +148,10 @@ class BlockFile:
         return any(stored.offset is None for stored in self._entry.fields.values())
 
     def structure_is_sound(self) -> bool:
-        """True if the bytes outside contiguous datasets (HDF5 headers, chunks) match the structure hash.
+        """Returns True if the bytes outside contiguous datasets (HDF5 headers, chunks) match the structure hash.
 
-        Also True if there is no such hash, or the file was rewritten with other HDF5 tools, which changes them.
+        Also returns True if there is no such hash, or if the file was rewritten with other HDF5 tools, which
+        changes them.
         """
         entry = self._entry
         if entry.structure_hash is None:
@@ -210,7 +211,7 @@ class BlockFile:
         return data[block.start - first * row_bytes : block.stop - first * row_bytes]
 
     def _some_rows(self, name: str, *, start: int, stop: int) -> NDArray[Any]:
-        """Returns rows start, ..., stop - 1 of the field's HDF5 dataset."""
+        """Returns rows start to stop - 1 of the field's HDF5 dataset."""
         stored, layout = self._entry.fields[name], self._layouts[name]
         field = self._chunked.get(name)
         if field is None:
@@ -254,7 +255,15 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """A damaged range of samples, numbered within the shard. field: None if the whole shard is damaged."""
+    """A damaged range of samples in one shard.
+
+    Attributes:
+        shard: File name of the shard.
+        field: Name of the field; None if the whole shard is damaged.
+        first_sample: First sample that may be damaged, counted within the shard.
+        last_sample: Last sample that may be damaged, counted within the shard.
+        reason: What was found.
+    """
 
     shard: str
     field: str | None
@@ -274,10 +283,22 @@ class Damage:
 def verify(
     directory: Path | str, *, rank: int = 0, num_ranks: int = 1, progress: Progress | None = None
 ) -> list[Damage]:
-    """Reads and hashes this rank's part of the blocks. Returns the damage found, in the order of the manifest.
+    """Reads and hashes this rank's share of a dataset's blocks, and compares them with the manifest. Not collective.
 
-    Each block is read by exactly one rank; a missing or unreadable shard is reported by every rank that has a
-    block of it (see `merge_damage`). Not collective. Raises DataError if the manifest cannot be used.
+    Each block is read by exactly one rank. A missing or unreadable shard is reported by every rank that has a block
+    of it. The caller gathers the damage that the ranks have found.
+
+    Args:
+        directory: Directory of the dataset.
+        rank: Which share to read.
+        num_ranks: Number of shares.
+        progress: Called with the number of bytes done so far, and with the size of the share.
+
+    Returns:
+        The damage found, in the order of the manifest; empty if there is none.
+
+    Raises:
+        DataError: If the manifest cannot be used.
     """
     directory = Path(directory)
     manifest = read_manifest(directory)
@@ -353,7 +374,17 @@ def merge_damage(damages: list[Damage]) -> list[Damage]:
 
 
 def find_datasets(directory: Path | str) -> list[Path]:
-    """Returns the dataset at `directory`, or those directly below it (train, test). Raises DataError if none."""
+    """Returns the dataset at `directory`, or all datasets directly below it, such as train and test.
+
+    Args:
+        directory: A dataset, or a directory of datasets.
+
+    Returns:
+        The directories of the datasets, sorted.
+
+    Raises:
+        DataError: If there is none.
+    """
     directory = Path(directory)
     if not (directory / MANIFEST_NAME).exists() and directory.is_dir():
         below = sorted(child for child in directory.iterdir() if (child / MANIFEST_NAME).exists())

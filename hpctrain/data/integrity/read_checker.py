@@ -2,8 +2,8 @@
 
     check_while_reading(dataset, mode="first-epoch")
 
-`Dataset.gather` then calls the checker before it reads rows of a shard; the checker reads and hashes the blocks that
-contain these rows. Both read the same pages of the page cache, also if the file is mapped.
+`Dataset.gather` then calls the checker before it reads rows of a shard; the checker reads and hashes the blocks
+that contain these rows. Both read the same pages of the page cache, also if the file is mapped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _UNKNOWN, _SOUND, _DAMAGED = 0, 1, 2
 
 
 class CheckMode(str, Enum):
-    """When blocks are hashed while reading."""
+    """When blocks are hashed while a dataset is read: never, at their first read, or at every read."""
 
     OFF = "off"
     FIRST_EPOCH = "first-epoch"  # each block once per process, at its first read
@@ -51,14 +51,14 @@ class CheckMode(str, Enum):
 
 
 class OnDamage(str, Enum):
-    """What to do with samples in a damaged block."""
+    """What to do with samples in a damaged block: stop the run, or leave them out of their batch and count them."""
 
     STOP = "stop"  # the run ends
     SKIP = "skip"  # they are left out of their batch, and counted
 
 
 class DamagedData(DataError):
-    """Raised if a block differs from its hash. `damage` is its location."""
+    """A block differs from its hash. The attribute `damage` says where."""
 
     def __init__(self, damage: Damage, *, directory: Path) -> None:
         super().__init__(
@@ -72,10 +72,9 @@ class DamagedData(DataError):
 class BlockChecker:
     """Hashes the blocks that contain the samples to be read. Thread-safe, also after a fork. Never communicates.
 
-    damages: the damage found so far, each block once.
-    place_of: shard number -> path of the copy that is read; None: the file in `directory` is read.
-    Strings and rows of variable length, which have no hashes, are not checked. Raises DataError if an array has no
-    hashes.
+    Strings and rows of variable length, which have no hashes, are not checked. The attribute `damages` lists the
+    damage found so far, each block once. `place_of` returns the path of the copy from which a shard is read, or
+    None if it is read from `directory`. Raises DataError if an array has no hashes.
     """
 
     def __init__(
@@ -118,10 +117,10 @@ class BlockChecker:
         self._pid = os.getpid()  # last: a thread that reads it may use all of the above
 
     def before_read(self, shard_index: int, field_name: str, rows: NDArray[np.int64]) -> None:
-        """Checks the blocks of a field that contain samples `rows` of a shard, unless they were checked before.
+        """Checks the blocks of a field that contain the given samples of a shard, unless they were checked before.
 
-        rows: int64, shape (n,). Raises DamagedData for the first damaged block; DataError if the shard is missing or
-        truncated.
+        `rows` are sample numbers within the shard: int64, shape (n,). Raises DamagedData for the first damaged
+        block, and DataError if the shard is missing or truncated.
         """
         if self.mode is CheckMode.OFF or not len(rows):
             return
@@ -136,10 +135,10 @@ class BlockChecker:
             self._whole.add(key)
 
     def sound(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Returns for each sample True if it lies in no damaged block: bool, shape of `indices`.
+        """Returns which samples lie in no damaged block: bool, shape of `indices`.
 
-        indices: samples of the dataset, int64, shape (n,). Raises DataError if a shard is missing or truncated,
-        DamagedData if its HDF5 headers are damaged.
+        `indices` are sample numbers in the dataset: int64, shape (n,). Raises DataError if a shard is missing or
+        truncated, and DamagedData if its HDF5 headers are damaged.
         """
         indices = np.asarray(indices, dtype=np.int64)
         sound = np.ones(len(indices), dtype=np.bool_)
@@ -245,7 +244,7 @@ class BlockChecker:
 
 
 def _union(first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the union of the block ranges `first[i]` to `last[i]`, ascending, without repeats."""
+    """Returns all blocks in the ranges `first[i]` to `last[i]`, ascending, without repeats."""
     span = int((last - first).max())
     return np.unique(np.concatenate([np.minimum(first + step, last) for step in range(span + 1)]))
 
@@ -257,14 +256,24 @@ def make_checker(
     mode: CheckMode | str,
     place_of: Callable[[int], Path | None] = lambda shard: None,
 ) -> BlockChecker | None:
-    """Returns a checker for `Dataset.checker`; None for mode "off"."""
+    """Returns a checker for `Dataset.checker`, or None for mode "off"."""
     if CheckMode(mode) is CheckMode.OFF:
         return None
     return BlockChecker(directory, manifest, mode=mode, place_of=place_of)
 
 
 def check_while_reading(dataset: Dataset, *, mode: CheckMode | str) -> None:
-    """Makes `dataset` compare its data with the hashes while reading; if a locator returns a copy, checks the copy."""
+    """Makes a dataset compare its data with the manifest's hashes while it is read. Not collective.
+
+    If the dataset's locator returns a copy of a shard, the copy is checked.
+
+    Args:
+        dataset: The opened dataset.
+        mode: When to hash a block: "first-epoch" (at its first read in this process), "always", or "off".
+
+    Raises:
+        DataError: If an array has no hashes, as after indexing without reading the content.
+    """
     # A weak reference: a cycle would keep the files open for some time after the dataset was deleted.
     checked = weakref.ref(dataset)
 
@@ -285,10 +294,10 @@ _TRIES = 3
 
 
 def without_damaged(plan: BatchPlan, *, sound: NDArray[np.bool_], keep_length: bool) -> BatchPlan:
-    """Returns `plan` with only its sound samples, in their order; the others are counted in `num_skipped`.
+    """Returns `plan` with only its undamaged samples, in their order; the others are counted in `num_skipped`.
 
-    sound: bool, shape of `plan.indices`. keep_length: sound samples are repeated as padding until there are as many
-    rows as before; no rows if no sample is sound.
+    `sound` says which samples are undamaged: bool, shape of `plan.indices`. With `keep_length`, undamaged samples
+    are repeated as padding until there are as many rows as before; without undamaged samples there are no rows.
     """
     real = plan.indices[: plan.num_samples][sound[: plan.num_samples]]
     padding = plan.indices[plan.num_samples :][sound[plan.num_samples :]]
@@ -310,11 +319,11 @@ def read_around_damage(
     sound: Callable[[NDArray[np.int64]], NDArray[np.bool_]],
     keep_length: bool,
 ) -> tuple[BatchPlan, T]:
-    """Reads the sound samples of `plan`. Returns the plan of the samples that were read, and the result of `read`.
+    """Reads the undamaged samples of `plan`. Returns the plan of the samples that were read, and the result of `read`.
 
-    sound: returns for each sample if it lies in no damaged block, as `BlockChecker.sound`.
-    Raises DamagedData if the headers of a shard are damaged, or if reading fails three times on samples that are
-    found to be sound; DataError if a shard is missing or truncated.
+    `sound` returns which samples lie in no damaged block, as `BlockChecker.sound`. Raises DamagedData if the
+    headers of a shard are damaged, or if reading fails three times on samples that are then found to be undamaged;
+    DataError if a shard is missing or truncated.
     """
     tries = 0
     while True:

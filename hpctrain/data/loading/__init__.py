@@ -1,1 +1,1 @@
-"""Batches for one rank: `Loader`, the epoch iterator, prefetching, buffers, adapters for torch."""
+"""Batches for one rank: `Loader`, the epoch iterator, prefetching, reuse of memory, adapters for torch."""

@@ -1,4 +1,4 @@
-"""One rank's part of a global batch."""
+"""One rank's part of a global batch, its memory, and its copy to a device."""
 
 from __future__ import annotations
 
@@ -21,18 +21,24 @@ from hpctrain.errors import UsageError
 class Batch:
     """This rank's samples of one global batch.
 
-    fields: name -> tensor of shape (num_samples + num_padded, *sample_shape).
-    num_samples: may be 0: the last batch of an epoch can have fewer samples than there are ranks.
-    num_padded: number of padding rows at the end of the tensors (`LastBatch.PAD`). They repeat other samples and
-    must not be counted: `real()` returns the batch without them, `valid` is a mask of the other rows.
-    start: position of the global batch in the epoch, in samples.
-    global_samples: samples of all ranks in the global batch, without padding.
-    num_skipped: samples of this rank that are left out because they lie in damaged blocks (`OnDamage.SKIP`).
-    global_skipped: the same over all ranks; 0 until the ranks exchanged it (`hpctrain.train.loop.evaluate`).
-    indices: number in the dataset of the sample in each row: int64, shape (num_samples + num_padded,); None if unknown.
+    The mean loss over this rank's `num_samples` samples, times `weight`, summed over all ranks, is the mean loss
+    over the global batch, however it was split.
 
-    The mean loss over this rank's num_samples, times `weight`, summed over the ranks, is the mean over the global
-    batch, however it was split.
+    Attributes:
+        fields: Tensors by name, of shape (num_samples + num_padded, *sample_shape).
+        epoch: Number of the epoch.
+        start: Position of the global batch in the epoch, in samples.
+        num_samples: Number of samples of this rank. It may be 0: the last batch of an epoch can have fewer samples
+            than there are ranks.
+        global_samples: Number of samples of all ranks in the global batch, without padding.
+        num_padded: Number of padding rows at the end of the tensors (`LastBatch.PAD`). They repeat other samples
+            and must not be counted: `real()` returns the batch without them, `valid` masks them.
+        num_skipped: Number of samples of this rank that are left out since they lie in damaged blocks
+            (`OnDamage.SKIP`).
+        global_skipped: The same over all ranks; 0 until the ranks have exchanged it, as
+            `hpctrain.train.loop.evaluate` does.
+        indices: Number in the dataset of the sample in each row: int64, shape (num_samples + num_padded,); None if
+            unknown.
     """
 
     fields: dict[str, torch.Tensor]
@@ -62,7 +68,7 @@ class Batch:
         return torch.arange(self.num_samples + self.num_padded, device=device) < self.num_samples
 
     def real(self) -> Batch:
-        """Returns the batch without padding; its tensors are views of this one's."""
+        """Returns the batch without padding; its tensors are views of this batch's."""
         if not self.num_padded:
             return self
         fields = {name: tensor[: self.num_samples] for name, tensor in self.fields.items()}
@@ -77,11 +83,19 @@ class Batch:
         return self.fields[name]
 
     def split(self, num_parts: int) -> list[Batch]:
-        """Returns `num_parts` micro-batches, views of this batch; sizes differ by at most one row.
+        """Splits the batch into micro-batches whose sizes differ by at most one row.
 
-        Their weights add up to `weight`. With fewer rows than parts some are empty, so that every rank has the
-        same number of parts. Padding is split with the other rows: the last parts may hold nothing else.
-        Raises UsageError if `num_parts` is below 1.
+        Their weights add up to `weight`. With fewer rows than parts some are empty, so that every rank has the same
+        number of parts. Padding is split like other rows: the last parts may contain nothing else.
+
+        Args:
+            num_parts: Number of micro-batches, at least 1.
+
+        Returns:
+            The micro-batches; their tensors are views of this batch's.
+
+        Raises:
+            UsageError: If `num_parts` is below 1.
         """
         if num_parts < 1:
             raise UsageError(f"cannot split a batch into {num_parts} parts; at least 1 is needed")
@@ -100,10 +114,12 @@ class Batch:
     def to(
         self, device: torch.device | str, *, dtype: torch.dtype | None = None, non_blocking: bool = True
     ) -> Batch:
-        """Returns the batch on `device`; copies from pinned memory overlap with computation there.
+        """Returns the batch on a device.
 
-        dtype: converts all floating-point fields; None: keeps their dtypes. Integer and bool fields are never
-        converted.
+        Args:
+            device: The device.
+            dtype: dtype of all floating-point fields; None: unchanged. Integer and bool fields are never converted.
+            non_blocking: Let copies from pinned memory overlap with computation on the device.
         """
         fields = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.fields.items()}
         if dtype is not None:
@@ -126,9 +142,9 @@ torch.from_numpy(np.empty(0))
 
 
 class BatchMemory:
-    """Allocates tensors whose memory is reused when nothing refers to it any more. Thread-safe.
+    """Allocates tensors and reuses their memory when nothing refers to it any more. Thread-safe.
 
-    kept_bytes: upper bound on unused memory that is kept.
+    At most `kept_bytes` bytes of unused memory are kept.
     """
 
     def __init__(self, *, kept_bytes: int) -> None:
@@ -172,13 +188,19 @@ T = TypeVar("T")
 def batches_on(
     device: torch.device | str, batches: Iterable[Batch], *, dtype: torch.dtype | None = None
 ) -> Iterator[Batch]:
-    """Yields the batches on `device`, in order. dtype: of their floating-point fields, see `Batch.to`.
+    """Yields the batches on `device`, in order; on a CUDA device each is copied while the one before is used.
 
-    On a CUDA device batch k + 1 is copied on a separate stream while the caller works on batch k, so one more
-    batch takes device memory. The copies overlap with computation if the batches are in pinned memory
-    (`Loader(..., pin_memory=True)`). On other devices no batch is taken in advance.
-    `Loader.position` counts batches taken from the loader: on a CUDA device it is one batch ahead. For a checkpoint
-    use `batch.stop` of the last batch that was processed.
+    On a CUDA device batch k + 1 is copied on a separate stream while the caller works on batch k, so one more batch
+    takes device memory. The copies overlap with computation if the batches are in pinned memory (`Loader(...,
+    pin_memory=True)`). On other devices no batch is taken in advance.
+
+    `Loader.position` counts batches taken from the loader, which on a CUDA device is one batch ahead. For a
+    checkpoint use `batch.stop` of the last batch that was processed.
+
+    Args:
+        device: The device.
+        batches: The batches, such as those of `Loader.epoch`.
+        dtype: dtype of all floating-point fields; None: unchanged.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -219,7 +241,7 @@ def one_ahead(source: Iterator[T], *, begin: Callable[[T], T], finish: Callable[
 
 
 def _begun(source: Iterator[T], begin: Callable[[T], T]) -> tuple[T] | Exception | None:
-    """Returns the result of `begin` for the next item, or the error that was raised; None at the end of `source`."""
+    """Returns the result of `begin` for the next item, or the error that was raised, or None at the end of `source`."""
     try:
         for item in source:
             return (begin(item),)

@@ -1,12 +1,11 @@
-"""Batches of a dataset for one rank, prefetched by threads within a bound of bytes.
+"""Batches of a dataset for one rank, prepared ahead by threads within a bound of bytes.
 
     for batch in Loader(Dataset.open("digits/train"), global_batch=64).epoch(0):
         batch.fields["image"]
 
-The global batches of an epoch depend on order, seed, epoch and batch size only; a rank takes its contiguous
-part of each. The position in an epoch is counted in samples, so a run can resume with another number of
-ranks, or another batch size. Never communicates, unless the dataset is collective
-(`hpctrain.data.locality.collective_dataset`).
+The global batches of an epoch depend on order, seed, epoch and batch size only; a rank takes its contiguous part of
+each. The position in an epoch is counted in samples, so a run can resume with another number of ranks, or another
+batch size. Never communicates, unless the dataset is collective (`CollectiveDataset`).
 """
 
 from __future__ import annotations
@@ -51,17 +50,20 @@ from hpctrain.data.transforms.transform import TransformContext, TransformFuncti
 from hpctrain.data.transforms.worker_pool import build_transformer, transformed
 from hpctrain.errors import DataError, RecipeError
 
-# What is being done for each batch that is being made, for the message about a batch that does not come.
+# What each thread is doing for which batch, for the message about a batch that takes too long.
 
 
 class InputWatch(Protocol):
-    """Is shown what a loader waits for and makes, and ends the rank after its limit. `Session.loader` gives one."""
+    """Interface of a watchdog that ends the rank if a batch takes too long.
+
+    `Session.loader` passes one to its loader.
+    """
 
     def during(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
-        """The `with` block waits for what `describe` returns."""
+        """Context in which the caller waits for something that `describe` returns in words."""
 
     def making(self, what: str) -> AbstractContextManager[None]:
-        """The `with` block makes `what` in this thread, in code that may hold Python's lock."""
+        """Context in which this thread does `what`, in code that may hold Python's interpreter lock."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,10 +77,10 @@ class _Stage:
 
 @final
 class InProgress:
-    """The stages of the batches that threads are making. Thread-safe.
+    """What each thread is doing for which batch, for messages about a batch that takes too long. Thread-safe.
 
-    where: returns in which process the batch of a thread is transformed; "" in the thread itself. watch: is shown each
-    stage in a thread.
+    `where` returns in which process the batch of a thread is transformed, "" for the thread itself. `watch` is
+    informed of each stage.
     """
 
     def __init__(self, where: Callable[[int], str], *, watch: InputWatch | None = None) -> None:
@@ -88,7 +90,7 @@ class InProgress:
 
     @contextlib.contextmanager
     def stage(self, plan: BatchPlan, text: str, *, reads: bool) -> Iterator[None]:
-        """The `with` block does for a batch what `text` says. reads: it reads samples, which threads always do."""
+        """Context in which this thread does for a batch what `text` says. Set `reads` if it reads samples."""
         thread = threading.get_ident()
         self._stages[thread] = _Stage(
             plan=plan, text=text, thread=thread, reads=reads, since=time.monotonic()
@@ -107,7 +109,7 @@ class InProgress:
             del self._stages[thread]
 
     def describe(self, *, epoch: int, span: Span) -> str:
-        """Returns what is done for the batch at positions `span`; if that has not begun, what is done for others."""
+        """Returns what is being done for the batch at positions `span`, or if that has not begun, for other batches."""
         wanted = f"samples {span.start} to {span.stop - 1} of epoch {epoch}"
         stages = sorted(self._stages.copy().values(), key=lambda stage: stage.since)
         own = [stage for stage in stages if (stage.plan.epoch, stage.plan.start) == (epoch, span.start)]
@@ -116,7 +118,7 @@ class InProgress:
         return f"{wanted}, which are not begun; {self.describe_all()}"
 
     def describe_all(self) -> str:
-        """Returns what is done for up to four batches."""
+        """Returns what is being done for up to four batches."""
         stages = sorted(self._stages.copy().values(), key=lambda stage: stage.since)
         texts = [
             f"samples from {stage.plan.start} of epoch {stage.plan.epoch} on: {self._text(stage)}"
@@ -144,7 +146,11 @@ def _describe_indices(plan: BatchPlan) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderState:
-    """position: samples of the epoch, over all ranks, that were consumed. order: the name of an `OrderSpec`."""
+    """Position of a loader, saved as JSON values and valid for any number of ranks.
+
+    `position` is the number of samples of the epoch, over all ranks, that were consumed. `order` is the name of an
+    `OrderSpec`.
+    """
 
     order: str
     num_samples: int
@@ -157,7 +163,7 @@ class LoaderState:
 
     @classmethod
     def of_json(cls, document: Mapping[str, Any]) -> LoaderState:
-        """Returns the state of an `as_json` document. Raises DataError if it is not one."""
+        """Returns the state from what `as_json` returned. Raises DataError for anything else."""
         values: dict[str, Any] = {}
         for field in fields(cls):
             kind = str if field.name == "order" else int
@@ -192,7 +198,7 @@ MAX_BATCHES_AHEAD = 1024  # the bound in bytes counts only tensors
 
 
 class Samples(Protocol):
-    """Interface of a dataset that a loader can read: `hpctrain.data.Dataset`, or a class of the user's.
+    """Interface of a dataset that a loader can read: `Dataset`, or a class of the user's.
 
     `gather` is called from several threads if `num_threads` is above 1, or if the dataset has a true attribute
     `is_thread_safe` (then the thread that waits for a batch also makes batches).
@@ -207,24 +213,41 @@ class Samples(Protocol):
     def gather(
         self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
     ) -> Mapping[str, NDArray[Any]]:
-        """Returns field -> array of shape (len(indices), *sample_shape); fills the arrays that `out` contains."""
+        """Reads samples by index.
+
+        Args:
+            indices: Numbers of the samples: int64, shape (n,).
+            out: Arrays to fill instead of new ones, for some or all fields.
+
+        Returns:
+            For each field an array of shape (n, *sample_shape).
+        """
 
 
 class Loader:
-    """Makes one iterator of batches per epoch, for one rank.
+    """Makes the batches of one rank: an iterator per epoch. Not collective, unless the dataset is.
 
-    global_batch: samples over all ranks in one step; the ranks' parts differ by at most one sample.
-    order: order of the samples, see `hpctrain.data.order.order_spec`; without it `shuffle` selects Shuffled (True)
-    or Sequential (False).
-    last_batch: what to do with an incomplete global batch at the end of an epoch: keep, drop or pad it.
-    on_damage: what to do with samples in blocks that the dataset's checker finds damaged: stop, or skip them.
-    transform: a function over the arrays of a batch, or its name "module:function", see
-    `hpctrain.data.transforms.transform`. workers: number of processes that run it; 0: the loader's threads run it.
-    prefetch_bytes: upper bound on the bytes of batches that are ready or being made; one batch is always allowed.
-    num_threads: threads that make batches; raised to `workers` if that is larger.
-    pin_memory: put batches into page-locked memory, from which copies to a GPU overlap with computation.
-    watch: limits waits for batches, as `Session.loader` has it; without it they may last as long as they will.
-    Raises RecipeError if the options do not fit together, or do not fit the number of ranks or the dataset.
+    Args:
+        dataset: The samples.
+        global_batch: Number of samples of all ranks in one step; the ranks' parts differ by at most one sample.
+        rank: This rank.
+        num_ranks: Number of ranks.
+        seed: Seed of the order and of the transform's random numbers; the same on every rank.
+        shuffle: Whether to shuffle the samples, if `order` is None.
+        order: Order of the samples, such as `Blocks` or `Weighted`; None: `Shuffled` or `Sequential`, by `shuffle`.
+        last_batch: What to do with an incomplete global batch at the end of an epoch: "keep", "drop" or "pad".
+        on_damage: What to do with samples in blocks that the dataset's checker finds damaged: "stop" or "skip".
+        transform: Function over the arrays of a batch, or its name "module:function"; see
+            `hpctrain.data.transforms.transform`.
+        workers: Number of processes that run the transform; 0: the loader's threads run it.
+        prefetch_bytes: Upper bound on the bytes of batches that are ready or being made; one batch is always
+            allowed.
+        num_threads: Number of threads that make batches; at least `workers` threads are used.
+        pin_memory: Put batches into page-locked memory, from which copies to a GPU overlap with computation.
+        watch: Limits the time to wait for a batch, as in `Session.loader`; None: no limit.
+
+    Raises:
+        RecipeError: If the options do not fit together, or do not fit the number of ranks or the dataset.
     """
 
     def __init__(
@@ -308,7 +331,7 @@ class Loader:
     def may_help(self) -> bool:
         """True if the thread that waits for batches may make some itself.
 
-        False with a transform, and for a dataset that may not be used from two threads.
+        It is False with a transform, and for a dataset that may not be used from two threads.
         """
         safe = self.num_threads > 1 or getattr(self.dataset, "is_thread_safe", False)
         return self._transformer is None and safe
@@ -326,18 +349,30 @@ class Loader:
         return self.remaining_batches(start=0)
 
     def remaining_batches(self, *, start: int) -> int:
-        """Returns the number of global batches from position `start` (in samples) to the end of an epoch."""
+        """Returns the number of global batches to the end of an epoch.
+
+        Args:
+            start: Position in the epoch at which they begin, in samples.
+        """
         return num_batches(
             self.num_positions, global_batch=self.global_batch, last_batch=self.last_batch, start=start
         )
 
     def epoch(self, epoch: int = 0, *, start: int = 0, every: int = 1) -> Batches:
-        """Returns an iterator over this rank's batches of an epoch.
+        """Returns an iterator over this rank's batches of an epoch. The threads that make batches start at once.
 
-        start: position of the first batch: samples of the epoch, over all ranks, that were consumed before.
-        every: n takes each n-th batch only, beginning with the one at `start`, so that n readers share an epoch.
-        The threads start at once. To stop before the last batch, close the iterator, or use a `with` block.
-        Raises DataError if the epoch has fewer samples than `start`.
+        To stop before the last batch, close the iterator, or use a `with` block.
+
+        Args:
+            epoch: Number of the epoch.
+            start: Position of the first batch: the number of samples of the epoch, over all ranks, consumed before.
+            every: Take each n-th batch only, beginning with the one at `start`, so that n readers share an epoch.
+
+        Returns:
+            The iterator.
+
+        Raises:
+            DataError: If the epoch has fewer samples than `start`.
         """
         if not 0 <= start <= self.num_positions:
             raise DataError(
@@ -363,7 +398,7 @@ class Loader:
         return contextlib.nullcontext() if self._watch is None else self._watch.during(describe)
 
     def _say_unfinished(self) -> None:
-        """Says that threads have not ended although nobody needs what they make."""
+        """Prints that threads are still making batches that nobody needs, if there are such threads."""
         if any(threads.unfinished() for threads in self._threads):
             print(
                 f"hpctrain: rank {self.rank} does not wait for batches that are still being made, and that nobody "
@@ -372,7 +407,7 @@ class Loader:
             )  # fmt: skip
 
     def _await_unfinished(self) -> None:
-        """Waits for such threads: a dataset may not be read by more threads than it allows."""
+        """Waits for threads of earlier epochs, since a dataset may not be read by more threads than it allows."""
         for thread in [thread for threads in self._threads for thread in threads.unfinished()]:
             with self._waiting(
                 lambda: f"the end of an earlier epoch's threads; {self._in_progress.describe_all()}"
@@ -381,7 +416,7 @@ class Loader:
         self._threads = [threads for threads in self._threads if not threads.have_ended]
 
     def _source(self, plan: EpochPlan) -> Prefetch[Batch] | InStep[Batch]:
-        """Returns an iterator that makes the batches of `plan`. Threads of a `Prefetch` start at once."""
+        """Returns an iterator that makes the batches of `plan`. The threads of a `Prefetch` start at once."""
         read_ahead = read_ahead_for(self.dataset, plan.order, start=plan.start)
         order = ahead_for(plan.order, num_ranks=self.num_ranks)
 
@@ -409,7 +444,10 @@ class Loader:
         self.position = batch.stop
 
     def __iter__(self) -> Iterator[Batch]:
-        """Iterates over epoch 0; after `load_state_dict`, over the rest of that epoch, or the next one if it ended."""
+        """Iterates over epoch 0.
+
+        After `load_state_dict` it iterates over the rest of that epoch, or over the next one if it has ended.
+        """
         if not self._continues:
             return iter(self.epoch(0))
         if self.remaining_batches(start=self.position) == 0:
@@ -417,7 +455,7 @@ class Loader:
         return iter(self.epoch(self.current_epoch, start=self.position))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the last batch returned, as JSON values. It is the same on every rank."""
+        """Returns the position after the last returned batch, as JSON values. It is the same on every rank."""
         return LoaderState(
             order=self.order.name,
             num_samples=self.dataset.num_samples,
@@ -427,10 +465,15 @@ class Loader:
         ).as_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes at a position from `state_dict`; the number of ranks and the batch size may have changed.
+        """Resumes at a position from `state_dict`. The number of ranks and the batch size may have changed.
 
-        The next `iter(loader)` begins there, with the seed of the state. Raises DataError if `state` is not from
-        `state_dict`, or belongs to another order or another number of samples.
+        The next `iter(loader)` begins there, with the seed of the state.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            DataError: If `state` is something else, or belongs to another order or another number of samples.
         """
         place = LoaderState.of_json(state)
         place.check_fits(order=self.order.name, num_samples=self.dataset.num_samples)
@@ -455,7 +498,15 @@ class Loader:
         )
 
     def load(self, order: Order, *, span: Span) -> Batch:
-        """Returns this rank's part of the global batch at positions `span`. Called once per batch, in the threads."""
+        """Makes this rank's part of one global batch. Threads call it once per batch.
+
+        Args:
+            order: Order of the epoch.
+            span: Positions of the global batch in the epoch.
+
+        Returns:
+            The batch.
+        """
         return self.read(
             plan_batch(
                 order, span=span, global_batch=self.global_batch, last_batch=self.last_batch, rank=self.rank,
@@ -464,7 +515,14 @@ class Loader:
         )  # fmt: skip
 
     def read(self, plan: BatchPlan) -> Batch:
-        """Reads the samples of `plan`, applies the transform, and returns them as a batch."""
+        """Reads samples, applies the transform, and returns them as a batch.
+
+        Args:
+            plan: The samples.
+
+        Returns:
+            The batch.
+        """
         checker = self.checker
         with self._in_progress.stage(plan, f"{type(self.dataset).__qualname__} has been read", reads=True):
             if checker is not None and self.on_damage is OnDamage.SKIP:
@@ -495,7 +553,7 @@ class Loader:
         )
 
     def _tensors(self, indices: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """Returns field -> tensor of shape (len(indices), *sample_shape)."""
+        """Returns the tensors of all fields, of shape (len(indices), *sample_shape)."""
         # The input of a transform is not copied to the GPU, so it need not be pinned.
         pin = self._pin and self._transformer is None
         tensors, direct = {}, {}

@@ -1,8 +1,8 @@
 """Makes items ahead of their consumer in threads: in order, bounded in number and in bytes.
 
-Threads, not processes: forked workers under MPI hang or corrupt data (pytorch#13787, horovod#2898), and gathering
-from a memory map releases the interpreter lock for most of the time. Python code that holds the lock runs in
-separate processes (`hpctrain.data.transforms.worker_pool`), for which each of these threads waits.
+It uses threads, not processes: forked workers under MPI hang or corrupt data (pytorch#13787, horovod#2898), and
+gathering from a memory map releases the interpreter lock for most of the time. Python code that holds the lock runs
+in separate processes (`hpctrain.data.transforms.worker_pool`), for which each of these threads waits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hpctrain.data.reading.dataset import Dataset
 
 T = TypeVar("T")
 
-# A thread that makes an item which nobody needs is waited for so long: it may hang.
+# How long to wait for a thread that is still making an item that nobody needs, since it may hang.
 _ENDING_MAY_TAKE_S = 5.0
 
 
@@ -37,14 +37,15 @@ _ENDING_MAY_TAKE_S = 5.0
 class ByteBound(Generic[T]):
     """Bound on the bytes of the items that are ready or being made; one item is always allowed.
 
-    max_bytes: the bound.
-    num_bytes: returns the bytes of a finished item.
-    expected_bytes: upper bound on the size of an item; None if it is unknown before one is made. Then the first
-    is made alone, and each later one is expected to be as large as the largest so far.
-    making_bytes: additional bytes while an item is being made, such as the input of a transform.
+    If an item is larger than all before it, items already being made may exceed the bound by the difference; no
+    other item is begun until it fits again.
 
-    If an item is larger than all before it, items already being made may exceed the bound by the difference;
-    no other item is begun until it fits again.
+    Attributes:
+        max_bytes: The bound.
+        num_bytes: Function that returns the size of a finished item.
+        expected_bytes: Upper bound on the size of an item. None if it is unknown before one is made: then the first
+            is made alone, and each later one is expected to be as large as the largest so far.
+        making_bytes: Additional bytes while an item is being made, such as the input of a transform.
     """
 
     max_bytes: int
@@ -54,7 +55,10 @@ class ByteBound(Generic[T]):
 
 
 class _Shared(Generic[T]):
-    """State shared by the consumer and its threads. It has no reference to the consumer, which can be collected."""
+    """State shared by the consumer and its threads.
+
+    It has no reference to the consumer, so that the consumer can be garbage-collected while threads run.
+    """
 
     def __init__(
         self, make: Callable[[int], T], *, num_items: int, depth: int | None, bound: ByteBound[T] | None
@@ -72,7 +76,7 @@ class _Shared(Generic[T]):
         self.stopped = False
 
     def _reserve_bytes(self) -> int:
-        """Returns the bytes to reserve for the next item while it is made."""
+        """Returns the number of bytes to reserve for the next item while it is made."""
         if self.bound is None:
             return 0
         return self.bound.making_bytes + (self.largest_bytes or 0)
@@ -91,14 +95,17 @@ class _Shared(Generic[T]):
         self.held_bytes[number] = num_bytes
 
     def claim(self) -> int | None:
-        """Waits until the next item fits the bound, then returns its number; None if no items remain or stopped."""
+        """Waits until the next item fits the bound, and returns its number.
+
+        Returns None if no items remain, or after `stop`.
+        """
         with self.condition:
             while not self.stopped and self.next_item < self.num_items and not self._fits():
                 self.condition.wait()
             return self._claim_now()
 
     def _claim_now(self) -> int | None:
-        """Returns the next number if its item fits the bound now, else None. Call it with the lock held."""
+        """Returns the next number if its item fits the bound now, else None. Call it while holding the lock."""
         if self.stopped or self.next_item >= self.num_items or not self._fits():
             return None
         self._hold(self.next_item, self._reserve_bytes())
@@ -118,7 +125,7 @@ class _Shared(Generic[T]):
             self.condition.notify_all()
 
     def take(self, number: int, *, help_make: bool) -> T | BaseException:
-        """Waits for item `number` and returns it. help_make: this thread makes items while it waits.
+        """Waits for item `number` and returns it. With `help_make`, this thread makes items while it waits.
 
         Raises StopIteration after `stop`.
         """
@@ -162,7 +169,7 @@ def _work(shared: _Shared[T]) -> None:
 
 
 class MakingThreads:
-    """The threads of a `Prefetch`, to which this has no reference."""
+    """The threads of a `Prefetch`, without a reference to it."""
 
     def __init__(self, shared: _Shared[Any], threads: list[threading.Thread]) -> None:
         self._shared = shared
@@ -178,7 +185,7 @@ class MakingThreads:
 
 
 def _end(shared: _Shared[T], threads: list[threading.Thread]) -> None:
-    """Stops the threads and waits for them, for up to `_ENDING_MAY_TAKE_S`."""
+    """Stops the threads and waits for them, for up to `_ENDING_MAY_TAKE_S` seconds."""
     shared.stop()
     # The garbage collector may run in one of the threads, which cannot join itself.
     if threading.current_thread() not in threads:
@@ -188,12 +195,12 @@ def _end(shared: _Shared[T], threads: list[threading.Thread]) -> None:
 
 
 class Prefetch(Generic[T]):
-    """Iterator over make(0), ..., make(num_items - 1), made ahead by threads.
+    """Iterator over make(0), ..., make(num_items - 1), which threads make ahead.
 
     At most `depth` items are ready or being made at any time, within `bound`. An exception of `make` is raised in
-    place of its item and ends the iteration. `close()` (also called at the end of a `with` block, and when the
-    iterator is collected) stops the threads and waits a moment for them. help_make: a waiting consumer makes items
-    itself, which uses one more core and saves passing items between threads.
+    place of its item and ends the iteration. `close()` stops the threads and waits a moment for them; it is also
+    called at the end of a `with` block, and when the iterator is collected. With `help_make`, a waiting consumer
+    makes items itself, which uses one more core and saves passing items between threads.
     """
 
     def __init__(
@@ -249,7 +256,7 @@ class Prefetch(Generic[T]):
 
 
 class InStep(Generic[T]):
-    """Iterator over make(0), make(1), ...; the interface of `Prefetch`, without its threads."""
+    """Iterator over make(0), make(1), ...: the interface of `Prefetch`, but without threads."""
 
     def __init__(self, make: Callable[[int], T], *, num_items: int) -> None:
         self.wait_s = 0.0
@@ -287,9 +294,12 @@ class InStep(Generic[T]):
 class EpochPlan:
     """The global batches of an epoch that a rank reads. Pure.
 
-    order: maps positions to samples. start: position of the first batch, in samples over all ranks.
-    every: n takes each n-th batch only. global_batch: samples over all ranks in one batch.
-    num_batches: number of batches.
+    Attributes:
+        order: Maps positions to samples.
+        start: Position of the first batch, in samples over all ranks.
+        every: Only each n-th batch is taken.
+        global_batch: Number of samples of all ranks in one batch.
+        num_batches: Number of batches.
     """
 
     order: Order
@@ -299,13 +309,13 @@ class EpochPlan:
     num_batches: int
 
     def span(self, number: int) -> Span:
-        """Returns the positions of batch `number`; the last one of an epoch may be shorter than the others."""
+        """Returns the positions of batch `number`; the last batch of an epoch may be shorter than the others."""
         first = self.start + number * self.every * self.global_batch
         return Span(first, min(first + self.global_batch, self.order.num_samples))
 
 
 class Batches:
-    """Iterator over one rank's batches of one epoch. A context manager; `close()` ends its threads."""
+    """Iterator over one rank's batches of one epoch. As a context manager it ends the threads that make batches."""
 
     def __init__(
         self,
@@ -317,11 +327,12 @@ class Batches:
         watched: Callable[[int], AbstractContextManager[None]],
         closed: Callable[[], None],
     ) -> None:
-        """Use `Loader.epoch`.
+        """Do not call this; use `Loader.epoch`.
 
-        source: makes the batches. waited: called after each call of `next`, even if it fails, with the seconds that
-        it waited. handed_out: called with each batch before `next` returns it. watched: returns the context of a wait
-        for the batch of a number. closed: called at the first `close`, once the threads were stopped.
+        `source` makes the batches. `waited` is called after each call of `next`, even if it fails, with the seconds
+        that it waited. `handed_out` is called with each batch before `next` returns it. `watched` returns the
+        context in which the batch of a number is awaited. `closed` is called at the first `close`, after the
+        threads were stopped.
         """
         self._source = source
         self._waited = waited
@@ -351,7 +362,7 @@ class Batches:
         return batch
 
     def close(self) -> None:
-        """Stops the threads that prepare batches, and waits a moment for them. May be called more than once."""
+        """Stops the threads that make batches, and waits a moment for them. May be called more than once."""
         self._source.close()
         if not self._is_closed:
             self._is_closed = True
@@ -385,7 +396,7 @@ class CachedRange(NamedTuple):
 
 
 class ReadAhead:
-    """Read-ahead hints for one epoch of one loader, from position `start` on. Thread-safe."""
+    """Requests blocks from the kernel ahead of their use, in one epoch of one loader from `start` on. Thread-safe."""
 
     def __init__(self, dataset: Dataset, *, order: BlockOrder, start: int = 0) -> None:
         self._directory = dataset.directory
@@ -420,7 +431,10 @@ class ReadAhead:
 
 
 def read_ahead_for(dataset: object, order: Order, *, start: int = 0) -> ReadAhead | None:
-    """Returns None if read-ahead cannot help: no `BlockOrder`, or token windows that are split at documents."""
+    """Returns the read-ahead for an epoch, or None if it cannot help.
+
+    It helps only with a `BlockOrder`, and not with token windows that are split at documents.
+    """
     if not isinstance(dataset, Dataset) or not isinstance(order, BlockOrder) or dataset.manifest.is_split:
         return None
     return ReadAhead(dataset, order=order, start=start)
@@ -460,7 +474,10 @@ def _ask(directory: Path, byte_ranges: list[CachedRange]) -> None:
 
 
 def _is_cached(descriptor: int, part: CachedRange) -> bool:
-    """True if its first, middle and last byte are in the page cache; False if the filesystem does not support this."""
+    """Returns True if first, middle and last byte of the range are in the page cache.
+
+    Returns False if the filesystem cannot tell.
+    """
     byte = bytearray(1)
     try:
         for place in (0, part.num_bytes // 2, part.num_bytes - 1):

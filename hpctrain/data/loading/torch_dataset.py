@@ -1,11 +1,12 @@
-"""Adapters to `torch.utils.data`: scripts that use a DataLoader read shards through it.
+"""Adapters to `torch.utils.data`, for scripts that read shards through a DataLoader.
 
     loader = DataLoader(torch_map_dataset("images", fields=["image", "label"]), batch_size=64, shuffle=True)
     loader = DataLoader(torch_iterable_dataset("images", global_batch=64), batch_size=None)
 
 The first yields samples, in the order that DataLoader's sampler chooses. The second yields the batches of a
 `Loader`, which are the same for any number of ranks, and its state can be saved. Both may be used with
-`num_workers`; under MPI that needs `multiprocessing_context="spawn"` before Python 3.14, and `num_workers=0` is faster.
+`num_workers`; under MPI that needs `multiprocessing_context="spawn"` before Python 3.14, and `num_workers=0` is
+faster.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hpctrain.data.reading.dataset import Dataset, Verify
 from hpctrain.data.transforms.torch_dtypes import as_tensor
 from hpctrain.errors import DataError, UsageError
 
-# Where the next iteration of a `TorchIterableDataset` begins, told to DataLoader's workers through shared
+# Where the next iteration of a `TorchIterableDataset` begins, passed to DataLoader's workers through shared
 # memory.
 #
 # With `persistent_workers=True` a worker keeps the copy of the dataset that it was started with: what is
@@ -45,8 +46,8 @@ _NO_POSITION = -1
 class EpochStart:
     """Where an iteration begins.
 
-    position: of the first batch, in samples over all ranks, from a loaded state; None: the beginning of the epoch.
-    num_workers: how many workers shared the epoch when the state was saved.
+    `position` is the position of the first batch, in samples over all ranks, from a loaded state; None: the start
+    of the epoch. `num_workers` is the number of workers that shared the epoch when the state was saved.
     """
 
     epoch: int = 0
@@ -57,12 +58,12 @@ class EpochStart:
         """Returns the position of the first batch of worker `number`. Pure."""
         if self.position is None:
             return number * global_batch
-        # A state of one reader is the position of all; those of several workers are each worker's own.
+        # The position of a single reader is that of all workers; positions of several workers are each worker's own.
         return self.position if num_workers == self.num_workers else self.position + number * global_batch
 
 
 class SharedEpoch:
-    """The start that the main process has set last, in memory shared with its workers."""
+    """The start that the main process has set last, in memory that it shares with its workers."""
 
     def __init__(self) -> None:
         self._values = _shared(torch.tensor([0, 0, _NO_POSITION, 1, _NO_POSITION, 0]))
@@ -79,11 +80,11 @@ class SharedEpoch:
 
     @property
     def is_own(self) -> bool:
-        """True in the process that has made it."""
+        """True in the process that created this object."""
         return self._owner == os.getpid()
 
     def set(self, start: EpochStart) -> None:
-        """Publishes a start to this process's workers. For the process that has made this object."""
+        """Publishes a start to this process's workers. Only for the process that created this object."""
         self._values[_EPOCH] = start.epoch
         self._values[_POSITION] = _NO_POSITION if start.position is None else start.position
         self._values[_WORKERS] = start.num_workers
@@ -91,7 +92,7 @@ class SharedEpoch:
         self._values[_VERSION] = self._seen  # last: a worker then finds the other values
 
     def changed(self) -> EpochStart | None:
-        """Returns the start that was set since the last call, or since this worker was made; None if none was."""
+        """Returns the start that was set since the last call, or since this worker was created; None if none was."""
         version, epoch, position, num_workers, *_ = self._values.tolist()
         if version == self._seen:
             return None
@@ -101,7 +102,7 @@ class SharedEpoch:
         )
 
     def begin(self) -> None:
-        """Notes that a worker has begun an iteration with the newest start."""
+        """Records that a worker has begun an iteration with the newest start."""
         self._values[_BEGUN] = self._seen
 
     @property
@@ -110,7 +111,7 @@ class SharedEpoch:
         return int(self._values[_BEGUN]) == self._seen
 
     def warn_of_repetition(self, epoch: int) -> None:
-        """Warns once, in a new worker, that it begins where workers before it have begun."""
+        """Warns once, in a new worker, that it begins at the same place as earlier workers."""
         if not int(self._values[_WARNED]):
             self._values[_WARNED] = 1
             print(
@@ -157,7 +158,7 @@ class _Source:
 
 
 class TorchMapDataset(TorchDataset[Sample]):
-    """Samples by number. Use `torch_map_dataset`."""
+    """Map-style dataset for `torch.utils.data.DataLoader`: samples by number. Create it with `torch_map_dataset`."""
 
     def __init__(self, source: Path | str | Samples, *, fields: Sequence[str] | None = None) -> None:
         self._source = _Source(source)
@@ -178,7 +179,10 @@ class TorchMapDataset(TorchDataset[Sample]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """Returns several samples, read together, which are views of one array. DataLoader calls this per batch."""
+        """Returns several samples that are read together, as views of one array.
+
+        DataLoader calls this once per batch.
+        """
         arrays = self._source.samples().gather(np.asarray(indices, dtype=np.int64))
         tensors = {name: as_tensor(array) for name, array in arrays.items()}
         if self._fields is None:
@@ -187,14 +191,14 @@ class TorchMapDataset(TorchDataset[Sample]):
 
 
 class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
-    """Batches of a `Loader`, one epoch each time it is iterated. Use `torch_iterable_dataset`."""
+    """Iterable dataset of whole batches; each iteration is one epoch. Create it with `torch_iterable_dataset`."""
 
     def __init__(self, source: Path | str | Samples, **loader_options: Any) -> None:
         self._source = _Source(source)
         self._options = loader_options
         self._start = EpochStart()
         self._begun = False  # whether this process has begun an iteration at `_start`
-        self._position: int | None = None  # of this worker's next batch; None: of its first
+        self._position: int | None = None  # where this worker's next batch begins; None: at its first
         self._iterated_by = 0  # process that has begun the last iteration
         self._shared = SharedEpoch()
         self._made: tuple[int, Loader] | None = None
@@ -210,16 +214,19 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
         return self._made[1]
 
     def __len__(self) -> int:
-        """Number of batches of an epoch, over all workers."""
+        """Returns the number of batches of an epoch, over all workers."""
         return self._loader().batches_per_epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, which resumes within it if a state of that epoch was just loaded.
 
-        Applies to the iterations that begin later, also in workers that exist already (`persistent_workers=True`).
-        Without this call each iteration in a process is the next epoch, even if the one before was left early. It is
-        needed if DataLoader starts new workers for each epoch (`persistent_workers=False`), which all begin alike.
-        If several DataLoaders share this dataset, take a batch of one before the epoch of the next one is set.
+        Without this call each iteration in a process is the next epoch, even if the one before was left early. The
+        call is needed if DataLoader starts new workers for each epoch (`persistent_workers=False`), since these all
+        begin alike. It also reaches workers that exist already (`persistent_workers=True`). If several DataLoaders
+        share this dataset, take a batch from one before you set the epoch of the next.
+
+        Args:
+            epoch: Number of the epoch.
         """
         is_restored = self._start.position is not None and not self._begun and not self._shared.has_begun
         if not (is_restored and epoch == self._start.epoch):
@@ -232,7 +239,10 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
             self._shared.set(start)
 
     def _own_shared(self) -> None:
-        """A process that got this dataset from another one, but is no worker, has workers of its own."""
+        """Creates new shared memory in a process that got this dataset from another one but is no worker.
+
+        Such a process has workers of its own.
+        """
         if get_worker_info() is None and not self._shared.is_own:
             self._shared = SharedEpoch()
             self._shared.set(self._start)
@@ -271,7 +281,8 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the last batch, as JSON values. torchdata's StatefulDataLoader calls it.
 
-        Where plain workers of a DataLoader make the batches, it is the beginning of their epoch, with a warning.
+        If the workers of a plain DataLoader make the batches, the main process does not know their position. It
+        then returns the start of their epoch, with a warning.
         """
         if get_worker_info() is None and self._position is None and self._shared.has_begun:
             warnings.warn(
@@ -289,10 +300,17 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
         return {"place": place.as_json(), "begun": is_begun, "num_workers": _worker()[1]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes at the position of `state`. The number of ranks may have changed, the number of workers may not,
-        except that a state of no workers may be resumed by any number of them.
+        """Resumes at the position of `state`.
 
-        Raises DataError if `state` is not from `state_dict`, or belongs to another order, seed or number of samples.
+        The number of ranks may have changed. The number of workers must be the same, except that a state saved
+        without workers, or at the start of an epoch, can be resumed by any number of workers.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            DataError: If `state` is something else, or belongs to another order, seed, number of samples or of
+                workers.
         """
         if not isinstance(state, Mapping) or not {"place", "begun", "num_workers"} <= set(state):
             raise DataError("this is not a state of a dataset: pass what its state_dict() returned")
@@ -318,18 +336,36 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
 def torch_map_dataset(
     source: Path | str | Samples, *, fields: Sequence[str] | None = None
 ) -> TorchMapDataset:
-    """Returns a map-style dataset of a directory of shards, or of an opened dataset.
+    """Returns a map-style dataset for `torch.utils.data.DataLoader`, whose sampler chooses the order of the samples.
 
-    Samples are dicts of tensors; with `fields`, tuples in that order.
-    Raises DataError if the dataset cannot be opened, UsageError if it has no field of that name.
+    Args:
+        source: Directory of a dataset, or an opened dataset.
+        fields: Names of the fields of a sample; None: all.
+
+    Returns:
+        The dataset. Samples are dicts of tensors, or with `fields` tuples in that order.
+
+    Raises:
+        DataError: If the dataset cannot be opened.
+        UsageError: If it has no field of that name.
     """
     return TorchMapDataset(source, fields=fields)
 
 
 def torch_iterable_dataset(source: Path | str | Samples, **loader_options: Any) -> TorchIterableDataset:
-    """Returns an iterable dataset of whole batches, dicts of tensors: pass `batch_size=None` to DataLoader.
+    """Returns an iterable dataset of a `Loader`'s batches; pass `batch_size=None` to DataLoader.
 
-    loader_options: arguments of `hpctrain.data.Loader`: global_batch, rank, num_ranks, seed, transform, ...
+    Args:
+        source: Directory of a dataset, or an opened dataset.
+        **loader_options: Arguments of `hpctrain.data.Loader`, such as global_batch, rank, num_ranks, seed,
+            transform.
+
+    Returns:
+        The dataset. Batches are dicts of tensors.
+
+    Raises:
+        DataError: If the dataset cannot be opened.
+        RecipeError: If the loader's options do not fit.
     """
     return TorchIterableDataset(source, **loader_options)
 

@@ -1,1 +1,1 @@
-"""Data locality: staging on node storage, the dataset in memory, collective MPI-IO reads."""
+"""Where samples are read from: copies on node storage, the memory of the ranks, or collective MPI-IO."""

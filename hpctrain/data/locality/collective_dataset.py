@@ -1,7 +1,7 @@
 """All ranks read their parts of a global batch together, through collective MPI-IO.
 
-For filesystems that serve few large requests better than many small ones, and for orders that read whole
-blocks. MPI has all requests for a file at once, and can combine them (two-phase I/O).
+It is for filesystems that serve few large requests better than many small ones, and for orders that read whole
+blocks. MPI gets all requests for a file at once, and can combine them (two-phase I/O).
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ _COMPARED_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteRanges:
-    """Extents of a file that a rank reads, each byte once.
+    """Byte ranges of a file that a rank reads, each byte once.
 
-    offsets, lengths: disjoint extents in ascending order, in bytes, int64, shape (n,). places: offset of each
-    requested piece in the concatenated extents, int64, shape (pieces,).
+    Attributes:
+        offsets: Start of each range in bytes: int64, shape (n,), ascending. The ranges are disjoint.
+        lengths: Length of each range in bytes: int64, shape (n,).
+        places: Offset of each requested piece in the concatenated ranges: int64, shape (pieces,).
     """
 
     offsets: NDArray[np.int64]
@@ -44,7 +46,7 @@ class ByteRanges:
         return int(self.lengths.sum())
 
     def rounds(self, *, max_bytes: int = _ROUND_BYTES) -> list[list[tuple[int, int]]]:
-        """Returns the extents (offset, length) in portions of at most `max_bytes`; splits long extents."""
+        """Returns the ranges, (offset, length), in portions of at most `max_bytes` bytes; long ranges are split."""
         portions: list[list[tuple[int, int]]] = []
         free_bytes = 0
         for offset, length in zip(self.offsets.tolist(), self.lengths.tolist(), strict=True):
@@ -59,7 +61,10 @@ class ByteRanges:
 
 
 def merge_pieces(starts: NDArray[np.int64], *, lengths: NDArray[np.int64]) -> ByteRanges:
-    """Merges pieces of a file that touch or overlap. starts, lengths: bytes, int64, shape (n,), any order. Pure."""
+    """Merges pieces of a file that touch or overlap. Pure.
+
+    `starts` and `lengths` are in bytes: int64, shape (n,), in any order.
+    """
     if not len(starts):
         nothing = np.empty(0, dtype=np.int64)
         return ByteRanges(offsets=nothing, lengths=nothing, places=nothing)
@@ -77,16 +82,16 @@ def merge_pieces(starts: NDArray[np.int64], *, lengths: NDArray[np.int64]) -> By
 
 @final
 class CollectiveDataset:
-    """A dataset for the loader (`Samples`) whose `gather` is collective over all ranks.
+    """A dataset for the loader that all ranks read together: `gather` is collective over all ranks.
 
-    Because of `collective` the loader makes each batch on demand, on every rank at the same step: no rank reads ahead
-    of the others, and an epoch can be left early.
+    The loader therefore makes each batch on demand, on every rank at the same step. So no rank reads ahead of the
+    others, and an epoch can be left early. Create it with `open`.
     """
 
     collective: Final = True
 
     def __init__(self, *, world: World, dataset: Dataset, files: CollectiveFiles) -> None:
-        """Use `open`."""
+        """Do not call this; use `open`."""
         self.dataset = dataset
         self._world = world
         self._files: CollectiveFiles | None = files
@@ -97,10 +102,18 @@ class CollectiveDataset:
 
     @classmethod
     def open(cls, world: World, dataset: Dataset) -> CollectiveDataset:
-        """Opens the files of `dataset` for collective reads. Collective over all ranks of the run.
+        """Opens the files of a dataset for collective reads. Collective over all ranks of the run.
 
-        Raises DataError on every rank if fields are not contiguous arrays, `dataset` has a checker, the ranks have
-        different datasets, or the backend does not use MPI.
+        Args:
+            world: All ranks of the run.
+            dataset: The dataset, opened on every rank.
+
+        Returns:
+            The dataset for the loader. Call `close` at the end.
+
+        Raises:
+            DataError: On every rank, if fields are not contiguous arrays, if `dataset` has a checker, if the ranks
+                have different datasets, or if the backend does not use MPI.
         """
         agreed(world, lambda: _check_readable(dataset), os_error=DataError)
         check_same(
@@ -130,12 +143,19 @@ class CollectiveDataset:
     def gather(
         self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
     ) -> dict[str, NDArray[Any]]:
-        """As `Dataset.gather`, but collective over all ranks; each rank passes its own samples, or none.
+        """Reads samples by index, as `Dataset.gather` does, on all ranks together. Collective over all ranks.
 
-        indices: int64, shape (n,), with another n on each rank. Returns field -> array of shape (n, *sample_shape).
+        Args:
+            indices: This rank's samples, perhaps none: int64, shape (n,), where n may differ between ranks.
+            out: Arrays to fill instead of new ones, for some or all fields.
 
-        Raises on every rank, if it fails on any: DataError if an index is out of range, a file is missing or has
-        another size, or MPI returned wrong bytes; CommunicationError if MPI fails.
+        Returns:
+            For each field an array of shape (n, *sample_shape).
+
+        Raises:
+            DataError: On every rank, if an index is out of range, if a file is missing or has another size, or if
+                MPI returned wrong bytes.
+            CommunicationError: On every rank, if MPI fails.
         """
         if self._files is None:
             raise DataError("samples were requested from a dataset that is closed")
@@ -217,7 +237,7 @@ class CollectiveDataset:
             )
 
     def _plan(self, indices: NDArray[np.int64]) -> dict[int, tuple[NDArray[np.int64], ByteRanges]]:
-        """Returns shard -> positions of its samples in the batch, and the extents to read from its file."""
+        """Returns for each shard the positions of its samples in the batch, and the byte ranges to read."""
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
             raise DataError(
                 f"samples {indices.min()} to {indices.max()} were requested from {self.dataset.directory}, "
@@ -239,7 +259,10 @@ class CollectiveDataset:
         return needed
 
     def _check_size(self, entry: ShardEntry) -> None:
-        """Raises DataError if the file's size differs: MPI-IO (Open MPI 4.1) reports success beyond its end."""
+        """Raises DataError if a file has not the size in the manifest.
+
+        MPI-IO (Open MPI 4.1) would report success for reads beyond its end.
+        """
         path = self._path(entry)
         try:
             found = path.stat().st_size

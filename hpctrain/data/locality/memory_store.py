@@ -1,7 +1,7 @@
 """A dataset distributed over the memory of all ranks: read from the filesystem once, then from other ranks.
 
-Each rank holds a contiguous part of the samples in memory that all ranks may read (MPI one-sided reads).
-Any rank gathers any samples without participation of the rank that holds them.
+Each rank holds a contiguous part of the samples in memory that all ranks may read (MPI one-sided reads). Any rank
+gathers any samples without participation of the rank that holds them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _READS_IN_FLIGHT = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """dtype and sample shape of one array that the dataset returns, such as a field or its lengths."""
+    """dtype and sample shape of one array that the dataset returns: a field or the lengths of one."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class StoreLayout:
         return rank_share(0, self.num_samples, rank=rank, num_ranks=self.num_ranks)
 
     def num_bytes(self, rank: int) -> int:
-        """Returns the memory of rank `rank` that the store uses, in bytes."""
+        """Returns the size of rank `rank`'s memory that the store uses, in bytes."""
         return self._place(rank, name=None)
 
     def offset(self, rank: int, *, name: str) -> int:
@@ -74,7 +74,7 @@ class StoreLayout:
         return place
 
     def holders(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the rank that holds each sample: int64, shape (n,). indices: int64, shape (n,)."""
+        """Returns the rank that holds each sample: int64, shape of `indices`, which is (n,)."""
         share, extra = divmod(self.num_samples, self.num_ranks)
         larger = extra * (share + 1)
         return np.where(
@@ -83,7 +83,7 @@ class StoreLayout:
 
 
 def runs(indices: NDArray[np.int64], *, holders: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Yields (start, stop) of the runs of consecutive samples on one rank, which take one read each. Pure."""
+    """Yields (start, stop) of runs of consecutive samples on one rank, each of which takes one read. Pure."""
     broken = (np.diff(indices) != 1) | (np.diff(holders) != 0)
     edges = [0, *(np.flatnonzero(broken) + 1).tolist(), len(indices)]
     yield from itertools.pairwise(edges)
@@ -91,7 +91,7 @@ def runs(indices: NDArray[np.int64], *, holders: NDArray[np.int64]) -> Iterator[
 
 @final
 class MemoryStore:
-    """The samples of a dataset in the ranks' memory; a dataset for the loader (`Samples`).
+    """A dataset for the loader whose samples are in the memory of the ranks. Create it with `load`.
 
     `gather` is thread-safe and not collective. `load` and `close` are collective.
     """
@@ -99,7 +99,7 @@ class MemoryStore:
     is_thread_safe: Final = True
 
     def __init__(self, *, world: World, source: Samples, memory: RemoteMemory, layout: StoreLayout) -> None:
-        """Use `load`."""
+        """Do not call this; use `load`."""
         self.source = source
         self.layout = layout
         self._world = world
@@ -111,11 +111,22 @@ class MemoryStore:
 
     @classmethod
     def load(cls, world: World, dataset: Samples, *, progress: Progress | None = None) -> MemoryStore:
-        """Reads each rank's part of `dataset` into its memory. Collective over all ranks of the run.
+        """Reads each rank's part of a dataset into its memory. Collective over all ranks of the run.
 
-        A rank's memory holds its samples as in a batch: ragged fields are padded, overlapping token windows are
-        stored separately. Raises on every rank: DataError if a part cannot be read, or the backend has no one-sided
-        reads; CommunicationError if a node has too little memory.
+        The memory contains samples as they are in a batch: ragged fields are padded, overlapping token windows are
+        stored separately.
+
+        Args:
+            world: All ranks of the run.
+            dataset: The dataset, opened on every rank.
+            progress: Called with the number of this rank's samples read so far, and with their total number.
+
+        Returns:
+            The dataset for the loader. Call `close` at the end.
+
+        Raises:
+            DataError: On every rank, if a part cannot be read, or if the backend has no one-sided reads.
+            CommunicationError: On every rank, if a node has too little memory.
         """
         layout = agreed(world, lambda: _layout(dataset, num_ranks=world.num_ranks), os_error=DataError)
         described = {name: [str(s.dtype), list(s.shape)] for name, s in layout.arrays.items()}
@@ -164,16 +175,24 @@ class MemoryStore:
 
     @property
     def local_bytes(self) -> int:
-        """Memory of this rank that the store uses, in bytes."""
+        """Size of this rank's memory that the store uses, in bytes."""
         return self.layout.num_bytes(self._world.rank)
 
     def gather(
         self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
     ) -> dict[str, NDArray[Any]]:
-        """As `hpctrain.data.Dataset.gather`. Not collective.
+        """Reads samples by index from the memory of the ranks, as `Dataset.gather` does. Not collective.
 
-        indices: int64, shape (n,). Returns field -> array of shape (n, *sample_shape).
-        Raises DataError if an index is out of range, and after `close`; CommunicationError if a read fails.
+        Args:
+            indices: Numbers of the samples: int64, shape (n,).
+            out: Arrays to fill instead of new ones, for some or all fields.
+
+        Returns:
+            For each field an array of shape (n, *sample_shape).
+
+        Raises:
+            DataError: If an index is out of range, and after `close`.
+            CommunicationError: If a read from another rank fails.
         """
         with self._idle:
             memory = self._memory
@@ -270,14 +289,14 @@ class MemoryStore:
 
 
 def _layout(dataset: Samples, *, num_ranks: int) -> StoreLayout:
-    """Returns the layout, from the arrays that the dataset returns for one sample, including lengths."""
+    """Returns the layout for the arrays that the dataset returns for one sample, including lengths."""
     first = dataset.gather(np.zeros(1, dtype=np.int64))
     arrays = {name: Stored(dtype=array.dtype, shape=tuple(array.shape[1:])) for name, array in first.items()}
     return StoreLayout(arrays=arrays, num_samples=dataset.num_samples, num_ranks=num_ranks)
 
 
 def _views(memory: NDArray[np.uint8], *, layout: StoreLayout, rank: int) -> dict[str, NDArray[Any]]:
-    """Returns a view of each array in this rank's memory, shape (samples of the rank, *sample_shape)."""
+    """Returns a view of each array in this rank's memory, of shape (samples of the rank, *sample_shape)."""
     samples = layout.share(rank).num_samples
     views = {}
     for name, stored in layout.arrays.items():

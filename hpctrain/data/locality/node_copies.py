@@ -37,7 +37,7 @@ _STAGER_LOCK = ".stager.lock"
 
 @dataclass(frozen=True, kw_only=True)
 class StagedFile:
-    """One file of the dataset: its path, its name in the folder, and the entries of the manifest that are in it."""
+    """One file of the dataset: its path, its name in the folder, and the manifest's entries for it."""
 
     source: Path
     name: str
@@ -71,7 +71,7 @@ def plan_files(directory: Path, *, manifest: Manifest) -> tuple[list[StagedFile]
 
 
 def staged_manifest(manifest: Manifest, *, files: Sequence[StagedFile], file_of: Sequence[int]) -> Manifest:
-    """Returns the manifest with the names of the files in the folder. Pure."""
+    """Returns the manifest with the names that the files have in the folder of copies. Pure."""
     shards = tuple(
         entry.model_copy(update={"file": files[number].name})
         for entry, number in zip(manifest.shards, file_of, strict=True)
@@ -81,19 +81,23 @@ def staged_manifest(manifest: Manifest, *, files: Sequence[StagedFile], file_of:
 
 @final
 class StageFolder:
-    """The folder of one dataset, locked by this process while in use. All ranks of a node open the same folder."""
+    """The folder with the copies of one dataset, which all ranks of a node open.
+
+    Locked by each process that uses it.
+    """
 
     def __init__(self, path: Path, *, users: int) -> None:
-        """Use `open`. users: descriptor that holds the shared lock."""
+        """Do not call this; use `open`. `users` is the descriptor that holds the shared lock."""
         self.path = path
         self._users: int | None = users
         self._stager: int | None = None
 
     @classmethod
     def open(cls, root: Path, *, source: Path, manifest: Manifest, staged: Manifest) -> StageFolder:
-        """Makes or joins the folder of the dataset below `root`. Raises DataError if that is not possible.
+        """Creates or joins the folder of a dataset below `root`. Raises DataError if that is not possible.
 
-        source: directory of the dataset. staged: the manifest with the names of the copies, see `staged_manifest`.
+        `source` is the directory of the dataset; `staged` is the manifest with the names of the copies, from
+        `staged_manifest`.
         """
         identity = f"{manifest.fingerprint} {source.resolve()}"
         path = root / f"{PREFIX}{os.getuid()}-{hash_of(identity.encode())}"
@@ -128,7 +132,7 @@ class StageFolder:
         return self._stager is not None
 
     def names(self) -> set[str]:
-        """Returns the names of the complete files."""
+        """Returns the names of the completely copied files."""
         with contextlib.suppress(FileNotFoundError):
             return {name for name in os.listdir(self.path) if not name.startswith(".")}
         return set()
@@ -180,14 +184,14 @@ def _remove_unused(path: Path) -> bool:
 
 
 def hold(path: Path) -> int | None:
-    """Returns a descriptor with a lock that prevents removal of a staged file; None if it is missing or removed."""
+    """Returns a descriptor with a lock that prevents removal of a copied file; None if it is missing or removed."""
     with contextlib.suppress(OSError):
         return _lock(path, shared=True, wait=False, create=False)
     return None
 
 
 def remove_unread(path: Path) -> bool:
-    """Removes a staged file unless a process holds it. Returns True if it was removed."""
+    """Removes a copied file unless a process reads it. Returns True if it was removed."""
     with contextlib.suppress(OSError):
         lock = _lock(path, shared=False, wait=False, create=False)
         if lock is not None:
@@ -198,7 +202,7 @@ def remove_unread(path: Path) -> bool:
 
 
 def _lock(path: Path, *, shared: bool, wait: bool = True, create: bool = True) -> int | None:
-    """Returns a descriptor with a lock on `path`; None if another process has it, or the file was replaced."""
+    """Returns a descriptor with a lock on `path`; None if another process has it, or if the file was replaced."""
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     try:
         descriptor = os.open(path, flags, 0o600)
@@ -229,7 +233,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class CopyStopped(Exception):
-    """Raised if `stop` was set before the copy was complete."""
+    """`stop` was set before the copy was complete."""
 
 
 def copy_file(
@@ -237,10 +241,11 @@ def copy_file(
 ) -> None:
     """Copies a file of a dataset to `target`, with its modification time. Removes `target` on an error.
 
-    entries: entries of the manifest that are in the file. While copying, contiguous hashed fields are compared with
-    their hashes block by block, and the HDF5 headers with the structure hash. Then the copy is read back and compared
-    with the bytes read from the source; this is the only check for chunks and for fields without hashes.
-    Raises DataError if the content differs, OSError after an error of a filesystem, CopyStopped if `stop` was set.
+    `entries` are the manifest's entries for the file. While copying, contiguous hashed fields are compared with
+    their hashes block by block, and the HDF5 headers with the structure hash. Then the copy is read back and
+    compared with the bytes read from the source; this is the only check for chunks and for fields without hashes.
+    Raises DataError if the content differs, OSError after an error of a filesystem, and CopyStopped if `stop` was
+    set.
     """
     descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -255,7 +260,7 @@ def copy_file(
             # A full disk raises an error here, not in the middle of the copy.
             os.posix_fallocate(written, 0, status.st_size)
             _copy(descriptor, written, source=source, manifest=manifest, entries=entries, stop=stop)
-            # Access time 0: the copy was not read since it was made, see `hpctrain.data.locality.node_copies`.
+            # Access time 0: the copy was not read since it was made, see `Stager`.
             os.utime(written, ns=(0, status.st_mtime_ns))
         except BaseException:
             target.unlink(missing_ok=True)
@@ -301,7 +306,7 @@ Piece = tuple[int, int, str | None]
 
 
 def _hashed_blocks(manifest: Manifest, *, entries: Sequence[ShardEntry]) -> list[Piece] | None:
-    """Returns the hashed blocks of the file, sorted by offset; None if a field has none, or blocks overlap."""
+    """Returns the hashed blocks of the file, sorted by offset; None if a field has none, or if blocks overlap."""
     blocks: list[Piece] = []
     for entry in entries:
         for name, stored in entry.fields.items():
@@ -339,11 +344,12 @@ _FULL_DISK_PAUSE_S = 10.0
 
 @final
 class Stager:
-    """Copies the files in order, starting at the file that was requested last. Failures never end the run.
+    """Thread that copies the files in order, beginning at the file that was requested last. Failures never end the
+    run.
 
-    Copies are kept until disk space is needed. Then the least recently read one is removed, provided that it was read
-    at least once, not within `idle_s` seconds, and that no process holds it.
-    problems: file name -> reason why it was not copied.
+    Copies are kept until disk space is needed. Then the least recently read one is removed, provided that it was
+    read at least once, but not within the last `idle_s` seconds, and that no process reads it. The attribute
+    `problems` maps names of files to the reason why they were not copied.
     """
 
     def __init__(
@@ -355,7 +361,7 @@ class Stager:
         max_bytes: int,
         idle_s: float,
     ) -> None:
-        """folder: this process must be its stager. max_bytes: bound on all copies. Starts the thread."""
+        """Starts the thread. This process must be the stager of `folder`; `max_bytes` bounds the size of all copies."""
         self.problems: dict[str, str] = {}
         self.wanted: int | None = None
         """Number of a file without a copy that this process has just read; set by the readers."""
@@ -427,7 +433,7 @@ class Stager:
         return True
 
     def _make_room(self, num_bytes: int) -> int:
-        """Removes idle copies until `num_bytes` more fit the bound, if possible. Returns the unused bytes of it."""
+        """Removes idle copies until `num_bytes` more bytes fit the bound, if possible. Returns how many bytes fit."""
         path = self._folder.path
         for leaving in path.glob(f"{LEAVING}*"):
             remove_unread(leaving)  # removed once all its readers have released it
@@ -455,6 +461,6 @@ class Stager:
         return free_bytes
 
     def close(self) -> None:
-        """Ends the thread, also in the middle of a file. May be called more than once."""
+        """Ends the thread, even in the middle of a file. May be called more than once."""
         self._stop.set()
         self._thread.join()

@@ -3,7 +3,8 @@
     dataset = StagedDataset.open(Dataset.open("/scratch/images"), directory="/local/tmp", max_bytes=200 << 30)
 
 One process per node copies files in the background, compares them with the manifest's hashes, and keeps the copies
-within `max_bytes`. All ranks of the node read the copies. Never communicates: the ranks coordinate through the folder.
+within `max_bytes`. All ranks of the node read the copies. Never communicates: the ranks coordinate through the
+folder.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ def open_verified_when_read(folder: Path) -> Dataset:
 
 
 class _Copies:
-    """The opened copies. held: file number -> descriptor with a lock that prevents removal, closed with the object."""
+    """The opened copies.
+
+    `held` maps file numbers to descriptors whose locks prevent removal; closed with the object.
+    """
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -57,9 +61,9 @@ class _Copies:
 
 @final
 class StagedDataset:
-    """A dataset for the loader (`Samples`) that reads from staged copies if they exist.
+    """A dataset for the loader that reads from copies on node storage where they exist. Create it with `open`.
 
-    `gather` is thread-safe. Each rank opens its own and closes it at the end.
+    `gather` is thread-safe. Each rank opens its own object and closes it at the end. Not collective.
     """
 
     is_thread_safe: Final = True
@@ -68,7 +72,7 @@ class StagedDataset:
         self, original: Dataset, *, folder: StageFolder, max_bytes: int, idle_s: float,
         reopen: Callable[[Path], Dataset],
     ) -> None:  # fmt: skip
-        """Use `open`."""
+        """Do not call this; use `open`."""
         self.original = original
         self.staged_samples = 0
         """Number of samples read from copies so far."""
@@ -107,12 +111,23 @@ class StagedDataset:
         idle_s: float = _IDLE_S,
         reopen: Callable[[Path], Dataset] = open_verified_when_read,
     ) -> StagedDataset:
-        """Starts to stage `original` below `directory`, on storage of this node. Not collective.
+        """Starts to copy a dataset to a folder below `directory`, on storage of this node. Not collective.
 
-        max_bytes: upper bound on the size of all copies. idle_s: a copy may be removed to make room if it was not
-        read for this number of seconds. reopen: opens the folder of the copies as a dataset, with the options of
-        the original. Removes leftovers of killed runs from `directory`.
-        Raises DataError if the directory cannot be used, RecipeError if `max_bytes` is below 1.
+        It also removes from `directory` what killed runs have left.
+
+        Args:
+            original: The dataset, opened.
+            directory: Directory on node storage.
+            max_bytes: Upper bound on the size of all copies.
+            idle_s: A copy may be removed to make room if it was not read for this number of seconds.
+            reopen: Opens the folder of the copies as a dataset, with the options of the original.
+
+        Returns:
+            The dataset for the loader. Call `close` at the end.
+
+        Raises:
+            DataError: If the directory cannot be used.
+            RecipeError: If `max_bytes` is below 1.
         """
         if max_bytes < 1:
             raise RecipeError(f"max_bytes for staging is {max_bytes} bytes: at least 1 byte is needed")
@@ -160,7 +175,7 @@ class StagedDataset:
 
     @property
     def checker(self) -> Any:
-        """Checker of the original, with which the loader leaves damaged samples out of batches; None if it has none."""
+        """Checker of the original dataset, with which the loader leaves out damaged samples; None if it has none."""
         return getattr(self.original, "checker", None)
 
     @property
@@ -175,18 +190,22 @@ class StagedDataset:
 
     @property
     def problems(self) -> dict[str, str]:
-        """File name -> reason why it was not staged; empty unless this process copies the files."""
+        """For each file that was not copied the reason; empty unless this process copies the files."""
         return dict(self._stager.problems) if self._stager is not None else {}
 
     @property
     def staged_share(self) -> float:
-        """Share of the files that had copies at the last poll of the folder."""
+        """Fraction of the files that had copies when the folder was last polled."""
         return float(self._staged.mean())
 
     def place_of(self, entry: ShardEntry) -> Path:
-        """Returns the file that a shard is read from now: its copy if it exists, or the original.
+        """Returns the file from which a shard is read now: its copy if it exists, or the original.
 
-        Raises DataError if `entry` is not a shard of this dataset.
+        Args:
+            entry: The shard's entry in the manifest.
+
+        Raises:
+            DataError: If `entry` is not a shard of this dataset.
         """
         for file in self._files:
             if file.entries[0].file == entry.file:
@@ -197,9 +216,19 @@ class StagedDataset:
     def gather(
         self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
     ) -> dict[str, NDArray[Any]]:
-        """As `Dataset.gather`. Reads the original if a copy cannot be read.
+        """Reads samples by index, as `Dataset.gather` does, from the copies that exist.
 
-        indices: int64, shape (n,). Returns field -> array of shape (n, *sample_shape).
+        It reads the original if a copy cannot be read.
+
+        Args:
+            indices: Numbers of the samples: int64, shape (n,).
+            out: Arrays to fill instead of new ones, for some or all fields.
+
+        Returns:
+            For each field an array of shape (n, *sample_shape).
+
+        Raises:
+            DataError: As in `Dataset.gather`.
         """
         indices = np.asarray(indices, dtype=np.int64)
         try:
@@ -245,9 +274,10 @@ class StagedDataset:
         return arrays
 
     def _take(self, files: NDArray[np.int64]) -> tuple[_Copies | None, NDArray[np.bool_]]:
-        """Returns the copies to read from, or None, and for each file of the dataset if its copy can be read.
+        """Returns the copies to read from, or None, and for each file of the dataset whether its copy can be read.
 
-        files: file numbers needed by a batch, int64, shape (n,). Returned mask: bool, shape (files of the dataset,).
+        `files` are the numbers of the files that a batch needs: int64, shape (n,). The returned mask is bool, shape
+        (files of the dataset,).
         """
         with self._lock:
             usable = self._staged.copy()
@@ -274,7 +304,7 @@ class StagedDataset:
             return self._copies, usable
 
     def _poll(self) -> None:
-        """Polls the folder, at limited rate, for new copies and for copies that are being removed."""
+        """Looks, at a limited rate, for new copies in the folder and for copies that are being removed."""
         began = time.monotonic()
         if began < self._next_poll_s or self._closed or not self._lock.acquire(blocking=False):
             return
@@ -305,7 +335,14 @@ class StagedDataset:
             self._lock.release()
 
     def wait_until_staged(self, *, timeout_s: float) -> float:
-        """Waits until every file has a copy, at most `timeout_s`. Returns the share of the files that have one."""
+        """Waits until every file has a copy.
+
+        Args:
+            timeout_s: Longest time to wait, in seconds.
+
+        Returns:
+            The fraction of the files that have a copy.
+        """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self._next_poll_s = 0.0

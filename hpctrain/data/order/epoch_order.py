@@ -1,7 +1,7 @@
 """Order of the samples: a pure function of seed, epoch and position, the same for any number of ranks.
 
-This module has the interface of orders, the full shuffle, and the division of positions into batches and ranks' parts.
-The other orders, and the choice among them, are in `order_spec`.
+This module contains the interface of orders, the full shuffle, and the division of positions into batches and
+ranks' parts. The other orders, and the choice among them, are in `order_spec`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ORDER_NAME = "feistel-1"
 
 
 class Order(Protocol):
-    """Order of one epoch: maps positions to samples. Immutable; equal on every rank."""
+    """Interface of the order of one epoch: maps positions to samples. Immutable; equal on every rank."""
 
     @property
     def num_samples(self) -> int:
@@ -35,14 +35,17 @@ class Order(Protocol):
     def epoch(self) -> int: ...
 
     def at(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Returns the sample indices at positions start, ..., stop - 1: int64, shape (stop - start,).
+        """Returns the sample indices at positions start to stop - 1: int64, shape (stop - start,).
 
         Time and memory depend on stop - start only. Raises DataError if the range is not within the epoch.
         """
 
 
 class LastBatch(str, Enum):
-    """What to do with an incomplete global batch at the end of an epoch."""
+    """What to do with an incomplete global batch at the end of an epoch.
+
+    KEEP: return a smaller batch. DROP: leave it out. PAD: fill it by repeating its samples, with weight 0.
+    """
 
     KEEP = "keep"  # a smaller batch
     DROP = "drop"  # leave it out
@@ -50,7 +53,7 @@ class LastBatch(str, Enum):
 
 
 class Span(NamedTuple):
-    """Range of positions start, ..., stop - 1."""
+    """Range of positions start to stop - 1."""
 
     start: int
     stop: int
@@ -69,7 +72,7 @@ def check_order(*, num_samples: int, seed: int, epoch: int, max_samples: int = M
 
 
 def positions(start: int, stop: int, *, num_samples: int) -> NDArray[np.int64]:
-    """Returns start, ..., stop - 1 as int64. Raises DataError if the range is not within the epoch."""
+    """Returns the positions start to stop - 1 as int64. Raises DataError if the range is not within the epoch."""
     if not 0 <= start <= stop <= num_samples:
         raise DataError(f"positions {start} to {stop} were requested from an epoch of {num_samples} samples")
     return np.arange(start, stop, dtype=np.int64)
@@ -77,7 +80,14 @@ def positions(start: int, stop: int, *, num_samples: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochOrder:
-    """Order of all samples in one epoch: a permutation that depends on (seed, epoch), or as stored."""
+    """Order of all samples in one epoch: a permutation that depends on (seed, epoch), or the stored order.
+
+    Attributes:
+        num_samples: Number of samples of the dataset.
+        seed: Seed of the permutation; the same on every rank.
+        epoch: Number of the epoch.
+        shuffle: False: the stored order.
+    """
 
     num_samples: int
     seed: int = 0
@@ -88,7 +98,18 @@ class EpochOrder:
         check_order(num_samples=self.num_samples, seed=self.seed, epoch=self.epoch)
 
     def at(self, start: int, stop: int) -> NDArray[np.int64]:
-        """See `Order.at`."""
+        """Returns the sample indices at some positions. Time and memory depend on their number only.
+
+        Args:
+            start: The first position.
+            stop: The position after the last one.
+
+        Returns:
+            The indices: int64, shape (stop - start,).
+
+        Raises:
+            DataError: If the range is not within the epoch.
+        """
         where = positions(start, stop, num_samples=self.num_samples)
         if not self.shuffle or start == stop:
             return where
@@ -96,7 +117,7 @@ class EpochOrder:
 
 
 def rank_share(start: int, stop: int, *, rank: int, num_ranks: int) -> Span:
-    """Returns this rank's contiguous part of positions start, ..., stop - 1.
+    """Returns this rank's contiguous part of the positions start to stop - 1.
 
     The parts of ranks 0, 1, ... are consecutive, and their sizes differ by at most one (the first ranks have the
     larger ones). With fewer positions than ranks some are empty. Raises DataError if `rank` is out of range.
@@ -116,7 +137,7 @@ def num_batches(num_samples: int, *, global_batch: int, last_batch: LastBatch, s
 def batch_spans(
     num_samples: int, *, global_batch: int, last_batch: LastBatch, start: int = 0
 ) -> Iterator[Span]:
-    """Yields the positions of each global batch from `start` on. Independent of the number of ranks.
+    """Yields the positions of each global batch, beginning at `start`. Independent of the number of ranks.
 
     `start` counts samples, not batches, so that a run can resume with another batch size. The last span is the same
     for `keep` and `pad`: the remaining positions of the epoch.
@@ -138,12 +159,12 @@ _MOST_RANKS = 4
 
 
 def ahead_for(order: Order, *, num_ranks: int) -> Order:
-    """Returns the order, wrapped in `OrderAhead` if there are so few ranks that it saves time."""
+    """Returns the order, wrapped in `OrderAhead` if there are so few ranks that this saves time."""
     return OrderAhead(order) if num_ranks <= _MOST_RANKS else order
 
 
 class OrderAhead:
-    """Caches another order in blocks of 4096 positions, 32 KiB each, and keeps the last 3 made. Thread-safe."""
+    """Computes another order in blocks of 4096 positions, 32 KiB each, and caches the last 3 of them. Thread-safe."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -159,7 +180,7 @@ class OrderAhead:
         return self._order.epoch
 
     def at(self, start: int, stop: int) -> NDArray[np.int64]:
-        """As `Order.at`."""
+        """Returns the sample indices at positions start to stop - 1, as `Order.at` does."""
         inside = 0 <= start < stop <= self.num_samples
         if not inside or stop - start >= _BLOCK_POSITIONS:
             return self._order.at(start, stop)
@@ -186,11 +207,16 @@ class OrderAhead:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BatchPlan:
-    """One rank's part of a global batch.
+    """Which samples are one rank's part of a global batch.
 
-    indices: int64, shape (num_samples + num_padded,): this rank's samples, then repeated samples as padding.
-    start, global_samples: position and length of the global batch in the epoch, in samples, without padding.
-    num_skipped: samples of this rank that were left out because they are damaged.
+    Attributes:
+        epoch: Number of the epoch.
+        start: Position of the global batch in the epoch, in samples.
+        global_samples: Length of the global batch in samples, without padding.
+        indices: This rank's samples, followed by repeated samples as padding: int64, shape (num_samples +
+            num_padded,).
+        num_samples: Number of this rank's samples, without padding.
+        num_skipped: Number of this rank's samples that were left out because they are damaged.
     """
 
     epoch: int
@@ -232,7 +258,7 @@ def plan_batch(
 
 
 def _over_again(order: Order, *, span: Span, first: int, count: int) -> NDArray[np.int64]:
-    """Returns elements first, ..., first + count - 1 of the endlessly repeated samples of `span`."""
+    """Returns elements first to first + count - 1 of the endlessly repeated samples of `span`."""
     if count >= span.num_samples:
         return order.at(*span)[np.arange(first, first + count) % span.num_samples]
     begin = span.start + first % span.num_samples
@@ -246,9 +272,9 @@ def _over_again(order: Order, *, span: Span, first: int, count: int) -> NDArray[
 def sample_sum(indices: NDArray[np.int64]) -> int:
     """Returns the sum, modulo 2^64, of a 64-bit hash of each sample's number.
 
-    The order does not matter, and the sums of the ranks' parts, modulo 2^64, are that of the whole batch. Different
-    sets of samples have the same sum with a probability of 2^-64.
-    Source of the hash: Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195 (SplitMix64).
+    The order of the samples does not matter, and the sums of the ranks' parts add up, modulo 2^64, to that of the
+    whole batch. Different sets of samples have the same sum with a probability of 2^-64. Source of the hash:
+    Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195 (SplitMix64).
     """
     mixed = indices.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -257,10 +283,10 @@ def sample_sum(indices: NDArray[np.int64]) -> int:
 
 
 def add_sample_sums(parts: Iterable[str]) -> str:
-    """Returns the sum of the ranks' parts as records have them: 16 hexadecimal digits."""
+    """Adds the sums of the ranks' parts, as they are in records: texts of 16 hexadecimal digits."""
     return show_sample_sum(sum(int(part, 16) for part in parts))
 
 
 def show_sample_sum(value: int) -> str:
-    """Returns 16 hexadecimal digits: JSON readers with floating-point numbers would round 64 bits."""
+    """Returns a sum as 16 hexadecimal digits: JSON readers with floating-point numbers would round 64 bits."""
     return f"{value % 2**64:016x}"

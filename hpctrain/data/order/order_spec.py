@@ -1,4 +1,7 @@
-"""Specifications of orders: each makes the order of every epoch, and has a name that checkpoints record."""
+"""The orders of samples that a loader can use: block-wise, weighted, stratified, shuffled, sequential.
+
+A specification makes the order of every epoch, and has a name, which checkpoints record.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,10 @@ _BLOCKS, _SAMPLES = 1, 2  # purposes of keys
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOrder:
-    """Order of one epoch in blocks of `block_samples` samples (the last may be smaller).
+    """Order of one epoch by blocks of consecutive samples, which are mixed within windows of several blocks.
 
-    Samples are mixed within windows of `window_blocks` blocks. Raises RecipeError if either is below 1.
+    Blocks have `block_samples` samples (the last may be smaller), windows have `window_blocks` blocks. Raises
+    RecipeError if either is below 1.
     """
 
     num_samples: int
@@ -64,7 +68,7 @@ class BlockOrder:
         return -(-self.num_blocks // self.window_blocks)
 
     def at(self, start: int, stop: int) -> NDArray[np.int64]:
-        """See `Order.at`."""
+        """Returns the sample indices at positions start to stop - 1, as `Order.at` does."""
         where = positions(start, stop, num_samples=self.num_samples)
         if start == stop:
             return where
@@ -81,14 +85,14 @@ class BlockOrder:
         return self._blocks_in(slots) * self.block_samples + offsets
 
     def windows_of(self, start: int, stop: int) -> range:
-        """Returns the numbers of the windows that contain positions start, ..., stop - 1."""
+        """Returns the numbers of the windows that contain the positions start to stop - 1."""
         if start >= stop:
             return range(0)
         slots, _ = self._slots_at(positions(start, stop, num_samples=self.num_samples)[[0, -1]])
         return range(int(slots[0]) // self.window_blocks, int(slots[1]) // self.window_blocks + 1)
 
     def blocks_of(self, window: int) -> list[Span]:
-        """Returns the blocks of a window as spans of samples of the dataset, in ascending order."""
+        """Returns the blocks of a window as spans of samples of the dataset, ascending."""
         first = window * self.window_blocks
         slots = np.arange(first, min(first + self.window_blocks, self.num_blocks), dtype=np.int64)
         starts = np.sort(self._blocks_in(slots)) * self.block_samples
@@ -119,7 +123,7 @@ class BlockOrder:
         return slots, offsets
 
     def _first_position(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the position at which each window begins; the end of the epoch for the window after the last."""
+        """Returns the position at which each window begins; for the window after the last, the end of the epoch."""
         slots = np.minimum(windows * self.window_blocks, self.num_blocks)
         return slots * self.block_samples - self._missing * (slots > self._short_slot)
 
@@ -139,14 +143,17 @@ _PHASES, _MEMBERS = 4, 5  # purposes of keys
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Strata:
-    """The samples of each class c: members[starts[c] : starts[c + 1]]. 8 bytes per sample (4 below 2**32 samples)."""
+    """The samples of each class: those of class c are members[starts[c] : starts[c + 1]].
+
+    It takes 8 bytes per sample (4 below 2**32 samples).
+    """
 
     members: NDArray[np.integer]
     starts: NDArray[np.int64]
 
     @classmethod
     def of(cls, classes: NDArray[np.generic]) -> Strata:
-        """classes: integers or bool, shape (n,), one for each sample. Raises DataError for other arrays."""
+        """Groups samples by their class: integers or bool, shape (n,). Raises DataError for other arrays."""
         values = np.asarray(classes)
         if values.ndim != 1 or values.dtype.kind not in "biu" or not len(values):
             raise DataError(
@@ -170,7 +177,10 @@ class Strata:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StratifiedOrder:
-    """Order of one epoch over `strata`. `at` computes one key per position, and a few for each class."""
+    """Order of one epoch over `strata`, with the classes in the dataset's proportions in any range of positions.
+
+    `at` computes one key per position, and a few more per class.
+    """
 
     strata: Strata
     seed: int = 0
@@ -184,7 +194,7 @@ class StratifiedOrder:
         return self.strata.num_samples
 
     def at(self, start: int, stop: int) -> NDArray[np.int64]:
-        """See `Order.at`."""
+        """Returns the sample indices at positions start to stop - 1, as `Order.at` does."""
         where = positions(start, stop, num_samples=self.num_samples)
         if start == stop:
             return where
@@ -230,9 +240,9 @@ _DRAWS = 3  # purpose of the key
 
 
 def cumulative_weights(weights: NDArray[np.generic]) -> NDArray[np.float64]:
-    """Returns the cumulative sums of weights, float64, shape (n,), for `WeightedOrder`.
+    """Returns the cumulative sums of weights for `WeightedOrder`: float64, shape (n,).
 
-    weights: numbers, shape (n,). Raises DataError if they are negative, not finite, or all zero.
+    `weights` are numbers, shape (n,). Raises DataError if they are negative, not finite, or all zero.
     """
     values = np.asarray(weights)
     if values.ndim != 1 or values.dtype.kind not in "biuf":
@@ -255,10 +265,10 @@ def cumulative_weights(weights: NDArray[np.generic]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WeightedOrder:
-    """Each position of an epoch is a sample drawn with replacement, independent of the other positions.
+    """Order of one epoch in which each position is a sample drawn with replacement, independent of the others.
 
-    sums: from `cumulative_weights`, shape (samples in the dataset,). num_samples: draws in an epoch. Each position
-    costs one binary search. A sample of weight 0 is never drawn.
+    `sums` comes from `cumulative_weights`, shape (samples in the dataset,); `num_samples` is the number of draws in
+    an epoch. Each position costs one binary search. A sample of weight 0 is never drawn.
     """
 
     sums: NDArray[np.float64]
@@ -270,7 +280,7 @@ class WeightedOrder:
         check_order(num_samples=self.num_samples, seed=self.seed, epoch=self.epoch)
 
     def at(self, start: int, stop: int) -> NDArray[np.int64]:
-        """See `Order.at`."""
+        """Returns the sample indices at positions start to stop - 1, as `Order.at` does."""
         where = positions(start, stop, num_samples=self.num_samples)
         drawn = hashes(epoch_key(self.seed, self.epoch, purpose=_DRAWS), where)
         # Uniform in [0, 1): 53 bits, which float64 represents exactly.
@@ -296,15 +306,28 @@ class OrderSpec(Protocol):
         """Name that identifies the order with all its parameters, since positions are valid for one order only."""
 
     def num_positions(self, *, num_samples: int) -> int:
-        """Returns the length of an epoch over a dataset of `num_samples` samples."""
+        """Returns the length of an epoch.
+
+        Args:
+            num_samples: Number of samples of the dataset.
+        """
 
     def for_epoch(self, epoch: int, *, num_samples: int, seed: int) -> Order:
-        """Returns the order of an epoch. Raises DataError if it does not fit a dataset of `num_samples` samples."""
+        """Returns the order of one epoch.
+
+        Args:
+            epoch: Number of the epoch.
+            num_samples: Number of samples of the dataset.
+            seed: Seed; the same on every rank.
+
+        Raises:
+            DataError: If the order does not fit a dataset of `num_samples` samples.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shuffled:
-    """All samples, in another random order each epoch."""
+    """All samples, in another random order in each epoch."""
 
     @property
     def name(self) -> str:
@@ -334,7 +357,14 @@ class Sequential:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
-    """Blocks of consecutive samples in random order, mixed within a window of blocks. See `BlockOrder`."""
+    """Blocks of consecutive samples in random order, with the samples mixed within a window of several blocks.
+
+    It is for storage on which reading consecutive samples is much faster. See `BlockOrder`.
+
+    Attributes:
+        block_samples: Number of samples per block.
+        window_blocks: Number of blocks whose samples are mixed.
+    """
 
     block_samples: int
     window_blocks: int = 64
@@ -355,10 +385,15 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weighted:
-    """Samples drawn with replacement. weights: numbers, shape (samples in the dataset,), not negative.
+    """Samples drawn with replacement, with given weights.
 
-    num_draws: length of an epoch; None: the number of samples. Keeps 8 bytes per sample in memory.
-    Raises RecipeError if `num_draws` is below 1, DataError if the weights are not valid.
+    Keeps 8 bytes per sample in memory. Raises RecipeError if `num_draws` is below 1, and DataError if the weights
+    are not valid.
+
+    Attributes:
+        weights: Weight of each sample: numbers, shape (samples in the dataset,), finite and not negative.
+        num_draws: Length of an epoch; None: the number of samples.
+        name: Name that identifies the order.
     """
 
     weights: InitVar[NDArray[np.generic]]
@@ -384,10 +419,13 @@ class Weighted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stratified:
-    """All samples, with the classes in the dataset's proportions in each batch.
+    """All samples, with the classes in each batch in the proportions of the dataset.
 
-    classes: integers or bool, shape (samples in the dataset,). Keeps 4 bytes per sample in memory (8 from 2**32
-    samples on). Raises DataError for other arrays.
+    Keeps 4 bytes per sample in memory (8 from 2**32 samples on). Raises DataError if the classes are not valid.
+
+    Attributes:
+        classes: Class of each sample: integers or bool, shape (samples in the dataset,).
+        name: Name that identifies the order.
     """
 
     classes: InitVar[NDArray[np.generic]]
@@ -409,7 +447,11 @@ class Stratified:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fixed:
-    """Uses the order of epoch 0 and seed 0 of another specification in every epoch. For held-out data."""
+    """Uses the order of epoch 0 and seed 0 of another specification in every epoch. For held-out data.
+
+    Attributes:
+        of: The other specification.
+    """
 
     of: OrderSpec
 
@@ -426,7 +468,7 @@ class Fixed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Renamed:
-    """An order with another epoch number."""
+    """An order that returns another epoch number and is otherwise unchanged."""
 
     order: Order
     epoch: int

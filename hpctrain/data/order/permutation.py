@@ -1,11 +1,13 @@
 """Permutations that are computed, never stored: constant memory for any index and size.
 
-A generalised Feistel cipher on Z_a x Z_b with a * b just above the number of values, and cycle walking for the
-few values beyond it. All arithmetic is on unsigned 64-bit integers, so the result is the same on every machine.
-Source: J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002: its generalised-Feistel
-and its cycle-walking cipher. The round function is the finaliser of splitmix64 (Steele, Lea, Flood, "Fast
-Splittable Pseudorandom Number Generators", OOPSLA 2014).
-numpy's own permutation is not used: its stream may change between versions, and a resumed run must not.
+A generalised Feistel cipher on Z_a x Z_b with a * b just above the number of values, and cycle walking for the few
+values beyond it. All arithmetic is on unsigned 64-bit integers, so the result is the same on every machine. Source:
+J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002: its generalised-Feistel and its
+cycle-walking cipher. The round function is the finaliser of splitmix64 (Steele, Lea, Flood, "Fast Splittable
+Pseudorandom Number Generators", OOPSLA 2014).
+
+numpy's own permutation is not used, since its stream may change between versions, but a resumed run must not
+change.
 """
 
 from __future__ import annotations
@@ -51,19 +53,22 @@ def mix(values: Values) -> Values:
 
 
 def epoch_key(seed: int, epoch: int, *, purpose: int = 0) -> Values:
-    """Returns a 64-bit key, uint64, shape (1,). purpose: gives each permutation of one order its own key."""
+    """Returns the 64-bit key of an epoch's permutation: uint64, shape (1,).
+
+    `purpose` gives each permutation within one order a key of its own.
+    """
     seed_key = mix(np.array([seed & _MASK], dtype=np.uint64) + np.uint64(_GOLDEN))
     key = mix(seed_key ^ np.array([epoch & _MASK], dtype=np.uint64))
     return mix(key + np.uint64(purpose)) if purpose else key
 
 
 def hashes(key: Values, numbers: NDArray[Any]) -> Values:
-    """Returns independent uniform uint64 values, one for each of `numbers`: a pure function of key and number."""
+    """Returns independent uniform uint64 values, one per number: a pure function of key and number."""
     return mix(mix(key + numbers.astype(np.uint64) * np.uint64(_GOLDEN)) ^ key)
 
 
 def _round_keys(key: Values, *, rounds: int) -> Values:
-    """Returns independent keys for each round: shape (rounds,) for one key, (rounds, n) for n keys."""
+    """Returns independent keys for the rounds: shape (rounds,) for one key, (rounds, n) for n keys."""
     steps = np.arange(1, rounds + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return mix(key + steps) if len(key) == 1 else mix(key + steps[:, None])
 
@@ -76,9 +81,9 @@ def _below(hashed: Values, bound: Any) -> Values:
 def _encrypt(
     values: Values, *, a: Any, b: Any, keys: Values, which: NDArray[np.intp] | None = None
 ) -> Values:
-    """Applies the network once: a bijection of [0, a * b). a, b: uint64, scalar or one per value.
+    """Applies the Feistel network once, a bijection of [0, a * b); a and b are uint64, scalars or one per value.
 
-    keys: shape (rounds,); or, with `which`, (rounds, groups): value i has the keys of group which[i].
+    `keys` has shape (rounds,), or with `which` (rounds, groups): value i then has the keys of group which[i].
     """
     left, right = values % a, values // a
     for number in range(len(keys)):
@@ -93,7 +98,11 @@ def _encrypt(
 
 
 def _tables(*, a: int, b: int, keys: Values) -> list[Values]:
-    """Returns the summand of each round of `_encrypt`: shape (b,), indexed by right, if even; (a,), by left, if odd."""
+    """Returns for each round of `_encrypt` a table of what the round adds to one half.
+
+    In even rounds the table has shape (b,) and is indexed by the right half, in odd rounds shape (a,), by the left
+    half.
+    """
     numbers = np.arange(max(a, b), dtype=np.uint64)
     return [
         _below(mix(numbers[:b] + key), np.uint64(a))
@@ -111,7 +120,10 @@ def _kept_tables(num_values: int, key: int) -> list[Values]:
 
 
 def _encrypt_by_tables(values: Values, *, a: Any, b: Any, tables: list[Values]) -> Values:
-    """As `_encrypt`, with tables for the rounds: takes a third of its time if the tables are small."""
+    """Applies the network as `_encrypt` does, but looks up the rounds in tables.
+
+    It takes a third of the time of `_encrypt` if the tables are small.
+    """
     left, right = values % a, values // a
     for number, table in enumerate(tables):
         if number % 2 == 0:
@@ -124,7 +136,7 @@ def _encrypt_by_tables(values: Values, *, a: Any, b: Any, tables: list[Values]) 
 
 
 def _sides(num_values: int) -> tuple[int, int]:
-    """Returns a and b for a permutation of [0, num_values)."""
+    """Returns the sizes a and b of the network's two halves, for a permutation of [0, num_values)."""
     a = math.isqrt(num_values - 1) + 1
     return a, -(-num_values // a)
 
@@ -149,7 +161,10 @@ def _decrypt(values: Values, *, a: Any, b: Any, keys: Values) -> Values:
 def permute(
     values: NDArray[Any], *, num_values: int, key: Values, direction: Direction = Direction.FORWARD
 ) -> NDArray[np.int64]:
-    """Applies a permutation of [0, num_values) to `values`, shape (n,), all in that range. key: of `epoch_key`."""
+    """Applies a permutation of [0, num_values) to `values`, shape (n,), all in that range.
+
+    `key` is from `epoch_key`.
+    """
     a, b = map(np.uint64, _sides(num_values))
     network: Callable[[Values], Values]
     if direction is Direction.FORWARD and num_values <= _TABLE_VALUES:
@@ -173,9 +188,9 @@ def permute(
 def permute_groups(
     values: NDArray[Any], *, groups: NDArray[Any], num_values: NDArray[Any], key: Values
 ) -> NDArray[np.int64]:
-    """Applies many permutations at once: to value i the one of groups[i], a permutation of [0, num_values[i]).
+    """Applies many permutations at once: to value i that of groups[i], a permutation of [0, num_values[i]).
 
-    values, groups, num_values: integers, shape (n,); num_values at most MAX_GROUP_VALUES, the same for equal groups.
+    All three are integers of shape (n,); num_values is at most MAX_GROUP_VALUES, and the same for equal groups.
     Returns int64, shape (n,).
     """
     sizes = num_values.astype(np.uint64)

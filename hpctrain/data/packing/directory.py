@@ -1,4 +1,8 @@
-"""Prepares the directory that a dataset is packed into, and finishes the dataset with its manifest."""
+"""Prepares the directory that a dataset is packed into, and finishes the dataset with its manifest.
+
+While packing, the directory also contains the plan and a record of each finished shard, from which an interrupted
+packing is resumed.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +63,7 @@ class Plan:
         return _hash_of(self.document)
 
     def difference(self, other: Mapping[str, Any]) -> str:
-        """Returns the keys in which another plan differs, with both values, as text; "" if none does."""
+        """Returns the keys in which another plan differs, with both values, as text; "" if there is no difference."""
         mine = json.loads(json.dumps(self.document))
         keys = [key for key in {**mine, **other} if mine.get(key) != other.get(key)]
         return "; ".join(f"{key} was {_short(other.get(key))}, now {_short(mine.get(key))}" for key in keys)
@@ -77,9 +81,10 @@ class ShardRecord:
 def make_record(
     entry: ShardEntry, *, fields: Mapping[str, FieldSpec], arrays: Mapping[str, NDArray[Any]]
 ) -> ShardRecord:
-    """Returns the record of a shard just written. Fields with classes have no statistics.
+    """Returns the record of a shard that was just written.
 
-    arrays: of the fields that statistics are computed from; token fields are not among them.
+    `arrays` are the fields of which statistics are computed; token fields are not among them. Fields with classes
+    have no statistics.
     """
     moments = {
         name: moments_of(array)
@@ -163,7 +168,11 @@ FOUND_WHILE_PACKING = "stream_tokens"
 
 
 class Existing(str, Enum):
-    """What to do with a dataset that already exists."""
+    """What to do with a dataset that already exists.
+
+    REFUSE: raise an error. REPLACE: remove it first. RESUME: continue an interrupted packing with the same plan, or
+    keep a finished dataset with the same plan.
+    """
 
     REFUSE = "refuse"
     REPLACE = "replace"
@@ -173,11 +182,11 @@ class Existing(str, Enum):
 def prepare_directory(
     directory: Path, *, existing: Existing = Existing.REFUSE, plan: Plan | None = None
 ) -> None:
-    """Makes `directory`, or removes a dataset that may be replaced. Removes only files of a dataset.
+    """Creates `directory`, or removes a dataset that may be replaced. Removes only files of a dataset.
 
-    plan: written into the directory; with RESUME it must be that of the interrupted packing.
-    Raises UsageError if `existing` does not permit it, the directory has other files, or the plan is another one;
-    DataError after an error of the filesystem.
+    The plan is written into the directory; with RESUME it must be that of the interrupted packing. Raises
+    UsageError if `existing` does not permit it, if the directory contains other files, or if the plan is another
+    one; DataError after an error of the filesystem.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -229,7 +238,7 @@ def _remove(directory: Path, *, names: list[str], existing: Existing) -> None:
 
 
 def check_resumable(directory: Path, *, plan: Plan) -> None:
-    """Raises UsageError unless `directory` holds an interrupted packing with `plan`."""
+    """Raises UsageError unless `directory` contains an interrupted packing with `plan`."""
     before = read_plan(directory)
     if before is None:
         raise UsageError(
@@ -240,10 +249,10 @@ def check_resumable(directory: Path, *, plan: Plan) -> None:
 
 
 def finished_already(directory: Path, *, like: Mapping[str, Any]) -> Manifest | None:
-    """Returns the manifest if the dataset in `directory` is finished already, for RESUME; None if it is not.
+    """Returns the manifest if the dataset in `directory` is already finished, for RESUME; else None.
 
-    like: keys of the manifest's JSON, with the values that this packing would write.
-    Raises UsageError if the manifest has other values.
+    `like` contains entries of the manifest's JSON that this packing would write. Raises UsageError if the manifest
+    has other values.
     """
     if not (directory / MANIFEST_NAME).exists():
         return None
@@ -269,10 +278,11 @@ def finish(
     window_starts: NDArray[np.int64] | None,
     attributes: Mapping[str, JsonValue] | None,
 ) -> Manifest:
-    """Writes the manifest from the records of the shards, which makes the dataset valid. Returns it.
+    """Writes the manifest from the records of the shards, which makes the dataset valid, and returns it.
 
-    files: names of all shards, in any order. window_starts: for boundaries "split", int64, shape (samples,).
-    Raises DataError if this process does not see a shard, the shards have different fields, or writing fails.
+    `files` are the names of all shards, in any order. `window_starts` are the starts of windows for boundaries
+    "split": int64, shape (samples,). Raises DataError if this process does not see a shard, if the shards have
+    different fields, or if writing fails.
     """
     records = []
     for file in sorted(files, key=shard_number):

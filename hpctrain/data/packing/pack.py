@@ -1,6 +1,7 @@
 """Packs arrays, token streams and iterators into a dataset directory: shards first, the manifest last.
 
-Functions with a `comm` are collective if it is given: the ranks share the work, and must share the directory.
+Functions with an argument `comm` are collective if it is given: the ranks share the work, and must share the
+directory.
 """
 
 from __future__ import annotations
@@ -83,11 +84,11 @@ def write_dataset(
 ) -> Manifest:
     """Packs a dataset and returns its manifest. Collective over `comm`.
 
-    maker: makes this rank's shards. plan: everything that determines their content. like: values that the manifest
-    of a finished dataset must have to be kept with RESUME. attributes: called before packing and again after it,
-    when the length of a stream is known. total: number of samples, if known. nothing: returns the message of the
-    error for a dataset without shards.
-    Raises UsageError or DataError on all ranks.
+    Rank 0 prepares the directory, all ranks write the shards that their `maker` makes, rank 0 writes the manifest.
+    `plan` is everything that determines the content of the shards; `like` contains values that the manifest of a
+    finished dataset must have, for RESUME to keep it. `attributes` is called before packing, and again after it,
+    when the length of a stream is known. `nothing` returns the message of the error if there are no shards. Raises
+    UsageError or DataError on all ranks.
     """
     # A plain string would fail the `is` tests, and the directory would be emptied.
     existing = Existing(existing)
@@ -156,12 +157,29 @@ def pack_arrays(
     progress: Progress | None = None,
     comm: Collective | None = None,
 ) -> Manifest:
-    """Packs arrays of equal first dimension: field name -> array of shape (num_samples, *sample_shape).
+    """Packs arrays into a dataset directory.
 
-    A shard holds `shard_samples`, or as many samples as fit into `shard_bytes` (at least one). Arrays may be
-    memory maps: one shard at a time is held in memory. Collective over `comm`, if given.
-    Returns the manifest. Raises DataError if the arrays are not valid fields, UsageError if `existing` does not
-    permit what is in the directory.
+    Collective over `comm` if it is given: the ranks share the work, and must share the directory. Arrays may be
+    memory maps: one shard at a time is held in memory.
+
+    Args:
+        directory: Directory of the new dataset.
+        fields: For each field an array of shape (num_samples, *sample_shape), the same on every rank.
+        shard_bytes: A shard contains as many samples as fit into this number of bytes, at least one.
+        shard_samples: Number of samples per shard; None: by `shard_bytes`.
+        block_bytes: Size of the hashed blocks, in bytes.
+        compression: Compression of the shards; None: uncompressed.
+        attributes: Values to record in the manifest, such as the number of classes.
+        existing: What to do with an existing dataset.
+        progress: Called with the number of samples packed so far, and with their total number.
+        comm: The ranks that share the work; None: this process alone.
+
+    Returns:
+        The manifest of the new dataset.
+
+    Raises:
+        DataError: If the arrays are not valid fields, or a file cannot be written.
+        UsageError: If `existing` does not permit what is in the directory.
     """
     return pack_rows(
         directory,
@@ -190,7 +208,7 @@ def pack_rows(
     progress: Progress | None = None,
     comm: Collective | None = None,
 ) -> Manifest:
-    """Packs samples that are read by position; otherwise as `pack_arrays`."""
+    """Packs samples that are read by position. Otherwise as `pack_arrays`."""
     comm = comm or SerialWorld()
     fields, identity = agreed(comm, lambda: (rows.fields, rows.identity), os_error=DataError)
     if shard_samples is None:
@@ -233,13 +251,30 @@ def pack_tokens(
     existing: Existing = Existing.REFUSE,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Packs a stream of tokens; samples are windows of window + 1 tokens that begin `stride` tokens apart.
+    """Packs a stream of tokens; samples are windows of window + 1 tokens. For one process.
 
-    chunks: integer arrays of shape (n,), concatenated to the stream; about `shard_bytes` are held in memory.
-    stride: `window` unless given, so that each token is predicted once. Tokens after the last whole window
-    are dropped (fewer than `stride`). A shard repeats the tokens that its last window shares with the next
-    shard, so that every window lies in one file. For one process; `pack_documents` works with several ranks.
-    Returns the manifest. Raises DataError if the stream is shorter than one window.
+    Tokens after the last whole window are dropped (fewer than `stride`). A shard repeats the tokens that its last
+    window shares with the next shard, so that every window lies in one file.
+
+    Args:
+        directory: Directory of the new dataset.
+        chunks: Integer arrays of shape (n,), the parts of the stream; about `shard_bytes` bytes are held in memory.
+        window: Number of tokens that a sample predicts.
+        stride: Number of tokens between the starts of windows; None: `window`, which predicts each token once.
+        dtype: numpy name of the dtype in which tokens are stored.
+        shard_bytes: Approximate size of a shard.
+        block_bytes: Size of the hashed blocks, in bytes.
+        compression: Compression of the shards; None: uncompressed.
+        attributes: Values to record in the manifest.
+        existing: What to do with an existing dataset.
+        progress: Called with the number of samples packed so far; their total number is unknown (None).
+
+    Returns:
+        The manifest of the new dataset.
+
+    Raises:
+        DataError: If the stream is shorter than one window, or tokens do not fit the dtype.
+        UsageError: If `existing` does not permit what is in the directory, or a size is invalid.
     """
     check_token_dtype(dtype)
     windows = _windows(window=window, stride=stride)
@@ -278,12 +313,12 @@ def pack_documents(
     progress: Progress | None = None,
     comm: Collective | None = None,
 ) -> Manifest:
-    """Packs concatenated documents, as `pack_tokens` does, and records in each shard where documents begin.
+    """Packs concatenated documents as token windows, and records in each shard where documents begin.
 
-    boundaries: "ignore" cuts windows from the concatenated stream; "split" cuts each document separately, so that
-    no window has tokens of two documents. Tokens after a document's last window, and documents shorter than
-    window + 1, are then in no sample. Collective over `comm`, if given.
-    Returns the manifest. Raises DataError if no window fits.
+    Collective over `comm` if it is given. With `boundaries="ignore"` windows are cut from the concatenated stream.
+    With "split" no window contains tokens of two documents; tokens after a document's last window, and documents
+    shorter than window + 1, are then in no sample. Other arguments are as in `pack_tokens`. Returns the manifest.
+    Raises DataError if no window fits.
     """
     comm = comm or SerialWorld()
     windows = _windows(window=window, stride=stride).model_copy(
@@ -343,12 +378,30 @@ def pack_iterator(
     progress: Progress | None = None,
     comm: Collective | None = None,
 ) -> Manifest:
-    """Packs samples from iterators: dicts of field name -> array or number, with equal dtypes and shapes.
+    """Packs samples from iterators, each a dict of arrays and numbers with equal dtypes and shapes.
 
-    open_part: returns the iterator over part p, 0 <= p < num_parts; rank r packs the parts p with
-    p % num_ranks == r. The dataset depends on num_parts, but not on the number of ranks.
-    With Existing.RESUME the iterators run again from the start. Collective over `comm`, if given.
-    Returns the manifest. Raises DataError if samples differ in dtype or shape, or an iterator raises an error.
+    Collective over `comm` if it is given. The dataset depends on `num_parts`, but not on the number of ranks.
+
+    Args:
+        directory: Directory of the new dataset.
+        open_part: Returns the iterator over part p, 0 <= p < num_parts. Rank r packs the parts p with p % num_ranks
+            == r. With Existing.RESUME the iterators run again from the start.
+        num_parts: Number of parts.
+        shard_bytes: A shard contains as many samples as fit into this number of bytes, at least one.
+        shard_samples: Number of samples per shard; None: by `shard_bytes`.
+        block_bytes: Size of the hashed blocks, in bytes.
+        compression: Compression of the shards; None: uncompressed.
+        attributes: Values to record in the manifest.
+        existing: What to do with an existing dataset.
+        progress: Called with the number of samples packed so far; their total number is unknown (None).
+        comm: The ranks that share the work; None: this process alone.
+
+    Returns:
+        The manifest of the new dataset.
+
+    Raises:
+        DataError: On all ranks, if samples differ in dtype or shape, or if an iterator raises an error.
+        UsageError: On all ranks, if `existing` does not permit what is in the directory, or a size is invalid.
     """
     comm = comm or SerialWorld()
     if num_parts < 1:
@@ -414,12 +467,33 @@ def pack_source(
     progress: Callable[[Path], Progress] | None = None,
     comm: Collective | None = None,
 ) -> dict[Path, Manifest]:
-    """Packs a source (see `open_source`) into `out`/train and `out`/test, or `out` if nothing is held out.
+    """Packs a source that is given by its name, as `hpctrain data pack` does. Collective over `comm` if it is given.
 
-    window, stride, boundaries: for text sources only; defaults: 128, the window, "ignore".
-    codec: compression, None for none. chunk_samples: samples per chunk; default: as many as fill 256 KiB.
-    progress: returns the progress callback for a dataset directory. Collective over `comm`, if given.
-    Returns dataset directory -> manifest. Raises UsageError or DataError, on all ranks.
+    Writes the datasets `out`/train and `out`/test, or `out` itself if nothing is held out.
+
+    Args:
+        source: Name of the source, such as a directory of images; see `hpctrain data pack --help`.
+        out: Directory of the new dataset or datasets.
+        window: Number of tokens that a sample predicts, for text; None: 128.
+        stride: Number of tokens between the starts of windows, for text; None: `window`.
+        boundaries: Whether windows may cross documents ("ignore") or not ("split"), for text; None: "ignore".
+        shard_bytes: Approximate size of a shard.
+        held_out: Fraction of the samples or files in the dataset `test`; None: the source's default.
+        seed: Seed of the split and of `shuffle`.
+        shuffle: Pack the samples in random order.
+        options: Options that apply to some sources only.
+        codec: Compression; None: uncompressed.
+        chunk_samples: Number of samples per compressed chunk; None: as many as fill 256 KiB.
+        existing: What to do with an existing dataset.
+        progress: Returns the progress callback for a dataset directory.
+        comm: The ranks that share the work; None: this process alone.
+
+    Returns:
+        The manifest of each dataset, by its directory.
+
+    Raises:
+        UsageError: On all ranks, for an unknown source or an invalid option.
+        DataError: On all ranks, if the source cannot be read or the dataset cannot be written.
     """
     comm = comm or SerialWorld()
     existing = Existing(existing)
@@ -515,7 +589,7 @@ def _compression(
 
 
 def _check(out: Path, *, directories: list[Path], existing: Existing) -> None:
-    """Raises UsageError if one of the directories may not be written, before any of them is changed."""
+    """Raises UsageError if one of the directories may not be written to, before any of them is changed."""
     if out not in directories and out.is_dir():
         foreign = sorted(child.name for child in out.iterdir() if child not in directories)
         if foreign:

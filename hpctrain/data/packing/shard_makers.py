@@ -1,7 +1,7 @@
 """Assigns the shards of a dataset to ranks, makes their content, and writes them in step with the other ranks.
 
-If the samples are known in advance, shard i is made by rank i % num_ranks, and the dataset is the same for any number
-of ranks.
+If the samples are known in advance, shard i is made by rank i % num_ranks, and the dataset is the same for any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ TOKEN_DTYPES = ("uint8", "uint16", "int32")
 
 
 class Documents(Protocol):
-    """Ordered documents. starts: int64, shape (number + 1,): first token of each, then the length of the stream."""
+    """Interface of an ordered collection of tokenized documents.
+
+    `starts` contains the first token of each document in the concatenated stream, then the length of the stream:
+    int64, shape (number of documents + 1,).
+    """
 
     @property
     def dtype(self) -> str: ...
@@ -42,14 +46,14 @@ class Documents(Protocol):
 
     @property
     def identity(self) -> JsonValue:
-        """Value that changes with the content, found without reading the documents."""
+        """Value that changes with the content; found without reading the documents."""
 
     def read(self, number: int, *, start: int, stop: int) -> NDArray[Any]:
-        """Returns tokens start, ..., stop - 1 of one document, shape (stop - start,). Raises DataError."""
+        """Returns tokens start to stop - 1 of one document, shape (stop - start,). Raises DataError."""
 
 
 def read_stream(documents: Documents, *, start: int, stop: int) -> NDArray[Any]:
-    """Returns tokens start, ..., stop - 1 of the concatenated documents. Raises DataError."""
+    """Returns tokens start to stop - 1 of the concatenated documents. Raises DataError."""
     starts = documents.starts
     stream = np.empty(stop - start, dtype=documents.dtype)
     number = int(np.searchsorted(starts, start, side="right")) - 1
@@ -73,7 +77,10 @@ def check_token_dtype(dtype: str) -> None:
 
 
 def as_tokens(chunk: NDArray[Any], *, dtype: str) -> NDArray[Any]:
-    """Returns `chunk` as `dtype`. Raises DataError if it is not integers of shape (n,), or they do not fit."""
+    """Returns `chunk` as `dtype`.
+
+    Raises DataError if it does not contain integers of shape (n,), or they do not fit.
+    """
     array = np.asarray(chunk)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise DataError(
@@ -99,7 +106,7 @@ DOCUMENTS_DATASET = "documents"
 
 @dataclass(frozen=True, kw_only=True)
 class ShardContent:
-    """Content of one shard. other_datasets: additional HDF5 datasets that are not fields."""
+    """Content of one shard: its fields and arrays, and additional HDF5 datasets that are not fields."""
 
     samples: int
     fields: Mapping[str, FieldSpec]
@@ -108,20 +115,23 @@ class ShardContent:
 
 
 class ShardMaker(Protocol):
-    """Makes the shards of one rank in order. Call `begin`, then `make` or `skip`, until `begin` returns None."""
+    """Interface of what makes the shards of one rank, in order.
+
+    Call `begin`, then `make` or `skip`, until `begin` returns None.
+    """
 
     def begin(self) -> str | None:
         """Returns the file name of the next shard; None after the last."""
 
     def make(self) -> ShardContent:
-        """Returns the content of the current shard. Raises DataError."""
+        """Returns the content of the current shard. Raises DataError if it cannot be read."""
 
     def skip(self, samples: int) -> None:
         """Skips the current shard, which exists already and has `samples` samples."""
 
 
 class RowShards:
-    """Makes shards of `shard_samples` samples each from `rows`."""
+    """Makes shards of `shard_samples` samples each from samples that are read by position."""
 
     def __init__(self, rows: Rows, *, shard_samples: int, rank: int, num_ranks: int) -> None:
         self._rows = rows
@@ -153,9 +163,12 @@ class RowShards:
 class WindowPlan:
     """Assignment of the windows of a token stream to shards; each shard is a range of tokens with whole windows.
 
-    first, stop: token range of each shard, `stop` excluded; counts: windows of each shard. int64, shape (shards,).
-    starts: first token of each window of the dataset, relative to its shard, int64, shape (samples,); None if the
-    windows are `stride` tokens apart.
+    Attributes:
+        first: First token of each shard: int64, shape (shards,).
+        stop: Token after the last one of each shard: int64, shape (shards,).
+        counts: Number of windows of each shard: int64, shape (shards,).
+        starts: First token of each window of the dataset, relative to its shard: int64, shape (samples,). None if
+            the windows are `stride` tokens apart.
     """
 
     first: NDArray[np.int64]
@@ -171,10 +184,10 @@ class WindowPlan:
 def plan_windows(
     documents: Documents, *, window: int, stride: int, shard_tokens: int, split: bool
 ) -> WindowPlan:
-    """Cuts a stream into shards of at most `shard_tokens` tokens, but at least one window.
+    """Cuts a token stream into shards of at most `shard_tokens` tokens, but at least one window.
 
-    split: no window crosses the beginning of a document; documents shorter than window + 1 are left out.
-    Raises DataError if no window fits.
+    With `split` no window crosses the start of a document, and documents shorter than window + 1 tokens are left
+    out. Raises DataError if no window fits.
     """
     borders = documents.starts
     num_tokens = int(borders[-1])
@@ -192,7 +205,7 @@ def plan_windows(
 
 
 def _cut_evenly(windows: TokenWindows, *, samples: int, shard_tokens: int) -> WindowPlan:
-    """Returns the plan for windows at a fixed stride. Needs memory per shard, not per window."""
+    """Returns the plan for windows at a fixed stride. It needs memory per shard, not per window."""
     shard_samples = max(1, windows.windows_in(shard_tokens))
     begins = np.arange(0, samples, shard_samples, dtype=np.int64)
     counts = np.minimum(shard_samples, samples - begins)
@@ -274,10 +287,10 @@ def make_shards(
 def write_together(
     records: Iterator[ShardRecord], *, comm: Collective, total: int | None, progress: Progress | None
 ) -> list[str]:
-    """Runs every rank's iterator to its end, one shard at a time. Collective over `comm`.
+    """Makes every rank write its shards, one at a time, by running its iterator `records` to the end.
 
-    Returns the file names of all ranks' shards. An error of one rank is raised on all ranks after their current
-    shard.
+    Collective over `comm`. Returns the file names of all ranks' shards. An error of one rank is raised on all ranks
+    after their current shard.
     """
     mine: list[str] = []
     done = 0
@@ -337,7 +350,10 @@ class StreamShards:
 
 
 class _Stream:
-    """A cursor over concatenated chunks. Keeps in memory only tokens that were returned by `peek` and not skipped."""
+    """A cursor over concatenated chunks.
+
+    Keeps in memory only tokens that `peek` has returned and that were not skipped.
+    """
 
     def __init__(self, chunks: Iterable[NDArray[Any]], *, dtype: str) -> None:
         self._chunks: Iterator[NDArray[Any]] = iter(chunks)
@@ -368,16 +384,16 @@ class _Stream:
         self._held = self._held[num_tokens:]
 
     def drain(self) -> None:
-        """Reads the remaining chunks only to count their tokens."""
+        """Reads the remaining chunks, only to count their tokens."""
         for chunk in self._chunks:
             self.read_tokens += len(chunk)
 
 
 class IteratorShards:
-    """Makes shards from samples (dicts of arrays and numbers) of one iterator per part.
+    """Makes shards from samples (dicts of arrays and numbers), with one iterator per part of the source.
 
-    open_part: returns the iterator over a part. parts: numbers of this rank's parts. The first sample of a part
-    determines the fields; the arrays of one shard are held in memory.
+    `open_part` returns the iterator over a part; `parts` are the numbers of this rank's parts. The first sample of
+    a part determines the fields. The arrays of one shard are held in memory.
     """
 
     def __init__(

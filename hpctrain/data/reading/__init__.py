@@ -1,1 +1,1 @@
-"""Reads samples by index into arrays: `Dataset`, open shards, field readers, the decode pool."""
+"""Reads samples by index into arrays: `Dataset`, open shards, readers of fields, the threads that decode."""

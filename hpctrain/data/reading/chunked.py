@@ -36,21 +36,21 @@ _HARDLY = 8
 
 
 class ChunkSource(Protocol):
-    """Reads and decodes chunks. Thread-safe."""
+    """Interface that reads and decodes the chunks of a field. Thread-safe."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole field: (rows, *rest of a row)."""
+        """Shape of the whole field: (rows, *shape of a row)."""
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
         """Shape of a chunk. Chunks at the borders may be smaller, or extend beyond the field."""
 
     def inflate_row(self, row: int) -> bytes | None:
-        """Returns the bytes of row `row` if it is one chunk that only needs inflating; None: call `load`."""
+        """Returns the bytes of a row if it is one chunk that only needs inflating; None: call `load` instead."""
 
     def load(self, place: tuple[int, ...]) -> Chunk:
-        """Returns the chunk at that index per dimension. Raises DataError, OSError, RuntimeError, ValueError."""
+        """Returns the chunk with this index per dimension. Raises DataError, OSError, RuntimeError or ValueError."""
 
 
 class ChunkedField:
@@ -118,7 +118,11 @@ class ChunkedField:
         return tasks
 
     def _passes_by_the_cache(self, request: Request) -> bool:
-        """True if each chunk is one row, requested once, and the cache is too small to be likely to hold it."""
+        """Returns True if the request should bypass the cache.
+
+        It should if each chunk is one row that is requested once, and if the cache is too small to be likely to
+        contain it.
+        """
         if not self._is_alone or request.rows_a_sample != 1 or request.lengths is not None:
             return False
         if self._source.shape[0] * request.sample_bytes < _HARDLY * self._cache.capacity_bytes:
@@ -158,9 +162,9 @@ class ChunkedField:
         places: NDArray[np.int64],
         starts: NDArray[np.int64],
     ) -> None:
-        """Copies the rows that lie in chunk `place`, for samples `which` of the request.
+        """Copies the rows in chunk `place`, for the samples `which` of the request.
 
-        places, starts: rows of the target and first rows in the field, of the same samples.
+        `places` and `starts` contain, for the same samples, the rows of the target and the first rows in the field.
         """
         try:
             chunk = self._cache.get_or_make(self._key(place), partial(self._source.load, place))
@@ -196,9 +200,10 @@ _BLOCK_BYTES = 1 << 20
 
 
 class StoredChunks:
-    """HDF5 chunks, found in the file's chunk index, read from a map or with pread, decoded outside h5py's lock.
+    """Reads HDF5 chunks from their places in the file, and decodes them outside h5py's lock.
 
-    Chunks that are not stored, or that only HDF5 can read (see `ChunkAccess`), are read through h5py.
+    The places are found in the file's chunk index; the bytes come from a memory map or pread. Chunks that are not
+    stored, or that only HDF5 can read (see `ChunkAccess`), are read through h5py.
     """
 
     def __init__(
@@ -210,7 +215,10 @@ class StoredChunks:
         layout: DatasetLayout,
         mapped: mmap.mmap | None = None,
     ) -> None:
-        """mapped: map of the whole file, or None. The file must not become shorter while chunks are read."""
+        """Takes `mapped`, a memory map of the whole file, or None.
+
+        The file must not become shorter while chunks are read.
+        """
         assert layout.chunks is not None
         self.shape = layout.shape
         self.chunk_shape = layout.chunks
@@ -243,7 +251,10 @@ class StoredChunks:
         return Chunk(values=values if dtype.isnative else values.astype(dtype.newbyteorder("=")))
 
     def inflate_row(self, row: int) -> bytes | None:
-        """Returns the bytes of row `row` if it is one chunk with deflate only; None: call `load`, also after errors."""
+        """Returns the bytes of a row if it is one chunk with deflate only; None: call `load` instead.
+
+        Also returns None after errors.
+        """
         if not self._only_deflated:
             return None
         index = self._index
@@ -333,7 +344,10 @@ class StoredChunks:
 
 
 def block_rows(*, row_bytes: int, num_rows: int, chunk_rows: int | None) -> int:
-    """Returns the rows of a block read through h5py: whole HDF5 chunks, about 1 MiB, at most `num_rows`."""
+    """Returns the number of rows per block for reads through h5py, at most `num_rows`.
+
+    A block consists of whole HDF5 chunks and has about 1 MiB.
+    """
     wanted = max(1, _BLOCK_BYTES // max(1, row_bytes))
     if chunk_rows is not None:
         wanted = max(1, wanted // chunk_rows) * chunk_rows
@@ -354,7 +368,10 @@ class NumberBlocks:
         chunk_rows: int | None,
         is_scalar: bool,
     ) -> None:
-        """shape: (rows, *rest). is_scalar: the HDF5 dataset has no dimensions; it is read as one row."""
+        """Takes the shape of the field, (rows, *shape of a row).
+
+        With `is_scalar` the HDF5 dataset has no dimensions, and is read as one row.
+        """
         row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
         self.shape = shape
         self.chunk_shape = (

@@ -23,7 +23,7 @@ _TASK_BYTES = 512 << 10
 
 
 class MappedField:
-    """Copies from a memory map. A page that cannot be read kills the process with SIGBUS."""
+    """Copies samples from a memory map. A page that cannot be read kills the process with SIGBUS."""
 
     def __init__(self, mapped: mmap.mmap, *, layout: DatasetLayout) -> None:
         self._rows: NDArray[Any] = np.ndarray(
@@ -64,7 +64,7 @@ def _copy(view: NDArray[Any], target: NDArray[Any], start: int, place: int) -> N
 
 
 class ReadField:
-    """Reads with preadv directly into the batch; adjacent samples in one call. Keeps no memory."""
+    """Reads samples with preadv directly into the batch, adjacent ones in one call. Needs no memory of its own."""
 
     def __init__(self, file: OpenFile, *, layout: DatasetLayout, name: FieldName) -> None:
         self._file = file
@@ -144,7 +144,7 @@ class ReadField:
         places: list[int],
         samples: NDArray[np.int64],
     ) -> None:
-        """Reads samples of which no two are adjacent, as in most shuffled batches: kept short, for speed."""
+        """Reads samples of which no two are adjacent, as in most shuffled batches. Kept short, for speed."""
         descriptor, preadv = self._file.descriptor, os.preadv
         for number, (place, offset) in enumerate(zip(places, offsets, strict=True)):
             part = whole[place * num_bytes : (place + 1) * num_bytes]
@@ -163,7 +163,7 @@ class ReadField:
         places: NDArray[np.int64],
         samples: NDArray[np.int64],
     ) -> None:
-        """Reads small samples: byte ranges of the file that include small gaps, then copies the samples from them."""
+        """Reads small samples: byte ranges of the file that include small gaps, from which the samples are copied."""
         num_bytes = request.sample_bytes
         flat = request.target.reshape(len(request.target), -1).view(np.uint8)
         ends = [*(np.flatnonzero(np.diff(offsets) > num_bytes + _GAP_BYTES) + 1).tolist(), len(offsets)]
@@ -184,7 +184,10 @@ class ReadField:
     def _read(
         self, parts: list[memoryview], *, num_bytes: int, offset: int, samples: NDArray[np.int64]
     ) -> None:
-        """Fills all parts from `offset` on; repeats after short reads. Raises DataError at the end of the file."""
+        """Fills all parts with the bytes at `offset`; repeats after short reads.
+
+        Raises DataError at the end of the file.
+        """
         missing = num_bytes
         while missing:
             try:

@@ -39,7 +39,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @final
 class FieldDecoder:
-    """Decodes the fields of `Manifest.decoding`; leaves the others as they are. Thread-safe."""
+    """Decodes the fields in `Manifest.decoding`; the other fields stay as they are. Thread-safe."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -49,8 +49,10 @@ class FieldDecoder:
         """Arrays to be read for them."""
 
     def arrays(self, num_samples: int, *, out: Arrays | None) -> tuple[dict[str, NDArray[Any]], Arrays]:
-        """Returns the arrays of a batch, those of `out` where it has them, and the arrays to read, which are the same
-        ones for fields that are not decoded."""
+        """Returns the arrays of a batch, and the arrays into which its stored values are read.
+
+        For fields that are not decoded both are the same array. Arrays in `out` are used where it has them.
+        """
         given = out or {}
         batch = {
             name: given[name] if name in given else np.empty((num_samples, *spec.shape), spec.dtype)
@@ -70,9 +72,10 @@ class FieldDecoder:
     def decode(
         self, stored: Arrays, batch: Arrays, *, groups: Sequence[tuple[int, NDArray[np.int64] | None]]
     ) -> None:
-        """Fills the decoded fields of `batch`. groups: (shard, places of its samples); None: all places.
+        """Fills the decoded fields of `batch` from the stored values.
 
-        Raises DataError that names the field and the shard if a value cannot be decoded.
+        `groups` contains for each shard its number and the rows of its samples, None for all rows. Raises DataError
+        that names the field and the shard if a value cannot be decoded.
         """
         for name, how in self._manifest.decoding.items():
             for number, places in groups:
@@ -102,9 +105,12 @@ MAPPED_SHARE = 0.25
 
 
 class Verify(str, Enum):
-    """What is checked of every shard when a dataset is opened; its headers are checked when it is first read, too.
+    """What is checked of every shard when a dataset is opened.
 
-    `hpctrain.data.integrity.hashed_blocks` checks the content itself.
+    OFF: nothing. SIZES: the file's size, and of indexed files the modification time, with one `stat` per shard.
+    HEADERS: also the HDF5 headers, and location, dtype and shape of each field, for which each shard is opened. The
+    headers are also checked when a shard is first read. `hpctrain.data.verify` and `check_while_reading` check the
+    content itself.
     """
 
     OFF = "off"
@@ -113,23 +119,32 @@ class Verify(str, Enum):
 
 
 class ContentChecker(Protocol):
-    """Checks the content of samples before they are read."""
+    """Interface of a checker of the content of samples, which is called before they are read."""
 
     def before_read(self, shard_index: int, field_name: str, rows: NDArray[np.int64], /) -> None:
-        """rows: sample numbers within the shard, shape (n,), any order. Raises DataError if they are damaged."""
+        """Checks samples of a field before they are read. Raises DataError if they are damaged.
+
+        `rows` are sample numbers within the shard: int64, shape (n,), in any order.
+        """
 
 
 class ShardLocator(Protocol):
-    """Finds copies of shards on storage that is nearer to the node."""
+    """Interface that finds copies of shards on storage nearer to the node."""
 
     def path(self, shard_index: int) -> Path | None:
-        """Returns the path of a complete copy of the shard's file; None: read the original."""
+        """Returns the path of a complete copy of the shard's file, or None: read the original."""
 
 
 class Dataset:
-    """An opened dataset. Reading is safe from several threads, and after a fork. Never communicates.
+    """An opened dataset, which reads samples by index. Create it with `open`.
 
-    checker: called before each read, see `ContentChecker`. locator: called when a shard is opened.
+    Reading is safe from several threads, and after a fork. Never communicates.
+
+    Attributes:
+        directory: Directory of the dataset.
+        manifest: Description of its content.
+        checker: Called before each read, such as a `BlockChecker`; None: nothing is checked.
+        locator: Called when a shard is opened, to find a copy of it; None: the original is read.
     """
 
     def __init__(
@@ -141,7 +156,7 @@ class Dataset:
         cache_bytes: int | None = None,
         decode_threads: int | None = None,
     ) -> None:
-        """Use `Dataset.open`. Raises UsageError for a negative `cache_bytes` or `decode_threads` below 1."""
+        """Do not call this; use `open`. Raises UsageError for a negative `cache_bytes` or `decode_threads` below 1."""
         if (cache_bytes is not None and cache_bytes < 0) or (
             decode_threads is not None and decode_threads < 1
         ):
@@ -193,13 +208,24 @@ class Dataset:
         cache_bytes: int | None = None,
         decode_threads: int | None = None,
     ) -> Dataset:
-        """Opens the dataset in `directory`.
+        """Opens a dataset. Not collective.
 
-        verify: what is checked of every shard now, see `Verify`. io: how contiguous fields are read.
-        cache_bytes: bytes of decoded chunks that are kept, over all shards; with io "auto" also the size up to which
-        a dataset is mapped. None: 64 MiB for the cache, a quarter of the node's memory for the maps.
-        decode_threads: None: the cores of the process, at most 4. Raises DataError (see `read_manifest` and
-        `check_shard`).
+        Args:
+            directory: Directory of the dataset, with its manifest.
+            verify: What is checked of every shard now: "off", "sizes" or "headers" (see `Verify`).
+            io: How contiguous fields are read: "map" (memory map), "read" (pread), or "auto".
+            cache_bytes: Maximum size of the decoded chunks that are kept, over all shards; with io "auto" also the
+                maximum size of a dataset that is mapped. None: 64 MiB for chunks, a quarter of the node's memory
+                for maps.
+            decode_threads: Number of threads that decode chunks; None: the cores of the process, at most 4.
+
+        Returns:
+            The opened dataset.
+
+        Raises:
+            DataError: If there is no complete dataset in the directory, or a checked file is not as in the
+                manifest.
+            UsageError: For an invalid `cache_bytes` or `decode_threads`.
         """
         directory = Path(directory)
         dataset = cls(
@@ -213,7 +239,15 @@ class Dataset:
         return dataset
 
     def check_files(self, shards: Iterable[int], *, verify: Verify | str) -> None:
-        """Checks the files of the shards with these indices. Raises DataError that names the shard."""
+        """Checks the files of some shards.
+
+        Args:
+            shards: Indices of the shards in the manifest.
+            verify: What to check, as in `open`.
+
+        Raises:
+            DataError: If a file is not as in the manifest; names the shard.
+        """
         verify = Verify(verify)
         if verify is Verify.OFF:
             return
@@ -242,23 +276,30 @@ class Dataset:
 
     @property
     def fields(self) -> dict[str, FieldSpec]:
-        """dtype and shape of each field of one sample, decoded, including the lengths of ragged fields and masks."""
+        """dtype and shape of each field of one decoded sample, including lengths of ragged fields and masks."""
         return self.decoder.fields
 
     @property
     def attributes(self) -> Mapping[str, Any]:
-        """Attributes that were recorded when the dataset was packed: number of classes, vocabulary, source, ..."""
+        """Values that were recorded when the dataset was packed, such as number of classes, vocabulary or source."""
         return self.manifest.attributes
 
     def gather(
         self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
     ) -> dict[str, NDArray[Any]]:
-        """Reads samples by index. Returns field -> native-endian array of shape (len(indices), *sample_shape).
+        """Reads samples by index. Thread-safe, not collective.
 
-        indices: int64, shape (n,), any order, repeats allowed, n may be 0. out: arrays of exactly that shape and
-        dtype, for some or all fields, which are filled and returned instead of new ones.
-        Raises DataError if an index is out of range; or, naming the shard, if a file is missing, has become shorter
-        or cannot be read or decoded. The content of the arrays is then undefined.
+        Args:
+            indices: Numbers of the samples: int64, shape (n,), in any order, with repeats or empty.
+            out: Arrays to fill instead of new ones, for some or all fields, of exactly the shape and dtype of the
+                result.
+
+        Returns:
+            For each field a native-endian array of shape (n, *sample_shape).
+
+        Raises:
+            DataError: If an index is out of range; or, naming the shard, if a file is missing, has become shorter
+                or cannot be read or decoded. The content of the arrays is then undefined.
         """
         indices = np.asarray(indices, dtype=np.int64)
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
@@ -301,7 +342,10 @@ class Dataset:
             self._threads.run(tasks)
 
     def _by_shard(self, indices: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64] | None]]:
-        """Returns (shard, positions of its samples in the batch) for each shard; None: all positions, in order."""
+        """Returns for each shard its number and the rows of its samples in the batch.
+
+        The rows are None if they are all rows, in order.
+        """
         if len(self.manifest.shards) == 1:
             return [(0, None)]
         shard_of = np.searchsorted(self._starts, indices, side="right") - 1
@@ -312,7 +356,13 @@ class Dataset:
         return [(int(shard_of[group[0]]), group) for group in np.split(order, borders)]
 
     def forget(self, shard_index: int) -> None:
-        """Reopens the shard at its next read, after the locator has another path for it or the file was restored."""
+        """Closes a shard, so that its next read opens it again.
+
+        Call it after the locator has found another path for the shard, or after its file was restored.
+
+        Args:
+            shard_index: Index of the shard in the manifest.
+        """
         with self._lock:
             self._open.pop(shard_index, None)
 
@@ -380,10 +430,10 @@ _ROWS_AT_ONCE = 1 << 18
 
 
 def read_column(dataset: Dataset, source: str) -> NDArray[Any]:
-    """Returns one number for each sample, shape (num_samples,), in the dataset's order; for weights and strata.
+    """Returns one number per sample, shape (num_samples,), in the dataset's order; for weights and strata.
 
-    source: the name of a field with one number per sample, or else the path of a .npy file. Only that field is read.
-    The whole column is held in memory. Raises DataError if `source` is neither, or has another shape or dtype.
+    `source` is the name of a field with one number per sample, or the path of a .npy file. Only that field is read,
+    and the whole column is held in memory. Raises DataError if `source` is neither, or has another shape or dtype.
     """
     if source in dataset.fields:
         column = _field(dataset, source)
@@ -450,14 +500,26 @@ def open_together(
     verify: Verify | str = Verify.SIZES,
     **options: Any,
 ) -> Dataset:
-    """Opens the dataset in `directory` on every rank. Collective. Raises the same DataError on every rank.
+    """Opens a dataset on every rank, with few accesses to the shared filesystem. Collective.
 
-    reads_manifest: this rank reads the manifest's file, and compares it with rank 0's, which all ranks use: true on
-    rank 0 and on one rank of every node, so that a node that sees another dataset under this name is found.
-    verify: see `Verify`. Rank r checks the shards r, r + N, ... of N ranks, so the shards are on a filesystem that all
-    nodes share; copies on the nodes' own storage are checked when they are first read.
-    options: of `Dataset.open`.
-    Cost on the shared filesystem: one read of the manifest for each node, and one look-up or opening of each shard.
+    It costs one read of the manifest per node, and one look-up or opening of each shard. Rank r checks shards r, r
+    + N, ... of N ranks, so the shards must be on a filesystem that all nodes share; copies on the nodes' own
+    storage are checked when they are first read.
+
+    Args:
+        world: The ranks that open the dataset.
+        directory: Directory of the dataset.
+        reads_manifest: True if this rank reads the manifest's file and compares it with rank 0's, which all ranks
+            use. Pass True on rank 0 and on one rank per node, to detect a node that sees another dataset under this
+            name.
+        verify: What is checked of every shard, as in `Dataset.open`.
+        **options: Further arguments of `Dataset.open`.
+
+    Returns:
+        The opened dataset.
+
+    Raises:
+        DataError: The same on every rank, if any rank cannot open it.
     """
 
     path = str(directory.absolute())

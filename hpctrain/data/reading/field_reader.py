@@ -1,6 +1,4 @@
-"""Shared by all readers of a field: the request, which selects elements and their destination; the open file; the name
-of the field in errors.
-"""
+"""What all readers of fields share: the request, decoding threads, the open file, cached chunks, names in errors."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def default_threads() -> int:
 
 
 class DecodeThreads:
-    """At most `num_threads` threads, callers included, or one per caller if there are more callers.
+    """Runs tasks in at most `num_threads` threads, callers included, or in one per caller if there are more callers.
 
     The threads end when this object is collected.
     """
@@ -89,12 +87,15 @@ ROW_COPY_BYTES = 2048
 
 
 class Request(NamedTuple):
-    """Samples of one field of one shard.
+    """Samples of one field of one shard, and where to copy them.
 
-    samples: numbers within the shard, shape (n,). starts: first row of each in the HDF5 dataset, shape (n,).
-    places: row of `target` for each sample, shape (n,); None: all rows, in order.
-    target: C-contiguous, native-endian, shape (batch, rows per sample, *rest of a row).
-    lengths: int64, shape (batch,), filled at the same places for ragged fields; None for others.
+    Attributes:
+        samples: Numbers of the samples within the shard: shape (n,).
+        starts: First row of each sample in the HDF5 dataset: shape (n,).
+        places: Row of `target` for each sample: shape (n,); None: all rows, in order.
+        target: Array to fill: C-contiguous, native-endian, shape (batch, rows per sample, *shape of a row).
+        lengths: For ragged fields, array in which the samples' lengths are stored at the same places: int64, shape
+            (batch,); else None.
     """
 
     samples: NDArray[np.int64]
@@ -117,10 +118,10 @@ class Request(NamedTuple):
 
 
 class FieldReader(Protocol):
-    """Reads one field of one shard. Thread-safe."""
+    """Interface of what reads one field of one shard. Thread-safe."""
 
     def begin(self, request: Request) -> Sequence[Task]:
-        """Reads what is cheap to read now; returns tasks for the rest, to be run in any order by any thread.
+        """Reads what is cheap to read now, and returns tasks for the rest, to be run in any order by any thread.
 
         This method and the tasks raise DataError that names shard, field and samples.
         """
@@ -128,13 +129,13 @@ class FieldReader(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldName:
-    """Names a field of a shard in errors."""
+    """Name of a field of a shard, for errors."""
 
     path: Path
     field: str
 
     def error(self, samples: NDArray[np.int64] | Sequence[int], reason: object) -> DataError:
-        """Returns the error to raise. samples: numbers within the shard, at least one."""
+        """Returns the error for samples that cannot be read, given by their numbers within the shard (at least one)."""
         first, last = int(min(samples)), int(max(samples))
         which = f"sample {first}" if first == last else f"samples {first} to {last}"
         return DataError(f"field {self.field!r}, {which} of shard {self.path} cannot be read: {reason}")
@@ -160,7 +161,7 @@ class OpenFile:
 
 
 class ChunkKey(NamedTuple):
-    """Identifies a chunk of a field of a shard. place: index of the chunk in each dimension."""
+    """Identifies a chunk: shard, field, and index of the chunk in each dimension."""
 
     shard: int
     field: str
@@ -169,7 +170,7 @@ class ChunkKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Decoded elements, native-endian, of the chunk's shape. lengths: int64, one per row, for ragged fields."""
+    """Decoded elements of a chunk, native-endian. For ragged fields also the length of each row, int64."""
 
     values: NDArray[Any]
     lengths: NDArray[np.int64] | None = None
@@ -180,7 +181,10 @@ class Chunk:
 
 
 class _InMaking:
-    """A chunk that one thread is making while others wait. One per chunk, so it must cost less than a Future."""
+    """A chunk that one thread is making while others wait for it.
+
+    There is one object per chunk, so it must cost less than a Future.
+    """
 
     def __init__(self) -> None:
         self.chunk: Chunk | None = None
@@ -197,7 +201,10 @@ class _InMaking:
 
 
 class ChunkCache:
-    """Keeps at most `capacity_bytes` of chunks. Thread-safe: each chunk is made by one thread, others wait for it."""
+    """LRU cache of at most `capacity_bytes` bytes of decoded chunks. Thread-safe.
+
+    Each chunk is made by one thread; others that need it wait.
+    """
 
     def __init__(self, *, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes

@@ -26,7 +26,7 @@ from hpctrain.storage import filesystem_of
 
 
 class IoMode(str, Enum):
-    """How contiguous data, and the stored bytes of chunks that are decoded here, are read."""
+    """How contiguous data, and the stored bytes of chunks that are decoded here, are read from a file."""
 
     AUTO = "auto"  # see `choose`
     MAP = "map"  # copy from memory maps: fastest once the pages are mapped; a disk error kills the rank (SIGBUS)
@@ -34,7 +34,7 @@ class IoMode(str, Enum):
 
 
 def choose(mode: IoMode, *, directory: Path, file_bytes: int, map_bytes: int) -> IoMode:
-    """Resolves AUTO: MAP on a local filesystem if all files together take at most `map_bytes`, else READ.
+    """Resolves AUTO: MAP on a local filesystem if all files together have at most `map_bytes` bytes, else READ.
 
     Mapping a page costs more than reading it, so maps are for datasets that stay mapped. The pages belong to the
     page cache, which the kernel reclaims when it needs memory, but they count as memory of the process.
@@ -49,10 +49,11 @@ def choose(mode: IoMode, *, directory: Path, file_bytes: int, map_bytes: int) ->
 
 
 class OpenShard:
-    """Reads samples of one shard of the manifest. Thread-safe; the file is closed with the last reference.
+    """An open file of a dataset, from which samples of one shard are read. Thread-safe.
 
-    path: the file to read: the shard's own, or a copy (`is_copy`). windows: first token of each sample if the
-    manifest lists windows, int64, shape (samples,). Raises DataError if the file cannot be opened.
+    The file, the shard's own or a copy (`is_copy`), is closed with the last reference. `windows` contains the first
+    token of each sample if the manifest lists windows: int64, shape (samples,). Raises DataError if the file cannot
+    be opened.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class OpenShard:
             raise DataError(f"shard {path} cannot be opened: {error}") from error
 
     def check_size(self) -> None:
-        """Raises DataError if the file is too short, or is an indexed file that was modified. Called per batch.
+        """Raises DataError if the file is too short, or is an indexed file that was modified. Called once per batch.
 
         Access to a map beyond the end of its file would kill the process with SIGBUS.
         """
@@ -116,10 +117,10 @@ class OpenShard:
         arrays: Mapping[str, NDArray[Any]],
         places: NDArray[np.int64] | None,
     ) -> Sequence[Task]:
-        """Reads samples of a field into arrays[field][places]. Returns the tasks that remain to be run.
+        """Begins to read samples of a field into arrays[field][places], and returns the tasks that remain to be run.
 
-        samples: numbers within the shard, int64, shape (n,). places: rows of the arrays, int64, shape (n,); None:
-        all rows, in order. The arrays are C-contiguous and native-endian.
+        `samples` are numbers within the shard, `places` rows of the arrays: int64, shape (n,); None: all rows, in
+        order. The arrays are C-contiguous and native-endian.
         """
         spec, stored = self._manifest.fields[field], self._entry.fields[field]
         array = arrays[field]
@@ -154,8 +155,10 @@ class OpenShard:
         places: NDArray[np.int64] | None,
         rows: int,
     ) -> Sequence[Task]:
-        """As `begin`, for a ragged field whose sample is a whole HDF5 dataset of `rows` rows, fewer than the longest
-        sample has; fills the remaining rows with zeros."""
+        """Begins to read a ragged sample that is a whole HDF5 dataset, and fills the remaining rows with zeros.
+
+        The dataset has `rows` rows, fewer than the longest sample.
+        """
         where = np.arange(len(array)) if places is None else places
         array[where, rows:] = 0
         tasks: list[Task] = []

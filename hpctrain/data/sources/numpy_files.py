@@ -1,4 +1,4 @@
-"""Files with one array or one image each, and files of arrays."""
+"""Sources of files with arrays or images: .npy and .npz files, folders of images."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def npz_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def npy_file(path: Path) -> Rows:
-    """Returns the rows of one array as samples; the field has the name of the file."""
+    """Opens one array whose rows are the samples; the field has the name of the file."""
     return ArrayRows(arrays={_field_name(path): map_npy(path)}, identity=identity_of([path]))
 
 
@@ -146,7 +146,7 @@ class ArchiveRows:
 
 
 class FileRows:
-    """One .npy or .npz file per sample, sorted by name; an .npy file is the field `x`.
+    """One .npy or .npz file per sample, sorted by name. The field of an .npy file is called `x`.
 
     If every file is in a folder, the field `label` is the class number of its folder.
     """
@@ -199,9 +199,9 @@ class FileRows:
 
 
 def class_folders(root: Path, files: list[Path]) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
-    """Returns (class numbers, class names) of files by their first folder below `root`; (None, ()) without folders.
+    """Returns class numbers (int64, shape (files,)) and class names of files, by their first folder below `root`.
 
-    Class numbers: int64, shape (files,). Raises DataError if some files are in folders and some are not.
+    Returns (None, ()) without folders. Raises DataError if some files are in folders and some are not.
     """
     parts = [path.relative_to(root).parts for path in files]
     if all(len(names) == 1 for names in parts):
@@ -237,14 +237,14 @@ _MAX_THREADS = 8
 
 
 class Colour(str, Enum):
-    """Channels of the decoded images: three, or one (grey)."""
+    """Channels of decoded images. RGB: three. GREY: one."""
 
     RGB = "rgb"
     GREY = "grey"
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Returns (height, width): `224x320` -> (224, 320), `224` -> (224, 224). Raises UsageError."""
+    """Parses a size in pixels, `224x320` or `224` for a square, to (height, width). Raises UsageError."""
     found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text.strip())
     if found is None:
         raise UsageError(f"--size {text}: HEIGHTxWIDTH in pixels is needed, such as 224x224")
@@ -255,9 +255,9 @@ def parse_size(text: str) -> tuple[int, int]:
 class ImageFolder:
     """Images below `root`: field `image`, uint8, shape (channels, height, width); `label` if they are in folders.
 
-    size: (height, width); an image of another shape is scaled to cover it, and its centre is cropped. None: all
-    must have the size of the first. Images are rotated according to their EXIF data.
-    Raises DataError if Pillow is missing, or there are no images.
+    With a size, (height, width), an image of another shape is scaled to cover it, and its centre is cropped;
+    without one, all images must have the size of the first. Images are rotated according to their EXIF data. Raises
+    DataError if Pillow is missing, or if there are no images.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class ImageFolder:
         return found
 
     def _decode(self, path: Path, *, size: tuple[int, int] | None) -> NDArray[np.uint8]:
-        """Returns uint8, shape (channels, height, width). Raises DataError."""
+        """Returns an image as uint8, shape (channels, height, width). Raises DataError."""
         pillow = _pillow()
         from PIL import ImageOps
 

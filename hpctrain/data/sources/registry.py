@@ -1,8 +1,8 @@
 """Opens the sources of `hpctrain data pack` by the name given on the command line.
 
-A source has one part, or two: `train` and `test`. The split depends only on the seed and on the number of samples or
-the names of files, never on the machine: samples by the epoch order's permutation, files by a hash of their relative
-path.
+A source has one part, or two: `train` and `test`. The split depends only on the seed and on the number of samples
+or the names of files, never on the machine: samples are split by the epoch order's permutation, files by a hash of
+their relative path.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 @dataclass(frozen=True, kw_only=True)
 class IteratorSource:
-    """open_part(part): returns the iterator over one of `num_parts` parts."""
+    """Samples from iterators: `open_part(part)` returns the iterator over one of `num_parts` parts."""
 
     open_part: Callable[[int], Iterator[Mapping[str, Any]]]
     num_parts: int
@@ -66,10 +66,10 @@ class IteratorSource:
 
 
 def iterator_source(target: str, *, num_parts: int | None) -> IteratorSource:
-    """Imports `module:function` from the working directory or the installed packages.
+    """Imports the function `module:function` from the working directory or the installed packages.
 
-    The function takes no arguments, or `part` and `num_parts`: then the parts are packed separately, also by
-    different ranks. num_parts: None means 1. Raises UsageError if the function cannot be imported, or takes other
+    The function takes no arguments, or `part` and `num_parts`: then the parts are packed separately, possibly by
+    different ranks. `num_parts` None means 1. Raises UsageError if the function cannot be imported, or takes other
     arguments. `open_part` raises DataError if the function raises an error.
     """
     module_name, _, attribute = target.partition(":")
@@ -129,9 +129,13 @@ _POSSIBLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """Options that apply to some sources only; None: not given.
+    """Options of `pack_source` that apply to some sources only. None: not given.
 
-    image_size, colour: of images; image_size is (height, width). fields: of tables. num_parts: of iterators.
+    Attributes:
+        image_size: Height and width of images, to which they are scaled and cropped.
+        colour: Channels of images.
+        fields: Fields made of the columns of a table.
+        num_parts: Number of parts of an iterator source, which are packed separately.
     """
 
     image_size: tuple[int, int] | None = None
@@ -142,7 +146,7 @@ class SourceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSource:
-    """Samples read by position; parts: part name -> samples."""
+    """Samples that are read by position, for each part of the source."""
 
     parts: dict[str, Rows]
     attributes: dict[str, JsonValue] = field(default_factory=dict)
@@ -150,7 +154,7 @@ class RowSource:
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySource:
-    """Arrays of equal first dimension in memory; parts: part name -> field name -> array."""
+    """Arrays in memory, of equal first dimension: for each part of the source the array of each field."""
 
     parts: dict[str, dict[str, NDArray[Any]]]
     attributes: dict[str, JsonValue] = field(default_factory=dict)
@@ -167,9 +171,9 @@ def open_source(
 ) -> ArraySource | RowSource | TextSource | IteratorSource:
     """Opens a source by its name.
 
-    held_out: share of the samples or files for the part `test`; None: default of the source (digits 0.2, text 0.1,
-    others 0). With 0 there is one part, `all`. shuffle: samples are packed in random order.
-    Raises UsageError if the source is unknown or does not take an option; DataError if it cannot be read.
+    `held_out` is the fraction of the samples or files in the part `test`; None: the source's default (digits 0.2,
+    text 0.1, others 0). With 0 there is one part, `all`. With `shuffle` samples are packed in random order. Raises
+    UsageError if the source is unknown or does not take an option; DataError if it cannot be read.
     """
     options = options or SourceOptions()
     if held_out is not None and not 0 <= held_out < 1:

@@ -1,4 +1,4 @@
-"""Interface from sources to the packer: samples that are read by position, from memory or on demand."""
+"""Interface between sources and the packer: samples that are read by position, from memory or on demand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class Rows(Protocol):
-    """An ordered, known number of samples that can be read by position, in any order."""
+    """Interface of an ordered, known number of samples that can be read by position, in any order."""
 
     @property
     def num_samples(self) -> int: ...
@@ -31,20 +31,20 @@ class Rows(Protocol):
 
     @property
     def identity(self) -> JsonValue:
-        """Value that changes with the content, found without reading it: names, sizes and times of files."""
+        """Value that changes with the content; found without reading it, from names, sizes and times of files."""
 
     def read(self, positions: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """Returns field -> array of shape (len(positions), *sample_shape). Raises DataError.
+        """Returns for each field an array of shape (len(positions), *sample_shape). Raises DataError.
 
-        positions: int64, shape (n,).
+        `positions` is int64, shape (n,).
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayRows:
-    """Arrays or memory maps of equal first dimension: field name -> array of shape (num_samples, *sample_shape).
+    """Samples in arrays or memory maps of equal first dimension, of shape (num_samples, *sample_shape).
 
-    Raises DataError if there are none, they are empty or differ in length, or one is not a valid field.
+    Raises DataError if there are no arrays, if they are empty or differ in length, or if one is not a valid field.
     """
 
     arrays: Mapping[str, NDArray[Any]]
@@ -77,9 +77,9 @@ class ArrayRows:
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenRows:
-    """Selected samples of another source, or all in another order. positions: int64, shape (num_samples,).
+    """Selected samples of another source, or all of them in another order.
 
-    choice: describes the selection, for `identity`.
+    `positions` are the samples: int64, shape (num_samples,). `choice` describes the selection, for `identity`.
     """
 
     rows: Rows
@@ -107,9 +107,9 @@ def split_rows(
 ) -> dict[str, Rows]:
     """Returns the parts `train` and `test`, or `all` if nothing is held out. `seed` determines the choice.
 
-    held_out: share of the samples in `test`. shuffle: samples are in random order. keep_order: without `shuffle`,
-    the parts keep the order of `rows`; if False, the parts of a split are in random order.
-    Raises UsageError if a part would be empty.
+    `held_out` is the fraction of the samples in `test`. With `shuffle` the samples are in random order. Without it
+    the parts keep the order of `rows`, or with `keep_order=False` the parts of a split are in random order. Raises
+    UsageError if a part would be empty.
     """
     number = rows.num_samples
     if held_out == 0 and not shuffle:
@@ -139,7 +139,10 @@ def array_spec(name: str, array: NDArray[Any], *, classes: tuple[str, ...] = ())
 def field_spec(
     name: str, *, dtype: np.dtype[Any], shape: tuple[int, ...], classes: tuple[str, ...] = ()
 ) -> FieldSpec:
-    """Returns a field of samples of that dtype and shape. Raises DataError if the name, dtype or shape is not valid."""
+    """Returns a field with samples of this dtype and shape.
+
+    Raises DataError if the name, dtype or shape is not valid.
+    """
     if not _FIELD_NAME.fullmatch(name):
         raise DataError(
             f"field name {name!r}: must consist of letters, digits, '_', '.' and '-', and not begin with '.' or '-'"
@@ -177,7 +180,7 @@ def identity_of(files: Iterable[Path]) -> JsonValue:
 
 
 def files_below(root: Path, *, suffixes: frozenset[str]) -> list[Path]:
-    """Returns the files below `root` with one of these suffixes (in lower case), sorted; leaves out hidden files.
+    """Returns the files below `root` with one of these suffixes (in lower case), sorted, without hidden files.
 
     Raises DataError if there are none.
     """

@@ -1,4 +1,4 @@
-"""Tables: CSV and Parquet. Columns become fields; columns of strings become classes."""
+"""Tables (CSV and Parquet) as sources. Columns become fields; columns of strings become classes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _HELD_GROUPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A field made of one column, or of several as a vector. dtype: None keeps that of the table."""
+    """A field made of one column of a table, or of several as a vector. If `dtype` is None, it is that of the table."""
 
     columns: tuple[str, ...]
     dtype: str | None = None
 
 
 def parse_table_fields(text: str) -> dict[str, Column]:
-    """Parses `x=a+b:float32,y=species`. Returns field name -> column. Raises UsageError."""
+    """Parses fields of a table, such as `x=a+b:float32,y=species`. Raises UsageError."""
     fields: dict[str, Column] = {}
     for item in text.split(","):
         name, equals, columns = item.partition("=")
@@ -50,7 +50,7 @@ def parse_table_fields(text: str) -> dict[str, Column]:
 
 
 def csv_rows(path: Path, *, fields: Mapping[str, Column] | None) -> Rows:
-    """Reads a whole CSV file into memory. fields: None makes a field of each column. Raises DataError."""
+    """Reads a whole CSV file into memory. Without `fields` each column becomes a field. Raises DataError."""
     try:
         import pandas
     except ImportError as error:
@@ -93,7 +93,7 @@ def csv_rows(path: Path, *, fields: Mapping[str, Column] | None) -> Rows:
 class ParquetRows:
     """The rows of concatenated Parquet files, read one row group at a time; the last 4 used are kept in memory.
 
-    Raises DataError if a file cannot be read, or there are no rows.
+    Raises DataError if a file cannot be read, or if there are no rows.
     """
 
     def __init__(self, files: Sequence[Path], *, fields: Mapping[str, Column] | None) -> None:
@@ -158,7 +158,10 @@ class ParquetRows:
         return out
 
     def _find_classes(self) -> dict[str, tuple[str, ...]]:
-        """Returns column -> sorted distinct strings over all files. Columns of strings are so read twice."""
+        """Returns for each column of strings the sorted distinct strings over all files.
+
+        These columns are thus read twice.
+        """
         import pyarrow
 
         schema = _parquet().ParquetFile(self._files[0]).schema_arrow
@@ -189,7 +192,7 @@ class ParquetRows:
         return table
 
     def _group(self, number: int) -> dict[str, NDArray[Any]]:
-        """Returns field -> array of all rows of a row group."""
+        """Returns for each field an array of all rows of a row group."""
         with self._lock:
             held = self._held.get(number)
             if held is None:
@@ -266,7 +269,7 @@ def _joined(columns: Sequence[NDArray[Any]], *, field: str, spec: Column) -> NDA
 def _field_classes(
     fields: Mapping[str, Column], classes: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[str, ...]]:
-    """Returns field name -> classes. Raises DataError for a field of several columns that include strings."""
+    """Returns the classes of each field. Raises DataError for a field of several columns that include strings."""
     found = {}
     for name, spec in fields.items():
         named = [column for column in spec.columns if column in classes]

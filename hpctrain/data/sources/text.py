@@ -31,7 +31,7 @@ _SKIPPED_DIRECTORIES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """UTF-8 files that are read as streams of bytes. parts: part name -> files in order."""
+    """UTF-8 files that are read as streams of bytes: for each part of the source its files in order."""
 
     parts: dict[str, tuple[Path, ...]]
     attributes: dict[str, JsonValue] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class TextSource:
 
 @dataclass(frozen=True)
 class TextDocuments:
-    """Files as documents of uint8: the bytes of each file and the separator. A `Documents` for the packer."""
+    """Files as documents of uint8 for the packer: the bytes of each file, then the separator."""
 
     files: tuple[Path, ...]
     dtype: str = "uint8"
@@ -86,7 +86,10 @@ def read_tokens(files: Iterable[Path]) -> Iterator[NDArray[np.uint8]]:
 
 
 def _split_files(root: Path, names: list[str], *, held_out: float, seed: int) -> dict[str, tuple[Path, ...]]:
-    """Holds out files whose hashed path is below the share, so that adding a file does not move the others."""
+    """Divides files into parts, holding out those whose hashed path is below the fraction `held_out`.
+
+    So adding a file does not move the others to another part.
+    """
     names = sorted(names)
     if held_out == 0:
         return {"all": tuple(root / name for name in names)}

@@ -1,1 +1,1 @@
-"""Runs the user's transform of batches in threads or worker processes."""
+"""Runs the user's transform of batches, in threads or in worker processes."""

@@ -17,7 +17,7 @@ WIDENED: Mapping[str, np.dtype[Any]] = MappingProxyType(
 
 
 def torch_dtype(stored: str) -> torch.dtype:
-    """Returns the dtype in batches: the stored one, but int32 for uint16 and int64 for uint32."""
+    """Returns the dtype of a stored field in batches: the stored one, but int32 for uint16 and int64 for uint32."""
     return torch.from_numpy(np.empty(0, dtype=WIDENED.get(stored, np.dtype(stored)))).dtype
 
 

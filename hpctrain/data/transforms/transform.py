@@ -4,8 +4,8 @@
 
 The function receives the arrays of one rank's part of a batch, shape (num_rows, *sample_shape), and returns arrays
 with the same number of rows; names, dtypes and sample shapes may differ. It may modify its input. The parameter
-`context` is optional. This module imports neither torch nor the rest of the package, so that workers start faster and
-use less memory.
+`context` is optional. This module imports neither torch nor the rest of the package, so that workers start faster
+and use less memory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ TransformFunction = Callable[..., Mapping[str, Any]]
 class TransformContext:
     """The samples that a transform receives, and random number generators for them.
 
-    indices: int64, shape (num_rows,): index in the dataset of the sample in each row.
-    start: position of the global batch in the epoch, in samples.
+    Attributes:
+        seed: Seed of the loader.
+        epoch: Number of the epoch.
+        start: Position of the global batch in the epoch, in samples.
+        indices: Number in the dataset of the sample in each row: int64, shape (num_rows,).
     """
 
     seed: int
@@ -39,7 +42,13 @@ class TransformContext:
     indices: NDArray[np.int64]
 
     def generator(self, row: int) -> np.random.Generator:
-        """Returns a generator for the sample in `row`: the same for any number of ranks, and after a resume."""
+        """Returns the random number generator for the sample in a row.
+
+        It is the same for any number of ranks, and after a resume.
+
+        Args:
+            row: Row of the sample in the batch.
+        """
         return np.random.default_rng([self.seed, self.epoch, self.start, int(self.indices[row])])
 
 
@@ -60,9 +69,9 @@ class BatchTransform:
     def __call__(self, arrays: Arrays, *, context: TransformContext) -> Arrays:
         """Returns the transformed arrays, C-contiguous and native-endian, with the same number of rows.
 
-        A batch without rows is not passed to the function: the result has the names, dtypes and shapes of an earlier
-        result, or of the result for one row of zeros.
-        Raises DataError if the function raises an error, or does not return such arrays.
+        A batch without rows is not passed to the function: the result then has the names, dtypes and shapes of an
+        earlier result, or of the result for one row of zeros. Raises DataError if the function raises an error, or
+        does not return such arrays.
         """
         num_rows = len(context.indices)
         if num_rows:

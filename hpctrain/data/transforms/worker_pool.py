@@ -75,7 +75,7 @@ _PROGRAM = (
 
 
 class WorkerDied(Exception):
-    """Raised if a worker ended; the message says how."""
+    """A worker process ended; the message says how."""
 
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -87,7 +87,7 @@ def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class Worker:
-    """One worker process. To be used by one thread at a time. Raises DataError if it cannot be started."""
+    """One worker process, to be used by one thread at a time. Raises DataError if it cannot be started."""
 
     def __init__(self, transform: str) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -112,7 +112,8 @@ class Worker:
             shared_memory.send(self._control, {"transform": transform, "sys_path": sys.path})
 
     def transform(self, request: Mapping[str, Any], descriptor: int) -> Arrays:
-        """Returns the transformed arrays of a batch. descriptor: shared memory of the input, see `write_arrays`.
+        """Returns the transformed arrays of a batch, whose input is in the shared memory `descriptor` (see
+        `write_arrays`).
 
         Raises WorkerDied if the process ended, DataError if the transform raised an error.
         """
@@ -166,7 +167,7 @@ class Worker:
 
 
 def _arrays(descriptor: int, description: shared_memory.Description) -> Arrays:
-    """Returns the arrays as views of the shared memory, freed with the last one; as copies if it is small."""
+    """Returns the arrays as views of the shared memory, which is freed with the last view; as copies if it is small."""
     num_bytes = os.fstat(descriptor).st_size
     # torch maps the memory without keeping a descriptor, unlike mmap: thousands of batches may exist.
     memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=num_bytes, dtype=torch.uint8)
@@ -188,7 +189,10 @@ MAX_REMAKES = 3
 
 
 class _Places:
-    """The workers, and which of them are idle. It has no reference to the pool, which can so be collected."""
+    """The workers, and which of them are idle.
+
+    It has no reference to the pool, so that the pool can be garbage-collected.
+    """
 
     def __init__(self, num_workers: int) -> None:
         self.condition = threading.Condition()
@@ -214,9 +218,9 @@ def _end_all(places: _Places) -> None:
 class WorkerPool:
     """Worker processes for one transform. Each thread that calls the pool uses one of them.
 
-    transform: "module:function", see `hpctrain.data.transforms.transform`.
-    The processes start with the first batch. They end on `close()`, when the pool is collected, and when this process
-    ends or is killed. Raises RecipeError if `num_workers` is below 1.
+    `transform` is a name "module:function", see `hpctrain.data.transforms.transform`. The processes start with the
+    first batch. They end on `close()`, when the pool is collected, and when this process ends or is killed. Raises
+    RecipeError if `num_workers` is below 1.
     """
 
     def __init__(self, transform: str, *, num_workers: int) -> None:
@@ -238,7 +242,7 @@ class WorkerPool:
             return sorted(worker.process.pid for worker in self._places.all)
 
     def place(self, thread: int) -> str:
-        """See `BatchTransformer`."""
+        """Returns in which process the batch of a thread is transformed; see `BatchTransformer`."""
         worker = self._serving.get(thread)
         if worker is None:
             return f"no worker yet: all {self.num_workers} are busy"
@@ -338,25 +342,29 @@ class WorkerPool:
 
 
 class BatchTransformer(Protocol):
-    """Interface of `BatchTransform`, which runs in the calling thread, and `WorkerPool`.
+    """Interface of what transforms batches: `BatchTransform`, in the calling thread, or `WorkerPool`.
 
-    name: of the function. input_copies: number of copies of a batch's input in memory while it is transformed.
+    `name` is the name of the function. `input_copies` is the number of copies of a batch's input in memory while it
+    is transformed.
     """
 
     name: str
     input_copies: int
 
     def place(self, thread: int) -> str:
-        """Returns where the batch of a thread (its identifier) is transformed now; "" in that thread itself."""
+        """Returns in which process the batch of a thread, given by its identifier, is transformed now.
+
+        Returns "" for the thread itself.
+        """
 
     def __call__(self, arrays: Arrays, *, context: TransformContext) -> Arrays: ...
 
 
 def build_transformer(transform: str | TransformFunction | None, *, workers: int) -> BatchTransformer | None:
-    """Returns the transformer; None if `transform` is None.
+    """Returns the transformer for a loader's options; None without a transform.
 
-    workers: number of worker processes; 0: the calling threads run the transform. Raises RecipeError if the transform
-    cannot be imported, also by another process, or `workers` is not possible.
+    With `workers` 0 the calling threads run the transform. Raises RecipeError if the transform cannot be imported,
+    here or by another process, or if `workers` is not possible.
     """
     if workers < 0:
         raise RecipeError(f"workers = {workers}: must be 0 (threads) or more")
