@@ -70,7 +70,6 @@ from .simulate import (
     daly_interval as daly_interval,
     expected_share as expected_share,
     simulate_job as simulate_job,
-    simulate_reduction as simulate_reduction,
     sweep as sweep,
     young_interval as young_interval,
 )

@@ -220,11 +220,6 @@ class Calibration:
     compute_error: float
     notes: tuple[str, ...] = ()
 
-    def with_link(self, bytes_per_s: float) -> Calibration:
-        """The same machine with links of another nominal rate, of which the same share is reached."""
-        machine = machine_of(self.fit.values, node=self.node, link_bytes_per_s=bytes_per_s)
-        return replace(self, scenario=replace(self.scenario, machine=machine), link_bytes_per_s=bytes_per_s)
-
     def with_scenario(self, scenario: Scenario) -> Calibration:
         return replace(self, scenario=scenario)
 

@@ -134,14 +134,6 @@ def slowest_factor(sigma: float, count: int) -> float:
     return math.exp(sigma * quantile - sigma * sigma / 2)
 
 
-def slowest_spread(sigma: float, count: int) -> float:
-    """Returns the standard deviation of the largest of `count` factors' logarithm: pi/sqrt(6) times Gumbel's scale."""
-    if count <= 1:
-        return sigma
-    quantile = NormalDist().inv_cdf(1 - 1 / count) if count > 2 else 0.5
-    return min(sigma, sigma / max(1.0, quantile) * math.pi / math.sqrt(6))
-
-
 def spread_of_times(seconds: Sequence[float]) -> float:
     """Returns sigma of lognormal times, from the median absolute deviation of their logarithms; 0 for fewer than 3.
 

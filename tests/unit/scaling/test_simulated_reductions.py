@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.scaling import Layout, Link, Machine, Node, cost_of, simulate_reduction
+from hpctrain.scaling import Layout, Link, Machine, Node, cost_of
+from tests.unit.scaling.simulated_reductions import simulate_reduction
 
 FAST = Machine(
     network=Link(latency_s=5e-6, bytes_per_s=12.5e9, per_message_s=0.5e-6),

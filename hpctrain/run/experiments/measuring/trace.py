@@ -449,11 +449,6 @@ def merge(by_rank: Sequence[Comparison]) -> Comparison:
     )  # fmt: skip
 
 
-def over_ranks(losses: Sequence[float]) -> float:
-    """Returns the loss of a step over all ranks, from their shares of it."""
-    return math.fsum(losses)
-
-
 def with_losses(trace: RunTrace, losses: Sequence[float]) -> RunTrace:
     """Returns the trace with the losses over all ranks."""
 
