@@ -80,7 +80,7 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _kept() -> frozenset[Any]:
-    """Returns the operations of `_KEPT_NAMES` with all overloads. Names that the installed PyTorch lacks are skipped."""
+    """Returns the operations of `_KEPT_NAMES` with all overloads, without names that this PyTorch lacks."""
     packets = [getattr(torch.ops.aten, name) for name in _KEPT_NAMES if hasattr(torch.ops.aten, name)]
     return frozenset(getattr(packet, overload) for packet in packets for overload in packet.overloads())
 

@@ -144,7 +144,7 @@ class Session:
         self._watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 
     def gather_cores(self) -> Sequence[RankCores]:
-        """Returns the cores of all ranks, by rank. Collective at the first call, unless `init` has gathered the cores."""
+        """Returns the cores of all ranks, by rank. Collective at the first call if `init` has not gathered them."""
         if self._cores is None:
             found, number_of_rank = all_gather_distinct(self.world, read_cores().to_json())
             different = [RankCores.from_json(value) for value in found]

@@ -1,4 +1,4 @@
-"""Settings and results of the training loop."""
+"""The settings of the training loop and the totals that it returns."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from hpctrain.train.state.training_state import Position
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointPolicy:
-    """When and where state is saved. It is also saved at the end and when the run is asked to stop.
+    """When and where a training is saved. It is also saved at its end and when it is asked to stop.
 
-    failures_per_day: of the whole job; if given, the save interval that loses the least time is printed.
-    by_advice: save at that interval, computed from measured costs; needs failures_per_day.
+    every_steps, every_minutes: the interval between saves. failures_per_day: the expected number of failures of the
+    whole job; if given, the interval that loses the least time is printed. by_advice: whether that interval, computed
+    from the measured cost of a save, is also used.
     """
 
     directory: Path
@@ -29,11 +30,14 @@ class CheckpointPolicy:
     options: SaveOptions = field(default_factory=SaveOptions)
 
     def due_by_step(self, step: int) -> bool:
-        """True after every `every_steps`-th step."""
+        """Returns True after every `every_steps`-th step."""
         return self.every_steps is not None and step % self.every_steps == 0
 
     def due_by_time(self, seconds_since_last: float, *, advice: Advice | None = None) -> bool:
-        """True if a save is due by time. advice: computed from the cost of the checkpoints so far; None if unknown."""
+        """Returns True if a save is due by time.
+
+        advice: the interval computed from the cost of the saves so far; None if none was measured yet.
+        """
         due = self.every_minutes is not None and seconds_since_last >= 60 * self.every_minutes
         if self.by_advice:
             due |= seconds_since_last >= (advice.interval_s if advice is not None else FIRST_AFTER_S)
@@ -46,7 +50,7 @@ class CheckpointPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopSettings:
-    """Settings of the training loop."""
+    """The settings of the training loop."""
 
     total_steps: int
     checkpoint: CheckpointPolicy
@@ -60,7 +64,7 @@ class LoopSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """What the loop did on this rank, from its start or the checkpoint that it resumed from to its end."""
+    """What the loop did on this rank, from its start, or the checkpoint from which it resumed, to its end."""
 
     position: Position
     last_loss: float

@@ -63,7 +63,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """Progress of the run: `step` optimizer steps done, `start` samples of `epoch` used (over all ranks)."""
+    """The progress of a training, as a checkpoint stores it.
+
+    Attributes:
+        step: The number of optimizer steps done.
+        epoch: The current epoch, from 0.
+        start: The number of samples of this epoch that are used, over all ranks.
+        samples: The number of samples used in all epochs, over all ranks.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -80,7 +87,7 @@ class Position:
         )
 
     def next_epoch(self) -> Position:
-        """Returns the same position, at the beginning of the next epoch."""
+        """Returns this position moved to the start of the next epoch."""
         return replace(self, epoch=self.epoch + 1, start=0)
 
 
