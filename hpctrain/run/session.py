@@ -157,22 +157,22 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This rank's number, from 0 to `world_size` - 1."""
+        """The number of this rank, from 0 to `world_size` - 1."""
         return self.world.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the run."""
+        """The number of ranks of the run."""
         return self.world.num_ranks
 
     @property
     def local_rank(self) -> int:
-        """This rank's number among the ranks of its node, from 0."""
+        """The index of this rank among the ranks of its node, from 0."""
         return self.topology.local_rank_of(self.rank)
 
     @property
     def local_world_size(self) -> int:
-        """Number of ranks on this rank's node."""
+        """The number of ranks on this rank's node."""
         return len(self.topology.ranks_by_node[self.topology.node_of(self.rank)])
 
     @property
@@ -287,14 +287,13 @@ class Session:
         )
 
     def parallelize(self, model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
-        """Splits `model` over the ranks as `plan` says. Collective. Call it before the optimizer is made.
+        """Splits `model` over the ranks as `plan` says, in place, and returns it. Collective.
+
+        Call it before the optimizer is made.
 
         Args:
-            model: The model. It is changed in place.
+            model: The model.
             plan: What is split, over which ranks.
-
-        Returns:
-            The same model.
 
         Raises:
             UsageError: On every rank, with nothing changed, if the plan does not fit the model.
@@ -379,14 +378,11 @@ class Session:
         return self.trainings.load(source, updater, loader=loader, also=also or {})
 
     def open_dataset(self, directory: str | Path, **options: Any) -> Dataset:
-        """Opens a packed dataset on all ranks. Collective.
+        """Opens a packed dataset on all ranks and returns it. Collective.
 
         Args:
             directory: The folder of the dataset.
             **options: Options of `hpctrain.data.open_together`.
-
-        Returns:
-            The dataset.
 
         Raises:
             DataError: The same on all ranks, if the dataset cannot be opened or a node finds other content than rank 0.
