@@ -1,4 +1,4 @@
-"""Simulators: reductions over all ranks, and a job's failures, checkpoints and restarts."""
+"""Simulates reductions over all ranks, and a job's failures, checkpoints and restarts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ ALGORITHMS = ("ring", "direct", "hierarchical", "hierarchical-ring", "flat")
 
 @dataclass(slots=True)
 class _Ranks:
-    """Clocks of all ranks, each of shape (ranks,). link: when the rank's link, or its share of its node's, is free
-    again; core: when its core is."""
+    """The clocks of all ranks, each of shape (ranks,).
+
+    link: when the rank's link, or its share of its node's link, is free. core: when its core is free.
+    """
 
     link: Clocks
     core: Clocks
@@ -47,10 +49,10 @@ def simulate_reduction(
     machine: Machine,
     arrival_s: Clocks | None = None,
 ) -> float:
-    """Returns the seconds from the arrival of the last rank until all have the sum.
+    """Returns the seconds from the arrival of the last rank until all ranks have the sum.
 
-    num_bytes: of float32. arrival_s: of each rank, shape (ranks,); None: all at 0. Raises UsageError for algorithms
-    that are not simulated.
+    num_bytes: the size of the float32 buffer. arrival_s: the arrival of each rank, shape (ranks,); None: all at 0.
+    Raises UsageError for algorithms that are not simulated.
     """
     runs = actual_algorithm(algorithm, layout, wire=wire)
     if layout.ranks == 1:
@@ -68,7 +70,7 @@ def simulate_reduction(
 
 
 def _split(total: int, parts: int) -> NDArray[np.int64]:
-    """Even counts that add up to `total`, the larger ones first."""
+    """Returns even counts that add up to `total`, the larger ones first."""
     low, rest = divmod(total, parts)
     return low + (np.arange(parts) < rest)
 
@@ -82,7 +84,7 @@ def _engine(
     machine: Machine,
     arrivals: Clocks,
 ) -> float:
-    """Up to IN_FLIGHT chunks at once, as in the engine; when one ends the next begins."""
+    """Simulates the engine, which processes up to IN_FLIGHT chunks at once and starts the next when one ends."""
     two_levels = algorithm.startswith("hierarchical")
     start = arrivals
     if two_levels:  # carriers of a node do the same at the same time: one clock for each node
@@ -113,14 +115,14 @@ def _engine(
 
 @dataclass(slots=True, eq=False)
 class _Active:
-    """A chunk under way. ready: when each rank, or node, can go on with it."""
+    """A chunk in progress. `ready` is when each rank, or node, can continue with it."""
 
     ready: Clocks
     rounds: Iterator[bool]
 
 
 def _chunk(algorithm: str, count: int, ranks: _Ranks, ready: Clocks, *, hop: _Hop) -> Iterator[bool]:
-    """Yields True after each round, after which `ready` says when the next one can begin; ends with the chunk."""
+    """Simulates one chunk. Yields True after each round, when `ready` says when the next round can start."""
     node, per_node = hop.machine.node, hop.layout.ranks_per_node
     part = float(count * ELEMENT_BYTES)
     if hop.two_levels:
@@ -137,7 +139,7 @@ def _chunk(algorithm: str, count: int, ranks: _Ranks, ready: Clocks, *, hop: _Ho
 
 
 def _work(ranks: _Ranks, ready: Clocks, seconds: float) -> None:
-    """Every rank computes for `seconds`, on its own core, once it is ready."""
+    """Makes every rank compute for `seconds` on its core, once it is ready."""
     if seconds > 0:
         np.maximum(ready, ranks.core, out=ready)
         ready += seconds
@@ -146,7 +148,10 @@ def _work(ranks: _Ranks, ready: Clocks, seconds: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hop:
-    """How messages travel. sharing: ranks that send through one link at once. share: wire bytes for each of float32."""
+    """The properties of messages.
+
+    `sharing` ranks send through one link at once; `share` is wire bytes per float32 byte.
+    """
 
     network: Link
     local: Link
@@ -166,7 +171,7 @@ class _Hop:
         )  # fmt: skip
 
     def work_s(self, slice_bytes: float, *, far: bool, add: bool) -> float:
-        """Processor time of one message: sending it, and encoding, adding or decoding what came."""
+        """Returns the processor time of one message: sending it, and encoding, adding or decoding the received data."""
         node, link = self.machine.node, self.network if far else self.local
         moved = 2 * slice_bytes * self.share / node.wire_bytes_per_s if far else 0.0
         coding = 0.0 if self.share == 1.0 else 1.5 * slice_bytes / node.code_bytes_per_s
@@ -180,7 +185,7 @@ class _Hop:
 
 
 def _ring(ranks: _Ranks, ready: Clocks, slice_bytes: float, *, hop: _Hop) -> Iterator[bool]:
-    """2 (N - 1) rounds: each rank sends to its successor, and goes on when its predecessor's message is there."""
+    """Simulates 2 (N - 1) rounds, in which each rank sends to its successor and waits for its predecessor's message."""
     count = len(ready)
     far = hop.successor_is_far(count)
     num_bytes = slice_bytes * hop.share
@@ -208,8 +213,10 @@ def _ring(ranks: _Ranks, ready: Clocks, slice_bytes: float, *, hop: _Hop) -> Ite
 
 
 def _direct(ranks: _Ranks, ready: Clocks, slice_bytes: float, *, hop: _Hop) -> Iterator[bool]:
-    """Two phases of N - 1 messages: in round k each rank sends to the k-th one after it. A phase ends for a rank when
-    all its messages have come and all of its own have left."""
+    """Simulates two phases of N - 1 messages. In round k each rank sends to the k-th rank after it.
+
+    A phase ends for a rank when all its messages have arrived and all of its own have left.
+    """
     count, per_node = len(ready), hop.layout.ranks_per_node
     num_bytes = slice_bytes * hop.share
     place = np.arange(count)
@@ -241,8 +248,10 @@ def _direct(ranks: _Ranks, ready: Clocks, slice_bytes: float, *, hop: _Hop) -> I
 def _through_shared_links(
     core: Clocks, link: Clocks, far: NDArray[np.bool_], num_bytes: float, *, hop: _Hop, arrived: Clocks
 ) -> None:
-    """Messages of a node's ranks leave through its one link, one after another in the order of the ranks. A message
-    within the node occupies its sender's core while it is copied."""
+    """Simulates messages of a node's ranks through their common link, one after another in rank order.
+
+    A message within the node occupies its sender's core while it is copied.
+    """
     shape = (hop.layout.nodes, hop.layout.ranks_per_node)
     cores, away, came = core.reshape(shape), far.reshape(shape), arrived.reshape(shape)
     free = link.reshape(shape).max(axis=1)
@@ -257,7 +266,7 @@ def _through_shared_links(
 
 
 def _library(num_bytes: float, *, wire: str, layout: Layout, machine: Machine, arrivals: Clocks) -> float:
-    """The backend's all-reduce: the quicker of recursive doubling and Rabenseifner's."""
+    """Simulates the backend's all-reduce: the faster of recursive doubling and Rabenseifner's algorithm."""
     if layout.ranks & (layout.ranks - 1):
         raise UsageError(f"flat is simulated for powers of two only, not for {layout.ranks} ranks")
     hop = _Hop.of(layout, machine, two_levels=False, wire=wire)
@@ -266,7 +275,10 @@ def _library(num_bytes: float, *, wire: str, layout: Layout, machine: Machine, a
 
 
 def _doubling(arrivals: Clocks, num_bytes: float, *, halves: bool, hop: _Hop) -> Clocks:
-    """Partners at the distance 1, 2, 4, ... exchange everything, or first halves of what is left and then the sums."""
+    """Simulates exchanges between partners at the distances 1, 2, 4, ...
+
+    They exchange everything, or, with `halves`, first halves of what is left and then the sums.
+    """
     count, per_node = len(arrivals), hop.layout.ranks_per_node
     place = np.arange(count)
     rounds = count.bit_length() - 1
@@ -304,13 +316,13 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A training run and what happens to it. All times in seconds.
+    """A training job and its failures. All times are in seconds.
 
-    nodes, spares: that train, and that wait in the job for one to fail. node_hours_between_failures: of one node,
-    mean of an exponential distribution. repair_s: until a failed node is a spare again. interval_s: of training
-    between two saves. save_s: for which a save stops training. detect_s: from a failure until it is noticed.
-    restart_s: to start the ranks and load the checkpoint. queue_s: mean wait for a new allocation where nodes are
-    missing; exponential.
+    nodes: the nodes that train. spares: the nodes of the job that wait to replace a failed one.
+    node_hours_between_failures: the mean for one node; failures follow an exponential distribution. repair_s: the time
+    until a failed node is a spare again. interval_s: the training time between two saves. save_s: the time for which a
+    save stops training. detect_s: the time until a failure is noticed. restart_s: the time to start the ranks and load
+    the checkpoint. queue_s: the mean wait for a new allocation if nodes are missing, exponential.
     """
 
     nodes: int
@@ -332,14 +344,17 @@ class Job:
 
     @property
     def between_failures_s(self) -> float:
-        """Mean seconds between failures of the nodes that train."""
+        """The mean seconds between failures of the nodes that train."""
         return self.node_hours_between_failures * HOUR_S / self.nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Shares of the time, which add up to 1. trained: that counts. saving: in saves. lost: training that was done
-    again after a failure. down: detecting and restarting. queued: waiting for nodes. failures: their number."""
+    """The shares of the time, which add up to 1, and the number of failures.
+
+    trained: training that counts. saving: saves. lost: training that was repeated after a failure. down: detection and
+    restarts. queued: waiting for nodes.
+    """
 
     trained: float
     saving: float
@@ -368,7 +383,7 @@ def simulate_job(job: Job, *, hours: float, seed: int = 0) -> Outcome:
 
 @final
 class _Run:
-    """The processes of one simulated job, and the seconds that they have spent."""
+    """The processes of one simulated job, and the seconds that they have spent on each activity."""
 
     def __init__(
         self, job: Job, environment: Any, *, interrupt: type[Exception], generator: random.Random
@@ -392,7 +407,7 @@ class _Run:
         )  # fmt: skip
 
     def train(self) -> Generator[Any, Any, None]:
-        """Attempts, one after another; each ends with a failure."""
+        """Simulates attempts, one after another. Each ends with a failure."""
         while True:
             attempt = self._environment.process(self._attempt())
             self._environment.process(self._failure(attempt))
@@ -404,7 +419,7 @@ class _Run:
             yield from self._wait(self._job.restart_s)
 
     def _attempt(self) -> Generator[Any, Any, None]:
-        """Trains and saves until it is interrupted; what was trained since the last save is lost."""
+        """Trains and saves until a failure interrupts it. Training since the last save is lost."""
         while True:
             began = self._environment.now
             try:
@@ -421,7 +436,7 @@ class _Run:
         attempt.interrupt()
 
     def _repair(self, allocation: int) -> Generator[Any, Any, None]:
-        """Makes the failed node a spare again, if the job still has the allocation that it belongs to."""
+        """Makes the failed node a spare again, if the job still has the same allocation."""
         yield self._environment.timeout(self._job.repair_s)
         if allocation == self._allocation:
             self._spares += 1
@@ -429,8 +444,10 @@ class _Run:
             self._repaired = self._environment.event()
 
     def _find_node(self) -> Generator[Any, Any, None]:
-        """Takes a spare node. Without one the job waits for a new allocation, with all nodes and spares, or for a
-        node that is repaired earlier."""
+        """Takes a spare node.
+
+        Without one, the job waits for a new allocation with all nodes, or for a repaired node.
+        """
         if self._spares == 0:
             began = self._environment.now
             queue_s = self._random.expovariate(1 / self._job.queue_s) if self._job.queue_s > 0 else 0.0
@@ -450,7 +467,7 @@ class _Run:
 def sweep(
     job: Job, *, intervals_s: Sequence[float], spares: Sequence[int], hours: float, seed: int = 0
 ) -> dict[tuple[float, int], Outcome]:
-    """Returns the outcome of each interval with each number of spare nodes, all with the same failures' seed."""
+    """Returns the outcome for each interval and number of spare nodes, all with the same seed of failures."""
     return {
         (interval_s, count): simulate_job(
             replace(job, interval_s=interval_s, spares=count), hours=hours, seed=seed
@@ -466,13 +483,13 @@ def sweep(
 
 
 def young_interval(save_s: float, *, between_failures_s: float) -> float:
-    """Returns sqrt(2 s M): the seconds of training between two saves that take `save_s` each."""
+    """Returns sqrt(2 s M): the training seconds between two saves that take `save_s` each."""
     _check(save_s, between_failures_s)
     return math.sqrt(2 * save_s * between_failures_s)
 
 
 def daly_interval(save_s: float, *, between_failures_s: float) -> float:
-    """Returns Daly's estimate of higher order, better where failures come every few saves."""
+    """Returns Daly's estimate of higher order, which is better if failures come every few saves."""
     _check(save_s, between_failures_s)
     if save_s >= 2 * between_failures_s:
         return between_failures_s

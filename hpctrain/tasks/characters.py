@@ -54,7 +54,7 @@ def _embedded(tokens: torch.Tensor, *, by_token: nn.Embedding, by_place: nn.Embe
 
 
 class Transformer(nn.Module):
-    """Computes the logits of the next token, shape (batch, window, vocabulary), from tokens of shape (batch, window)."""
+    """Computes the logits of the next token, shape (batch, window, vocabulary), from tokens, shape (batch, window)."""
 
     def __init__(
         self, *, vocabulary: int, window: int, width: int, layers: int, heads: int, dropout: float
