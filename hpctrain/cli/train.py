@@ -1,4 +1,4 @@
-"""`hpctrain train RECIPE.toml`."""
+"""The command `hpctrain train`."""
 
 from __future__ import annotations
 
