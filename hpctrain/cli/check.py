@@ -77,7 +77,7 @@ def check_command(
         )
     from hpctrain.run import load_recipe
 
-    load_recipe(recipe, overrides=overrides or [])  # its faults are said once, before ranks start
+    load_recipe(recipe, overrides=overrides or [])  # its faults are reported once, before ranks start
     options = [option for override in overrides or [] for option in ("--set", override)]
     options += ["--steps", str(steps)]
     try:
@@ -145,7 +145,7 @@ def _check_here(
     except HpctrainError as error:
         if result is None or not error.agreed:
             raise
-        # A launcher adds lines of its own to the message of ranks that fail.
+        # A launcher adds its own lines to the message of ranks that fail.
         if is_rank_0:
             _write(result, {"error": str(error), "exit_code": int(error.exit_code)})
         return

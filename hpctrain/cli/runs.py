@@ -111,7 +111,7 @@ def _sweep(path: Path | None) -> ScalingDocument | None:
 # `hpctrain efficiency RUN`.
 
 
-# Of more ranks the table has those that waited least, and the JSON all.
+# With more ranks, the table lists those that waited least; the JSON lists all.
 _MOST_RANKS = 16
 
 
@@ -259,7 +259,7 @@ def _watch(follower: RunFollower, console: Console, *, every_s: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    # A signal that ends this command must give the terminal back as it was.
+    # A signal that ends this command must restore the terminal.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     frame: RenderableType = Text("reading the run directory")

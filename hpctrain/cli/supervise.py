@@ -13,7 +13,7 @@ import typer
 
 from hpctrain.errors import UsageError
 
-# Longer than checks of nodes take between two attempts.
+# Longer than the checks of nodes between two attempts take.
 _SERVER_LINGERS_S = 120.0
 
 

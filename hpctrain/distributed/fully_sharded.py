@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _KEPT = "_hpctrain_kept_whole"
-# Of a sharded model; and of a module whose gradients `sum_gradients_by` sums.
+# Attributes of a sharded model, and of a module whose gradients `sum_gradients_by` sums.
 _FACTOR, SUMMED_HERE = "_hpctrain_gradient_factor", "_hpctrain_sums_gradients"
 
 
@@ -168,7 +168,7 @@ class ShardedPasses:
         for state in self._states():
             for group in state._fsdp_param_groups:
                 for parameter in group.fsdp_params:
-                    # From PyTorch 2.15 on a property, without a setter, that reads the gradient of the next line.
+                    # Since PyTorch 2.15 it is a property without a setter that reads the gradient of the next line.
                     if "unsharded_accumulated_grad" in vars(parameter):
                         parameter.unsharded_accumulated_grad = None
                     if hasattr(parameter, "_unsharded_param"):
@@ -194,10 +194,10 @@ def _reshard(modules: list[Any]) -> None:
         module.reshard()
 
 
-# Has FSDP2 communicate while the CPU computes.
+# Lets FSDP2 communicate while the CPU computes.
 #
 # On GPUs it overlaps the two by streams. CPUs have none, so each of its operations would block. Through its
-# hooks they are started here, and waited for where their result is needed (ADR 59).
+# hooks they are started here, and waited for when their result is needed (ADR 59).
 
 
 class StartSum(Protocol):
@@ -374,7 +374,7 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, *, offload: bool = Fals
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     blocks = repeated_blocks(model)
     for number, block in enumerate(blocks.values(), start=1):
-        # Backward begins with the last one, which would be gathered again at once.
+        # Backward starts with the last block, which would be gathered again at once.
         fully_shard(block, mesh=mesh, offload_policy=policy, reshard_after_forward=number < len(blocks))
     fully_shard(model, mesh=mesh, offload_policy=policy)
     for module in sharded_modules(model):
@@ -390,7 +390,7 @@ def check_shardable(model: nn.Module) -> None:
     """Raises UsageError if FSDP2 cannot shard the model or would train it wrongly, or if this PyTorch is too old."""
     import torch.distributed.fsdp as fsdp
 
-    # The newest of what is called here.
+    # The newest FSDP2 method that is used here.
     if not hasattr(getattr(fsdp, "FSDPModule", None), "reset_iter_state"):
         raise UsageError(
             f"FSDP2 of PyTorch {torch.__version__} is too old to shard parameters: it has no reset_iter_state. "

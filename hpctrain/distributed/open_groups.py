@@ -45,7 +45,7 @@ def address_of_rank_0(topology: Topology) -> str:
 BACKEND = "hpctrain"
 # Smaller sums go over all ranks at once: within the node and between the nodes costs more messages.
 _TWO_LEVEL_BYTES = 1 << 16
-# The oldest that was seen to work. With 2.6 DDP waits without end when it compares the shapes of parameters, and up to
+# The oldest release that works. With 2.6 DDP waits for ever when it compares the shapes of parameters, and up to
 # 2.5 groups in Python have no name.
 _OLDEST = "2.8"
 
@@ -134,7 +134,7 @@ class _Open:
     ranks: tuple[World, Topology] | None = None
     close: Callable[[], None] | None = None
     traffic: Traffic | None = None
-    # PyTorch keeps what is C++ of a store, not what is Python.
+    # PyTorch keeps the C++ part of a store alive, not the Python part.
     store: Store | None = None
 
 
@@ -234,7 +234,7 @@ def _set_variables(world: World, topology: Topology, *, host_memory: bool) -> No
         "LOCAL_WORLD_SIZE": len(topology.groups("local")[topology.node_of(world.rank)]),
     }
     if world.num_ranks > 1:
-        # Nothing listens there: a library may open a store of its own. A single process must not look as torchrun's.
+        # Nothing listens there; a library may open its own store. A single process must not look like one of torchrun.
         address = [address_of_rank_0(topology), _free_port()] if world.rank == 0 else None
         variables["MASTER_ADDR"], variables["MASTER_PORT"] = broadcast_json(world, address)
     if host_memory:

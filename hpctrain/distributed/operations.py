@@ -26,7 +26,7 @@ _WIDER = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
-# Dtypes whose sums may overflow although the mean does not, and the one in which it is computed.
+# Dtypes whose sums may overflow although the mean does not, with the dtype in which the mean is computed.
 _OF_MEANS = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,

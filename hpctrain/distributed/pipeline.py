@@ -20,7 +20,7 @@ from hpctrain.comm import Collective, World, agreed, all_gather_json, is_true_ev
 from hpctrain.distributed.plan import ParallelPlan
 from hpctrain.errors import UsageError
 
-# PyTorch's pipeline stage, which notes when it computes; what lies between is the bubble.
+# PyTorch's pipeline stage, which records when it computes; the time between is the bubble.
 
 
 def gaps(busy: Sequence[tuple[float, float]], *, begin: float, end: float) -> list[tuple[float, float]]:
@@ -70,7 +70,7 @@ def timed_stage(*arguments: Any, busy: list[tuple[float, float]], **options: Any
     return TimedStage(*arguments, **options)
 
 
-# Which layers of a model are which stage of a pipeline. Nothing here communicates.
+# Divides the layers of a model into pipeline stages. Does not communicate.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +172,7 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 _PIPELINE = "_hpctrain_pipeline"
 
-# Returns the loss of which backward runs, from the output of a micro-batch and its number.
+# Returns the loss for backward, from the output of a micro-batch and its index.
 LossOf: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]
 _Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
@@ -228,7 +228,7 @@ class Pipeline:
             for named in (model.named_parameters, model.named_buffers)
             for name, _ in named(remove_duplicate=False)
         }
-        # Of the input of each stage and the last output, by the first stage's input and whether the model trains.
+        # Kinds of each stage's input and of the last output, by the first stage's input and whether the model trains.
         self._kinds: dict[tuple[_Kind, bool], list[_Kind]] = {}
         self._schedule: Any = None
         self._scheduled: list[_Kind] = []  # what the schedule was made for
@@ -349,7 +349,7 @@ class Pipeline:
         the world.
         """
         given = (len(inputs) // parts, *inputs.shape[1:]), inputs.dtype
-        key = given, self._model.training  # layers may leave something out in training alone
+        key = given, self._model.training  # layers may compute less in one of the modes
         known = key in self._kinds
         if self.replicas.num_ranks > self._plan.tensor:
             known = is_true_everywhere(self.replicas, known)

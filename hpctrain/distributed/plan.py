@@ -12,10 +12,10 @@ Shard: TypeAlias = Literal["none", "optimizer", "gradients", "parameters"]
 Within: TypeAlias = Literal["world", "node"]
 Checkpointing: TypeAlias = Literal["none", "blocks", "selective"]
 Schedule: TypeAlias = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-# By name of a module: how it is split, or that and the number of parts that stay whole; see `check_tensor_plan`.
+# How each module is split, by name, possibly with the number of parts that are not cut; see `TensorParallelTask`.
 TensorPlan: TypeAlias = Mapping[str, str | tuple[str, int]]
 
-# Schedules whose ranks r have the stages r and r + pipeline.
+# Schedules in which rank r of a pipeline has the stages r and r + pipeline.
 _OF_TWO_STAGES = ("interleaved", "zero-bubble")
 
 

@@ -28,7 +28,7 @@ from hpctrain.errors import UsageError
 Tensors = Sequence[torch.Tensor]
 # The largest tag that MPI guarantees. Barriers with a timeout use it.
 _BARRIER_TAG = (1 << 15) - 1
-# Messages up to this are copied when they are sent.
+# Messages of up to this size are copied when they are sent.
 _COPIED_BYTES = 1 << 16
 
 
@@ -211,7 +211,7 @@ class CommunicatorGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> dist.Work:
-        # Of each rank a list, here; of each tensor a list, there.
+        # Here there is a list per rank, in `_gather_lists` a list per tensor.
         return self._gather_lists(list(zip(*output_lists, strict=True)), inputs, opts)
 
     def _gather_lists(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
@@ -322,7 +322,7 @@ class CommunicatorGroup(dist.ProcessGroup):
         pending = self._peers.send(buffer.clone() if copied else buffer, to=to, tag=_checked(tag))
         work = MessageWork(self._peers, pending, what=f"({buffer.numel()} bytes to rank {to} of the group)")
         self._moving.watch(work)
-        # A copy is on its way: the caller may go on, and change the tensor, whatever the receiver does.
+        # A copy is being sent: the caller may change the tensor at once, whatever the receiver does.
         return finished_work([]) if copied else work
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> dist.Work:

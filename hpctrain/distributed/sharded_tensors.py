@@ -18,12 +18,12 @@ from hpctrain.distributed.tensor_parallel import split_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Not derived from the parameters: after a forward without backward FSDP2 holds some of them whole.
+# Stored, not derived from the parameters: after a forward without backward FSDP2 holds some of them whole.
 _SHARD = "_hpctrain_shard"
 _MESH = "_hpctrain_shard_mesh"
 # The axis of a mesh along which ranks hold different tensors: the stages of a pipeline.
 PIPELINE_AXIS = "pipeline"
-# The meshes that models are split over, the newest last. Of several trainings in one process the last one's counts.
+# The meshes over which models are split, the newest last. With several trainings in a process the last one counts.
 _MESHES: list[DeviceMesh] = []
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, shape)
 
@@ -171,7 +171,7 @@ def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return sharded_as(whole[box].clone(), like)
 
 
-# A rank's elements of parameters that every rank holds whole: of these it keeps the optimizer's state.
+# Parameters that every rank holds whole, with the elements whose optimizer state this rank keeps.
 
 
 _HELD = "_hpctrain_elements"

@@ -26,7 +26,7 @@ from hpctrain.topology import ParallelMesh, Topology
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Which results of operations a checkpointed block keeps, instead of computing them again in backward.
+# Decides which results a checkpointed block keeps instead of recomputing them in backward.
 #
 # Source: Korthikanti et al. 2022, arXiv:2205.05198 (selective activation recomputation); the mechanism is
 # PyTorch's.
@@ -196,7 +196,7 @@ def _place(plan: ParallelPlan, topology: Topology) -> _Placement | None:
         grid = np.array(mesh.ranks[0])  # (node, local, tensor)
         if len(nodes) > 1:
             return _Placement(ranks=tuple(grid.tolist()), axes=("node", "local", "tensor"))
-        # Ascending where ranks go round the nodes too: PyTorch sorts the ranks of a group.
+        # Ascending even if ranks alternate between nodes, since PyTorch sorts the ranks of a group.
         return _Placement(
             ranks=tuple(sorted(grid.reshape(-1, plan.tensor).tolist())), axes=("data", "tensor")
         )

@@ -69,7 +69,7 @@ def put_in_pipeline(
         for name, value in model.state_dict().items()
         if isinstance(value, torch.Tensor)
     }
-    # Every rank takes part in making every group, in this order.
+    # Every rank takes part in the creation of every group, in this order.
     groups = [torch.distributed.new_group(list(each), sort_ranks=False) for each in ranks.pipelines]
     opened = world.open_group(next(each for each in ranks.stages if world.rank in each))
     replicas = opened[0] if opened is not None else world.split(ranks.stages)

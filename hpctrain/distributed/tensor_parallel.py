@@ -236,7 +236,7 @@ class _Rows:
     """
 
     def __init__(self) -> None:
-        self._shape = torch.Size()  # one: recomputed activations may end a forward before `restore`
+        self._shape = torch.Size()  # of one call: recomputation may end a forward before `restore`
 
     def flatten(self, features: torch.Tensor) -> torch.Tensor:
         self._shape = features.shape[:-1]
@@ -417,7 +417,7 @@ def _style_of(module: nn.Module, how: str, *, sequence: bool) -> Any:
         return ColwiseParallel(output_layouts=Shard(-2) if embedding and sequence else Replicate())
     if not embedding:
         return RowwiseParallel(output_layouts=Partial()) if sequence else RowwiseParallel()
-    # The rows of an embedding are those of its vocabulary: every rank looks up all indices and finds its own.
+    # The rows of an embedding are its vocabulary: every rank looks up all indices and finds those that it holds.
     return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2) if sequence else Replicate())
 
 

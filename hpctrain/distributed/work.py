@@ -322,7 +322,7 @@ class OperationThread:
             raise
 
 
-# A barrier that gives up: for groups, and single barriers, that a program gave a timeout of its own.
+# A barrier with a time limit, for groups and barriers to which a program has given a timeout.
 
 
 _SLEEP_S = 1e-3

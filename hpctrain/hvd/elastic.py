@@ -142,7 +142,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        # Equally many for every rank: the first ones again at the end.
+        # Every rank gets equally many samples: the first ones are repeated at the end.
         filled = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)
         return itertools.islice(filled, self.rank, None, self.num_replicas)
 

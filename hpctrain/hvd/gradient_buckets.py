@@ -66,7 +66,7 @@ class _Bucket:
     def __init__(self, parameters: Sequence[int]) -> None:
         self.parameters = list(parameters)
         self.missing = len(parameters)
-        self.dense: list[int] | None = None  # those in `flat`; None: not made yet
+        self.dense: list[int] | None = None  # parameters in `flat`; None: not created yet
         self.flat = torch.empty(0)
         self.views: list[torch.Tensor] = []
         self.works: list[CollectiveWork] = []
@@ -94,7 +94,7 @@ class GradientReduction:
         self._passes = settings.passes
         self._left = [settings.passes] * len(self._parameters)
         self._next = 0  # the bucket to start next
-        self._sparse_dims: dict[int, int] = {}  # of parameters that had a sparse gradient
+        self._sparse_dims: dict[int, int] = {}  # by parameter that had a sparse gradient
         # Gradients from backward to `finish`, in which `.grad` refuses every use.
         self._held: dict[int, torch.Tensor] = {}
         self._pending = self._made_pending()
@@ -346,7 +346,7 @@ class GradientReduction:
         rest = [number for number in numbers if number not in grouped]
         buckets = [part for members in explicit for part in self._divided(members, 1 << 62)]
         buckets += self._divided(rest, BUCKET_BYTES)
-        # Backward reaches the parameters that forward used first at the end.
+        # Backward reaches last the parameters that forward used first.
         return sorted(buckets, key=min, reverse=True)
 
     def _explicit_groups(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -375,7 +375,7 @@ class GradientReduction:
                 yield [here[slot.parameter] for slot in bucket.slots]
 
 
-# Those that start reductions in backward.
+# The reductions that start in backward.
 _watching: weakref.WeakSet[GradientReduction] = weakref.WeakSet()
 
 

@@ -27,7 +27,7 @@ from hpctrain.errors import BufferMismatch, CommunicationError, HpctrainError
 from hpctrain.hvd.errors import HorovodInternalError, HorovodValueError, as_horovod_error
 from hpctrain.hvd.reductions import ReduceOp, reduce_flat
 
-# Less than the number of any operation: what a rank that has joined contributes to the comparison.
+# The contribution of a joined rank to the comparison; less than the number of any operation.
 _NO_OPERATION = -(1 << 62)
 
 
@@ -53,9 +53,9 @@ class Group:
         self._unseen: deque[tuple[str | None, CollectiveWork]] = (
             deque()
         )  # names of started operations, see `run`
-        self._number = 0  # of operations that have begun, the same on every rank
+        self._number = 0  # number of operations started, the same on every rank
         self._number_at_join = 0
-        self._join: CollectiveWork | None = None  # that was started and not ended
+        self._join: CollectiveWork | None = None  # a join that has not ended
 
     @property
     def rank(self) -> int:
@@ -104,7 +104,7 @@ class Group:
                 f"{named} was started before and has not been waited for: give another name, or call "
                 "hvd.synchronize with the first one's handle"
             )
-        # Decided here and not when the operation runs: whether the caller has waited does not depend on timing.
+        # Decided here and not when the operation runs, so that it does not depend on timing.
         before = self._unseen[-1][1] if self._unseen and not self._unseen[-1][1].awaited else None
         try:
             with as_horovod_error():

@@ -80,7 +80,7 @@ def DistributedOptimizer(  # noqa: N802
     base: type[torch.optim.Optimizer] = type(optimizer)
     mixin = _Combining if chosen is Adasum else _Reducing
     made = type(base.__name__, (mixin, base), {"__module__": base.__module__})
-    # The same parameter groups and state, so that a scheduler of `optimizer` is one of this. `step` would be an
+    # The same parameter groups and state, so that a scheduler of `optimizer` also works here. `step` would be an
     # attribute of the instance where a scheduler has wrapped it.
     wrapped: Any = object.__new__(made)
     vars(wrapped).update({name: value for name, value in vars(optimizer).items() if name != "step"})

@@ -41,7 +41,7 @@ Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
-# Operations that ranks which have joined take part in, with zeros.
+# Operations to which joined ranks contribute zeros.
 JOINABLE = (Average, Sum, Adasum)
 _NAMES = {Average: "mean", Sum: "sum", Min: "minimum", Max: "maximum", Product: "product"}
 

@@ -15,7 +15,7 @@ from lightning.pytorch import strategies
 from hpctrain.launch import identify
 from hpctrain.run import Session, init_process_group
 
-# Who this rank is, for Lightning.
+# The rank's identity, for Lightning.
 
 
 @final
@@ -67,7 +67,7 @@ class SessionEnvironment(ClusterEnvironment):
 class _OnRanks(strategies.ParallelStrategy):
     """The common base of the strategies. It comes before Lightning's class, whose __init__ takes the other options."""
 
-    _started: Session | None = None  # by the newest strategy that was given none
+    _started: Session | None = None  # the session that the newest strategy has started
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class _OnRanks(strategies.ParallelStrategy):
         super().__init__(**options)
         self.cluster_environment = SessionEnvironment(session)
 
-    # The Trainer's `devices` and `num_nodes` do not count: it would set these.
+    # The Trainer's `devices` and `num_nodes`, with which it would set these, are ignored.
 
     @property
     def parallel_devices(self) -> list[torch.device]:

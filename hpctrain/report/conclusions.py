@@ -18,11 +18,11 @@ from hpctrain.report.tables import Row, Table, Value
 from hpctrain.scaling import Efficiency, against, own_times
 from hpctrain.supervise import effective_time
 
-# Times of the ranks of a split model by their place in it: stages of a pipeline, ranks of tensor groups.
+# Times of the ranks of a split model by pipeline stage and by index in the tensor group.
 # Pure.
 
 
-# Names of a rank's places in environment.json, and what one is called.
+# The names of a rank's indices in environment.json, and their singular names.
 _AXES = {"pipeline": "stage", "tensor": "tensor rank"}
 _PARTS = ("compute", "bubble", "exposed_sync", "input")
 
@@ -68,7 +68,7 @@ def by_axis(run: RunData) -> Table | None:
     )  # fmt: skip
 
 
-# How far the reductions of a run are from what its links and memory allow. Pure.
+# Compares the reductions of a run with the bound that its links and memory allow. Pure.
 #
 # An all-reduce of n bytes over W members, each of which sends at a rate B, takes at least 2 (W-1)/W n / B
 # (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002, theorem 1). Here the members are the nodes,

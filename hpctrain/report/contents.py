@@ -31,7 +31,7 @@ from hpctrain.storage import replace_file
 if TYPE_CHECKING:
     from hpctrain.bench import ScalingDocument
 
-# What a scaling sweep says: a table, and conclusions. Pure.
+# The table of a scaling sweep, and the conclusions from it. Pure.
 
 
 def sweep_table(sweep: ScalingDocument) -> Table:

@@ -17,11 +17,11 @@ from hpctrain.run import read_recipe_document
 from hpctrain.telemetry import read_records, scalars_of
 
 STORE = "mlflow.db"  # in the run directory
-# What one request may hold (mlflow.org, REST API, "Log Batch").
+# The limits of one request (mlflow.org, REST API, "Log Batch").
 _METRICS_A_BATCH, _PARAMS_A_BATCH = 1000, 100
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 5000
 
-_RUN_TAG = "hpctrain.run"  # by which an earlier export of the same run is found
+_RUN_TAG = "hpctrain.run"  # identifies an earlier export of the same run
 _UNTIL_TAG = "hpctrain.exported_until"  # time of the newest record in the store
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "diverged": "FAILED"}
 # Otherwise a server that refuses would be asked for minutes.

@@ -21,7 +21,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# What a node costs, from a file of the user's.
+# The price of a node, from a user's file.
 
 
 class Prices(BaseModel):

@@ -175,7 +175,7 @@ def _from_target(
     return made
 
 
-# How long a save is taken to last until one has been measured: parameters with two moments, written slowly.
+# Estimates the duration of the first save: parameters and two moments, written at this low rate.
 _ASSUMED_STATES = 3
 _ASSUMED_BYTES_PER_S = 100e6
 

@@ -193,7 +193,7 @@ class RecipeTrial:
         sums = {"loss": loss} if weight is None else {"loss": loss, LOSS_WEIGHT: weight}
         outcome = self.updater.step(sums=sums, divide_by=None if weight is None else LOSS_WEIGHT)
         self._step += 1
-        # The ranks' parts of the mean loss of the batch.
+        # The ranks' contributions to the mean loss of the batch.
         return loss if weight is None else loss / (outcome.sums[LOSS_WEIGHT] or 1.0)
 
     def rows(self, batch: Batch) -> Rows:
@@ -280,7 +280,7 @@ def check_recipe(recipe: Recipe, *, recipe_path: Path, steps: int, scratch: Path
         except HpctrainError as error:
             if not error.agreed:
                 raise
-            failed = error  # which all ranks have: the session ends as usual
+            failed = error  # all ranks raise it: the session ends normally
     raise failed
 
 

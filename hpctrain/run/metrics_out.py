@@ -127,11 +127,11 @@ def _newest(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-# Opens what receives a run's records besides its own files, as the recipe's section [telemetry] says.
+# Opens the sinks that receive a run's records besides its own files, as the section [telemetry] says.
 
 
 TENSORBOARD = "tensorboard"  # folder in the run directory
-# `telemetry.ranks = "auto"` lets each of up to so many ranks record its steps.
+# The largest number of ranks on which `telemetry.ranks = "auto"` lets every rank record its steps.
 MOST_RANKS_RECORDED = 64
 _ANY_ADDRESS = ("", "0.0.0.0", "::")
 _LOOPBACK = ("127.", "localhost", "::1")

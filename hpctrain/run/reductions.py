@@ -31,7 +31,7 @@ from hpctrain.reduce import (
 from hpctrain.run.reduction import Reduction, ReductionPlan, make_reduction
 from hpctrain.topology import Topology
 
-# Sums a buffer over all ranks, in place; collective.
+# A function that sums a buffer over all ranks, in place; collective.
 InPlaceSum = Callable[[torch.Tensor], None]
 
 

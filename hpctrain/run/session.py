@@ -311,7 +311,7 @@ class Session:
         ):
             self.on_close(end_process_group)
         if plan.shard == "parameters":
-            give_back_large_pieces()  # what the whole model had
+            give_back_large_pieces()  # the memory of the whole model
         return model
 
     def save_state(

@@ -22,12 +22,12 @@ from hpctrain.telemetry import STEP, read_records
 # docs/guides/efficiency.md.
 
 
-# Where a rank's time goes; the parts add up to the step.
+# The parts of a rank's time; they add up to the step.
 PARTS = (
     "compute", "hidden_reduction", "exposed_reduction", "waiting", "bubble", "input", "checkpoint", "evaluation",
     "other",
 )  # fmt: skip
-# Names of the records' seconds from which the parts follow.
+# Names of the recorded seconds from which the parts are computed.
 RECORDED = ("input", "compute", "hidden_sync", "bubble", "exposed_sync", "checkpoint", "evaluation", "other")
 
 

@@ -18,7 +18,7 @@ from hpctrain.scaling.model.machine import ELEMENT_BYTES, Layout, Link, Machine,
 
 # Simulates one reduction over all ranks, round by round: the check of the closed formulas.
 #
-# A round is one line of a max-plus recurrence over a vector of all ranks' clocks: a rank goes on when it
+# A round is one line of a max-plus recurrence over a vector of all ranks' clocks: a rank continues when it
 # has sent its message and received its neighbour's. So a ring of 65,536 ranks takes 131,070 rounds of a few
 # vector operations; one event for each message would be 10^10 of them. Every rank has its own clock, slices
 # and partners, and each node's link serves its ranks one after another; nothing here uses the formulas of
@@ -87,7 +87,7 @@ def _engine(
     """Simulates the engine, which processes up to IN_FLIGHT chunks at once and starts the next when one ends."""
     two_levels = algorithm.startswith("hierarchical")
     start = arrivals
-    if two_levels:  # carriers of a node do the same at the same time: one clock for each node
+    if two_levels:  # carriers of a node act simultaneously: one clock per node
         start = arrivals.reshape(layout.nodes, layout.ranks_per_node).max(axis=1) + machine.local.latency_s
     ranks = _Ranks(link=np.full(len(start), start.min()), core=start.copy())
     hop = _Hop.of(layout, machine, two_levels=two_levels, wire=wire)
@@ -103,7 +103,7 @@ def _engine(
     for _ in range(IN_FLIGHT):
         begin(start)
     while active:
-        # The engine goes on with what is ready first.
+        # The engine continues with the chunk that is ready first.
         chunk = min(active, key=lambda one: float(one.ready.max()))
         if next(chunk.rounds, False):
             continue

@@ -17,7 +17,7 @@ class TransformerBlock(nn.Module):
         self.head_width = width // heads
         self.dropout = dropout
         self.attention_norm = nn.LayerNorm(width)
-        # By head, and of each head query, key and value: a rank that has some of the heads has rows that lie together.
+        # Ordered by head, then query, key and value, so that the rows of a rank with some of the heads are contiguous.
         self.attention_in = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
         self.feed_forward_norm = nn.LayerNorm(width)

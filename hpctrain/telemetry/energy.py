@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final
 
-# What the energy counters have in common.
+# The interface of the energy counters.
 
 
 class EnergyCounter(Protocol):
@@ -57,7 +57,7 @@ class Increase:
         return self._total
 
 
-# Energy of a node of HPE Cray, as its controller counts it.
+# Energy of an HPE Cray node, counted by its controller.
 #
 # Source of the format: HPE, "User Access to Compute Node Power Data": a value, its unit, and the time of
 # the reading.

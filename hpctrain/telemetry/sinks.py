@@ -97,7 +97,7 @@ def _print_warning(text: str) -> None:
     print(f"hpctrain: {text}", file=sys.stderr, flush=True)
 
 
-# The numbers of a run by step, for programs that draw them: what is called how. Pure.
+# The names of a run's numbers by step, for programs that draw them. Pure.
 
 
 _OF_STEPS = ("loss", "lr", "grad_norm", "loss_scale")

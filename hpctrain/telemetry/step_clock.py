@@ -12,7 +12,7 @@ from contextlib import contextmanager
 # Parts of a step that follow one another on the main thread: with `other`, the rest, they add up to `step`.
 PARTS = ("input", "compute", "bubble", "exposed_sync", "checkpoint", "evaluation")
 
-# Called with the name of a span, its begin and its end, in seconds of `time.perf_counter`.
+# Called with the name, start and end of a span, in seconds of `time.perf_counter`.
 Observer = Callable[[str, float, float], object]
 
 

@@ -29,7 +29,7 @@ from hpctrain.testing import agreement_cases
 from hpctrain.testing.agreement_cases import raised_by
 from hpctrain.topology import Topology
 
-# Values, lengths and places of ranks with which the cases of a collective are tried.
+# Values, buffer lengths and node layouts for the cases of a collective.
 
 
 DTYPES = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)

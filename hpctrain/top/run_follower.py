@@ -13,10 +13,10 @@ from hpctrain.errors import UsageError
 from hpctrain.supervise import Attempt, read_attempts
 from hpctrain.top.state import RunFiles, RunHistory, RunState, state_of
 
-# Files of a run that is going on: JSON lines that are appended, and small files that are replaced as a
+# Files of a run in progress: JSON lines that are appended, and small files that are replaced as a
 # whole.
 #
-# Each is opened whenever it is looked at: over NFS the size of a file is only current after an open.
+# Each is opened for every look, since over NFS the size of a file is current only after an open.
 
 
 @final
@@ -204,6 +204,6 @@ class RunFollower:
                 paths = finished_newest_first(folder)
                 self._checkpoint = (step_of(paths[0]) or 0, paths[0].stat().st_mtime) if paths else None
                 self._checkpoints_at = changed_at
-        except FileNotFoundError:  # there is none yet, or it was deleted meanwhile
+        except FileNotFoundError:  # it does not exist yet, or was deleted
             return self._checkpoint
         return self._checkpoint

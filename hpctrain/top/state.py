@@ -21,7 +21,7 @@ from hpctrain.telemetry import STEP, in_words
 
 Record = Mapping[str, Any]
 
-# Times and rates are of so many last recorded steps.
+# The number of last recorded steps from which times and rates are computed.
 WINDOW_STEPS = 200
 _LOSSES = 4096
 _INCIDENTS = 50

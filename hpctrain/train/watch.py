@@ -42,9 +42,9 @@ from hpctrain.topology import Topology
 
 SLOW_FILE = "slow.json"
 WINDOW_ENDS = "window_ends"  # the name of rank 0's vote that a window ends with this step
-# A window has at least so many steps, however long they take.
+# The smallest number of steps in a window, however long they take.
 LEAST_STEPS = 5
-# The summary lists so many findings of a run; the records have all.
+# The largest number of findings in the summary; the records have all.
 MOST_LISTED = 100
 
 
@@ -200,7 +200,7 @@ class StragglerWatch:
 
 
 _MAX_SAID = 5
-_MAX_SAMPLES = 4  # of a field and rank, by number
+_MAX_SAMPLES = 4  # per field and rank
 
 
 @final
@@ -253,10 +253,10 @@ def _faults(batch: Batch) -> Iterator[str]:
             yield f"field {name!r}, {samples}"
 
 
-# Adds up where the time of all ranks goes, and records the POP efficiencies of every window of steps.
+# Adds up how all ranks spend their time, and records the POP efficiencies of every window of steps.
 
 
-# A window ends after so many steps at the latest: its maxima take 8 bytes a step.
+# The largest number of steps in a window, whose maxima take 8 bytes per step.
 _MOST_STEPS = 4096
 
 
@@ -413,13 +413,13 @@ class StepTrace:
         folder = self._directory / TRACE_FOLDER / f"step-{self._step:08}"
         try:
             make_shared_folder(folder, comm=self._world)
-        except LaunchError as error:  # on all ranks; training goes on without the trace
+        except LaunchError as error:  # on all ranks; training continues without the trace
             self._say(f"no trace: {error}")
             self._steps = ()
             return
         rank = self._world.rank
         path = folder / f"rank-{rank:05}.jsonl"
-        path.unlink(missing_ok=True)  # what an earlier start traced of the same steps
+        path.unlink(missing_ok=True)  # the trace of the same steps by an earlier start
         self._records = RecordWriter(path)
         self._records.write({
             "kind": "rank", "rank": rank, "ranks": self._world.num_ranks,

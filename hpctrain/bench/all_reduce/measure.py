@@ -298,7 +298,7 @@ MakeReducer = Callable[[str, str], BucketReducer]
 # (algorithm, wire, bytes) -> the algorithm that runs; None: the reducer's own.
 RunsFor = Callable[[str, str, int], str | None]
 
-# Memory of a reducer, in sizes of its buckets: the buckets, and somewhat more than that for encoded data.
+# Memory of a reducer in multiples of its buckets: the buckets, and somewhat more than that for encoded data.
 COPIES = 2.5
 SHARE_OF_MEMORY = 0.5
 SHARE_OF_SHARED = 0.8  # of /dev/shm, where the ranks of a node share their buckets

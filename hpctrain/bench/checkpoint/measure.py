@@ -38,7 +38,7 @@ from hpctrain.comm import Collective, agreed, all_gather_json
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.run import Session, environment_record
 
-# Memory of a rank, in sizes of the state: the state, the copy that is read into fresh memory, and a reserve.
+# Memory of a rank in multiples of the state: the state, the copy that is read into new memory, and a reserve.
 MEMORY_COPIES = 2.2
 # Maximum number of files of the state's size at one time: two to read from and one being written; and for each engine
 # the two that a run keeps between its saves.

@@ -175,7 +175,7 @@ def _sums(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 LAST_LINES = 20
-# The controller serves all users: it is asked ever more rarely, until the run has written its summary.
+# The controller serves all users: it is asked at growing intervals, until the run has written its summary.
 FIRST_PAUSE_S, LONGEST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0, 1.0
 # Another node's file may be seen late on a network filesystem.
 SEEN_AFTER_S = 30.0

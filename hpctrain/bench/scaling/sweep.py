@@ -19,7 +19,7 @@ from hpctrain.errors import UsageError
 # resumes.
 #
 # Times are seconds, rates samples/s, `started` and `ended` seconds since 1970. A reader that only wants the
-# results needs `sizes` (one entry a number of ranks) and `fits`; one that computes efficiencies of its own
+# results needs `sizes` (one entry per number of ranks) and `fits`; one that computes its own efficiencies
 # needs `runs`, where `by_rank` has every rank's seconds, summed over the measured steps.
 
 
@@ -185,7 +185,7 @@ def write_scaling_document(path: Path, document: ScalingDocument) -> None:
     write_document(path, document.as_json())
 
 
-# Plans a scaling sweep: its sizes, the order of its runs, and what of it is left to do. Pure.
+# Plans a scaling sweep: its sizes, the order of its runs, and the runs that remain. Pure.
 
 
 LEAST_REPEATS = 5

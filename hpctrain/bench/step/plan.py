@@ -133,7 +133,7 @@ def recipe_of(recipe: Recipe, cell: StepCell, *, directory: Path, steps: int, th
     )
 
 
-# What the runs of a measurement have in common: threads of a rank, a folder for their files, cores for
+# Settings that the runs of a measurement share: threads per rank, a folder for their files, cores for
 # every rank.
 
 

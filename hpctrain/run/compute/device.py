@@ -19,7 +19,7 @@ from hpctrain.run.compute.device_names import DEVICE_NAMES
 # Chooses the device of each rank: every rank proposes one, and all ranks agree whether these are used.
 #
 # Each rank receives 8 bytes from every rank of its machine and takes part in two small all-reduces,
-# whatever the number of ranks. Only where the proposals cannot be used are texts exchanged.
+# whatever the number of ranks. Texts are exchanged only if the proposals cannot be used.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

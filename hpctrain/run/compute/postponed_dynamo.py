@@ -65,5 +65,5 @@ def set_deterministic() -> None:
         torch._C._set_deterministic_algorithms(True, warn_only=True)
     else:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    # Else every new buffer would first be filled with NaN.
+    # Otherwise every new buffer would first be filled with NaN.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

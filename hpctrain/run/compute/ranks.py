@@ -31,7 +31,7 @@ def set_threads(asked: int | None, share: Fraction) -> None:
         torch.set_num_threads(max(1, math.floor(share)))
 
 
-# Which samples a rank computes: its place on the data axis. Nothing here communicates.
+# Which samples a rank computes: its index on the data axis. Does not communicate.
 
 
 @final

@@ -16,7 +16,7 @@ from hpctrain.launch import RankCores, core_share, read_cores, seconds_since_sta
 from hpctrain.run.doctor.finding import Facts, Finding, ok, warning
 from hpctrain.storage import filesystem_of, hash_of
 
-# What must not differ between ranks without anyone noticing: variables, packages, kernel and processor.
+# What must not differ between ranks unnoticed: variables, packages, kernel and processor.
 
 
 # Of launchers only the variables that users set: others name the rank, and differ by design.

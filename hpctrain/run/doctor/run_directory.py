@@ -21,7 +21,7 @@ _LOW_SPACE_BYTES = 5 * 10**9
 _IN_MEMORY = ("tmpfs", "ramfs")
 _LFS_TIMEOUT_S = 5.0
 _VISIBLE_WITHIN_S = 5.0
-_MAX_RUNS = 100  # of a folder with many runs, at most so many are searched for checkpoints
+_MAX_RUNS = 100  # runs of a folder that are searched for checkpoints, at most
 
 
 def read_run_directory(
@@ -160,7 +160,7 @@ def _space(disk: dict[str, Any]) -> Finding:
         if disk["free_bytes"] < _LOW_SPACE_BYTES:
             return warning(TOPIC, text, "checkpoints may not fit: free space, or give another directory")
         return ok(TOPIC, text)
-    # One more than are kept is there while a save replaces the oldest.
+    # While a save replaces the oldest checkpoint, there is one more than are kept.
     missing = max(1, disk["num_checkpoints"] + 1 - disk["num_existing"])
     needed = missing * size
     them = "checkpoint of {} needs {}" if missing == 1 else "checkpoints of {} need {}"

@@ -18,7 +18,7 @@ from hpctrain.run.doctor.finding import Finding, ok, warning
 
 _TIMEOUT_S = 5.0
 _DEFAULT_KILL_WAIT_S = 30
-# Of all settings those that are judged, or that explain a judgement in the JSON report.
+# The settings that are judged, or that explain a judgement in the JSON report.
 _SETTINGS = (
     "SLURM_VERSION", "JobRequeue", "KillWait", "MpiDefault", "ProctrackType", "TaskPlugin", "PreemptMode",
     "PreemptType", "SlurmctldParameters", "SlurmdTimeout", "UnkillableStepTimeout", "PropagateResourceLimits",

@@ -49,7 +49,7 @@ from hpctrain.run.experiments.subject import Subject, Trial
 from hpctrain.run.experiments.trials import Conditions, Ran, Trials
 
 TOLERANCE = 1e-12
-# float32 keeps 7 digits, which sums in another order and a few steps of training blur.
+# float32 has 7 digits, some of which are lost by sums in another order and a few steps of training.
 TOLERANCE_FLOAT32 = 2e-5
 STEPS = 4
 _SHOWN = 4
@@ -337,7 +337,7 @@ class Experiments:
             batch = trial.cleaned(_first_batch(trial))
             num_rows = len(trial.rows(batch).hashes)
             loss = None
-            with contextlib.suppress(Exception):  # a step that takes no batches of other sizes
+            with contextlib.suppress(Exception):  # the step may not accept batches of other sizes
                 loss = probe_loss(trial, batch, num_rows=num_rows, tolerance=tolerance, divisions=divisions)
         apart: dict[str, float] = {}
         differs = any(all_gather_json(self._session.world, bool(evaluation and evaluation.differs)))
@@ -369,7 +369,7 @@ class Experiments:
                 losses = [trial.step(batch)]
                 before = _names_not_finite(trial)
                 losses += [trial.step(bad), trial.step(batch)]
-            except Exception:  # the run refuses the batch, or ends as diverged: nothing goes on with it
+            except Exception:  # the run refuses the batch, or ends as diverged
                 return []
             found = [name for name in _names_not_finite(trial) if name not in before]
             if not found and math.isfinite(losses[0]) and not math.isfinite(losses[2]):

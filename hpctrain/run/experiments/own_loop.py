@@ -27,7 +27,7 @@ from hpctrain.run.experiments.trials import sum_exactly
 from hpctrain.topology import Axis
 from hpctrain.train import Stateful, check_also, seed_generators
 
-_UNKNOWN = 1 << 30  # batches of an epoch, of a loader that does not say
+_UNKNOWN = 1 << 30  # batches per epoch of a loader without a length
 _LOOKED_AT = 64  # samples of a sampler, to see whether it shuffles
 
 
@@ -113,7 +113,7 @@ class LoopTrial:
         self._double = setting.double
         self._subject = subject
         sum_exactly(session)
-        seed_generators(setting.seed_change)  # a loop that seeds nothing is to differ for no other reason
+        seed_generators(setting.seed_change)  # so that a loop without seeds does not differ for that reason
         with self._dtype():
             loop = subject.build(session)
         self._loop = loop if isinstance(loop, OwnLoop) else OwnLoop(**_as_parts(loop))
@@ -226,7 +226,7 @@ class LoopTrial:
         return _mapped(batch, lambda t: torch.nan_to_num(t) if t.is_floating_point() else t)
 
     def loss(self, batch: Any) -> tuple[float, float | None]:
-        return self.step(batch), None  # the caller puts everything back
+        return self.step(batch), None  # the caller restores everything
 
     def evaluate(self) -> Mapping[str, float] | None:
         if self._loop.evaluate is None:

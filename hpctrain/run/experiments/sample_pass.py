@@ -15,7 +15,7 @@ from hpctrain.run.experiments.measuring.trace import RunTrace
 from hpctrain.run.experiments.subject import Rows, Trial
 from hpctrain.run.experiments.trials import Trials, closable
 
-# Batches of an epoch that are read; the rest is taken to be like them.
+# The number of batches of an epoch that are read; the others are assumed to be like them.
 MAX_BATCHES = 64
 _LEFT_AFTER = 2
 _SHOWN = 5
@@ -38,7 +38,7 @@ def pass_over_samples(
     world = trials.session.world
     with trials.open(on_ranks=False) as trial:
         whole, complete = _read(trial, 0, MAX_BATCHES)
-        # Without numbers a repeated sample looks like two equal ones; but these each epoch has as often.
+        # Without indices a repeated sample looks like two equal samples, but those occur equally often in each epoch.
         repeated_one = repeats(_names(whole))
         is_ambiguous = bool(repeated_one) and whole[0].indices is None
         second, _ = _read(trial, 1, MAX_BATCHES if is_ambiguous else _LEFT_AFTER)
@@ -48,7 +48,7 @@ def pass_over_samples(
     history = False
     if has_epochs:
         with trials.open(on_ranks=False) as trial:
-            _read(trial, 0, _LEFT_AFTER)  # left early: what comes next may continue it
+            _read(trial, 0, _LEFT_AFTER)  # left early: the next reading may continue it
             after_early_end, _ = _read(trial, 1, _LEFT_AFTER)
         with trials.open(on_ranks=False) as trial:
             fresh, _ = _read(trial, 1, _LEFT_AFTER)

@@ -286,7 +286,7 @@ class Trials:
                 if number == first:
                     return Failure(kind="DataError", text=f"epoch {epoch} has no batches", step=number + 1)
                 if number < stop:
-                    per_epoch = skip + number - first  # of a loader that does not say how many it has
+                    per_epoch = skip + number - first  # for a loader without a length
         except Exception as error:  # the user's code may raise anything
             return _failure(error, step=number + 1)
         return None
@@ -301,7 +301,7 @@ class Trials:
         ).finish()
 
     def _load(self, trial: Trial, state: TrainingState, folder: Path) -> None:
-        # A new process has used its generators otherwise.
+        # A new process has drawn other numbers from its generators.
         torch.rand(1), np.random.rand(), random.random()
         resume(state, source=folder, named=True, comm=trial.session.world, identity={})
 

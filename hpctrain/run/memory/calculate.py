@@ -112,7 +112,7 @@ def fit_of(way: Way, *, memory: int) -> Fit | None:
     usual, needs = usual_fit(way), way.needs
     if usual is None or needs is None or usual.needs.total <= memory:
         return usual
-    # From the second on more micro-batches never need more.
+    # From the second choice on, more micro-batches never need more memory.
     others = way.choices[1:]
     place = bisect_left(others, True, key=lambda parts: needs(parts).total <= memory)
     if place == len(others):
@@ -331,7 +331,7 @@ def _own_plan(recipe: Recipe, task: Task, tensor_plan: TensorPlan) -> tuple[Para
             tensor_plan_of(recipe, task)
         except RecipeError as error:
             reason = str(error)
-        tensor_plan = {"*": "column"}  # which nobody looks at
+        tensor_plan = {"*": "column"}  # a placeholder that is never read
     return ParallelPlan(**keys, tensor_plan=tensor_plan if recipe.parallel.tensor > 1 else {}), reason
 
 

@@ -43,7 +43,7 @@ from hpctrain.train import Task, TaskRunner, derive_seed, seed_generators
 # Measures what forward and backward of a micro-batch hold at once, on the CPU of this process.
 
 
-# Twice as many samples take at most this times as much memory, with a margin.
+# The largest growth of memory, with a margin, if the number of samples doubles.
 _GROWTH = 2.5
 
 
@@ -71,7 +71,7 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def _count(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
-        if tensor.layout is not torch.strided:  # it has no memory of its own, but that of its parts
+        if tensor.layout is not torch.strided:  # its memory is that of its parts
             return
         storage = tensor.untyped_storage()
         number = id(storage)
@@ -157,7 +157,7 @@ def first_of(batch: Batch, samples: int) -> Batch:
 # CPU.
 
 
-# Makes the task's runner with another model.
+# Creates the task's runner with another model.
 RunnerOf = Callable[[nn.Module], TaskRunner]
 
 
@@ -240,7 +240,7 @@ class _OneByOne(nn.Module):
         return self.output
 
 
-# The parts of layers that one rank of a tensor group holds, so that what it needs can be measured on one
+# The parts of layers that one rank of a tensor group holds, so that its memory can be measured on one
 # rank.
 
 
@@ -252,7 +252,7 @@ _WEIGHT_DIMS = {
     (nn.Embedding, "column-gathered"): 1,
     (nn.Embedding, "row"): 0,
 }
-# Of a module's input and of its output, how often the ranks of a group sum it in forward and in backward; what is
+# For a module's input and output: the number of sums over the group in forward and in backward. What is
 # gathered or scattered counts half.
 _Shares: TypeAlias = tuple[tuple[float, float], tuple[float, float]]
 _SUMMED: dict[str, _Shares] = {

@@ -10,13 +10,13 @@ from typing import get_args
 from hpctrain.distributed import Checkpointing, ParallelPlan, Schedule, Shard, TensorPlan, Within
 from hpctrain.topology import Topology
 
-# What backward computes again, as a part of all computing; of `selective` it is not known, but little.
+# The share of all computing that backward repeats; for `selective` it is unknown, but small.
 COMPUTED_AGAIN: dict[Checkpointing, float | None] = {"none": 0.0, "selective": None, "blocks": 1 / 3}
 # The keys of [parallel] in which ways differ, but for the number of micro-batches; and those in which ways differ of
 # which a table shows more than one.
 FAMILY_KEYS = ("shard", "shard_within", "tensor", "sequence", "offload", "pipeline")
 KEYS = (*FAMILY_KEYS, "schedule", "activation_checkpointing")
-# So many micro-batches for each rank keep the stages of a pipeline busy.
+# The number of micro-batches per rank that keeps the stages of a pipeline busy.
 _MICRO_BATCHES_A_RANK = 4
 
 

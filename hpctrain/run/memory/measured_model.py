@@ -23,7 +23,7 @@ from hpctrain.train import Task
 
 
 META = torch.device("meta")
-# Each dimension of the parameters that an optimizer is tried with if it cannot step on the meta device.
+# The size of each dimension of the parameters with which an optimizer is tried if it cannot step on the meta device.
 _SMALL = 4
 
 

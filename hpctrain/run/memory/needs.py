@@ -77,7 +77,7 @@ def _arriving(plan: ParallelPlan, stages: StageSizes, layers: LayerActivations, 
     return found
 
 
-# What a rank sends in a step for each way to split a model. Pure.
+# The bytes that a rank sends per step for each way to split a model. Pure.
 
 
 NOTHING = Sent(0.0, 0.0)
@@ -146,7 +146,7 @@ def _within_tensor_groups(plan: ParallelPlan, model: ModelSizes, run: RunSizes) 
         return NOTHING
     alike = sum(p.num_bytes for p in model.trained if p.tensor_dim is None)
     averaged = alike / run.groups.num_data_ranks(plan) if plan.shard == "parameters" else alike
-    # What was computed on parts of the sequence is summed before it is averaged.
+    # Gradients that were computed on parts of the sequence are summed before they are averaged.
     summed = averaged + (alike if plan.sequence else 0)
     part = run.measured.part(plan)
     messages = part.messages if part is not None else None
@@ -193,7 +193,7 @@ def _between_stages(plan: ParallelPlan, stages: StageSizes, run: RunSizes) -> Se
     return Sent(math.ceil(total / num_ranks), math.ceil(far / num_ranks))
 
 
-# Gradients of split layers and of a sharded stage are summed in copies of so many bytes.
+# The bytes per copy in which gradients of split layers and of a sharded stage are summed.
 _SUMMED_AT_ONCE = 25_000_000
 
 
@@ -261,7 +261,7 @@ def needs_of(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micro_batches
     found = _without_averages(plan, model, run, micro_batches)
     if not run.averages:
         return found
-    # As large as what the rank holds of the parameters, and where they are.
+    # Averages are as large as the rank's parameters, and in the same memory.
     averages = _without_averages(replace(plan, offload=False), model, run, micro_batches).parameters
     if plan.offload:
         return replace(found, host=found.host + averages)
@@ -286,7 +286,7 @@ def _without_averages(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micr
     parameters = _bytes(local.parameters, parts)
     updated = _update(local, run, parts=parts)
     if split:
-        # The norms and what else every rank of a tensor group holds is summed too, and so is all without FSDP2.
+        # Parameters that every rank of a tensor group holds, such as norms, are summed too; without FSDP2 all are.
         updated = max(updated, min(_SUMMED_AT_ONCE, _bytes(local.trained, parts)))
     activations, late = _activations(plan, model, run, samples=samples)
     found = Needs(
@@ -308,7 +308,7 @@ def _without_averages(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micr
         sent=sent_in_a_step(plan, model, run, micro_batches=micro_batches),
     )
     if plan.offload:
-        # The optimizer steps where its state is.
+        # The optimizer steps in the memory of its state.
         return replace(
             found, parameters=0, gradients=0, optimizer=0, update=0, host=found.held + found.update
         )

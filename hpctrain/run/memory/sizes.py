@@ -182,7 +182,7 @@ def line_through(measured: Mapping[int, int], *, besides: int = 0) -> Activation
     """
     (few, few_bytes), (many, many_bytes) = min(measured.items()), max(measured.items())
     slope = (many_bytes - few_bytes) / (many - few) if many > few else many_bytes / many
-    # At each moment some bytes are fixed: that they are fewer than none is noise.
+    # Some bytes do not depend on the samples; a negative number of them is noise.
     slope = min(slope, many_bytes / many)
     return Activations(fixed_bytes=many_bytes - slope * many, sample_bytes=slope + besides)
 

@@ -21,7 +21,7 @@ else:
 
 # Reads a recipe file and applies overrides from the command line, without validating it.
 #
-# Loads neither torch nor the schema, for programs that need a single key.
+# Does not import torch or the schema, for programs that need a single key.
 
 
 def read_recipe_document(path: Path, *, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from hpctrain.scaling.statistics.intervals import (
 #
 # Under the hypothesis that nothing changed, the labels of the measurements may be exchanged. Where the two
 # groups were measured in turns, the two values of a round may be exchanged, which flips the sign of the
-# difference; else all values may be dealt anew to the two groups. A round's labels are exchanged for all
+# difference; otherwise all values may be divided anew into two groups. A round's labels are exchanged for all
 # figures together, so figures may depend on each other. The p of a figure is the share of arrangements
 # whose largest statistic of ANY figure reaches that of this figure: the probability of one false alarm
 # among all figures is at most the chosen level.

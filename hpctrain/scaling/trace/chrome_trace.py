@@ -14,7 +14,7 @@ from hpctrain.errors import UsageError
 from hpctrain.scaling.trace.trace_steps import TRACE_FOLDER
 from hpctrain.telemetry import read_records
 
-# Reads the spans that the ranks wrote of traced steps, and puts them on rank 0's clock.
+# Reads the ranks' spans of traced steps, and converts their times to rank 0's clock.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ def _rank_events(trace: RankTrace, *, zero_s: float) -> Iterable[dict[str, Any]]
     yield _named("thread_name", "main", rank=trace.rank)
     for span in sorted((s for s in trace.spans if s.bucket is None), key=lambda s: s.begin_s):
         yield _event(span, rank=trace.rank, row=_MAIN, zero_s=zero_s)
-    rows: list[float] = []  # until when each row is taken: spans of a row must not overlap
+    rows: list[float] = []  # the end of each row's last span: spans of a row must not overlap
     for span in sorted((s for s in trace.spans if s.bucket is not None), key=lambda s: s.begin_s):
         free = [row for row, until_s in enumerate(rows) if until_s <= span.begin_s]
         row = free[0] if free else len(rows)

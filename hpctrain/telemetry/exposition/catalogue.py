@@ -51,7 +51,7 @@ class Metric:
         return (*(("rank",) if self.scope is Scope.RANK else ()), *self.labels)
 
 
-# What distinguishes the series of two runs: labels of the scrape target, or of every series in a text file.
+# The labels that distinguish the series of two runs: of the scrape target, or of every series in a text file.
 # `run_id` is a hash of the run directory, so it stays the same over restarts and requeues.
 RUN_LABELS = ("run", "run_id")
 INFO_LABELS = (
@@ -70,7 +70,7 @@ STEP_PARTS = (
     "other",
 )
 
-# Six a decade: a quantile that is interpolated within one is wrong by a fifth of its value at most.
+# Six bounds per decade: a quantile that is interpolated between two is wrong by at most a fifth of its value.
 STEP_BUCKETS_S = tuple(
     float(f"{digit}e{exponent}") for exponent in range(-3, 2) for digit in (1, 1.5, 2, 3, 5, 7)
 )

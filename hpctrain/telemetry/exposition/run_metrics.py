@@ -17,7 +17,7 @@ from hpctrain.telemetry.exposition.catalogue import (
     Scope,
 )
 
-# Returns a value that is read when it is asked for; None: there is none now. Called on the thread that asks.
+# Returns a value at the moment of the request, on the requesting thread; None: there is no value now.
 Probe = Callable[[], float | None]
 # Name, label values (without the rank), value.
 Value = tuple[str, tuple[str, ...], float]

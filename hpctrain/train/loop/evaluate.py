@@ -104,7 +104,7 @@ def evaluate(
                     num_samples += batch.num_samples
                     weights += weight or 0.0
                 previous = batch
-            elif previous is not None and together:  # computes again what it had before
+            elif previous is not None and together:  # computes its previous batch again
                 runner.metrics(previous)
             if max_samples is not None and batch.stop >= max_samples:
                 break

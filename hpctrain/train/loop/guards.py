@@ -104,7 +104,7 @@ def _spread(counts: Sequence[int]) -> dict[str, float]:
 
 T = TypeVar("T")
 
-# In the run directory: how large micro-batches may be.
+# The file in the run directory with the largest size of micro-batches.
 MICRO_BATCH = "micro-batch.json"
 _VOTE = "out_of_memory"
 
@@ -167,7 +167,7 @@ class MemoryGuard:
         self._rows = rows
         self._say = say
         self._records = records
-        self._shortage: str | None = None  # of this rank, in this step: what it asked for in vain
+        self._shortage: str | None = None  # the allocation that failed on this rank in this step
         self._has_updated = False
         self.num_shortages = 0
         self.num_parts = micro_batches

@@ -48,7 +48,7 @@ class DamageLog:
                     tell(f"rank {self._rank}: damaged data in {checker.directory}: {damage.describe()}{more}")
 
 
-# Records what the energy counters of this rank's node count.
+# Records the energy counters of this rank's node.
 
 
 @final
@@ -147,7 +147,7 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
-# Between two records of the buckets' mean times.
+# Steps between two records of the buckets' mean times.
 BUCKETS_EVERY_STEPS = 100
 
 

@@ -56,7 +56,7 @@ class LoopSettings:
     checkpoint: CheckpointPolicy
     metrics_every_steps: int
     evaluate_every_steps: int | None
-    sample_sums: bool = False  # of each step are recorded
+    sample_sums: bool = False  # whether hashes of each step's samples are recorded
     evaluation_samples: int | None = None  # None: all of them
     progress_every_s: float
     on_terminal: bool = False  # the user sees rank 0's output on a terminal
@@ -70,7 +70,7 @@ class Totals:
     last_loss: float
     quality: dict[str, float]
     seconds: dict[str, float]
-    steps: int  # done by this loop; `position.step` counts from the beginning of the run
+    steps: int  # done by this loop; `position.step` counts from the start of the run
     samples: int  # over all ranks, by this loop
     skipped_steps: int
     skipped_samples: int  # damaged ones, over all ranks, by this loop
@@ -79,7 +79,7 @@ class Totals:
     micro_batches: int = 1  # in use at the end
     out_of_memory: int = 0  # how often a rank ran out of memory in this loop
     roll_backs: int = 0  # of the whole run
-    lr_factor: float = 1.0  # of the learning rate, after the roll-backs
+    lr_factor: float = 1.0  # factor of the learning rate after the roll-backs
     stopped_by: str | None = None  # why it stopped before its last step
     time_left_s: float | None = (
         None  # until its end when it stopped; None if it did not, or no limit is known

@@ -10,7 +10,7 @@ from hpctrain.comm import Collective, all_gather_distinct, describe_ranks, on_ra
 from hpctrain.errors import ExitCode
 from hpctrain.resilience import StopPlan, StopRequest, WallClock
 
-# Reading a checkpoint back must not take the time in which the ranks are to leave.
+# Reading a checkpoint back must leave the ranks time to end.
 _VERIFY_AT_MOST_S = 60.0
 _LEAVING_TAKES_S = 5.0
 

@@ -36,7 +36,7 @@ from hpctrain.train.watch import WINDOW_ENDS, DataFaults, EfficiencyWatch, StepT
 
 
 LIMITS_FILE = "limits.json"
-# The limits are recorded anew when one has changed by this factor.
+# The limits are recorded again when one has changed by this factor.
 _RECORDED_AT_FACTOR = 1.5
 
 
@@ -175,7 +175,7 @@ class Training:
         self._efficiency = efficiency
         self._trace = trace
         self._times = times
-        self._is_usual = False  # of the next step: it is no first one
+        self._is_usual = False  # whether the next step is not a first one
         self._identity = identity
         self._data_faults = DataFaults(comm=comm, say=recorder.say)
         self._finite = FiniteCheck(comm=comm, say=recorder.say)

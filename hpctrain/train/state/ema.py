@@ -14,7 +14,7 @@ import torch
 from hpctrain.distributed import local_part
 from hpctrain.errors import UsageError
 
-_UPDATES = "n_averaged"  # names of entries as AveragedModel has them
+_UPDATES = "n_averaged"  # names of entries in AveragedModel
 _MODULE = "module."
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -27,7 +27,7 @@ from hpctrain.checkpoint import (
 from hpctrain.distributed import ElementShard, element_shard, pipeline_of
 from hpctrain.errors import CheckpointError
 
-# What of a training state belongs to this rank's stages of a pipeline. Without a pipeline, all of it does.
+# Which parts of a training state belong to this rank's pipeline stages. Without a pipeline, all of it does.
 
 
 _OF_PARAMETERS = ("model", "optimizer", "ema")  # kinds of tensors that belong to one parameter or buffer
@@ -66,9 +66,9 @@ def nothing_of_other_stages(model: torch.nn.Module, checkpoint: Checkpoint) -> R
 
 
 OPTIMIZER = "optimizer/"
-# Of an optimizer's state that belongs to no parameter; no parameter is called so.
+# The prefix of optimizer state that belongs to no parameter; no parameter has this name.
 _OF_NONE = f"{OPTIMIZER}{SEPARATOR}"
-# What torch's schedulers read from the groups, and change there.
+# The options that torch's schedulers read and change in the groups.
 _LEARNING_RATES = ("lr", "initial_lr")
 
 Options = list[dict[str, Any]]  # of each group, as JSON

@@ -248,7 +248,7 @@ class TrainingState:
             position = _position_in(document)
             saved_ranks, updater_state = int(document["num_ranks"]), document["updater"]
             saved_drawing = int(document.get("num_drawing", saved_ranks))
-            updater_state["loss_scale"]  # without it nothing is changed either
+            updater_state["loss_scale"]  # a KeyError here also leaves everything unchanged
         except CheckpointError as found:
             error = found
         except (KeyError, TypeError, ValueError) as found:

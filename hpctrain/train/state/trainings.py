@@ -21,7 +21,7 @@ from hpctrain.train.state.also import Stateful, check_also, check_same_on_ranks
 from hpctrain.train.state.optimizer_state import Options, options_of, parameters_outside
 from hpctrain.train.state.training_state import Position, TrainingState, resume
 
-# What a position in the data belongs to: dataset, order and handling of the last batch.
+# The identity of a position in the data: dataset, order and handling of the last batch.
 
 
 def data_identity(loader: Loader, *, fingerprint: str | None) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def data_identity(loader: Loader, *, fingerprint: str | None) -> dict[str, Any]:
     fingerprint: the fingerprint of the dataset's content. None for samples without a manifest, of which the number of
     samples is compared.
     """
-    # The two simple orders have the names that they had before there were others.
+    # The two simple orders keep the names from before others were added.
     plain = isinstance(loader.order, Sequential)
     return {
         **({"dataset": fingerprint} if fingerprint is not None else {"samples": loader.dataset.num_samples}),

@@ -52,7 +52,7 @@ class LossWeights:
         self._every_step = every_step
         self._given: bool | None = True if self._method is not None else None  # None: not known yet
         self._agreed = False
-        self._asks = False  # in this step the ranks will agree, and have not yet
+        self._asks = False  # whether the ranks have still to agree in this step
         self._sum = 0.0
         self._seen = (0.0, 0)  # weights and samples of this step, until the ranks agree
         self.has_method = self._method is not None
@@ -283,7 +283,7 @@ def _checked(weight: Any, *, of: str) -> float:
 # The mean loss of a step, from its sums over the ranks.
 
 
-# Among the sums of a step, if the task weighs its losses: see `LossWeights.total`.
+# The name of `LossWeights.total` among the sums of a step, if the task gives weights.
 LOSS_WEIGHT = "loss_weight"
 
 

@@ -22,7 +22,7 @@ from hpctrain.train.task.loss_weights import (
 from hpctrain.train.task.sync_batch_norm import SyncBatchNorm, communicates_in_forward
 from hpctrain.train.task.task import Task, takes_valid
 
-# A sample of zeros, for what a rank must compute although it has no samples.
+# A sample of zeros, for ranks that must compute although they have no samples.
 
 
 def row_of_zeros(batch: Batch) -> Batch:
@@ -128,7 +128,7 @@ class TaskRunner:
         if weight > 0:
             updater.backward(loss, weight=weight, last=last)
             return loss, weight
-        # A mean over nothing, as a rule NaN. Only backward that is collective must run.
+        # A mean over no values, usually NaN. Backward must run only if it is collective.
         if self._communicates:
             updater.backward(outputs.zero(loss), weight=0.0, last=last)
         return None, 0.0

@@ -9,7 +9,7 @@ from hpctrain.run.experiments.causes.observations import Observations
 from hpctrain.run.experiments.measuring.probes import MEAN, MIXED, SUM, WEIGHTED, WHOLE, LossFacts
 from hpctrain.run.experiments.measuring.samples import SampleFacts
 
-# Decides which causes in the data the differences have. Pure.
+# Decides which causes in the data explain the differences. Pure.
 
 
 def data_findings(observed: Observations) -> Iterator[Finding]:
@@ -327,7 +327,7 @@ def _randomness(seen_: Observations) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-# Decides which causes a difference of a resumed run has. Pure.
+# Decides which causes explain the difference of a resumed run. Pure.
 
 
 _KEPT = "keep it in a buffer of the model (register_buffer), or in a loop of your own save it in also={...}"

@@ -152,7 +152,7 @@ class Observations:
         return {name: comparison for name, comparison in found.items() if comparison is not None}
 
 
-# Finds where the ranks of one trial begin to differ in what all should hold alike. Pure.
+# Finds where the ranks of one trial start to differ in values that all should share. Pure.
 
 
 def find_drift(by_rank: Sequence[Mapping[str, Any]]) -> Drift | None:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from hpctrain.train import capture_generators
 
-# Whether code draws random numbers, and dropout that does nothing.
+# Finds out whether code draws random numbers, and turns dropout off.
 
 
 _DROPOUTS = frozenset({
@@ -118,12 +118,12 @@ def draw(value: Any, times: int) -> None:
 
 _MAX_OBJECTS, _MAX_DEPTH = 20_000, 8
 _PLAIN = (int, float, str, bool, complex, bytes, type(None))
-# Of these nothing inside is the user's.
+# Objects of these packages hold no state of the user.
 _LIBRARIES = ("torch", "numpy", "hpctrain", "torchvision", "sklearn", "pandas")
-# But their state is: `save_state` takes them in `also`.
+# Except these, whose state the user passes to `save_state` in `also`.
 _STATEFUL = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _SAVED_OF_MODULES = ("_parameters", "_buffers", "training")
-# Larger arrays are taken for data, not for state: they are neither watched nor copied.
+# Larger arrays are treated as data, not as state: they are neither watched nor copied.
 _MAX_BYTES = 16 << 20
 _SAVED_OF_OPTIMIZERS = ("state", "param_groups", "defaults")
 
@@ -333,7 +333,7 @@ class OwnState:
                 set_generator(place.value, self.values[path])
                 count += 1
             elif place is not None and isinstance(place.value, torch.nn.Parameter):
-                with torch.no_grad():  # others may hold it: the object stays
+                with torch.no_grad():  # the object stays, since others may refer to it
                     place.value.copy_(self.values[path])
                 count += 1
             elif place is not None and place.container is not None:

@@ -19,7 +19,7 @@ from hpctrain.run.experiments.subject import Trial
 from hpctrain.train import capture_generators, restore_generators
 
 MEAN, SUM, WEIGHTED, MIXED, WHOLE = "mean", "sum", "weighted", "mixed", "whole"
-_FEW = 8  # samples of which copies are computed
+_FEW = 8  # number of samples that are copied
 _RANK_2 = 1e-12
 _LOW = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -180,7 +180,7 @@ def _divided(trial: Trial, batch: Any, order: Sequence[int], *, tolerance: float
     if off <= accuracy:
         return facts(MEAN)
     of_ab, of_bc, of_ac = of(*a, *b)[0], of(*b, *c)[0], of(*a, *c)[0]
-    # Of a mean plus a sum, what two parts together have more than their means is half of what they sum.
+    # For a mean plus a sum, the excess of two parts together over their means is half of what they sum.
     more_of_two = of_ab + of_bc + of_ac - (of_a + of_b + of_c)
     if abs(2 * more_of_two - 3 * (full - (of_a + of_b + of_c) / 3)) / scale <= accuracy:
         return facts(SUM)
@@ -239,7 +239,7 @@ def _first_mixing(
         if any(found[0] != name for found in of_parts):
             return None
         if _apart(inputs, [found[1] for found in of_parts]) > tolerance:
-            continue  # what it was given differs already
+            continue  # its inputs already differ
         apart = _apart(outputs, [found[2] for found in of_parts])
         if apart > tolerance:
             return name or "the model", type(model.get_submodule(name)).__name__, apart
@@ -357,7 +357,7 @@ class EvaluationFacts:
     modes: Sequence[str] = ()
 
 
-# Evaluates a trial twice and watches what that does.
+# Evaluates a trial twice and observes the effects.
 
 
 def probe_evaluation(trial: Trial, *, tolerance: float) -> EvaluationFacts | None:
@@ -437,7 +437,7 @@ class _Draws:
             self._found |= self._watch.used
 
 
-# Where NaN or infinities come from: in what was recorded of a trial, and in the modules of a model.
+# Finds where NaN or infinities come from, in the records of a trial and in the modules of a model.
 
 
 _SHOWN = 5

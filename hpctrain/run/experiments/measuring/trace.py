@@ -14,7 +14,7 @@ import xxhash
 from hpctrain.run.experiments.measuring.own_state import GeneratorWatch
 from hpctrain.run.experiments.subject import Rows, Trial
 
-# Elements of a tensor that are kept for comparison, evenly spaced; hashes are of all.
+# The number of evenly spaced elements of a tensor that are kept for comparison; hashes cover all elements.
 MAX_KEPT = 1 << 16
 
 
@@ -196,9 +196,9 @@ def _plain(value: Any) -> Any:
 
 # In the order in which a step computes them.
 KINDS = ("initial", "samples", "loss", "gradient", "option", "parameter", "buffer")
-# A gradient below this share of the largest one is mostly rounding; optimizers like Adam enlarge what it holds.
+# A gradient below this share of the largest one is mostly rounding, which optimizers like Adam enlarge.
 _NOISE = 1e-5
-# Running statistics follow what it holds: such as the bias of a convolution before a batch norm, whose gradient is 0.
+# Such rounding moves running statistics too: the bias of a convolution before a batch norm has the gradient 0.
 _NOISE_ALLOWED = 1e-7
 
 
