@@ -23,9 +23,11 @@ READABLE = ("hpctrain.bench.scaling/1", "hpctrain.bench.step/1")
 class MeasuredRounds:
     """The rounds of a measurement.
 
-    figures: the samples/s of each round by name; higher is better. spans: start and end of each round in seconds since
-    1970; empty if the document does not have them. facts: what must be equal for the figures to be comparable, by name.
-    commit: the commit that was measured.
+    Attributes:
+        figures: The samples/s of each round by name; higher is better.
+        spans: Start and end of each round in seconds since 1970; empty if the document does not have them.
+        facts: What must be equal for the figures to be comparable, by name.
+        commit: The commit that was measured.
     """
 
     figures: dict[str, list[float]]

@@ -215,9 +215,12 @@ def overlap_communication(model: nn.Module, blocks: Mapping[str, nn.Module], *, 
     Gathers each block's parameters while its neighbour computes, and sums its gradients while backward of the block
     before it runs. This needs memory for the parameters of one more block, or for its gradients as they are sent.
 
-    model: a model sharded by `fully_shard`. blocks: its blocks in the order in which forward runs them; a block that
-    runs out of order is gathered when it is needed. num_axes: the axes of the mesh. With two axes (shards within a
-    node) backward still waits for the sums, since the sum between the nodes follows at once.
+    Args:
+        model: A model sharded by `fully_shard`.
+        blocks: Its blocks in the order in which forward runs them; a block that runs out of order is gathered when it
+            is needed.
+        num_axes: The axes of the mesh. With two axes (shards within a node) backward still waits for the sums, since
+            the sum between the nodes follows at once.
     """
     gather = _Gather()
     modules: list[Any] = [model, *blocks.values()]

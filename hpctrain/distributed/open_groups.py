@@ -64,10 +64,12 @@ def open_process_group(
     where they are not set yet; on the CPU also ACCELERATE_USE_CPU, without which Hugging Face accelerate takes each
     rank for a separate program.
 
-    device: on the CPU, groups use hpctrain's communicators; on CUDA, NCCL, and gloo for tensors in host memory.
-    timeout_s: the time limit of NCCL's operations and of waits in the store. close: called once `destroy_process_group`
-    has ended the groups on the CPU. Raises UsageError if torch.distributed is initialised already; LaunchError without
-    MPI or if PyTorch is too old.
+    Args:
+        device: On the CPU, groups use hpctrain's communicators; on CUDA, NCCL, and gloo for tensors in host memory.
+        timeout_s: The time limit of NCCL's operations and of waits in the store.
+        close: A function that is called once `destroy_process_group` has ended the groups on the CPU.
+
+    Raises UsageError if torch.distributed is initialised already; LaunchError without MPI or if PyTorch is too old.
     """
     if dist.is_initialized():
         raise UsageError("torch.distributed is initialised already: call destroy_process_group before")

@@ -187,11 +187,16 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
 class Pipeline:
     """This rank's stages of a model. `put_in_pipeline` attaches it to the model; users do not create it.
 
-    stages: the stages of the whole model. state: the `state_dict` of the whole model on the meta device. pipelines: for
-    each pipeline, its world ranks by stage. group: the process group of this rank's pipeline, in the same order.
-    replicas: the ranks with the same stages, which compute other samples or hold other parts of the tensors. bubbles:
-    the start and end, by `time.perf_counter`, of each interval of the last `forward_backward` in which this rank did
-    not compute.
+    Args:
+        stages: The stages of the whole model.
+        state: The `state_dict` of the whole model on the meta device.
+        pipelines: For each pipeline, its world ranks by stage.
+        group: The process group of this rank's pipeline, in the same order.
+        replicas: The ranks with the same stages, which compute other samples or hold other parts of the tensors.
+
+    Attributes:
+        bubbles: The start and end, by `time.perf_counter`, of each interval of the last `forward_backward` in which
+            this rank did not compute.
     """
 
     def __init__(

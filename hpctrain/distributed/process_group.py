@@ -36,10 +36,13 @@ _COPIED_BYTES = 1 << 16
 class CommunicatorGroup(dist.ProcessGroup):
     """A process group of the backend `hpctrain`, which `init_process_group` registers.
 
-    comm: the communicator of the group's ranks. Only this object uses it, and closes it. messages: sends messages
-    between the ranks, with the same ownership; None for one rank. sums: a function that sums a tensor of shape (n,)
-    over the ranks in place, used instead of `comm.all_reduce`, for example in two levels. timeout_s: the time limit of
-    a barrier, after which it raises CommunicationError; None: only the session's limit applies.
+    Args:
+        comm: The communicator of the group's ranks. Only this object uses it, and closes it.
+        messages: The messages between the ranks, with the same ownership; None for one rank.
+        sums: A function that sums a tensor of shape (n,) over the ranks in place, used instead of `comm.all_reduce`,
+            for example in two levels.
+        timeout_s: The time limit of a barrier, after which it raises CommunicationError; None: only the session's limit
+            applies.
     """
 
     def __init__(

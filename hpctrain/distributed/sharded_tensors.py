@@ -181,9 +181,11 @@ _HELD = "_hpctrain_elements"
 class ElementShard:
     """This rank's elements of a parameter, from `begin` to before `end` in memory order. The range may be empty.
 
-    shape: the shape of the parameter. dims: its dimensions, outermost in memory first. part: the optimizer's parameter,
-    which shares these elements with the model's parameter. Its shape is (end - begin,), or () if the parameter has no
-    dimensions.
+    Attributes:
+        shape: The shape of the parameter.
+        dims: Its dimensions, outermost in memory first.
+        part: The optimizer's parameter, which shares these elements with the model's parameter. Its shape is (end -
+            begin,), or () if the parameter has no dimensions.
     """
 
     shape: tuple[int, ...]

@@ -98,9 +98,11 @@ def put_in_pipeline(
 class _StageRanks:
     """The world ranks of a pipeline mesh.
 
-    pipelines: for each pipeline, its ranks by stage. stages: for each stage, its ranks, ascending. grid: the ranks on
-    the axes pipeline, `data_axes` and tensor. The ranks of one group along `data_axes` or tensor ascend, as PyTorch
-    requires.
+    Attributes:
+        pipelines: For each pipeline, its ranks by stage.
+        stages: For each stage, its ranks, ascending.
+        grid: The ranks on the axes pipeline, `data_axes` and tensor. The ranks of one group along `data_axes` or tensor
+            ascend, as PyTorch requires.
     """
 
     pipelines: tuple[tuple[int, ...], ...]

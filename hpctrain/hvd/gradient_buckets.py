@@ -44,8 +44,10 @@ _IN_USE = (
 class Settings:
     """How gradients are reduced.
 
-    passes: the number of backward passes per step. prescale, postscale: factors applied before and after the reduction.
-    groups: lists of parameters that are reduced together, or the number of groups to form.
+    Attributes:
+        passes: The number of backward passes per step.
+        prescale, postscale: Factors applied before and after the reduction.
+        groups: Lists of parameters that are reduced together, or the number of groups to form.
     """
 
     op: ReduceOp = Average

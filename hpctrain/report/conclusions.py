@@ -84,8 +84,11 @@ _HOW_TO_KNOW = "stragglers.probe = 'start' or reduction.algorithm = 'auto' measu
 class Level:
     """One level of a reduction: between nodes, or between the ranks of a node.
 
-    sent_bytes: the bytes that each of the `members` must send per step; None if the size of the wire format depends on
-    the gradients. bytes_per_s: None if unknown. source: where that rate was measured.
+    Attributes:
+        sent_bytes: The bytes that each of the `members` must send per step; None if the size of the wire format depends
+            on the gradients.
+        bytes_per_s: The rate of the level; None if unknown.
+        source: Where that rate was measured.
     """
 
     members: int
@@ -104,9 +107,11 @@ class Level:
 class ReductionLimit:
     """The measured time of a run's reductions and its lower bound, for a run on several ranks.
 
-    gradient_bytes: the bytes of one rank's gradients, not cast; None if the run has not recorded its buckets. nodes,
-    ranks: the levels; None for a level with one member. hidden_s, exposed_s: seconds of reduction per step, the mean
-    over the ranks, without waits for slower ranks once a rank has nothing else to do; None if not measured.
+    Attributes:
+        gradient_bytes: The bytes of one rank's gradients, not cast; None if the run has not recorded its buckets.
+        nodes, ranks: The two levels; None for a level with one member.
+        hidden_s, exposed_s: Seconds of reduction per step, the mean over the ranks, without waits for slower ranks once
+            a rank has nothing else to do; None if not measured.
     """
 
     gradient_bytes: int | None

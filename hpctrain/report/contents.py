@@ -135,9 +135,12 @@ def make_report(
 ) -> Report:
     """Returns the report on these runs. The run with the fewest ranks is the reference for the others.
 
-    link_bytes_per_s: the rate of a node's link in one direction; None: the rates that the runs have measured. slurm: is
-    asked for the energy of the runs' jobs. with_plots: whether to draw figures, which needs matplotlib. Raises
-    UsageError for a directory that is not a run directory or is given twice; LaunchError if Slurm refuses.
+    Args:
+        link_bytes_per_s: The rate of a node's link in one direction; None: the rates that the runs have measured.
+        slurm: The connection to Slurm, which is asked for the energy of the runs' jobs.
+        with_plots: Whether to draw figures, which needs matplotlib.
+
+    Raises UsageError for a directory that is not a run directory or is given twice; LaunchError if Slurm refuses.
     """
     if len({directory.resolve() for directory in directories}) < len(directories):
         raise UsageError("a run directory is given twice")

@@ -38,8 +38,10 @@ _SETTINGS = {
 class Exported:
     """The result of an export.
 
-    new: whether the store did not have this run before. num_values: the number of metrics sent this time. uri: the
-    address of the store, without a password.
+    Attributes:
+        new: Whether the store did not have this run before.
+        num_values: The number of metrics sent this time.
+        uri: The address of the store, without a password.
     """
 
     run_id: str

@@ -25,8 +25,10 @@ INCIDENTS = (
 class Energy:
     """The energy that the counters of the run's nodes have measured over all starts.
 
-    joules: by source. total_j: the total, where a counter of a whole node includes the others. ranks: the ranks that
-    have read the counters of their nodes.
+    Attributes:
+        joules: The energy by source.
+        total_j: The total, where a counter of a whole node includes the others.
+        ranks: The ranks that have read the counters of their nodes.
     """
 
     joules: Mapping[str, float]
@@ -53,15 +55,21 @@ class Energy:
 class RunData:
     """The content of one run directory.
 
-    label: the unique name of the run in the report. environment: that of the newest start. starts: the lines of
-    starts.jsonl. summary: None if no start has ended normally. steps, checkpoints, evaluations: the records of rank 0,
-    one per step or save; if it was repeated, the newest. performed: the seconds of all steps on rank 0, including
-    repeated ones, with the time of each (epoch). incidents: records of the kinds `INCIDENTS` from all ranks with
-    records, oldest first. efficiency: since the last start; None if not measured. times: of all ranks; None if not all
-    have recorded their steps, and why_no_times says why. energy: None if no counter could be read. gradient_bytes: the
-    bytes of a rank's buckets; None if not recorded. probe: the speeds of nodes and links, if measured before training.
-    probed_link: the bytes/s of the slowest node, if links were measured during training. calibrations: the entries of
-    reduction.json.
+    Attributes:
+        label: The unique name of the run in the report.
+        environment: The environment of the newest start.
+        starts: The lines of starts.jsonl.
+        summary: The summary; None if no start has ended normally.
+        steps, checkpoints, evaluations: The records of rank 0, one per step or save; if it was repeated, the newest.
+        performed: The seconds of all steps on rank 0, including repeated ones, with the time of each (epoch).
+        incidents: Records of the kinds `INCIDENTS` from all ranks with records, oldest first.
+        efficiency: The efficiency since the last start; None if not measured.
+        times: The times of all ranks; None if not all have recorded their steps, and `why_no_times` says why.
+        energy: The energy; None if no counter could be read.
+        gradient_bytes: The bytes of a rank's buckets; None if not recorded.
+        probe: The speeds of nodes and links, if measured before training.
+        probed_link: The bytes/s of the slowest node, if links were measured during training.
+        calibrations: The entries of reduction.json.
     """
 
     directory: Path

@@ -74,10 +74,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table.
+    """One table of a report.
 
-    name: its name in files, in lower case with hyphens. columns: the column headings. head: the heading of the rows'
-    names.
+    Attributes:
+        name: Its name in files, in lower case with hyphens.
+        columns: The column headings.
+        head: The heading of the rows' names.
     """
 
     name: str

@@ -168,8 +168,11 @@ def check_sinks(recipe: Recipe) -> None:
 class RunFacts:
     """What the metrics need to know of the run besides its records.
 
-    started: the start time, in seconds since 1970. environment: the content of `environment.json`. reduction: the
-    reduction whose bytes are counted; None: not counted. clock: the clock of the time limit, on rank 0.
+    Attributes:
+        started: The start time, in seconds since 1970.
+        environment: The content of `environment.json`.
+        reduction: The reduction whose bytes are counted; None: not counted.
+        clock: The clock of the time limit, on rank 0.
     """
 
     started: float

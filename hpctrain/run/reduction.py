@@ -60,8 +60,10 @@ class ReductionPlan:
 class Reduction:
     """A reducer, with how it was chosen. It is a `ScatterReducer` for a sharded optimizer.
 
-    overlap: whether it reduces during backward. record: the choice and its measurements, as JSON. crowded: whether
-    there are more ranks than cores that they share.
+    Attributes:
+        overlap: Whether it reduces during backward.
+        record: The choice and its measurements, as JSON.
+        crowded: Whether there are more ranks than cores that they share.
     """
 
     reducer: BucketReducer | ScatterReducer
@@ -128,11 +130,16 @@ def make_reduction(
 ) -> Reduction:
     """Creates the reducer that `plan` requests, or the closest possible one, which `note` reports. Collective.
 
-    With `auto`, measures for at most two seconds unless a file has the result. gradient_bytes: the size of one rank's
-    gradients. shard: what is sharded, for a `ScatterUpdater`. overlap: whether reductions run during backward.
-    spare_core: whether each rank has a core that its threads leave free. crowded: whether there are more ranks than
-    cores; `auto` then measures reductions during computation, if they overlap. nccl: the NCCL algorithm that Horovod
-    uses.
+    With `auto`, measures for at most two seconds unless a file has the result.
+
+    Args:
+        gradient_bytes: The size of one rank's gradients.
+        shard: What is sharded, for a `ScatterUpdater`.
+        overlap: Whether reductions run during backward.
+        spare_core: Whether each rank has a core that its threads leave free.
+        crowded: Whether there are more ranks than cores; `auto` then measures reductions during computation, if they
+            overlap.
+        nccl: The NCCL algorithm that Horovod uses.
     """
     maker = ReducerMaker(
         world, topology=topology, device=device.type, gradient_bytes=gradient_bytes, nccl=nccl, note=note

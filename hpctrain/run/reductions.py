@@ -51,8 +51,10 @@ class Reductions:
     ) -> None:
         """Stores what reductions are created from. Does not communicate.
 
-        horovod: how Horovod was built; None if it does not run. note: prints a note for the user. cores: returns the
-        cores of all ranks; it is collective.
+        Args:
+            horovod: How Horovod was built; None if it does not run.
+            note: A function that prints a note for the user.
+            cores: A function that returns the cores of all ranks; it is collective.
         """
         self._world = world
         self._topology = topology
@@ -69,8 +71,10 @@ class Reductions:
     ) -> Reduction:
         """Returns a reduction for the buckets of one updater. Its memory is freed by `close`. Collective.
 
-        gradient_bytes: the size of one rank's gradients. shard: `optimizer` or `gradients` for a `ScatterUpdater`.
-        computes: whether the ranks compute while they reduce.
+        Args:
+            gradient_bytes: The size of one rank's gradients.
+            shard: `optimizer` or `gradients` for a `ScatterUpdater`.
+            computes: Whether the ranks compute while they reduce.
         """
         spare_core = self.has_spare_core()
         made = make_reduction(

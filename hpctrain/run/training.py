@@ -159,8 +159,10 @@ def carry_out(
 ) -> dict[str, Any]:
     """Trains `task` as `recipe` says on the ranks of an open session. Returns the summary. Collective.
 
-    commit: the commit of the user's working directory, for the record; rank 0's is written. save_signal: requests a
-    checkpoint, as the file `save-now` in the run directory does. clock: the clock of the run's time limit, on rank 0.
+    Args:
+        commit: The commit of the user's working directory, for the record; rank 0's is written.
+        save_signal: The signal that requests a checkpoint, as the file `save-now` in the run directory does.
+        clock: The clock of the run's time limit, on rank 0.
     """
     started = time.time()
     directory = Path(recipe.run.directory)

@@ -53,10 +53,12 @@ class Factors:
 class Efficiency:
     """How the ranks spent their time in some steps.
 
-    parts: the seconds per step by name as in `PARTS`, the mean over ranks and steps. own_s: a rank's seconds per step
-    without communication. `mean` is the mean over ranks and steps; `largest` is the mean over the steps of the slowest
-    rank; `ideal` is the mean over the steps of the latest arrival in each, that is, the largest own time, in a pipeline
-    with its bubbles. samples: the samples of all ranks in these steps.
+    Attributes:
+        parts: The seconds per step by name as in `PARTS`, the mean over ranks and steps.
+        own_s: A rank's seconds per step without communication. `mean` is the mean over ranks and steps; `largest` is
+            the mean over the steps of the slowest rank; `ideal` is the mean over the steps of the latest arrival in
+            each, that is, the largest own time, in a pipeline with its bubbles.
+        samples: The samples of all ranks in these steps.
     """
 
     steps: int
@@ -110,10 +112,11 @@ class Efficiency:
 class Scaling:
     """A run compared with a reference, usually on fewer ranks.
 
-    computation: the reference's computing time per sample, over all ranks, divided by this run's. global_efficiency:
-    parallel efficiency x share of computing x computation scaling, that is, the computing time that the reference needs
-    for this run's samples, divided by the time of all ranks. relative_speed: the samples/s per rank divided by the
-    reference's.
+    Attributes:
+        computation: The reference's computing time per sample, over all ranks, divided by this run's.
+        global_efficiency: Parallel efficiency x share of computing x computation scaling, that is, the computing time
+            that the reference needs for this run's samples, divided by the time of all ranks.
+        relative_speed: The samples/s per rank divided by the reference's.
     """
 
     computation: float
@@ -133,9 +136,11 @@ def efficiency_from(
 ) -> Efficiency:
     """Returns the efficiency of `steps` steps of `ranks` ranks.
 
-    seconds: sums over ranks and steps, by name as in `RECORDED`. own_s: the time without communication, summed over
-    ranks and steps. largest_s: the largest sum of one rank over the steps. ideal_s: the sum over the steps of the
-    largest own time, with bubbles.
+    Args:
+        seconds: Sums over ranks and steps, by name as in `RECORDED`.
+        own_s: The time without communication, summed over ranks and steps.
+        largest_s: The largest sum of one rank over the steps.
+        ideal_s: The sum over the steps of the largest own time, with bubbles.
     """
     mean = {name: seconds[name] / (steps * ranks) for name in RECORDED}
     own = {"mean": own_s / (steps * ranks), "largest": largest_s / steps, "ideal": ideal_s / steps}
@@ -188,9 +193,11 @@ Times = NDArray[np.float64]
 class StepTimes:
     """The recorded seconds of all ranks.
 
-    steps: the step numbers, ascending, shape (steps,). samples: the samples of all ranks per step, shape (steps,).
-    seconds: by name as in `RECORDED`, and `step` and `after_sync`, each of shape (ranks, steps). carried: `after_sync`
-    of the step before, shape (ranks, steps); 0 if that step has no record.
+    Attributes:
+        steps: The step numbers, ascending, shape (steps,).
+        samples: The samples of all ranks per step, shape (steps,).
+        seconds: The seconds by name as in `RECORDED`, and `step` and `after_sync`, each of shape (ranks, steps).
+        carried: `after_sync` of the step before, shape (ranks, steps); 0 if that step has no record.
     """
 
     steps: NDArray[np.int64]

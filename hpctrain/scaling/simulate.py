@@ -318,11 +318,16 @@ HOUR_S = 3600.0
 class Job:
     """A training job and its failures. All times are in seconds.
 
-    nodes: the nodes that train. spares: the nodes of the job that wait to replace a failed one.
-    node_hours_between_failures: the mean for one node; failures follow an exponential distribution. repair_s: the time
-    until a failed node is a spare again. interval_s: the training time between two saves. save_s: the time for which a
-    save stops training. detect_s: the time until a failure is noticed. restart_s: the time to start the ranks and load
-    the checkpoint. queue_s: the mean wait for a new allocation if nodes are missing, exponential.
+    Attributes:
+        nodes: The nodes that train.
+        spares: The nodes of the job that wait to replace a failed one.
+        node_hours_between_failures: The mean for one node; failures follow an exponential distribution.
+        repair_s: The time until a failed node is a spare again.
+        interval_s: The training time between two saves.
+        save_s: The time for which a save stops training.
+        detect_s: The time until a failure is noticed.
+        restart_s: The time to start the ranks and load the checkpoint.
+        queue_s: The mean wait for a new allocation if nodes are missing, exponential.
     """
 
     nodes: int
@@ -352,8 +357,12 @@ class Job:
 class Outcome:
     """The shares of the time, which add up to 1, and the number of failures.
 
-    trained: training that counts. saving: saves. lost: training that was repeated after a failure. down: detection and
-    restarts. queued: waiting for nodes.
+    Attributes:
+        trained: The share of training that counts.
+        saving: The share of saves.
+        lost: The share of training that was repeated after a failure.
+        down: The share of detection and restarts.
+        queued: The share of waiting for nodes.
     """
 
     trained: float

@@ -31,8 +31,11 @@ _INCIDENTS = 50
 class RecordedStep:
     """A step of one rank.
 
-    time: the time of its record, in seconds since 1970. loss: NaN if it was not finite. samples: the samples of all
-    steps so far, on all ranks. own_s: the seconds of the step without waits for communication or other pipeline stages.
+    Attributes:
+        time: The time of its record, in seconds since 1970.
+        loss: The loss; NaN if it was not finite.
+        samples: The samples of all steps so far, on all ranks.
+        own_s: The seconds of the step without waits for communication or other pipeline stages.
     """
 
     step: int
@@ -62,9 +65,12 @@ class RunHistory:
 
     A step that was repeated after a roll-back or resume counts once, as later.
 
-    start: the newest line of starts.jsonl. steps: by rank, the last WINDOW_STEPS steps of this start. losses: step and
-    loss of rank 0, including earlier starts. incidents: oldest first. efficiency, evaluation: the newest records of
-    these kinds.
+    Attributes:
+        start: The newest line of starts.jsonl.
+        steps: The steps by rank, the last WINDOW_STEPS steps of this start.
+        losses: The steps and losses of rank 0, including earlier starts.
+        incidents: The incidents, oldest first.
+        efficiency, evaluation: The newest records of these kinds.
     """
 
     def __init__(self) -> None:
@@ -156,10 +162,15 @@ class RankTime:
 class RunState:
     """One frame. Times are in seconds; None for values that are unknown.
 
-    status: the status as text, and whether it is good. age_s: the age of the newest record. left_s: the time until the
-    run's time limit. to_go_s: the estimated time to the last step. step_s: p50, p95 and p99 on rank 0. parts: the
-    shares of a step by name as in `PARTS`. parts_of: the steps and ranks from which they are computed. num_followed:
-    the number of ranks whose records were compared.
+    Attributes:
+        status: The status as text, and whether it is good.
+        age_s: The age of the newest record.
+        left_s: The time until the run's time limit.
+        to_go_s: The estimated time to the last step.
+        step_s: The p50, p95 and p99 of the step time on rank 0.
+        parts: The shares of a step by name as in `PARTS`.
+        parts_of: The steps and ranks from which they are computed.
+        num_followed: The number of ranks whose records were compared.
     """
 
     name: str

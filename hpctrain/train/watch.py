@@ -54,9 +54,12 @@ class StragglerWatch:
 
     Through the sums of a step (`votes`), rank 0 announces when a window ends and when the links between nodes are to be
     measured, so that all ranks do it after the same step. A window ends with an all-gather of 28 bytes from each rank.
-    window_s: the shortest duration of a window. probes: whether to measure the links when communication has become
-    slow. before: the links as measured at the start of the run, if they were. directory: the run directory; `slow.json`
-    in it lists what is slow now.
+
+    Args:
+        window_s: The shortest duration of a window.
+        probes: Whether to measure the links when communication has become slow.
+        before: The links as measured at the start of the run, if they were.
+        directory: The run directory; `slow.json` in it lists what is slow now.
     """
 
     def __init__(

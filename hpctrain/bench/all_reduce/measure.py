@@ -89,9 +89,11 @@ class Cell:
 class CellResult:
     """The result of a cell, the same on every rank.
 
-    samples_s: the time of the slowest rank, for each repeat. sent_bytes_per_node: the payload bytes per reduction of
-    the node that sent most. relative_error: the largest difference from the float64 sum, divided by the largest
-    absolute value of that sum, on the worst rank, in the last reduction (including the error feedback of earlier ones).
+    Attributes:
+        samples_s: The time of the slowest rank, for each repeat.
+        sent_bytes_per_node: The payload bytes per reduction of the node that sent most.
+        relative_error: The largest difference from the float64 sum, divided by the largest absolute value of that sum,
+            on the worst rank, in the last reduction (including the error feedback of earlier ones).
     """
 
     cell: Cell
@@ -334,7 +336,9 @@ class AllReduceAsked:
 class Row:
     """A row of the table. Bandwidths are in bytes/s.
 
-    runs, wire_runs: the algorithm and wire format that ran. bound_bytes_per_node, bound_s: None if there is no bound.
+    Attributes:
+        runs, wire_runs: The algorithm and wire format that ran.
+        bound_bytes_per_node, bound_s: The lower bounds on bytes and time; None if there is no bound.
     """
 
     algorithm: str

@@ -86,10 +86,13 @@ class CheckpointAsked:
 class CheckpointRow:
     """A row of the table.
 
-    raw: the name of the plain method with which it is compared; None for a plain method. seconds: those of the slowest
-    rank. share_of_raw: the median over rounds of plain time / this time. engine: the engine that ran; None if nothing
-    was saved. stall: for async saves, the seconds for which training is blocked. stall_of_copy: the median over rounds
-    of stall / time of a memcpy of the rank's share.
+    Attributes:
+        raw: The name of the plain method with which it is compared; None for a plain method.
+        seconds: The seconds of the slowest rank.
+        share_of_raw: The median over rounds of plain time / this time.
+        engine: The engine that ran; None if nothing was saved.
+        stall: For async saves, the seconds for which training is blocked.
+        stall_of_copy: The median over rounds of stall / time of a memcpy of the rank's share.
     """
 
     what: str
@@ -112,7 +115,10 @@ class CheckpointRow:
 class CheckpointMeasured:
     """The result of the measurement.
 
-    num_bytes: the size of the state. rank_bytes: the bytes of the plain write, by rank. notes: lines below the table.
+    Attributes:
+        num_bytes: The size of the state.
+        rank_bytes: The bytes of the plain write, by rank.
+        notes: Lines below the table.
     """
 
     rows: list[CheckpointRow]

@@ -202,8 +202,10 @@ class MethodTime:
 class TimedMethod(Protocol):
     """The interface of a method that is timed.
 
-    name: its name in the table. engine: the checkpoint engine that ran, known after a turn. raw: the name of the plain
-    method with which it is compared; None for a plain method.
+    Attributes:
+        name: Its name in the table.
+        engine: The checkpoint engine that ran, known after a turn.
+        raw: The name of the plain method with which it is compared; None for a plain method.
     """
 
     @property

@@ -83,9 +83,12 @@ class Reader(str, Enum):
 class DataAsked:
     """The settings of the measurement. Raises UsageError for a number that is too small.
 
-    batch: the samples per batch. num_batches: the batches per reading; None: those of an epoch, at most 256 MiB.
-    step_s: the duration of the training step that waits for batches. num_steps: the number of these steps; 0: none.
-    open_options: keyword arguments of `Dataset.open`.
+    Attributes:
+        batch: The samples per batch.
+        num_batches: The batches per reading; None: those of an epoch, at most 256 MiB.
+        step_s: The duration of the training step that waits for batches.
+        num_steps: The number of these steps; 0: none.
+        open_options: Keyword arguments of `Dataset.open`.
     """
 
     directory: Path
@@ -116,8 +119,11 @@ class DataAsked:
 class DataRow:
     """The result of one reader. `seconds` and `samples_s` are times per reading.
 
-    num_batches, num_samples, num_bytes: per reading; for `raw`, the bytes read from the files. share_of_raw: the median
-    time of raw reading divided by the median time of this reader; None if nothing could be read raw.
+    Attributes:
+        num_batches, num_samples, num_bytes: The batches, samples and bytes per reading; for `raw`, the bytes read from
+            the files.
+        share_of_raw: The median time of raw reading divided by the median time of this reader; None if nothing could be
+            read raw.
     """
 
     reader: Reader

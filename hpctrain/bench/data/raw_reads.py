@@ -37,8 +37,10 @@ class _Mapped:
 class _Chunked:
     """The chunks of one field in one shard.
 
-    chunk_rows: the rows per chunk; chunk row i starts at row i * chunk_rows. places: (file offset, size in bytes) of
-    each chunk, by chunk row. rows_of: converts samples to rows.
+    Attributes:
+        chunk_rows: The rows per chunk; chunk row i starts at row i * chunk_rows.
+        places: (file offset, size in bytes) of each chunk, by chunk row.
+        rows_of: A function that converts samples to rows.
     """
 
     descriptor: int

@@ -33,8 +33,11 @@ class Harness(str, Enum):
 class ExportedSweep:
     """The sweep that the harness runs.
 
-    name: the name of the recipe's run. recipe: its absolute path. folder: the absolute path of the folder to which
-    paths in the recipe are relative. program: the `hpctrain` program to call.
+    Attributes:
+        name: The name of the recipe's run.
+        recipe: Its absolute path.
+        folder: The absolute path of the folder to which paths in the recipe are relative.
+        program: The `hpctrain` program to call.
     """
 
     name: str

@@ -78,9 +78,12 @@ def run_size(
 ) -> ScalingRun:
     """Makes one run in `directory`, which is removed at the end.
 
-    threads: the threads of each rank, unless the recipe sets them. with_environment: whether the result contains the
-    run's environment.json. keep: a folder into which the run directory of a successful run is moved as `ranks-N`,
-    replacing an earlier one. Raises the errors of `Starter.start`, and LaunchError if records are missing.
+    Args:
+        threads: The threads of each rank, unless the recipe sets them.
+        with_environment: Whether the result contains the run's environment.json.
+        keep: A folder into which the run directory of a successful run is moved as `ranks-N`, replacing an earlier one.
+
+    Raises the errors of `Starter.start`, and LaunchError if records are missing.
     """
     directory.mkdir(parents=True)
     try:
@@ -185,8 +188,10 @@ SEEN_AFTER_S = 30.0
 class Jobs:
     """Submits one job at a time and waits for its end.
 
-    ranks_per_node: the ranks per node in all but smaller jobs. module_folder: a folder that is searched for the task,
-    in addition to PYTHONPATH. folder: the folder in which sbatch is called.
+    Attributes:
+        ranks_per_node: The ranks per node in all but smaller jobs.
+        module_folder: A folder that is searched for the task, in addition to PYTHONPATH.
+        folder: The folder in which sbatch is called.
     """
 
     controller: Controller
@@ -323,9 +328,12 @@ def check_samples(runs: Sequence[ScalingRun], *, mode: Mode) -> SamplesCheck | N
 class SweepPlace:
     """Where a sweep runs and stores its results.
 
-    launcher: the launcher for ranks started by this process. scratch: the folder for the runs' files; None: chosen.
-    document: the JSON file. recipe_path: the path as the user gave it; its folder is searched for the task. keep: a
-    folder that keeps the run directory of the last run of each size as `ranks-N`; None: all are removed.
+    Attributes:
+        launcher: The launcher for ranks started by this process.
+        scratch: The folder for the runs' files; None: chosen.
+        document: The JSON file.
+        recipe_path: The path as the user gave it; its folder is searched for the task.
+        keep: A folder that keeps the run directory of the last run of each size as `ranks-N`; None: all are removed.
     """
 
     recipe_path: Path

@@ -48,11 +48,16 @@ class RankSums(_Part):
 class ScalingRun(_Part):
     """One run, that is, one start of the ranks.
 
-    round: from 0; each round has one run of every size. place: the index in the round, from 0. samples_per_s: the
-    samples of all ranks divided by the sum of `step_s`. step_s: the seconds of each measured step on its slowest rank.
-    samples: the number of samples of all ranks and measured steps. sample_sums: for each measured step a hash of the
-    set of samples of all ranks, 16 hexadecimal digits. by_rank: the sums of each rank. job: the Slurm job, if the run
-    had one of its own. environment: the run's environment.json; null after the first run of a size.
+    Attributes:
+        round: The number of the round, from 0; each round has one run of every size.
+        place: The index in the round, from 0.
+        samples_per_s: The samples of all ranks divided by the sum of `step_s`.
+        step_s: The seconds of each measured step on its slowest rank.
+        samples: The number of samples of all ranks and measured steps.
+        sample_sums: For each measured step a hash of the set of samples of all ranks, 16 hexadecimal digits.
+        by_rank: The sums of each rank.
+        job: The Slurm job, if the run had one of its own.
+        environment: The run's environment.json; null after the first run of a size.
     """
 
     round: int
@@ -74,10 +79,13 @@ class ScalingRun(_Part):
 class SweepSettings(_Part):
     """The settings of a sweep. A sweep is resumed with the same settings, but `repeats` may grow.
 
-    nodes: the numbers of nodes, if sizes were given as such. steps, warmup_steps: the steps of each run; the warm-up
-    comes first and is dropped. repeats: the number of rounds. seed: the seed of the order of sizes within the rounds.
-    threads_per_rank: the threads of every rank, at every size; None before it is decided. start: `launch`: mpirun here,
-    or srun within this allocation; `jobs`: a Slurm job per run.
+    Attributes:
+        nodes: The numbers of nodes, if sizes were given as such.
+        steps, warmup_steps: The steps of each run; the warm-up comes first and is dropped.
+        repeats: The number of rounds.
+        seed: The seed of the order of sizes within the rounds.
+        threads_per_rank: The threads of every rank, at every size; None before it is decided.
+        start: `launch`: mpirun here, or srun within this allocation; `jobs`: a Slurm job per run.
     """
 
     mode: Mode
@@ -96,13 +104,16 @@ class SweepSettings(_Part):
 class SizeResult(_Part):
     """The results of one number of ranks, over its runs.
 
-    samples_per_s, step_s: `median`, `q1`, `q3`, `min`, `max`, `count`; step_s over all measured steps of all runs.
-    efficiency: samples/s per rank relative to the baseline in the same rounds: `value` (geometric mean), `low`, `high`
-    (t interval at confidence `level`), `least`, `greatest` (over the rounds), `range_level`, `count`, `paired`.
-    speedup: samples/s relative to the baseline, with the same fields. For the baseline itself both are 1 without an
-    interval. seconds: the seconds of a step, as means over ranks and runs: `input`, `compute`, `bubble`,
-    `exposed_sync`, `checkpoint`, `other`, `step`. shared_cores: whether ranks had to share cores; the results then do
-    not apply to ranks with cores of their own.
+    Attributes:
+        samples_per_s, step_s: `median`, `q1`, `q3`, `min`, `max`, `count`; step_s over all measured steps of all runs.
+        efficiency: Samples/s per rank relative to the baseline in the same rounds: `value` (geometric mean), `low`,
+            `high` (t interval at confidence `level`), `least`, `greatest` (over the rounds), `range_level`, `count`,
+            `paired`.
+        speedup: Samples/s relative to the baseline, with the same fields. For the baseline itself, efficiency and
+            speedup are 1 without an interval.
+        seconds: The seconds of a step, as means over ranks and runs: `input`, `compute`, `bubble`, `exposed_sync`,
+            `checkpoint`, `other`, `step`.
+        shared_cores: Whether ranks had to share cores; the results then do not apply to ranks with cores of their own.
     """
 
     ranks: int
@@ -120,7 +131,10 @@ class SizeResult(_Part):
 class SamplesCheck(_Part):
     """How the samples of the runs were compared.
 
-    rule: the rule as text. runs: the number of runs. steps: the number of steps of each.
+    Attributes:
+        rule: The rule as text.
+        runs: The number of runs.
+        steps: The number of steps of each.
     """
 
     rule: str
@@ -131,11 +145,15 @@ class SamplesCheck(_Part):
 class ScalingDocument(_Part):
     """The whole document.
 
-    complete: whether all rounds were measured; otherwise `--resume` continues. recipe: every key with its value.
-    baseline_ranks: the size to which efficiency and speedup are relative. fits: `chosen` (a law's name or null), `why`,
-    and `laws`, each with `law`, `formula`, `rate_1`, `parameters` (`name`, `value`, `error`, `low`, `high`,
-    `at_bound`), `residual`, `aicc`, `checked_by`, `misfit_p`, `peak_ranks`, `efficiency` and `predicted` (by number of
-    ranks); null while fewer than two sizes are measured. runs: in the order in which they were made.
+    Attributes:
+        complete: Whether all rounds were measured; otherwise `--resume` continues.
+        recipe: The recipe, every key with its value.
+        baseline_ranks: The size to which efficiency and speedup are relative.
+        fits: `chosen` (a law's name or null), `why`, and `laws`, each with `law`, `formula`, `rate_1`, `parameters`
+            (`name`, `value`, `error`, `low`, `high`, `at_bound`), `residual`, `aicc`, `checked_by`, `misfit_p`,
+            `peak_ranks`, `efficiency` and `predicted` (by number of ranks); null while fewer than two sizes are
+            measured.
+        runs: All runs, in the order in which they were made.
     """
 
     schema_: Literal["hpctrain.bench.scaling/1"] = Field(SCHEMA, alias="schema")

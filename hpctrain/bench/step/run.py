@@ -26,7 +26,10 @@ _SERVERS, _SERVERS_WAIT_S = f"bench-{os.getpid()}", 60.0
 class StepRun:
     """The records of a run's measured steps, one entry per step.
 
-    step_s: the seconds on the slowest rank. exposed_s: the mean over the ranks. samples: the total of all ranks.
+    Attributes:
+        step_s: The seconds on the slowest rank.
+        exposed_s: The mean over the ranks.
+        samples: The total of all ranks.
     """
 
     cell: StepCell

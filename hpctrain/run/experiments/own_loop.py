@@ -35,11 +35,13 @@ _LOOKED_AT = 64  # samples of a sampler, to see whether it shuffles
 class OwnLoop:
     """The training that a function given to `Session.check` has built.
 
-    batches: this rank's batches, as an iterable or a function of the epoch. A batch is a tensor, a tuple, list or
-    mapping of tensors with the samples along dimension 0, or an `hpctrain.Batch`. step: trains on one batch and returns
-    its mean loss. It may take a keyword argument `micro_batches`, the number of parts over which it accumulates
-    gradients. evaluate: returns metrics of all ranks by name; None: evaluation is not checked. also: other objects that
-    the loop passes to `Session.save_state` and `load_state`, by name, such as schedulers.
+    Attributes:
+        batches: This rank's batches, as an iterable or a function of the epoch. A batch is a tensor, a tuple, list or
+            mapping of tensors with the samples along dimension 0, or an `hpctrain.Batch`.
+        step: A function that trains on one batch and returns its mean loss. It may take a keyword argument
+            `micro_batches`, the number of parts over which it accumulates gradients.
+        evaluate: A function that returns metrics of all ranks by name; None: evaluation is not checked.
+        also: Other objects that the loop passes to `Session.save_state` and `load_state`, by name, such as schedulers.
     """
 
     batches: Iterable[Any] | Callable[[int], Iterable[Any]]
@@ -54,10 +56,14 @@ Build = Callable[[Any], OwnLoop]
 def check_loop(session: Any, build: Build, *, steps: int, show: bool, scratch: Path) -> CheckReport:
     """Compares the training that `build` creates with itself, on one rank and on all ranks. Collective.
 
-    Returns the causes of the differences. build: a function that is called with a session, which it uses instead of
-    this one. It builds model, updater and batches, and returns `(batches, step)`, `(batches, step, evaluate)` or
-    `(batches, step, evaluate, also)`; see `OwnLoop` and guides/check.md. show: whether rank 0 prints the result.
-    scratch: a folder that all nodes share, for a few checkpoints, which are removed.
+    Returns the causes of the differences.
+
+    Args:
+        build: A function that is called with a session, which it uses instead of this one. It builds model, updater and
+            batches, and returns `(batches, step)`, `(batches, step, evaluate)` or `(batches, step, evaluate, also)`;
+            see `OwnLoop` and guides/check.md.
+        show: Whether rank 0 prints the result.
+        scratch: A folder that all nodes share, for a few checkpoints, which are removed.
 
     Raises UsageError on every rank on fewer than two ranks, or if the training fails on one rank; LaunchError if no
     folder can be created in `scratch`; CheckpointError if the checkpoints cannot be written there.

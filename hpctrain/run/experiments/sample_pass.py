@@ -32,8 +32,9 @@ def pass_over_samples(
 ) -> SampleFacts:
     """Reads the samples of an epoch in one process and on all ranks, and returns what differs. Collective.
 
-    one, again, ranks: the traces of a run in one process, of its repetition, and of the run on all ranks.
-    resumes_equal: whether a resumed run on one rank equals the one that was not stopped.
+    Args:
+        one, again, ranks: The traces of a run in one process, of its repetition, and of the run on all ranks.
+        resumes_equal: Whether a resumed run on one rank equals the one that was not stopped.
     """
     world = trials.session.world
     with trials.open(on_ranks=False) as trial:

@@ -22,8 +22,10 @@ from hpctrain.train import Stateful
 class Rows:
     """The samples of a batch on one rank, by row.
 
-    indices: their indices in the dataset; None if unknown. hashes: hashes of their content. not_finite: (row, field)
-    for rows with NaN or infinity.
+    Attributes:
+        indices: The indices of the samples in the dataset; None if unknown.
+        hashes: Hashes of the samples' content.
+        not_finite: (row, field) for rows with NaN or infinity.
     """
 
     indices: Sequence[int] | None
@@ -110,10 +112,14 @@ class Setting:
 class Subject(Protocol):
     """Creates trials of a user's training.
 
-    splits: whether the user's run uses micro-batches. can_split: whether they are possible. asks_double: whether the
-    user's run computes in float64. repeats_samples: whether samples are drawn with replacement, so that repetitions are
-    intended. is_shuffled: whether epochs should have different orders; None: unknown. loss_is_share: whether `step`
-    returns the loss times the rank's share of the global batch. scratch: a folder that all ranks see.
+    Attributes:
+        splits: Whether the user's run uses micro-batches.
+        can_split: Whether micro-batches are possible.
+        asks_double: Whether the user's run computes in float64.
+        repeats_samples: Whether samples are drawn with replacement, so that repetitions are intended.
+        is_shuffled: Whether epochs should have different orders; None: unknown.
+        loss_is_share: Whether `step` returns the loss times the rank's share of the global batch.
+        scratch: A folder that all ranks see.
     """
 
     name: str

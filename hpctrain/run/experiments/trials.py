@@ -80,11 +80,14 @@ _MAX_TEXT = 1000
 class Conditions:
     """The conditions of a trial.
 
-    on_ranks: whether it runs on all ranks; otherwise each rank trains alone. delayed: whether each rank is delayed in
-    different steps, and gradients are summed during backward. whole: whether every rank computes all samples. stop_at:
-    the step at which the trial is stopped, then resumed with a new model. carried: `generator` or `value`, the kind of
-    values outside the checkpoint that are carried over into the resumed trial. stirred: how many numbers are drawn from
-    the user's own generators before the first step.
+    Attributes:
+        on_ranks: Whether it runs on all ranks; otherwise each rank trains alone.
+        delayed: Whether each rank is delayed in different steps, and gradients are summed during backward.
+        whole: Whether every rank computes all samples.
+        stop_at: The step at which the trial is stopped, then resumed with a new model.
+        carried: `generator` or `value`, the kind of values outside the checkpoint that are carried over into the
+            resumed trial.
+        stirred: How many numbers are drawn from the user's own generators before the first step.
     """
 
     on_ranks: bool = False
@@ -102,9 +105,12 @@ class Conditions:
 class Ran:
     """The result of a trial.
 
-    trace: the record of all steps, or of those after the resumption. began, ended: the user's own state at start and
-    end. carried: the values that were carried over. schedulers: for a trial on all ranks, the values of its learning
-    rate schedulers at the end. no_storage: the error of a storage that failed.
+    Attributes:
+        trace: The record of all steps, or of those after the resumption.
+        began, ended: The user's own state at start and end.
+        carried: The values that were carried over.
+        schedulers: For a trial on all ranks, the values of its learning rate schedulers at the end.
+        no_storage: The error of a storage that failed.
     """
 
     trace: RunTrace

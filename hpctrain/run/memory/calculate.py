@@ -64,10 +64,12 @@ from hpctrain.train import Task, TensorParallelTask, import_task
 class Way:
     """One way to split the model.
 
-    choices: the numbers of micro-batches to try, ascending; the first one is used unless memory is short. Empty if a
-    run would refuse this way; `refused` then says why. needs: calculates the memory for a number of micro-batches.
-    drops_reduction: whether the recipe's section [reduction] must be removed. is_current: whether the recipe uses this
-    way now.
+    Attributes:
+        choices: The numbers of micro-batches to try, ascending; the first one is used unless memory is short. Empty if
+            a run would refuse this way; `refused` then says why.
+        needs: A function that calculates the memory for a number of micro-batches.
+        drops_reduction: Whether the recipe's section [reduction] must be removed.
+        is_current: Whether the recipe uses this way now.
     """
 
     plan: ParallelPlan
@@ -198,9 +200,12 @@ def recipe_lines(fit: Fit, *, micro_batches: int) -> list[str]:
 class MemoryPlan:
     """All ways to split a recipe's model, in the order in which to try them.
 
-    device: `cpu` or `cuda`, where the run would train. own: the recipe's own plan, which is one of the ways. memory:
-    the bytes per rank; None if unknown. chosen: the first way that fits; None if none does. notes: what was assumed or
-    could not be measured.
+    Attributes:
+        device: `cpu` or `cuda`, where the run would train.
+        own: The recipe's own plan, which is one of the ways.
+        memory: The bytes per rank; None if unknown.
+        chosen: The first way that fits; None if none does.
+        notes: What was assumed or could not be measured.
     """
 
     topology: Topology

@@ -50,8 +50,14 @@ _GROWTH = 2.5
 class LiveBytes(TorchDispatchMode):
     """Counts the memory of tensors that operations create within the `with` block, until it is freed.
 
-    Views share their memory, which counts once. known: tensors whose memory is not counted. now: the bytes that are
-    alive. most: the largest number of bytes alive at any time.
+    Views share their memory, which counts once.
+
+    Args:
+        known: Tensors whose memory is not counted.
+
+    Attributes:
+        now: The bytes that are alive.
+        most: The largest number of bytes alive at any time.
     """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
@@ -408,9 +414,13 @@ def measure_forward_backward(
 ) -> Measured:
     """Returns the memory of forward and backward for the first samples of `batch`.
 
-    savings: the kinds of activation checkpointing that the model supports. plans: the ways to split it. Of those with
-    split layers, and of those that also split sequences, the one with the fewest ranks is measured. besides: bytes per
-    sample that do not count here but occupy the run's device. A measurement that fails is left out, with a note.
+    A measurement that fails is left out, with a note.
+
+    Args:
+        savings: The kinds of activation checkpointing that the model supports.
+        plans: The ways to split it. Of those with split layers, and of those that also split sequences, the one with
+            the fewest ranks is measured.
+        besides: Bytes per sample that do not count here but occupy the run's device.
     """
     free = psutil.virtual_memory().available
     model_bytes = _COPIES * sizes.num_bytes + sizes.buffer_bytes

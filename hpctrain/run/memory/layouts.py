@@ -30,8 +30,11 @@ def ways_to_split(
 ) -> list[ParallelPlan]:
     """Returns the ways to split a model, those that usually cost least time first.
 
-    tensor_plan: the task's plan; None: its layers cannot be split. in_stages: whether the task names its layers.
-    stages_of_parts: pairs of pipeline size and tensor group size to combine. offload: whether ranks have GPUs.
+    Args:
+        tensor_plan: The task's plan; None: its layers cannot be split.
+        in_stages: Whether the task names its layers.
+        stages_of_parts: Pairs of pipeline size and tensor group size to combine.
+        offload: Whether ranks have GPUs.
 
     The order: whole parameters, with more and more activations recomputed; sharded parameters, which are sent once
     more, within nodes if the ranks of a node can share them; split layers, which send activations within a node, then

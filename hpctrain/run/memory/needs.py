@@ -201,14 +201,20 @@ _SUMMED_AT_ONCE = 25_000_000
 class Needs:
     """The bytes that the rank with the highest need holds, for one number of micro-batches.
 
-    parameters, gradients, optimizer: what the rank holds between steps. reduction: messages, and gradients in transit.
-    gathered, gathered_gradients: blocks that are whole while they are computed. accumulated: gradients that stay whole
-    until the last micro-batch. data: batches. snapshot: the copy of the state for a save in the background.
-    activations: their peak, at the start of backward; None if not measured. late_activations: those at the end of
-    backward. update: temporary tensors of the optimizer's step. start: the whole model before it is split.
-    gradients_stay: whether the gradients also occupy memory at the start of backward. host: for a GPU rank with
-    offload, the bytes in host memory, which do not count as GPU memory. sent: what the rank sends to other ranks per
-    step.
+    Attributes:
+        parameters, gradients, optimizer: The rank's parameters, gradients and optimizer state.
+        reduction: Messages, and gradients in transit.
+        gathered, gathered_gradients: Parameters and gradients of blocks that are whole while they are computed.
+        accumulated: Gradients that stay whole until the last micro-batch.
+        data: The batches in memory.
+        snapshot: The copy of the state for a save in the background.
+        activations: The peak of the activations, at the start of backward; None if not measured.
+        late_activations: The activations at the end of backward.
+        update: Temporary tensors of the optimizer's step.
+        start: The whole model before it is split.
+        gradients_stay: Whether the gradients also occupy memory at the start of backward.
+        host: For a GPU rank with offload, the bytes in host memory, which do not count as GPU memory.
+        sent: What the rank sends to other ranks per step.
     """
 
     parameters: int

@@ -29,8 +29,10 @@ from hpctrain.topology import ParallelMesh, Topology
 class Verdict:
     """Whether a run would accept a plan.
 
-    refused: why it would refuse the plan; empty if it accepts it. drops_reduction: whether it accepts the plan only
-    without the recipe's section [reduction]. choices: the numbers of micro-batches to try.
+    Attributes:
+        refused: Why it would refuse the plan; empty if it accepts it.
+        drops_reduction: Whether it accepts the plan only without the recipe's section [reduction].
+        choices: The numbers of micro-batches to try.
     """
 
     refused: str = ""
@@ -42,8 +44,11 @@ class Verdict:
 class Judge:
     """Judges plans for one recipe and its model, on the meta device. Checks that several plans share are run once.
 
-    own: the recipe's own plan. layers: calls the task's `pipeline_layers`. stages: the divisions into stages, by number
-    of stages, and reasons: the results of the checks; `judge` fills both.
+    Attributes:
+        own: The recipe's own plan.
+        layers: A function that calls the task's `pipeline_layers`.
+        stages: The divisions into stages, by number of stages; filled by `judge`.
+        reasons: The results of the checks; filled by `judge`.
     """
 
     recipe: Recipe

@@ -85,9 +85,11 @@ class RankGroups:
 class ParameterSize:
     """The size of a parameter.
 
-    block: the repeated block that contains it; empty outside all blocks. state_bytes: the bytes of the optimizer's
-    tensors that have the parameter's shape. other_state_bytes: those of its other tensors, which are not split.
-    tensor_dim: the dimension along which the task's `tensor_plan` splits it; None: not split.
+    Attributes:
+        block: The repeated block that contains it; empty outside all blocks.
+        state_bytes: The bytes of the optimizer's tensors that have the parameter's shape.
+        other_state_bytes: The bytes of the optimizer's other tensors, which are not split.
+        tensor_dim: The dimension along which the task's `tensor_plan` splits it; None: not split.
     """
 
     shape: tuple[int, ...]
@@ -191,8 +193,10 @@ def line_through(measured: Mapping[int, int], *, besides: int = 0) -> Activation
 class LayerActivations:
     """The memory of the layers of a pipeline and, as the last entry, of the loss.
 
-    kept: what each keeps from forward to backward, including its output. more: the peak of its backward beyond that.
-    output_bytes: the bytes of its output per sample.
+    Attributes:
+        kept: The bytes that each layer keeps from forward to backward, including its output.
+        more: The peak bytes of each layer's backward beyond these.
+        output_bytes: The bytes of each layer's output per sample.
     """
 
     kept: tuple[Activations, ...]
@@ -202,10 +206,11 @@ class LayerActivations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMessages:
-    """The bytes per sample that the ranks of a tensor group sum.
+    """The bytes per sample that the ranks of a tensor group sum. Gathered bytes count half.
 
-    forward, backward: those in forward and in backward. in_blocks: the share of `forward` within repeated blocks.
-    Gathered bytes count half.
+    Attributes:
+        forward, backward: The bytes in forward and in backward.
+        in_blocks: The share of `forward` within repeated blocks.
     """
 
     forward: float
@@ -246,7 +251,10 @@ class MeasuredPart:
 class Measured:
     """The measurements of forward and backward, by kind of activation checkpointing; empty where not measured.
 
-    layers: the layers of a pipeline. split: with split layers. sequence: with split layers and split sequences.
+    Attributes:
+        layers: The measurements of the layers of a pipeline.
+        split: The measurements with split layers.
+        sequence: The measurements with split layers and split sequences.
     """
 
     whole: Mapping[Checkpointing, Activations] = field(default_factory=dict)
@@ -321,12 +329,17 @@ class StageSizes:
 class RunSizes:
     """What decides the needs of a rank besides the model.
 
-    micro_batches: the number in the recipe's section [data]. reductions: the memory of the reductions that FSDP2 does
-    not do, by what is sharded. sharded_sum: algorithm and wire format of sums of sharded gradients. stages: the
-    divisions of the model, by number of stages. loader: the sizes of the data; None: they are not in this memory.
-    snapshot: whether a save in the background copies the rank's share of the state into this memory. update_at_once:
-    whether the optimizer's step creates temporary tensors for all parameters at once, as on GPUs, or for one after the
-    other. averages: whether the run averages its parameters (`optimizer.ema`). groups: the rank groups of the topology.
+    Attributes:
+        micro_batches: The number of micro-batches in the recipe's section [data].
+        reductions: The memory of the reductions that FSDP2 does not do, by what is sharded.
+        sharded_sum: Algorithm and wire format of sums of sharded gradients.
+        stages: The divisions of the model, by number of stages.
+        loader: The sizes of the data; None: they are not in this memory.
+        snapshot: Whether a save in the background copies the rank's share of the state into this memory.
+        update_at_once: Whether the optimizer's step creates temporary tensors for all parameters at once, as on GPUs,
+            or for one after the other.
+        averages: Whether the run averages its parameters (`optimizer.ema`).
+        groups: The rank groups of the topology.
     """
 
     topology: Topology

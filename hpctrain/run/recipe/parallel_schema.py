@@ -107,8 +107,10 @@ def check_parallel(
 ) -> None:
     """Raises ValueError if settings of other sections cannot be combined with the way `parallel` splits the model.
 
-    algorithm, wire: those of the reduction. changed: the keys of [reduction] that differ from their defaults. ranks:
-    None: not known yet.
+    Args:
+        algorithm, wire: The algorithm and wire format of the reduction.
+        changed: The keys of [reduction] that differ from their defaults.
+        ranks: The number of ranks; None: not known yet.
     """
     for name, size in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
         if ranks is not None and ranks % size:

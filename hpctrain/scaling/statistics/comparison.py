@@ -45,9 +45,11 @@ _TOLERANCE = 1e-9
 class PermutationTest:
     """The result of a permutation test.
 
-    p: the p-value of each figure, adjusted for all of them. arrangements: the number of arrangements evaluated,
-    including the actual one. exact: whether these are all arrangements; otherwise they were drawn at random. least_p:
-    the smallest possible p-value.
+    Attributes:
+        p: The p-value of each figure, adjusted for all of them.
+        arrangements: The number of arrangements evaluated, including the actual one.
+        exact: Whether these are all arrangements; otherwise they were drawn at random.
+        least_p: The smallest possible p-value.
     """
 
     p: tuple[float, ...]
@@ -135,10 +137,13 @@ class FigureComparison:
 
     `ALL_FIGURES` is the geometric mean of the others.
 
-    ratio: new / old with its interval. p_fell, p_rose: one-sided p-values, adjusted for all figures. noise: the
-    relative standard deviation of one repeat. detectable: the relative decrease that a comparison with this noise and
-    number of repeats finds in 95% of cases (normal theory, without the adjustment for several figures). fell: whether
-    the figure fell by more than its noise and by more than the threshold.
+    Attributes:
+        ratio: New / old with its interval.
+        p_fell, p_rose: The one-sided p-values, adjusted for all figures.
+        noise: The relative standard deviation of one repeat.
+        detectable: The relative decrease that a comparison with this noise and number of repeats finds in 95% of cases
+            (normal theory, without the adjustment for several figures).
+        fell: Whether the figure fell by more than its noise and by more than the threshold.
     """
 
     name: str
@@ -158,7 +163,9 @@ class FigureComparison:
 class Comparison:
     """The comparison of two measurements.
 
-    paired: whether the rounds alternated. exact, arrangements, least_p: as in `PermutationTest`.
+    Attributes:
+        paired: Whether the rounds alternated.
+        exact, arrangements, least_p: As in `PermutationTest`.
     """
 
     figures: tuple[FigureComparison, ...]
@@ -189,10 +196,14 @@ def compare_rounds(
 ) -> Comparison:
     """Compares the figures of two measurements, of which higher values are better.
 
-    old, new: the values of each round by figure, in the order of the rounds. Both must have the same figures, with a
-    value for every round. paired: whether round r of both belong together. threshold: the relative decrease that is
-    tolerated. alpha: the probability of a false alarm among all figures. Raises ValueError if there are fewer than two
-    rounds, figures differ, or a value is not positive.
+    Args:
+        old, new: The values of each round by figure, in the order of the rounds. Both must have the same figures, with
+            a value for every round.
+        paired: Whether round r of both belong together.
+        threshold: The relative decrease that is tolerated.
+        alpha: The probability of a false alarm among all figures.
+
+    Raises ValueError if there are fewer than two rounds, figures differ, or a value is not positive.
     """
     if not old or set(old) != set(new):
         raise ValueError("the two measurements have no common set of figures")

@@ -36,10 +36,13 @@ class Parameter:
 class ScalingLaw:
     """A law that can be fitted to a sweep.
 
-    formula: the law as text, where S(N) is the speedup over one rank. parameters: those besides the rate of one rank,
-    which every fit has. speedup: returns S for numbers of ranks and the parameters in their order. modes: the kinds of
-    scaling (`strong`, `weak`) for which the law is meant. peak: returns the number of ranks with the highest rate, from
-    the parameters; None if the rate grows for ever.
+    Attributes:
+        formula: The law as text, where S(N) is the speedup over one rank.
+        parameters: The parameters besides the rate of one rank, which every fit has.
+        speedup: A function that returns S for numbers of ranks and the parameters in their order.
+        modes: The kinds of scaling (`strong`, `weak`) for which the law is meant.
+        peak: A function that returns the number of ranks with the highest rate, from the parameters; None if the rate
+            grows for ever.
     """
 
     name: str
@@ -115,14 +118,19 @@ class FittedParameter:
 class LawFit:
     """A law fitted to the logarithms of all measured rates.
 
-    rate_1: the rate of one rank, in the unit of the rates. residual: the standard deviation of measured / fitted rates
-    around 1, corrected for the degrees of freedom; None if none are left. aicc: Akaike's criterion, corrected for few
-    values; lower is better, and only differences count; None if there are too few values. checked_by: the number of
-    sizes beyond the number of parameters; if it is 0, the law passes through the means whatever they are. misfit_p: the
-    probability of means this far from the law if the law holds (F test of the lack of fit against the spread of
-    repeats); None if it cannot be tested. peak_ranks: the number of ranks with the highest rate; None if it grows for
-    ever. efficiency: the efficiency of each measured size by this law, relative to the smallest size. predicted: the
-    same beyond the largest size, where nothing was measured.
+    Attributes:
+        rate_1: The rate of one rank, in the unit of the rates.
+        residual: The standard deviation of measured / fitted rates around 1, corrected for the degrees of freedom; None
+            if none are left.
+        aicc: Akaike's criterion, corrected for few values; lower is better, and only differences count; None if there
+            are too few values.
+        checked_by: The number of sizes beyond the number of parameters; if it is 0, the law passes through the means
+            whatever they are.
+        misfit_p: The probability of means this far from the law if the law holds (F test of the lack of fit against the
+            spread of repeats); None if it cannot be tested.
+        peak_ranks: The number of ranks with the highest rate; None if it grows for ever.
+        efficiency: The efficiency of each measured size by this law, relative to the smallest size.
+        predicted: The efficiency beyond the largest size, where nothing was measured.
     """
 
     law: str
@@ -168,8 +176,12 @@ def fit_laws(
 ) -> FitChoice:
     """Fits the laws to the rates of all repeats, and chooses one by AICc.
 
-    rates: the samples/s of each repeat by number of ranks. mode: `strong` or `weak`. laws: None: those of the mode. A
-    law with more parameters than there are sizes is left out. Raises ValueError if there is no rate.
+    Args:
+        rates: The samples/s of each repeat by number of ranks.
+        mode: `strong` or `weak`.
+        laws: The laws to fit; None: those of the mode. A law with more parameters than there are sizes is left out.
+
+    Raises ValueError if there is no rate.
     """
     if not rates or not all(rates.values()):
         raise ValueError("no rates to fit")

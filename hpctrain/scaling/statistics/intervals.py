@@ -22,11 +22,14 @@ LEVEL = 0.95
 class RatioEstimate:
     """A ratio with its two-sided confidence interval, dimensionless.
 
-    value: the geometric mean. low, high: the bounds at confidence `level`; None if there are too few repeats. count:
-    the number of repeats; if they are not paired, of the smaller group. paired: whether numerator and denominator were
-    measured in the same rounds. least, greatest: the smallest and the largest ratio of a round; None if not paired.
-    range_level: the confidence with which these two enclose the median ratio, exact for every distribution: 1 - 2^(1 -
-    count).
+    Attributes:
+        value: The geometric mean.
+        low, high: The bounds at confidence `level`; None if there are too few repeats.
+        count: The number of repeats; if they are not paired, of the smaller group.
+        paired: Whether numerator and denominator were measured in the same rounds.
+        least, greatest: The smallest and the largest ratio of a round; None if not paired.
+        range_level: The confidence with which these two enclose the median ratio, exact for every distribution: 1 -
+            2^(1 - count).
     """
 
     value: float

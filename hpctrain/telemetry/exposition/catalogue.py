@@ -33,8 +33,10 @@ class Scope(enum.Enum):
 class Metric:
     """One metric.
 
-    labels: its labels besides `rank`, which all metrics of `Scope.RANK` have. serves: the purposes, of M1 to M15, that
-    it serves. buckets: the upper bounds of a histogram's buckets, ascending, without infinity.
+    Attributes:
+        labels: Its labels besides `rank`, which all metrics of `Scope.RANK` have.
+        serves: The purposes, of M1 to M15, that it serves.
+        buckets: The upper bounds of a histogram's buckets, ascending, without infinity.
     """
 
     name: str

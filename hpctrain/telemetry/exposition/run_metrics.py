@@ -34,8 +34,10 @@ _KNOWN_LABELS: dict[str, tuple[str, ...]] = {
 class Series:
     """One series of a metric.
 
-    labels: its label values, in the order of `Metric.all_labels`. value: the value; for a histogram the sum of the
-    observations. counts: a histogram's number of observations per bucket; the last bucket is above all bounds.
+    Attributes:
+        labels: Its label values, in the order of `Metric.all_labels`.
+        value: The value; for a histogram the sum of the observations.
+        counts: A histogram's number of observations per bucket; the last bucket is above all bounds.
     """
 
     labels: tuple[str, ...]
@@ -62,8 +64,10 @@ class _Histogram:
 class RunMetrics:
     """The values of the metrics that this process exposes. `receive` and `snapshot` may be called on different threads.
 
-    rank: the rank of this process; metrics of the whole run are exposed on rank 0 only. given: values that are known
-    before training. probes: functions that read a value when it is requested, by name of the metric.
+    Args:
+        rank: The rank of this process; metrics of the whole run are exposed on rank 0 only.
+        given: Values that are known before training.
+        probes: Functions that read a value when it is requested, by name of the metric.
     """
 
     def __init__(

@@ -46,11 +46,19 @@ def with_quality(state: State, *, quality: Mapping[str, float], step: int | None
 class Checkpointing:
     """The checkpoints of a run. A context manager: on exit a save in flight is committed, also after an agreed error.
 
-    The ranks agree through the sums of a step: each contributes `votes`, and `after_step` reads the sums. policy: when
-    and where to save. say: prints a line for the user, on rank 0. clock: receives the time for which training is
-    blocked, and as `own_write` the time in which this rank wrote its part of a committed checkpoint. requests: requests
-    of the user to save now. saved_step: the step whose state is already on disk. begin: starts a save; None: one into
-    the policy's directory. times: the seconds that the newest saves took until they were committed.
+    The ranks agree through the sums of a step: each contributes `votes`, and `after_step` reads the sums.
+
+    Args:
+        policy: When and where to save.
+        say: A function that prints a line for the user, on rank 0.
+        clock: The clock that receives the time for which training is blocked, and as `own_write` the time in which this
+            rank wrote its part of a committed checkpoint.
+        requests: The user's requests to save now.
+        saved_step: The step whose state is already on disk.
+        begin: A function that starts a save; None: one into the policy's directory.
+
+    Attributes:
+        times: The seconds that the newest saves took until they were committed.
     """
 
     def __init__(

@@ -141,11 +141,16 @@ class MemoryGuard:
     out still takes part in all reductions of the step, with what it has. No rank uses their results
     (`DistributedOptimizer.step`, accepts), so buckets that other ranks have already sent do no harm.
 
-    directory: the run directory. recovers: False ends the run instead of doubling. rows: the largest number of samples
-    of a global batch on any rank. micro_batches: the number in the recipe. largest: the result of
-    `largest_micro_batch`. short_attempt: the number of the previous attempt of `hpctrain supervise`, if it ended out of
-    memory. As a rule the kernel killed a rank then, which could not divide anything, so the number is doubled at once;
-    the constructor is then collective. say: prints a line, on rank 0.
+    Args:
+        directory: The run directory.
+        recovers: False ends the run instead of doubling.
+        rows: The largest number of samples of a global batch on any rank.
+        micro_batches: The number of micro-batches in the recipe.
+        largest: The result of `largest_micro_batch`.
+        short_attempt: The number of the previous attempt of `hpctrain supervise`, if it ended out of memory. As a rule
+            the kernel killed a rank then, which could not divide anything, so the number is doubled at once; the
+            constructor is then collective.
+        say: A function that prints a line, on rank 0.
     """
 
     def __init__(
@@ -309,8 +314,10 @@ RollBack = Callable[[Callable[[list[int]], int | None]], Resumed | None]
 class Guards:
     """The guards of a run. Their decisions follow from sums over the ranks, so that they are the same on every rank.
 
-    roll_back: restores an older state. skips_data: whether a rolled-back run continues after the data on which it
-    diverged instead of repeating them. say: prints a line, on rank 0.
+    Args:
+        roll_back: A function that restores an older state.
+        skips_data: Whether a rolled-back run continues after the data on which it diverged instead of repeating them.
+        say: A function that prints a line, on rank 0.
     """
 
     def __init__(

@@ -82,8 +82,10 @@ class EnergyLog:
 class ProgressLine:
     """Prints step, loss, samples/s and remaining time on rank 0.
 
-    every_s: the seconds between lines. silent: True on all other ranks. on_terminal: whether the user sees the output
-    on a terminal, where the line is updated in place.
+    Args:
+        every_s: The seconds between lines.
+        silent: True on all other ranks.
+        on_terminal: Whether the user sees the output on a terminal, where the line is updated in place.
     """
 
     def __init__(
@@ -155,9 +157,13 @@ BUCKETS_EVERY_STEPS = 100
 class RunRecorder:
     """Records one run on one rank. A context manager, during which the energy meter is read.
 
-    world: the communicator, whose messages about a rank that hangs name the step. counts_samples: False on ranks whose
-    samples another rank counts; their records have none. meter: the energy meter of this node; None on ranks that do
-    not read it. clock: the seconds of the current step by name, to which everything that takes time adds.
+    Args:
+        world: The communicator, whose messages about a rank that hangs name the step.
+        counts_samples: False on ranks whose samples another rank counts; their records have none.
+        meter: The energy meter of this node; None on ranks that do not read it.
+
+    Attributes:
+        clock: The seconds of the current step by name, to which everything that takes time adds.
     """
 
     def __init__(

@@ -15,9 +15,11 @@ from hpctrain.train.state.training_state import Position
 class CheckpointPolicy:
     """When and where a training is saved. It is also saved at its end and when it is asked to stop.
 
-    every_steps, every_minutes: the interval between saves. failures_per_day: the expected number of failures of the
-    whole job; if given, the interval that loses the least time is printed. by_advice: whether that interval, computed
-    from the measured cost of a save, is also used.
+    Attributes:
+        every_steps, every_minutes: The interval between saves.
+        failures_per_day: The expected number of failures of the whole job; if given, the interval that loses the least
+            time is printed.
+        by_advice: Whether that interval, computed from the measured cost of a save, is also used.
     """
 
     directory: Path

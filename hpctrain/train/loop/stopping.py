@@ -32,8 +32,11 @@ class Stopping:
 
     The ranks agree through the sums of a step: each contributes `votes`, `agreed` reads them.
 
-    request: what signals ask of this rank. plan: the time that a stop takes. clock: the clock of the time limit, on one
-    rank only, so that different clocks do not matter. say: prints a line, on rank 0.
+    Args:
+        request: What signals ask of this rank.
+        plan: The time that a stop takes.
+        clock: The clock of the time limit, on one rank only, so that different clocks do not matter.
+        say: A function that prints a line, on rank 0.
     """
 
     def __init__(

@@ -132,11 +132,18 @@ def read_slowest(directory: Path) -> dict[str, float]:
 class Training:
     """Trains until the last step, or until it has to stop. All methods are collective, except `totals`.
 
-    runner: computes losses and gradients with the model of `state`. state: what is trained and saved. held_out: the
-    loader for evaluations. identity: the data, order and seed to which a position belongs. stopping: decides when to
-    stop early. guards: against divergence and lack of memory. stragglers: compares the ranks; None: they are not
-    compared. efficiency: adds up how the ranks spend their time. trace: traces chosen steps. times: measures sections
-    for the limits of waits. resumed: where to start.
+    Args:
+        runner: The runner that computes losses and gradients with the model of `state`.
+        state: What is trained and saved.
+        held_out: The loader for evaluations.
+        identity: The data, order and seed to which a position belongs.
+        stopping: The object that decides when to stop early.
+        guards: The guards against divergence and lack of memory.
+        stragglers: The watch that compares the ranks; None: they are not compared.
+        efficiency: The watch that adds up how the ranks spend their time.
+        trace: The trace of chosen steps.
+        times: The measurement of sections, for the limits of waits.
+        resumed: The position and checkpoint from which to start.
     """
 
     def __init__(

@@ -100,9 +100,12 @@ class TrainingState:
     and its rank. Only rank 0's model buffers (running statistics) are saved: if forward in training reads buffers that
     differ between ranks, a resumed run is not bit-identical.
 
-    drawing: the ranks that draw different random numbers; None: all ranks. Ranks with the same index draw the same
-    numbers. outside, made_with: see `OptimizerState`. also: the user's objects, by name. ema: the averages of the
-    parameters.
+    Attributes:
+        drawing: The ranks that draw different random numbers; None: all ranks. Ranks with the same index draw the same
+            numbers.
+        outside, made_with: See `OptimizerState`.
+        also: The user's objects, by name.
+        ema: The averages of the parameters.
     """
 
     model: torch.nn.Module
@@ -440,9 +443,12 @@ class FiniteCheck:
 class Resumed:
     """Where a run starts.
 
-    path: the checkpoint that was loaded; None if the run starts at step 0. parent: step and id of that checkpoint.
-    divergence: the state of `hpctrain.resilience.Divergence` in it. loss_unit: the unit of the loss weights, see
-    `hpctrain.train.task.loss_weights`; None if losses count by samples.
+    Attributes:
+        path: The checkpoint that was loaded; None if the run starts at step 0.
+        parent: Step and id of that checkpoint.
+        divergence: The state of `hpctrain.resilience.Divergence` in it.
+        loss_unit: The unit of the loss weights, see `hpctrain.train.task.loss_weights`; None if losses count by
+            samples.
     """
 
     position: Position

@@ -47,9 +47,12 @@ SessionUpdater: TypeAlias = AllReduceUpdater | ScatterUpdater | ShardedUpdater |
 class TrainingParts:
     """The parts of one training: what the session must know of an updater to save and load it.
 
-    outside: the optimizer's parameters that are not in the model, by name. made_with: the optimizer's options at the
-    first `load_state`, or when the updater was made. trained: the ids of the trained parameters. has_begun: whether
-    `load` has set `made_with`. noted: whether the user was told that a scheduler is not saved.
+    Attributes:
+        outside: The optimizer's parameters that are not in the model, by name.
+        made_with: The optimizer's options at the first `load_state`, or when the updater was made.
+        trained: The ids of the trained parameters.
+        has_begun: Whether `load` has set `made_with`.
+        noted: Whether the user was told that a scheduler is not saved.
     """
 
     model: torch.nn.Module
@@ -92,8 +95,10 @@ class TrainingParts:
 class Trainings:
     """The trainings of a session, by updater.
 
-    world: the communicator of all ranks. drawing: returns the ranks that draw different random numbers (see
-    `TrainingState`). note: prints a note for the user.
+    Args:
+        world: The communicator of all ranks.
+        drawing: A function that returns the ranks that draw different random numbers (see `TrainingState`).
+        note: A function that prints a note for the user.
     """
 
     def __init__(

@@ -30,8 +30,10 @@ class LossWeights:
     to 1 if the task has a method `weight` or a step has one micro-batch. Error feedback needs this: what was left
     unsent is added to the gradients of the next step, and both are divided by the sum of weights of that step.
 
-    comm: the communicator of all ranks; None: there is one rank. counts: False on ranks whose samples another rank
-    counts. unit: the unit of an earlier start of this run; None: the ranks choose it.
+    Args:
+        comm: The communicator of all ranks; None: there is one rank.
+        counts: False on ranks whose samples another rank counts.
+        unit: The unit of an earlier start of this run; None: the ranks choose it.
     """
 
     def __init__(

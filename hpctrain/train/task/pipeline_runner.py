@@ -27,10 +27,13 @@ class PipelineRunner:
     All ranks of a pipeline have the same batches. The task's `loss` and `metrics` must call their model once, with one
     tensor. Only ranks with the last stage, which has the loss, count samples.
 
-    rows: the samples per micro-batch. A smaller micro-batch is padded, so that all have one shape; its loss covers its
-    samples only. scaled: multiplies a loss by its weight, as `ShardedUpdater.scaled` does. dtype, autocast,
-    counts_samples, comm, loss_unit: as for `TaskRunner`. units_every_step: as for `TaskRunner`, but used only if the
-    task has a method `weight`, since weights that a loss returns are only known within the schedule.
+    Args:
+        rows: The samples per micro-batch. A smaller micro-batch is padded, so that all have one shape; its loss covers
+            its samples only.
+        scaled: A function that multiplies a loss by its weight, as `ShardedUpdater.scaled` does.
+        dtype, autocast, counts_samples, comm, loss_unit: The arguments of `TaskRunner`.
+        units_every_step: As for `TaskRunner`, but used only if the task has a method `weight`, since weights that a
+            loss returns are only known within the schedule.
     """
 
     device_s = 0.0

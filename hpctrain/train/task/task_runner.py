@@ -39,10 +39,12 @@ def row_of_zeros(batch: Batch) -> Batch:
 class TaskRunner:
     """A `Runner` of a task whose model is whole on each rank, or sharded or split without a pipeline.
 
-    dtype: the dtype to which the floating-point fields of a batch are converted; None: they keep theirs. autocast:
-    creates the context in which forward runs. counts_samples: False on ranks whose samples another rank counts, because
-    both hold parts of the same layers. comm: the communicator of all ranks; None: there is one rank. loss_unit,
-    units_every_step: `unit` and `every_step` of `LossWeights`.
+    Args:
+        dtype: The dtype to which the floating-point fields of a batch are converted; None: they keep theirs.
+        autocast: A function that creates the context in which forward runs.
+        counts_samples: False on ranks whose samples another rank counts, because both hold parts of the same layers.
+        comm: The communicator of all ranks; None: there is one rank.
+        loss_unit, units_every_step: `unit` and `every_step` of `LossWeights`.
     """
 
     device_s = 0.0
@@ -207,10 +209,14 @@ class TaskRunner:
 class Runner(Protocol):
     """The interface of a task with its model, or with this rank's stages of it.
 
-    device_s: the GPU's seconds for the last `forward_backward`. communicates: whether forward is collective.
-    counts_samples: False on ranks whose samples another rank counts, because both hold parts of one copy of the model.
-    weights: the weights of the losses. bubbles: the start and end, by `time.perf_counter`, of each interval of the last
-    `forward_backward` in which this rank's pipeline stages waited for others; empty without a pipeline.
+    Attributes:
+        device_s: The GPU's seconds for the last `forward_backward`.
+        communicates: Whether forward is collective.
+        counts_samples: False on ranks whose samples another rank counts, because both hold parts of one copy of the
+            model.
+        weights: The weights of the losses.
+        bubbles: The start and end, by `time.perf_counter`, of each interval of the last `forward_backward` in which
+            this rank's pipeline stages waited for others; empty without a pipeline.
     """
 
     @property

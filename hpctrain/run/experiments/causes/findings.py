@@ -46,8 +46,10 @@ class Cause(str, Enum):
 class Finding:
     """A cause with its evidence.
 
-    is_difference: False for a cause that makes no runs differ, or is intended. evidence: what was measured.
-    is_potential: whether the cause shows only with other data than those that were read.
+    Attributes:
+        is_difference: False for a cause that makes no runs differ, or is intended.
+        evidence: What was measured.
+        is_potential: Whether the cause shows only with other data than those that were read.
     """
 
     cause: Cause

@@ -17,11 +17,14 @@ EQUAL = Comparison(first={}, worst=0.0)
 class Drift:
     """The first difference between the ranks of one trial in a value that all ranks should share.
 
-    step: the step, from 1; 0: while the trial was built. phase: when it appeared. `built`: while the trial was built;
-    `forward`: between the last step and the optimizer's call; `gradient`: after the sum over the ranks; `option`: in an
-    option of the optimizer; `optimizer`: in its step; `scheduler`: in a learning rate scheduler after the last step.
-    name: the tensor, option or value of the scheduler. ranks: the ranks that differ from rank 0. values: the option or
-    value on rank 0 and on the first of `ranks`.
+    Attributes:
+        step: The step, from 1; 0: while the trial was built.
+        phase: When it appeared. `built`: while the trial was built; `forward`: between the last step and the
+            optimizer's call; `gradient`: after the sum over the ranks; `option`: in an option of the optimizer;
+            `optimizer`: in its step; `scheduler`: in a learning rate scheduler after the last step.
+        name: The tensor, option or value of the scheduler.
+        ranks: The ranks that differ from rank 0.
+        values: The option or value on rank 0 and on the first of `ranks`.
     """
 
     step: int
@@ -35,8 +38,10 @@ class Drift:
 class Resumptions:
     """Comparisons of runs that were stopped and resumed with the run that was not.
 
-    plain: resumed as a run resumes. with_generators, with_state: the user's own generators, or all other values of the
-    user that a checkpoint lacks, were carried over from the stopped run.
+    Attributes:
+        plain: The comparison of a run that was resumed as runs are.
+        with_generators, with_state: The same, with the user's own generators, or all other values of the user that a
+            checkpoint lacks, carried over from the stopped run.
     """
 
     plain: Comparison = EQUAL

@@ -28,13 +28,17 @@ _LOW = (torch.float32, torch.float16, torch.bfloat16)
 class LossFacts:
     """How the loss of a batch follows from the losses of its parts.
 
-    kind: `mean`: the mean over samples. `sum`: the sum over samples, possibly plus a mean. `weighted`: a mean with
-    other weights than the numbers of samples. `mixed`: the sum of two such means with different weights. `whole`: it
-    does not follow from the parts. off: the relative distance from the mean over samples. weights: for `weighted`, the
-    relative weights of two parts with the same number of samples. is_weighed: whether the task gives weights, which are
-    then used for the mean instead of numbers of samples. part_sizes: the numbers of samples of the parts that a step
-    itself computes one after another; () if it computes one part. mixes: the first module whose outputs for some
-    samples depend on other samples of the batch, with its class and the relative difference; None: no module does.
+    Attributes:
+        kind: `mean`: the mean over samples. `sum`: the sum over samples, possibly plus a mean. `weighted`: a mean with
+            other weights than the numbers of samples. `mixed`: the sum of two such means with different weights.
+            `whole`: it does not follow from the parts.
+        off: The relative distance from the mean over samples.
+        weights: For `weighted`, the relative weights of two parts with the same number of samples.
+        is_weighed: Whether the task gives weights, which are then used for the mean instead of numbers of samples.
+        part_sizes: The numbers of samples of the parts that a step itself computes one after another; () if it computes
+            one part.
+        mixes: The first module whose outputs for some samples depend on other samples of the batch, with its class and
+            the relative difference; None: no module does.
     """
 
     kind: str
@@ -344,9 +348,13 @@ def find_low_precision(trial: Trial, batch: Any) -> list[LowPrecision]:
 class EvaluationFacts:
     """Results of two evaluations with the same parameters.
 
-    metrics: the metrics of the first one. differs: metrics that differ in the second one, with the relative difference.
-    training: modules that were in training mode, with their classes. draws: generators that were used. changed:
-    parameters and buffers that the evaluation changed. modes: modules whose mode it changed.
+    Attributes:
+        metrics: The metrics of the first one.
+        differs: Metrics that differ in the second one, with the relative difference.
+        training: Modules that were in training mode, with their classes.
+        draws: Generators that were used.
+        changed: Parameters and buffers that the evaluation changed.
+        modes: Modules whose mode it changed.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)

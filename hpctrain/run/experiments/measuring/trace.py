@@ -33,10 +33,13 @@ class Kept:
 class StepTrace:
     """One step of a trial on this rank.
 
-    parameters_before, gradients: as they were when the optimizer was called, after the sum over the ranks.
-    own_gradients: this rank's gradients as backward computed them, summed over its backward passes. options: the
-    options of the optimizer's groups. These are None or empty if the step was skipped. parameters, buffers: as they
-    were after the step. draws: the generators that forward or backward used.
+    Attributes:
+        parameters_before, gradients: Parameters and gradients when the optimizer was called, after the sum over the
+            ranks.
+        own_gradients: This rank's gradients as backward computed them, summed over its backward passes.
+        options: The options of the optimizer's groups. Like the three before, empty or None if the step was skipped.
+        parameters, buffers: Parameters and buffers after the step.
+        draws: The generators that forward or backward used.
     """
 
     loss: float
@@ -206,8 +209,10 @@ _NOISE_ALLOWED = 1e-7
 class Difference:
     """The first difference of one kind between two trials.
 
-    step: the step, from 1; 0: before the first step. relative: relative to the largest value of the tensor; for a
-    gradient, of all gradients. worst: the largest relative difference in any step.
+    Attributes:
+        step: The step, from 1; 0: before the first step.
+        relative: The difference relative to the largest value of the tensor; for a gradient, of all gradients.
+        worst: The largest relative difference in any step.
     """
 
     kind: str
@@ -222,10 +227,13 @@ class Difference:
 class Comparison:
     """The comparison of a trial with a reference that it should equal.
 
-    first: the first difference of each kind. worst: the largest relative difference, even if below the tolerance.
-    factor: the common factor of all gradients of the first step, relative to the reference; None if there is none.
-    failure: text of the error that ended the trial. steps: the number of steps of the trial. applied, expected: in how
-    many of them the trial and the reference called the optimizer.
+    Attributes:
+        first: The first difference of each kind.
+        worst: The largest relative difference, even if below the tolerance.
+        factor: The common factor of all gradients of the first step, relative to the reference; None if there is none.
+        failure: Text of the error that ended the trial.
+        steps: The number of steps of the trial.
+        applied, expected: The number of these steps in which the trial and the reference called the optimizer.
     """
 
     first: Mapping[str, Difference]
@@ -288,8 +296,10 @@ def compare(
 ) -> Comparison:
     """Compares two traces of one rank.
 
-    tolerance: the largest relative difference that counts as equal. samples: whether both should see the same samples.
-    from_step: the step of `reference` that corresponds to the first step of `other`.
+    Args:
+        tolerance: The largest relative difference that counts as equal.
+        samples: Whether both should see the same samples.
+        from_step: The step of `reference` that corresponds to the first step of `other`.
     """
     found = _Found(tolerance)
     if from_step == 1:
@@ -423,8 +433,10 @@ def factor_between(
 class Residual:
     """The distance of tensors from the closest multiple of a reference.
 
-    factor: the factor of that multiple. relative: the norm of the difference, relative to the norm of the tensors.
-    tensor: the tensor that differs most.
+    Attributes:
+        factor: The factor of that multiple.
+        relative: The norm of the difference, relative to the norm of the tensors.
+        tensor: The tensor that differs most.
     """
 
     factor: float
