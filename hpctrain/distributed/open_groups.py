@@ -186,12 +186,11 @@ def two_level_sums(
     *,
     traffic: Traffic | None = None,
 ) -> TwoLevelSums | None:
-    """Returns a function that sums a tensor of shape (n,) in place, first within the nodes, then between them.
+    """Returns a function that sums a tensor in place, first within the nodes, then between them. Collective.
 
-    Collective.
-
-    Each call opens communicators of its own, which `close` of the result frees. Returns None if there is one node, or
-    one rank per node. flat_sum: the sum used for small tensors. traffic: counts the bytes of the larger ones.
+    The tensor has shape (n,). Each call opens communicators of its own, which `close` of the result frees. Returns None
+    if there is one node, or one rank per node. flat_sum: the sum used for small tensors. traffic: counts the bytes of
+    the larger ones.
     """
     if topology.num_nodes == 1 or topology.num_nodes == topology.num_ranks:
         return None

@@ -108,9 +108,9 @@ def all_reduce(
 
 
 def reduce_scatter(comm: Collective, whole: torch.Tensor, *, counts: Sequence[int], op: str) -> torch.Tensor:
-    """Returns this rank's part, shape (counts[rank],), of the reduction of `whole`, shape (sum(counts),).
+    """Returns this rank's part of the reduction of `whole`. Collective.
 
-    Collective.
+    The shapes are (counts[rank],) of the part and (sum(counts),) of `whole`.
     """
     if op == "mean" and whole.dtype in _HALF:
         return _mean_of_halves(comm, whole, counts=counts)
@@ -200,11 +200,9 @@ def check_sizes(found: int, wanted: int, *, operation: str, num_ranks: int) -> N
 
 
 def all_reduce_sparse(comm: Collective, tensor: torch.Tensor, *, op: str) -> torch.Tensor:
-    """Returns the sum or mean of a sparse COO tensor over the ranks: coalesced, of the same shape and dtype.
+    """Returns the sum or mean of a sparse COO tensor over the ranks, coalesced. Collective.
 
-    Collective.
-
-    Each rank receives the indices and values of all ranks.
+    The result has the same shape and dtype. Each rank receives the indices and values of all ranks.
     """
     if op not in ("sum", "mean"):
         raise UsageError(f"a sparse tensor can be summed over the ranks, not reduced to their {op}")

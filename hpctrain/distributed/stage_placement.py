@@ -36,16 +36,23 @@ def put_in_pipeline(
     device: torch.device,
     timeout_s: float = 600.0,
 ) -> bool:
-    """Splits `model` into pipeline stages as `plan` says, and leaves on this rank only its stages, in place.
+    """Splits `model` into pipeline stages as `plan` says, and leaves this rank its stages. Collective.
 
-    Collective.
+    The model is changed in place. Rank 0's parameters and buffers are copied to all ranks first. The ranks of a stage
+    then split its layers, if `plan.tensor` is above 1, and shard its parameters, if the plan says so.
+    `pipeline_of(model)` computes afterwards.
 
-    Rank 0's parameters and buffers are copied to all ranks first. The ranks of a stage then split its layers, if
-    `plan.tensor` is above 1, and shard its parameters, if the plan says so. `pipeline_of(model)` computes afterwards.
+    Args:
+        layers: A function that returns the model's modules that are called one after another.
+        timeout_s: The time limit of NCCL's operations in seconds.
 
-    layers: returns the model's modules that are called one after another. timeout_s and the result are those of
-    `parallelize`. Raises UsageError or TopologyError on every rank, with nothing changed, if the plan does not fit the
-    model or the ranks; LaunchError without MPI.
+    Returns:
+        True if the call has initialised `torch.distributed`, as in `parallelize`.
+
+    Raises:
+        UsageError: On every rank, with nothing changed, if the plan does not fit the model.
+        TopologyError: On every rank, with nothing changed, if the plan does not fit the ranks.
+        LaunchError: If there is no MPI.
     """
 
     def check() -> tuple[_StageRanks, Stages]:

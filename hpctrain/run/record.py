@@ -269,11 +269,9 @@ def summarize(
 def seconds_of_all(
     seconds: Mapping[str, float], *, comm: Collective
 ) -> tuple[list[str], NDArray[np.float64]]:
-    """Returns all names, sorted, and every rank's seconds, shape (ranks, names); 0 where a rank lacks a name.
+    """Returns all names, sorted, and every rank's seconds, shape (ranks, names). Collective.
 
-    Collective.
-
-    Each rank receives 8 bytes per name and rank.
+    A name that a rank lacks has 0. Each rank receives 8 bytes per name and rank.
     """
     different, _ = all_gather_distinct(comm, sorted(seconds))
     names = sorted({name for found in different for name in found})
@@ -289,12 +287,10 @@ def by_node(
     *,
     topology: Topology,
 ) -> list[dict[str, Any]]:
-    """Returns per node its energy, and for each name the mean and largest seconds of its ranks, with the slowest rank.
+    """Returns for each node its energy and, by name, the mean and largest seconds of its ranks. Pure.
 
-    Pure.
-
-    by_rank: float64, shape (ranks, names). energy_by_rank: the joules of a rank's node by source; None from ranks that
-    have not read them.
+    The rank with the largest seconds is named. by_rank: float64, shape (ranks, names). energy_by_rank: the joules of a
+    rank's node by source; None from ranks that have not read them.
     """
     found = []
     for name, ranks in zip(topology.node_names, topology.ranks_by_node, strict=True):

@@ -221,9 +221,8 @@ class Session:
                 RanksDiffer, "note" prints one note, "off" does not compare.
 
         Returns:
-            The wrapped optimizer. On more than one rank, it is a `ScatterUpdater` for a model with `shard =
-                "optimizer"` or `"gradients"`, and a `ShardedUpdater` for sharded parameters, split layers and
-                pipelines.
+            The wrapped optimizer. It is a `ShardedUpdater` for sharded parameters, split layers and pipelines, and on
+                more than one rank a `ScatterUpdater` for a model with `shard = "optimizer"` or `"gradients"`.
 
         Raises:
             BufferMismatch: On every rank, naming the ranks that differ, if a rank has another model or trains other
@@ -410,6 +409,8 @@ class Session:
 
         Raises:
             UsageError: On every rank, if there are fewer than two ranks or the training fails on one rank.
+            LaunchError: If no folder can be created in `scratch`.
+            CheckpointError: If the checkpoints cannot be written there.
         """
         return check_loop(self, build, steps=steps, show=show, scratch=Path(scratch))
 

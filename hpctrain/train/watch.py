@@ -94,9 +94,9 @@ class StragglerWatch:
         self.found: list[dict[str, Any]] = []  # what was slow in this run, for the summary; on rank 0
 
     def votes(self) -> dict[str, float]:
-        """Returns this rank's contributions to the sums of a step, which are 0 on all ranks but rank 0.
+        """Returns this rank's contributions to the sums of a step. Not collective.
 
-        Not collective.
+        They are 0 on all ranks but rank 0.
         """
         if self._world.rank != 0:
             return {WINDOW_ENDS: 0.0, "probe_links": 0.0}
@@ -223,11 +223,10 @@ class DataFaults:
             self._say(f"step {step} is skipped on all ranks: its data are not finite: {found}")
 
     def describe(self, batch: Batch) -> str:
-        """Returns the fields and samples of all ranks that are not finite, as text; empty if all are finite.
+        """Returns the fields and samples of all ranks that are not finite, as text. Collective.
 
-        Collective.
-
-        batch: this rank's part of the global batch. Samples are named by their index in the dataset, if it is known.
+        The text is empty if all are finite. Samples are named by their index in the dataset, if it is known. batch:
+        this rank's part of the global batch.
         """
         everyones = all_gather_json(self._comm, list(_faults(batch.real())))
         by_text: dict[str, list[int]] = {}

@@ -72,9 +72,9 @@ def measure_link(transport: Transport, *, comm: Collective) -> float | None:
 
 
 def _shift(transport: Transport, *, comm: Collective, firsts: list[int], num_messages: int) -> float:
-    """Returns the seconds of the slowest rank for `num_messages` messages to the next node, four in flight.
+    """Returns the seconds of the slowest rank for `num_messages` messages to the next node. Collective.
 
-    Collective.
+    Four messages are in flight at a time.
     """
     outgoing = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
     incoming = [torch.empty_like(outgoing) for _ in range(4)]
@@ -249,9 +249,9 @@ def parse_link(text: str | None) -> float | None:
 
 
 def find_link(text: str | None, *, session: Session) -> Link | None:
-    """Returns the link rate that was given, or measures it; None if it is not requested or cannot be measured.
+    """Returns the link rate that was given, or measures it. Collective.
 
-    Collective.
+    None if no rate is requested or it cannot be measured.
     """
     given = parse_link(text)
     if given is not None:

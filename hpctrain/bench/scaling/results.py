@@ -1,6 +1,6 @@
-"""Computes the results of a sweep from its runs: rate, speedup, efficiency and parts of a step per size, and laws.
+"""Computes the results of a sweep from its runs: rate, speedup, efficiency and parts of a step per size. Pure.
 
-Pure.
+Also fits the scaling laws.
 """
 
 from __future__ import annotations

@@ -97,9 +97,9 @@ class Checkpointing:
     # ------------------------------------------------------------------ in the loop
 
     def votes(self) -> dict[str, float]:
-        """Returns this rank's contributions to the sums of a step, under the same names on every rank.
+        """Returns this rank's contributions to the sums of a step. Not collective.
 
-        Not collective.
+        The names are the same on every rank.
         """
         by_time = (
             self._comm.rank == 0

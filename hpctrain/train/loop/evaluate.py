@@ -138,9 +138,9 @@ def evaluate(
 
 
 def _check_first(batch: Batch, *, comm: Collective, num_shares: int) -> None:
-    """Raises DataError on every rank if a rank has no samples in the first batch, on which it could compute.
+    """Raises DataError on every rank if a rank has no samples in the first batch. Collective.
 
-    Collective.
+    Such a rank could not take part in forward.
     """
     if not is_true_everywhere(comm, batch.num_samples > 0):
         raise DataError(

@@ -110,11 +110,9 @@ _VOTE = "out_of_memory"
 
 
 def largest_micro_batch(directory: Path, *, comm: Collective) -> int | None:
-    """Returns the largest number of samples per micro-batch that an earlier start found to fit; None: no limit.
+    """Returns the largest number of samples per micro-batch that an earlier start recorded. Collective.
 
-    Collective.
-
-    Raises LaunchError on every rank if the file cannot be read.
+    None: no limit. Raises LaunchError on every rank if the file cannot be read.
     """
 
     def read() -> int | None:
@@ -279,9 +277,9 @@ class MemoryGuard:
         on_rank_0(self._comm, lambda: self._remember(event))
 
     def _who(self) -> tuple[str, str]:
-        """Returns the ranks that ran out of memory with their hosts, and the allocation that failed on the first.
+        """Returns the ranks that ran out of memory with their hosts, and the allocation that failed. Collective.
 
-        Collective.
+        It is that of the first of these ranks.
         """
         mine = None if self._shortage is None else [socket.gethostname(), self._shortage]
         values, value_of_rank = all_gather_distinct(self._comm, mine)

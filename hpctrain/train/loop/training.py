@@ -57,9 +57,9 @@ class SectionTimes:
         self._recorded: dict[Section, float] = {}
 
     def votes(self) -> dict[str, float]:
-        """Returns this rank's contributions to the sums of a step, under the same names on every rank.
+        """Returns this rank's contributions to the sums of a step. Not collective.
 
-        Not collective.
+        The names are the same on every rank.
         """
         measured = (Section.STEP, Section.INPUT, Section.SAVE)
         return {
