@@ -46,7 +46,8 @@ class Settings:
 
     Attributes:
         passes: The number of backward passes per step.
-        prescale, postscale: Factors applied before and after the reduction.
+        prescale: The factor applied before the reduction.
+        postscale: The factor applied after the reduction.
         groups: Lists of parameters that are reduced together, or the number of groups to form.
     """
 

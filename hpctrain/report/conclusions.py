@@ -109,9 +109,11 @@ class ReductionLimit:
 
     Attributes:
         gradient_bytes: The bytes of one rank's gradients, not cast; None if the run has not recorded its buckets.
-        nodes, ranks: The two levels; None for a level with one member.
-        hidden_s, exposed_s: Seconds of reduction per step, the mean over the ranks, without waits for slower ranks once
-            a rank has nothing else to do; None if not measured.
+        nodes: The level between nodes; None if there is one node.
+        ranks: The level within a node; None if there is one rank per node.
+        hidden_s: Seconds of reduction per step behind computation, the mean over the ranks; None if not measured.
+        exposed_s: Seconds of reduction per step in which a rank has nothing else to do, without waits for slower ranks,
+            the mean over the ranks; None if not measured.
     """
 
     gradient_bytes: int | None

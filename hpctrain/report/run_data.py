@@ -60,7 +60,9 @@ class RunData:
         environment: The environment of the newest start.
         starts: The lines of starts.jsonl.
         summary: The summary; None if no start has ended normally.
-        steps, checkpoints, evaluations: The records of rank 0, one per step or save; if it was repeated, the newest.
+        steps: The step records of rank 0; for a repeated step the newest.
+        checkpoints: The save records of rank 0; for a repeated save the newest.
+        evaluations: The evaluation records of rank 0; for a repeated evaluation the newest.
         performed: The seconds of all steps on rank 0, including repeated ones, with the time of each (epoch).
         incidents: Records of the kinds `INCIDENTS` from all ranks with records, oldest first.
         efficiency: The efficiency since the last start; None if not measured.

@@ -70,7 +70,8 @@ class RunHistory:
         steps: The steps by rank, the last WINDOW_STEPS steps of this start.
         losses: The steps and losses of rank 0, including earlier starts.
         incidents: The incidents, oldest first.
-        efficiency, evaluation: The newest records of these kinds.
+        efficiency: The newest record of this kind.
+        evaluation: The newest record of this kind.
     """
 
     def __init__(self) -> None:

@@ -337,8 +337,10 @@ class Row:
     """A row of the table. Bandwidths are in bytes/s.
 
     Attributes:
-        runs, wire_runs: The algorithm and wire format that ran.
-        bound_bytes_per_node, bound_s: The lower bounds on bytes and time; None if there is no bound.
+        runs: The algorithm that ran.
+        wire_runs: The wire format that ran.
+        bound_bytes_per_node: The lower bound on the bytes that leave a node; None if there is none.
+        bound_s: The lower bound on the time; None if there is none.
     """
 
     algorithm: str

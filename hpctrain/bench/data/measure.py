@@ -120,8 +120,9 @@ class DataRow:
     """The result of one reader. `seconds` and `samples_s` are times per reading.
 
     Attributes:
-        num_batches, num_samples, num_bytes: The batches, samples and bytes per reading; for `raw`, the bytes read from
-            the files.
+        num_batches: The batches per reading.
+        num_samples: The samples per reading.
+        num_bytes: The bytes per reading; for `raw`, the bytes read from the files.
         share_of_raw: The median time of raw reading divided by the median time of this reader; None if nothing could be
             read raw.
     """

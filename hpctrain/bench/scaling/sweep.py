@@ -81,7 +81,8 @@ class SweepSettings(_Part):
 
     Attributes:
         nodes: The numbers of nodes, if sizes were given as such.
-        steps, warmup_steps: The steps of each run; the warm-up comes first and is dropped.
+        steps: The measured steps of each run.
+        warmup_steps: The steps before them, which are dropped.
         repeats: The number of rounds.
         seed: The seed of the order of sizes within the rounds.
         threads_per_rank: The threads of every rank, at every size; None before it is decided.
@@ -105,7 +106,8 @@ class SizeResult(_Part):
     """The results of one number of ranks, over its runs.
 
     Attributes:
-        samples_per_s, step_s: `median`, `q1`, `q3`, `min`, `max`, `count`; step_s over all measured steps of all runs.
+        samples_per_s: `median`, `q1`, `q3`, `min`, `max` and `count` over the runs.
+        step_s: The same fields over all measured steps of all runs.
         efficiency: Samples/s per rank relative to the baseline in the same rounds: `value` (geometric mean), `low`,
             `high` (t interval at confidence `level`), `least`, `greatest` (over the rounds), `range_level`, `count`,
             `paired`.

@@ -33,7 +33,9 @@ def pass_over_samples(
     """Reads the samples of an epoch in one process and on all ranks, and returns what differs. Collective.
 
     Args:
-        one, again, ranks: The traces of a run in one process, of its repetition, and of the run on all ranks.
+        one: The trace of a run in one process.
+        again: The trace of its repetition.
+        ranks: The trace of the run on all ranks.
         resumes_equal: Whether a resumed run on one rank equals the one that was not stopped.
     """
     world = trials.session.world

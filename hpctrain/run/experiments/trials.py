@@ -107,7 +107,8 @@ class Ran:
 
     Attributes:
         trace: The record of all steps, or of those after the resumption.
-        began, ended: The user's own state at start and end.
+        began: The user's own state at the start.
+        ended: The user's own state at the end.
         carried: The values that were carried over.
         schedulers: For a trial on all ranks, the values of its learning rate schedulers at the end.
         no_storage: The error of a storage that failed.

@@ -202,9 +202,12 @@ class Needs:
     """The bytes that the rank with the highest need holds, for one number of micro-batches.
 
     Attributes:
-        parameters, gradients, optimizer: The rank's parameters, gradients and optimizer state.
+        parameters: The rank's parameters.
+        gradients: The rank's gradients.
+        optimizer: The rank's optimizer state.
         reduction: Messages, and gradients in transit.
-        gathered, gathered_gradients: Parameters and gradients of blocks that are whole while they are computed.
+        gathered: Parameters of blocks that are whole while they are computed.
+        gathered_gradients: Gradients of blocks that are whole while they are computed.
         accumulated: Gradients that stay whole until the last micro-batch.
         data: The batches in memory.
         snapshot: The copy of the state for a save in the background.

@@ -209,7 +209,8 @@ class TensorMessages:
     """The bytes per sample that the ranks of a tensor group sum. Gathered bytes count half.
 
     Attributes:
-        forward, backward: The bytes in forward and in backward.
+        forward: The bytes in forward.
+        backward: The bytes in backward.
         in_blocks: The share of `forward` within repeated blocks.
     """
 

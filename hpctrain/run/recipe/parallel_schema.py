@@ -108,7 +108,8 @@ def check_parallel(
     """Raises ValueError if settings of other sections cannot be combined with the way `parallel` splits the model.
 
     Args:
-        algorithm, wire: The algorithm and wire format of the reduction.
+        algorithm: The algorithm of the reduction.
+        wire: The wire format of the reduction.
         changed: The keys of [reduction] that differ from their defaults.
         ranks: The number of ranks; None: not known yet.
     """

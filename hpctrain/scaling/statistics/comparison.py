@@ -139,7 +139,8 @@ class FigureComparison:
 
     Attributes:
         ratio: New / old with its interval.
-        p_fell, p_rose: The one-sided p-values, adjusted for all figures.
+        p_fell: The one-sided p-value of a decrease, adjusted for all figures.
+        p_rose: The one-sided p-value of an increase, adjusted for all figures.
         noise: The relative standard deviation of one repeat.
         detectable: The relative decrease that a comparison with this noise and number of repeats finds in 95% of cases
             (normal theory, without the adjustment for several figures).
@@ -165,7 +166,9 @@ class Comparison:
 
     Attributes:
         paired: Whether the rounds alternated.
-        exact, arrangements, least_p: As in `PermutationTest`.
+        exact: As in `PermutationTest`.
+        arrangements: As in `PermutationTest`.
+        least_p: As in `PermutationTest`.
     """
 
     figures: tuple[FigureComparison, ...]
@@ -197,8 +200,8 @@ def compare_rounds(
     """Compares the figures of two measurements, of which higher values are better.
 
     Args:
-        old, new: The values of each round by figure, in the order of the rounds. Both must have the same figures, with
-            a value for every round.
+        old: The first measurement: the values of each round by figure, in the order of the rounds.
+        new: The second measurement, with the same figures and a value for every round of its own.
         paired: Whether round r of both belong together.
         threshold: The relative decrease that is tolerated.
         alpha: The probability of a false alarm among all figures.

@@ -24,10 +24,12 @@ class RatioEstimate:
 
     Attributes:
         value: The geometric mean.
-        low, high: The bounds at confidence `level`; None if there are too few repeats.
+        low: The lower bound at confidence `level`; None if there are too few repeats.
+        high: The upper bound at confidence `level`; None if there are too few repeats.
         count: The number of repeats; if they are not paired, of the smaller group.
         paired: Whether numerator and denominator were measured in the same rounds.
-        least, greatest: The smallest and the largest ratio of a round; None if not paired.
+        least: The smallest ratio of a round; None if not paired.
+        greatest: The largest ratio of a round; None if not paired.
         range_level: The confidence with which these two enclose the median ratio, exact for every distribution: 1 -
             2^(1 - count).
     """

@@ -16,7 +16,8 @@ class CheckpointPolicy:
     """When and where a training is saved. It is also saved at its end and when it is asked to stop.
 
     Attributes:
-        every_steps, every_minutes: The interval between saves.
+        every_steps: The interval between saves in steps; None: not by steps.
+        every_minutes: The interval between saves in minutes; None: not by time.
         failures_per_day: The expected number of failures of the whole job; if given, the interval that loses the least
             time is printed.
         by_advice: Whether that interval, computed from the measured cost of a save, is also used.

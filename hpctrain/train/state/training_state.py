@@ -103,7 +103,8 @@ class TrainingState:
     Attributes:
         drawing: The ranks that draw different random numbers; None: all ranks. Ranks with the same index draw the same
             numbers.
-        outside, made_with: See `OptimizerState`.
+        outside: The optimizer's parameters that are not in the model; see `OptimizerState`.
+        made_with: The optimizer's options when the run began; see `OptimizerState`.
         also: The user's objects, by name.
         ema: The averages of the parameters.
     """

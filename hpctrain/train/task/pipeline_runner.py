@@ -31,7 +31,11 @@ class PipelineRunner:
         rows: The samples per micro-batch. A smaller micro-batch is padded, so that all have one shape; its loss covers
             its samples only.
         scaled: A function that multiplies a loss by its weight, as `ShardedUpdater.scaled` does.
-        dtype, autocast, counts_samples, comm, loss_unit: The arguments of `TaskRunner`.
+        dtype: As for `TaskRunner`.
+        autocast: As for `TaskRunner`.
+        counts_samples: As for `TaskRunner`.
+        comm: As for `TaskRunner`.
+        loss_unit: As for `TaskRunner`.
         units_every_step: As for `TaskRunner`, but used only if the task has a method `weight`, since weights that a
             loss returns are only known within the schedule.
     """

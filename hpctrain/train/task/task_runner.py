@@ -44,7 +44,8 @@ class TaskRunner:
         autocast: A function that creates the context in which forward runs.
         counts_samples: False on ranks whose samples another rank counts, because both hold parts of the same layers.
         comm: The communicator of all ranks; None: there is one rank.
-        loss_unit, units_every_step: `unit` and `every_step` of `LossWeights`.
+        loss_unit: The `unit` of `LossWeights`.
+        units_every_step: The `every_step` of `LossWeights`.
     """
 
     device_s = 0.0

@@ -40,8 +40,8 @@ class Resumptions:
 
     Attributes:
         plain: The comparison of a run that was resumed as runs are.
-        with_generators, with_state: The same, with the user's own generators, or all other values of the user that a
-            checkpoint lacks, carried over from the stopped run.
+        with_generators: The same with the user's own generators carried over from the stopped run.
+        with_state: The same with all other values of the user that a checkpoint lacks carried over.
     """
 
     plain: Comparison = EQUAL

@@ -34,11 +34,12 @@ class StepTrace:
     """One step of a trial on this rank.
 
     Attributes:
-        parameters_before, gradients: Parameters and gradients when the optimizer was called, after the sum over the
-            ranks.
+        parameters_before: The parameters when the optimizer was called.
+        gradients: The gradients at that moment, after the sum over the ranks.
         own_gradients: This rank's gradients as backward computed them, summed over its backward passes.
         options: The options of the optimizer's groups. Like the three before, empty or None if the step was skipped.
-        parameters, buffers: Parameters and buffers after the step.
+        parameters: The parameters after the step.
+        buffers: The buffers after the step.
         draws: The generators that forward or backward used.
     """
 
@@ -233,7 +234,8 @@ class Comparison:
         factor: The common factor of all gradients of the first step, relative to the reference; None if there is none.
         failure: Text of the error that ended the trial.
         steps: The number of steps of the trial.
-        applied, expected: The number of these steps in which the trial and the reference called the optimizer.
+        applied: The number of these steps in which the trial called the optimizer.
+        expected: The number of these steps in which the reference called the optimizer.
     """
 
     first: Mapping[str, Difference]
