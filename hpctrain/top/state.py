@@ -91,7 +91,7 @@ class RunHistory:
         return float(self.start["time"]) if self.start is not None else 0.0
 
     def begin(self, start: Record) -> None:
-        """Resets the history when training starts or is resumed. `start` is the line of starts.jsonl about it."""
+        """Clears steps and efficiency when training starts or is resumed. `start` is its line of starts.jsonl."""
         self.start = start
         self.steps = {}
         self.efficiency = None

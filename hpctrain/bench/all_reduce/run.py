@@ -135,9 +135,12 @@ def nccl_to_start(algorithms: tuple[str, ...]) -> str | None:
 class ReducersHere:
     """Creates reducers as a training run of this session does; a `MakeReducer`. Collective.
 
-    gradient_bytes: the total size of the buckets of one reducer. nccl: the NCCL algorithm with which Horovod was
-    started. If algorithm or wire format is `auto`, a calibration is measured, without cached results of earlier runs;
+    If algorithm or wire format is `auto`, a calibration is measured, without cached results of earlier runs;
     `calibrations` has its numbers and the choice.
+
+    Args:
+        gradient_bytes: The total size of the buckets of one reducer.
+        nccl: The NCCL algorithm with which Horovod was started.
     """
 
     def __init__(self, session: Session, *, gradient_bytes: int, nccl: str | None = None) -> None:

@@ -316,7 +316,7 @@ class Training:
         return True
 
     def _votes(self, num_saves: int, *, evaluates: bool) -> dict[str, float]:
-        """Returns this rank's contributions to the sums of a step, except the loss. Not collective."""
+        """Returns this rank's contributions to the sums of a step, without the loss. Not collective."""
         votes = self._stopping.votes(num_saves=num_saves, evaluates=evaluates) | self._checkpoints.votes()
         votes |= self._times.votes()
         if self._stragglers is not None:

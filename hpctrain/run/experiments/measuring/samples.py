@@ -107,8 +107,9 @@ def repeats(seen: Sequence[int]) -> dict[str, int]:
 
 
 def repeats_beyond(one: Sequence[int], ranks: Sequence[Sequence[int]]) -> tuple[dict[str, int], int]:
-    """Returns how often samples occur on all ranks together, if more often than in one process, and how many are
-    missing.
+    """Returns the samples that all ranks together get more often than one process does, and how often.
+
+    Also returns the number of samples that one process gets and no rank gets.
     """
     expected, found = Counter(one), Counter(name for rank in ranks for name in rank)
     more = {str(name): times for name, times in found.items() if times > max(1, expected[name])}
