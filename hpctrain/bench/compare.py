@@ -1,4 +1,4 @@
-"""`hpctrain bench compare`: whether the figures of a second measurement are lower than those of a first."""
+"""`hpctrain bench compare`: checks whether the figures of a second measurement are lower than those of a first."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ READABLE = ("hpctrain.bench.scaling/1", "hpctrain.bench.step/1")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRounds:
-    """figures: name -> samples/s of each round, higher is better. spans: of each round when it began and ended,
-    seconds since 1970; empty if the document does not say. facts: what must be the same for the figures to be
-    comparable, by name. commit: of the code that was measured."""
+    """The rounds of a measurement.
+
+    Attributes:
+        figures: The samples/s of each round by name; higher is better.
+        spans: Start and end of each round in seconds since 1970; empty if the document does not have them.
+        facts: What must be equal for the figures to be comparable, by name.
+        commit: The commit that was measured.
+    """
 
     figures: dict[str, list[float]]
     spans: tuple[tuple[float, float], ...]
@@ -49,7 +54,7 @@ def read_rounds(path: Path) -> MeasuredRounds:
 
 
 def alternate(old: MeasuredRounds, new: MeasuredRounds) -> bool:
-    """Whether the two were measured in turns: as many rounds of both, each old one next to its new one in time.
+    """Returns True if the two measurements alternated: equally many rounds, each old one next to its new one in time.
 
     Round r of both must lie between the rounds r - 1 and r + 1 of both.
     """
@@ -81,7 +86,7 @@ def _of_scaling(document: Mapping[str, Any]) -> MeasuredRounds:
 
 
 def _of_steps(document: Mapping[str, Any]) -> MeasuredRounds:
-    """The n-th run of a size belongs to round n."""
+    """Returns the rounds of a step measurement, where the n-th run of a size belongs to round n."""
     found: dict[str, list[float]] = {}
     for run in document["runs"]:
         name = _name("", run["num_ranks"], run["global_batch"])
@@ -115,7 +120,10 @@ def _facts(document: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedDocuments:
-    """rounds: of old and new. notes: what a reader must know to believe the figures."""
+    """The comparison of two documents.
+
+    rounds: the numbers of old and new rounds. notes: what a reader must know to judge the figures.
+    """
 
     old: str
     new: str
@@ -163,7 +171,7 @@ def compare_documents(
 
 
 def comparison_table(found: ComparedDocuments) -> Table:
-    """Returns the compared figures as a table for the terminal, one line each."""
+    """Returns the compared figures as a table for the terminal, one row each."""
     table = Table(title=f"{found.new} / {found.old}", title_justify="left")
     table.add_column("figure", no_wrap=True)
     for name in ("new / old", "95% interval", "p fell", "p rose", "noise", "would find", "verdict"):
@@ -184,7 +192,7 @@ def comparison_table(found: ComparedDocuments) -> Table:
 
 
 def comparison_lines(found: ComparedDocuments) -> list[str]:
-    """Lines below the table: how it was compared, what makes it doubtful, the verdict."""
+    """Returns the lines below the table: how the figures were compared, what makes it doubtful, and the verdict."""
     comparison = found.comparison
     arrangements = f"{'all' if comparison.exact else 'a sample of'} {comparison.arrangements:,} arrangements"
     order = "measured in turns" if comparison.paired else "not measured in turns"

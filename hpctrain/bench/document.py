@@ -1,4 +1,4 @@
-"""JSON documents of measurements: their common first fields, and writing them."""
+"""Writes JSON documents of measurements, and their common first fields."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def document_head(schema: str, *, commit: str | None) -> dict[str, Any]:
 
 
 def check_writable(path: Path, *, option: str) -> None:
-    """Raises UsageError if no file can be written at `path`. Called before the measurement starts."""
+    """Raises UsageError if no file can be written at `path`. Call it before the measurement starts."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():

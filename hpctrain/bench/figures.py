@@ -1,4 +1,4 @@
-"""Sizes in bytes, as they are read and printed, and the median and spread of repeated measurements."""
+"""Parses and formats sizes in bytes, and computes median and spread of repeated measurements."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ RANGE_FACTOR = 4
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Parses `4KB,1MB`, or a range `4KB:64MB`, `4KB:64MB:2`. Returns sizes in bytes, ascending, without duplicates.
 
-    A range is geometric: each size is the factor (default 4) times the previous one; the end is included.
-    Raises UsageError for other texts.
+    A range is geometric: each size is the previous one times the factor (default 4); the end is included. Raises
+    UsageError for other texts.
     """
     sizes: set[int] = set()
     for part in text.split(","):
@@ -41,7 +41,8 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def parse_size(text: str, *, rounds_down: bool = False) -> int:
     """Returns the bytes of `4096`, `4KB` (10^3), `4KiB` or `4K` (2^10). Raises UsageError for other texts.
 
-    rounds_down: `79.2GiB`, which is no whole number of bytes, is the next smaller one; otherwise it is refused.
+    rounds_down: whether a size that is not an integer number of bytes, such as `79.2GiB`, is rounded down; otherwise it
+    is refused.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].upper() not in _UNITS:
@@ -82,7 +83,7 @@ def _range(text: str) -> list[int]:
 
 
 def describe_bytes(num_bytes: float) -> str:
-    """For example `4 KB`, `1.02 MB`; `64 MiB` if the size is a whole number of KiB, MiB or GiB below 1024."""
+    """Returns a size as text, such as `4 KB` or `1.02 MB`; `64 MiB` for an integer below 1024 of KiB, MiB or GiB."""
     if num_bytes >= 1024 and num_bytes == int(num_bytes):
         for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
             if num_bytes % unit == 0 and num_bytes // unit < 1024 and num_bytes % 1000 != 0:
@@ -98,7 +99,7 @@ def describe_bytes(num_bytes: float) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Median, quartiles, minimum and maximum of `count` samples, in the samples' unit."""
+    """The median, quartiles, minimum and maximum of `count` samples, in the samples' unit."""
 
     median: float
     q1: float
@@ -112,7 +113,10 @@ class Spread:
 
 
 def spread_of(samples: Sequence[float]) -> Spread:
-    """Interpolates quantiles linearly between the sorted samples (numpy's default). Raises ValueError if empty."""
+    """Returns the spread, with quantiles interpolated linearly (numpy's default).
+
+    Raises ValueError if there are no samples.
+    """
     if not samples:
         raise ValueError("no samples")
     ordered = sorted(samples)
@@ -127,14 +131,14 @@ def spread_of(samples: Sequence[float]) -> Spread:
 
 
 def describe_spread(spread: Spread, show: Callable[[float], str]) -> str:
-    """Median and quartiles, for example `12.1 (11.8-12.9)`; the value alone for a single sample."""
+    """Returns median and quartiles as text, such as `12.1 (11.8-12.9)`; the value alone for a single sample."""
     if spread.count == 1:
         return show(spread.median)
     return f"{show(spread.median)} ({show(spread.q1)}-{show(spread.q3)})"
 
 
 def show_number(value: float) -> str:
-    """At least three significant digits, at most six decimals, no exponent: `0.0123`, `12.3`, `1,234`."""
+    """Returns a number with at least three digits, at most six decimals, no exponent: `0.0123`, `12.3`, `1,234`."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))

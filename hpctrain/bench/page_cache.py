@@ -13,14 +13,17 @@ from hpctrain.errors import DataError
 
 
 class Cache(str, Enum):
-    """WARM: the page cache has what earlier rounds read. COLD: files are evicted from it before each reading."""
+    """The state of the page cache.
+
+    WARM: it has what earlier rounds read. COLD: files are evicted before each reading.
+    """
 
     WARM = "warm"
     COLD = "cold"
 
 
 def evict(paths: Iterable[Path]) -> None:
-    """Asks the kernel to drop these files' pages; it keeps pages that a process has mapped. Raises DataError."""
+    """Asks the kernel to drop these files' pages. It keeps pages that a process has mapped. Raises DataError."""
     for path in paths:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Progress of a measurement on stderr: one line that is updated in place on a terminal, else a line every 10 s."""
+"""Prints the progress of a measurement to stderr: one line updated in place on a terminal, else a line every 10 s."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ FIRST_AFTER_S = 3.0
 
 
 class MeasurementProgress:
-    """Prints the share of the work that is done and the estimated remaining time. Prints nothing if not `shown`.
+    """Prints the fraction of the work that is done and the estimated remaining time. Prints nothing if not `shown`.
 
-    Called with the share done, 0 to 1.
+    Call it with the fraction, 0 to 1.
     """
 
     def __init__(self, *, what: str, shown: bool) -> None:
@@ -39,7 +39,7 @@ class MeasurementProgress:
             print(line, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Clears the line that was updated in place."""
+        """Clears the line that is updated in place."""
         if self._width:
             print(f"\r{' ' * self._width}\r", end="", file=sys.stderr, flush=True)
             self._width = 0

@@ -1,1 +1,1 @@
-"""The command line: parses options, calls the package, sets the exit code."""
+"""The command line: parses options, calls the package, and sets the exit code."""

@@ -1,4 +1,4 @@
-"""`hpctrain check RECIPE -n RANKS`: whether a training equals itself on ranks, in micro-batches, resumed, repeated."""
+"""The command `hpctrain check`, which compares a training with itself on ranks, in parts, resumed and repeated."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def check_command(
     """Compare a training with itself, and name the cause if it differs.
 
     A few steps on 1 rank and on several, in float64 where the model allows, with and without micro-batches, stopped and
-    resumed, twice with the same seed. Then in words what differs, by how much, from which step and tensor on, and which
-    cause it looks like. Nothing is written to the run's directory.
+    resumed, twice with the same seed. Prints what differs, by how much, from which step and tensor on, and the most
+    probable cause. Nothing is written to the run's directory.
 
     \b
     hpctrain check examples/digits.toml -n 2
@@ -77,7 +77,7 @@ def check_command(
         )
     from hpctrain.run import load_recipe
 
-    load_recipe(recipe, overrides=overrides or [])  # its faults are said once, before ranks start
+    load_recipe(recipe, overrides=overrides or [])  # its faults are reported once, before ranks start
     options = [option for override in overrides or [] for option in ("--set", override)]
     options += ["--steps", str(steps)]
     try:
@@ -102,7 +102,7 @@ def check_command(
 def _launched(
     recipe: Path, options: list[str], *, num_ranks: int, launcher: Launcher, folder: Path
 ) -> dict[str, Any]:
-    """Starts the ranks and returns what they found. Their output goes to stderr."""
+    """Starts the ranks and returns their result. Their output goes to stderr."""
     result = folder / "result.json"
     options = [*options, "--scratch", str(folder), "--result", str(result)]
     plan = plan_launch(
@@ -134,7 +134,7 @@ def _check_here(
 ) -> None:
     """Checks on the ranks that a launcher started.
 
-    result: a file for the parent process, which prints it, or ends with the error that all ranks have.
+    result: a file for the parent process, which prints the result or ends with the error that all ranks have.
     """
     from hpctrain.run import check_recipe, load_recipe
 
@@ -145,7 +145,7 @@ def _check_here(
     except HpctrainError as error:
         if result is None or not error.agreed:
             raise
-        # A launcher adds lines of its own to the message of ranks that fail.
+        # A launcher adds its own lines to the message of ranks that fail.
         if is_rank_0:
             _write(result, {"error": str(error), "exit_code": int(error.exit_code)})
         return

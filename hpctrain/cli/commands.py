@@ -1,4 +1,4 @@
-"""All commands, below the root."""
+"""The table of all commands below the root, and the function that adds them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ _GROUPS = {
 
 
 def add_commands(app: typer.Typer, asked: str | None) -> None:
-    """Adds commands to the root: the one that is asked for alone, since all take a while; all if it is none of them."""
+    """Adds commands to the root: only the command `asked`, since each takes a while to import; all if there is no such
+    one.
+    """
     names = [name for name in (*_COMMANDS, *_GROUPS) if name == asked] or [*_COMMANDS, *_GROUPS]
     for name in names:
         if name in _COMMANDS:

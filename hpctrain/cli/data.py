@@ -1,4 +1,4 @@
-"""`hpctrain data`: the command group and its commands."""
+"""The command group `hpctrain data` and its commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def summary_of(manifest: Manifest) -> str:
-    """Samples, shards and size in one line, for example `1,437 samples in 4 shards, 0.5 MB`."""
+    """Returns samples, shards and size in one line, for example `1,437 samples in 4 shards, 0.5 MB`."""
     shards = len(manifest.shards)
     what = "samples" if manifest.tokens is None else "token windows"
     megabytes = f"{manifest.file_bytes / 1e6:,.1f} MB"
@@ -30,7 +30,7 @@ def summary_of(manifest: Manifest) -> str:
 
 
 class Meter:
-    """Progress on stderr: bars on a terminal, else a plain line every few seconds."""
+    """Shows progress on stderr: bars on a terminal, else a plain line every few seconds."""
 
     def __init__(self) -> None:
         self._bars: Any = None
@@ -388,7 +388,7 @@ def verify_command(
 
 
 def _verify_part(directory: Path, *, rank: int, num_ranks: int) -> dict[str, list[dict[str, Any]]]:
-    """Verifies this rank's part. Returns the damages found, as JSON, by dataset directory."""
+    """Verifies this rank's part. Returns the damage that it found, as JSON, by dataset directory."""
     from hpctrain.data import find_datasets, verify
 
     found: dict[str, list[dict[str, Any]]] = {}
@@ -401,7 +401,7 @@ def _verify_part(directory: Path, *, rank: int, num_ranks: int) -> dict[str, lis
 
 
 def _join(parts: list[dict[str, list[dict[str, Any]]]]) -> dict[str, list[dict[str, Any]]]:
-    """Joins the ranks' findings, in rank order; damages that touch at the border of two parts become one."""
+    """Joins the findings of the ranks, in rank order. Damage that continues from one part into the next becomes one."""
     from hpctrain.data import Damage, merge_damage
 
     joined: dict[str, list[Damage]] = {}

@@ -1,4 +1,4 @@
-"""`hpctrain doctor`: checks the installation and the environment, and compares them between ranks."""
+"""The command `hpctrain doctor`, which checks the installation and the environment and compares them between ranks."""
 
 from __future__ import annotations
 

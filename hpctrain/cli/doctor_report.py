@@ -1,4 +1,4 @@
-"""Implementation of `hpctrain doctor`: examines every rank, gathers the findings, prints one report."""
+"""The implementation of `hpctrain doctor`: examines every rank, gathers the findings, and prints one report."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def report(
     timeout_s: float,
     as_json: bool,
 ) -> Severity:
-    """Examines this rank, merges the findings of all ranks, and prints them. Collective. Returns the worst level."""
+    """Examines this rank, merges the findings of all ranks, and prints them. Returns the highest level. Collective."""
     facts = inspect_rank(
         run_directory=run_directory,
         environ=os.environ,
@@ -68,10 +68,10 @@ def report(
 def _report_together(
     facts: dict[str, Any], identity: RankIdentity, *, backend: str, timeout_s: float, as_json: bool
 ) -> Severity:
-    """Gathers the ranks' facts; rank 0 prints one report. Every rank returns the same level. Collective.
+    """Gathers the ranks' facts, from which rank 0 prints one report. Returns the same level on every rank. Collective.
 
     If the ranks cannot connect, this rank prints its own findings and returns PROBLEM. If MPI ends the process because
-    it cannot start, the findings are printed as well, but the exit code is MPI's.
+    it cannot start, the findings are printed too, but the exit code is MPI's.
     """
     silence = f"the ranks did not connect (MPI may have printed more): {cure_for(identity.launcher)}"
     try:
@@ -104,7 +104,7 @@ def _report_together(
 
 
 def _words(facts: Mapping[str, Any], identity: RankIdentity, failure: str) -> str:
-    """This rank's own report, for when the ranks cannot connect: plain lines, each prefixed with the rank."""
+    """Returns this rank's own report for the case that the ranks cannot connect. Each line starts with the rank."""
     findings = judge_rank({**facts, "communication": {"error": failure}})
     prefix = f"hpctrain doctor: rank {identity.rank} on {identity.node_name}:"
     return "\n".join(

@@ -1,4 +1,4 @@
-"""`hpctrain launch`: start the ranks of a command with mpirun or srun."""
+"""The command `hpctrain launch`, which starts the ranks of a command with mpirun or srun."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def launch_command(
     hpctrain launch -n 4 -- hpctrain train recipe.toml
     hpctrain launch -n 4 --ranks-per-node 2 -- python train.py         one machine emulates two nodes
     hpctrain launch -n 8 --ranks-per-node 4 --host a,b -- hpctrain train recipe.toml
-    hpctrain launch -n 48 --preload my_package -- python train.py      imports it once a node, not once a rank
+    hpctrain launch -n 48 --preload my_package -- python train.py      imports it once per node, not per rank
 
     Ctrl-C or SIGTERM asks the ranks to save and stop (exit code 75); a second Ctrl-C ends them at once.
     """

@@ -1,4 +1,4 @@
-"""`hpctrain`: the root command, and the one place where an error becomes a message and an exit code."""
+"""The root command `hpctrain`, and the only place where an error becomes a message and an exit code."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def _let_stops_end() -> None:
-    """Lets a stop that is asked for while this rank starts end it, where the others do not wait for it then."""
+    """Lets a stop request end this rank while it starts, if the other ranks do not wait for it then."""
     identity = identify(os.environ, socket.gethostname())
     if identity.launcher == "none":
         let_interrupts_end()

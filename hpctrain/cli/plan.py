@@ -1,4 +1,4 @@
-"""`hpctrain plan RECIPE`."""
+"""The command `hpctrain plan`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def plan_command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, all ways, sizes in bytes.")] = False,
 ) -> None:
-    """Say which ways to split the recipe's model fit into memory, what they send and cost, and which to take.
+    """Show which ways to split the recipe's model fit into memory, what they send and cost, and which to choose.
 
     Runs as one process. It knows all of the recipe's section [parallel]: sharded optimizer, gradients and parameters,
     activation checkpointing, offload on GPUs, and, if the task says how, split layers (tensor), sequences between

@@ -22,7 +22,7 @@ LINE_INTERVAL_S = 5.0
 
 
 def this_rank() -> int:
-    """This process's rank, from the launcher's environment variables. Does not start MPI."""
+    """Returns this process's rank from the launcher's environment variables. Does not start MPI."""
     from hpctrain.launch import identify
 
     return identify(os.environ, socket.gethostname()).rank
@@ -30,9 +30,9 @@ def this_rank() -> int:
 
 @contextmanager
 def all_ranks() -> Iterator[World]:
-    """Opens the world of the ranks that the launcher started, and closes it on exit and after an agreed error.
+    """Opens the world of the ranks that the launcher started; closes it on exit and after an agreed error. Collective.
 
-    Collective. An error on one rank ends the others too: the launcher does it, or `abort` for other exceptions.
+    An error on one rank ends the other ranks too: the launcher does that, or `abort` for other exceptions.
     """
     from hpctrain.comm import open_world
 
@@ -53,8 +53,11 @@ def all_ranks() -> Iterator[World]:
 
 @contextmanager
 def progress(verb: str, *, rank: int) -> Iterator[Callable[[int, int], None]]:
-    """Yields a callback (bytes done, bytes in total). Rank 0 shows its own part of the work on stderr: a bar on a
-    terminal, else a plain line every LINE_INTERVAL_S seconds."""
+    """Yields a callback that takes (bytes done, bytes in total).
+
+    Rank 0 shows its own part of the work on stderr: a bar on a terminal, else a plain line every LINE_INTERVAL_S
+    seconds.
+    """
     if rank != 0:
         yield lambda done, total: None
         return

@@ -1,4 +1,4 @@
-"""`hpctrain report`, `efficiency`, `top`, `trace` and `export`: commands that read run directories."""
+"""The commands `hpctrain report`, `efficiency`, `top`, `trace` and `export`, which read run directories."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def report_command(
         bool, typer.Option(help="Ask Slurm's accounting (sacct) for the energy of the runs' jobs.")
     ] = False,
 ) -> None:
-    """Tell what runs did, how fast, and why not faster: in the terminal, as a page, and as files for papers.
+    """Report what runs did, how fast, and what limits them: in the terminal, as a page, and as files for papers.
 
     \b
     hpctrain report runs/digits
@@ -111,7 +111,7 @@ def _sweep(path: Path | None) -> ScalingDocument | None:
 # `hpctrain efficiency RUN`.
 
 
-# Of more ranks the table has those that waited least, and the JSON all.
+# With more ranks, the table lists those that waited least; the JSON lists all.
 _MOST_RANKS = 16
 
 
@@ -133,7 +133,7 @@ def efficiency_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show where the time of a run's ranks went, and its POP efficiencies: what each is, guides/efficiency.md says.
+    """Show how the ranks of a run spent their time, and its POP efficiencies; guides/efficiency.md explains each.
 
     \b
     hpctrain efficiency runs/digits-8
@@ -234,7 +234,7 @@ def top_command(
     hpctrain top runs/digits --once
 
     Reads only the run directory, on any machine that sees it, and only what is new. Ctrl-C ends it, with code 0; the
-    run notices nothing.
+    run is not affected.
     """
     from rich.console import Console
 
@@ -259,7 +259,7 @@ def _watch(follower: RunFollower, console: Console, *, every_s: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    # A signal that ends this command must give the terminal back as it was.
+    # A signal that ends this command must restore the terminal.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     frame: RenderableType = Text("reading the run directory")
@@ -300,7 +300,7 @@ def trace_command(
         ),
     ] = None,
 ) -> None:
-    """Merge what the ranks traced of the steps in telemetry.trace_steps into one file, on one clock.
+    """Merge the ranks' traces of the steps in telemetry.trace_steps into one file, on one clock.
 
     The file is Chrome's JSON: open it at ui.perfetto.dev, or in chrome://tracing.
 
@@ -364,7 +364,7 @@ def mlflow_command(
     ] = "hpctrain",
     name: Annotated[str | None, typer.Option(help="The run's name in MLflow; otherwise run.name.")] = None,
 ) -> None:
-    """Write a run's recipe, numbers by step and summary into MLflow, or what has come since the last time.
+    """Write a run's recipe, numbers by step and summary into MLflow, or what is new since the last export.
 
     \b
     hpctrain export mlflow runs/digits && mlflow ui --backend-store-uri sqlite:///runs/digits/mlflow.db

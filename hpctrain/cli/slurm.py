@@ -1,4 +1,4 @@
-"""`hpctrain slurm`: the group, and its commands."""
+"""The command group `hpctrain slurm` and its commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Target = Annotated[
 
 
 def controller() -> Controller:
-    """Returns the connection to Slurm; it prints to stderr when it waits for a busy controller."""
+    """Returns the connection to Slurm. It prints to stderr when it waits for a busy controller."""
     from hpctrain.slurm import Controller
 
     return Controller(say=lambda text: typer.echo(f"hpctrain slurm: {text}", err=True))

@@ -1,4 +1,4 @@
-"""`hpctrain stage-environment`: the Python environment as one archive for the nodes' own disks."""
+"""The command `hpctrain stage-environment`, which packs the Python environment into one archive for nodes' disks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stage_environment_command(
     """Pack the environment that this command runs in, and print how a batch script unpacks it on every node.
 
     Importing the packages of a run looks up thousands of paths. Where they are on a shared filesystem, every rank does
-    that there at the same moment. The archive is read once a node, and imports then stay on the node.
+    that there at the same moment. The archive is read once per node, and imports then stay on the node.
 
     \b
     hpctrain stage-environment /shared/environment.tar

@@ -1,4 +1,4 @@
-"""`hpctrain supervise`: keep a run alive in one allocation."""
+"""The command `hpctrain supervise`, which keeps a run alive in one allocation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 from hpctrain.errors import UsageError
 
-# Longer than checks of nodes take between two attempts.
+# Longer than the checks of nodes between two attempts take.
 _SERVER_LINGERS_S = 120.0
 
 
@@ -136,7 +136,10 @@ def supervise_command(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainCommand:
-    """What a command `hpctrain train RECIPE ...` says. paths: that its ranks read."""
+    """What the supervisor needs to know of a command `hpctrain train RECIPE ...`.
+
+    `paths` are the paths its ranks read.
+    """
 
     run_directory: Path
     checkpoints: Path
@@ -144,9 +147,9 @@ class TrainCommand:
 
 
 def read_train_command(command: Sequence[str]) -> TrainCommand | None:
-    """Returns what the supervisor needs of `hpctrain train RECIPE ...`; None for any other command.
+    """Returns what the supervisor needs to know of `hpctrain train RECIPE ...`; None for any other command.
 
-    `python -m hpctrain` is `hpctrain`. Raises RecipeError if the recipe cannot be read.
+    `python -m hpctrain` counts as `hpctrain`. Raises RecipeError if the recipe cannot be read.
     """
     if Path(command[0]).name.startswith("python") and list(command[1:3]) == ["-m", "hpctrain"]:
         command = command[2:]

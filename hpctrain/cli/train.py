@@ -1,4 +1,4 @@
-"""`hpctrain train RECIPE.toml`."""
+"""The command `hpctrain train`."""
 
 from __future__ import annotations
 
@@ -54,4 +54,4 @@ def train_command(
     try:
         train(found, recipe_path=recipe, resume=Resume.parse(resume), stop=stop, save_signal=save_signal)
     finally:
-        ignore_signals(handled)  # one in the last moments must not kill a rank
+        ignore_signals(handled)  # a late signal must not kill a rank

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, such as the layers of a transformer. Nothing here communicates."""
+"""Finds the repeated blocks of a model, such as the layers of a transformer. Does not communicate."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _NAMED = "_hpctrain_named_block"
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Returns True if the name of a module fits a pattern, in which `*` stands for any text without a dot."""
+    """Returns True if the name of a module matches a pattern, in which `*` stands for any text without a dot."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def name_blocks(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Makes `repeated_blocks` return the modules of these names, for the model and for modules of it.
+    """Makes `repeated_blocks` return the modules with these names, for the model and for its submodules.
 
-    patterns: names, in which `*` stands for any text without a dot. Raises UsageError for one that fits no module, and
-    for a module without parameters, without a forward of its own, or within another one.
+    patterns: module names, in which `*` stands for any text without a dot. Raises UsageError if a pattern matches no
+    module, or a module that has no parameters or no forward of its own or that lies within another matched module.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     found: dict[str, nn.Module] = {}
@@ -47,11 +47,11 @@ def name_blocks(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the model's blocks by name, none within another: those of `name_blocks`, if there are some.
+    """Returns the model's blocks by name: those of `name_blocks` if it was called. No block lies within another.
 
-    Otherwise a block is a module with children and parameters, of whose class its parent holds several. A container
-    (`nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict`) is searched first. An `nn.Sequential` in which nothing is a
-    block is one; the others have no forward.
+    Otherwise a block is a module with children and parameters whose parent has several modules of its class. Containers
+    (`nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict`) are searched first; one of several `nn.Sequential`s is itself a
+    block if it contains none. The other containers have no forward.
     """
     named = {name: module for name, module in model.named_modules() if name and hasattr(module, _NAMED)}
     return named or dict(_blocks_in(model, prefix=""))
@@ -73,7 +73,10 @@ def _blocks_in(module: nn.Module, *, prefix: str) -> list[tuple[str, nn.Module]]
 
 
 def tied_across(model: nn.Module, blocks: dict[str, nn.Module]) -> list[tuple[str, str]]:
-    """Returns pairs of names of one parameter that lie in different blocks, or in a block and outside of all."""
+    """Returns the parameters with two names that lie in different blocks, or in a block and outside all blocks.
+
+    Each is a pair of the two names.
+    """
     first: dict[int, tuple[str, str]] = {}
     pairs = []
     for name, parameter in model.named_parameters(remove_duplicate=False):

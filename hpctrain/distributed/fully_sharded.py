@@ -1,4 +1,4 @@
-"""Parameters sharded by FSDP2, and its communication while a CPU computes."""
+"""Shards parameters with FSDP2, and overlaps its communication with computation on CPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _KEPT = "_hpctrain_kept_whole"
-# Of a sharded model; and of a module whose gradients `sum_gradients_by` sums.
+# Attributes of a sharded model, and of a module whose gradients `sum_gradients_by` sums.
 _FACTOR, SUMMED_HERE = "_hpctrain_gradient_factor", "_hpctrain_sums_gradients"
 
 
@@ -36,15 +36,15 @@ def sharded_modules(model: nn.Module) -> list[Any]:
 
 
 def gradient_factor(model: nn.Module) -> float:
-    """Returns by what the gradients of `model` are multiplied before they are summed."""
+    """Returns the factor by which the gradients of `model` are multiplied before they are summed."""
     return float(getattr(model, _FACTOR, 1.0))
 
 
 def free_after_evaluation(model: nn.Module) -> None:
-    """Has a forward of `model` without gradients end with this rank's parts only, except within `kept_whole`.
+    """Frees whole parameters after each forward of `model` without gradients, except within `kept_whole`.
 
-    FSDP2 keeps some parameters whole after forward, for backward. Without one, what the program then does to
-    `model.parameters()` would be done to these copies, and be lost.
+    FSDP2 keeps some parameters whole after forward, for backward. If no backward follows, changes that the program
+    makes to `model.parameters()` would be made to these copies and lost.
     """
     modules = sharded_modules(model)
 
@@ -57,10 +57,10 @@ def free_after_evaluation(model: nn.Module) -> None:
 
 @contextmanager
 def kept_whole(model: nn.Module) -> Iterator[None]:
-    """Within it forwards without gradients, one after another, gather only once what FSDP2 keeps whole after forward.
+    """Within the `with` block, forwards without gradients gather each parameter once and then keep it whole.
 
-    The parameters must not change within it. At its end this rank has only its parts. It does nothing for a model
-    without sharded parameters. Every rank enters it together; it does not communicate.
+    The parameters must not change within the block; at its end they are sharded again. For a model without sharded
+    parameters it does nothing. Every rank enters it; entering does not communicate.
     """
     if shard_of(model) != "parameters":
         yield
@@ -75,10 +75,10 @@ def kept_whole(model: nn.Module) -> Iterator[None]:
 
 @final
 class ShardedPasses:
-    """The forwards and backwards of `model`, to which `fully_shard` was applied, from one step to the next.
+    """Controls when forward and backward of a model sharded by FSDP2 sum, keep and drop gradients.
 
-    Every rank calls each method equally often; only `sum_whole_gradients` communicates. plain_factor: by which the
-    gradients of a backward outside of `weighted` are multiplied, until `close`.
+    Every rank must call each method equally often; only `sum_whole_gradients` communicates. plain_factor: the factor of
+    the gradients of a backward outside `weighted`, until `close`.
     """
 
     def __init__(self, model: nn.Module, *, plain_factor: float = 1.0) -> None:
@@ -92,7 +92,7 @@ class ShardedPasses:
 
     @contextmanager
     def weighted(self) -> Iterator[None]:
-        """Within it the gradients of a backward are summed as they are."""
+        """Within the `with` block, the gradients of a backward are summed without a factor."""
         self._set_factor(1.0)
         try:
             yield
@@ -100,8 +100,10 @@ class ShardedPasses:
             self._set_factor(self._plain_factor)
 
     def drop_with(self, owner: nn.Module | torch.optim.Optimizer) -> None:
-        """Has `owner.zero_grad` drop whole gradients too, until `close`: those of `without_sums` would be added to a
-        later step."""
+        """Makes `owner.zero_grad` drop whole gradients too, until `close`.
+
+        Otherwise the gradients of `without_sums` would be added to those of a later step.
+        """
         zero_grad = owner.zero_grad
 
         def zero_all(*arguments: Any, **options: Any) -> None:
@@ -124,7 +126,7 @@ class ShardedPasses:
 
     @property
     def backward_has_failed(self) -> bool:
-        """True if a backward raised an error, and neither `drop_gradients` nor `end_step` was called since."""
+        """True if a backward has raised an error since the last `drop_gradients` or `end_step`."""
         # FSDP2 sets it when backward begins, and clears it at its end.
         return any(state._state_ctx.post_backward_final_callback_queued for state in self._states())
 
@@ -134,7 +136,7 @@ class ShardedPasses:
 
     @contextmanager
     def without_sums(self) -> Iterator[None]:
-        """Within it each rank adds up whole gradients in backward, until the next backward outside."""
+        """Within the `with` block, backward adds up whole gradients on each rank. A backward outside sums them."""
         before, self._sums = self._sums, False
         self._may_hold_gradients = True
         self._root.set_requires_gradient_sync(False)
@@ -145,9 +147,9 @@ class ShardedPasses:
             self._root.set_requires_gradient_sync(before)
 
     def sum_whole_gradients(self) -> None:
-        """Sums over the ranks what no backward has summed since `without_sums`. Collective.
+        """Sums the gradients that no backward has summed since `without_sums`. Collective.
 
-        What a backward that has failed left is not summed.
+        The gradients of a backward that has failed are not summed.
         """
         if self._may_hold_gradients and not self.backward_has_failed:
             self._root.set_requires_gradient_sync(True)
@@ -157,16 +159,16 @@ class ShardedPasses:
         self._may_hold_gradients = False
 
     def drop_gradients(self) -> None:
-        """Drops whole gradients, which `optimizer.zero_grad` does not know, and what a failed pass has left.
+        """Drops whole gradients, which `optimizer.zero_grad` does not see, and the state of a failed pass.
 
-        Otherwise parameters that are whole stay so: a backward may follow that needs them.
+        Whole parameters are kept unless a pass has failed, since a backward that needs them may follow.
         """
         if self.backward_has_failed or self._forward_has_failed:
             self._reset()
         for state in self._states():
             for group in state._fsdp_param_groups:
                 for parameter in group.fsdp_params:
-                    # From PyTorch 2.15 on a property, without a setter, that reads the gradient of the next line.
+                    # Since PyTorch 2.15 it is a property without a setter that reads the gradient of the next line.
                     if "unsharded_accumulated_grad" in vars(parameter):
                         parameter.unsharded_accumulated_grad = None
                     if hasattr(parameter, "_unsharded_param"):
@@ -174,7 +176,7 @@ class ShardedPasses:
         self._may_hold_gradients = False
 
     def end_step(self) -> None:
-        """Frees what is whole of parameters that `step` has updated, and forgets all passes before it."""
+        """Frees the whole copies of parameters that `step` has updated, and forgets all passes before it."""
         self._reset()
         _reshard(self._modules)
 
@@ -192,28 +194,33 @@ def _reshard(modules: list[Any]) -> None:
         module.reshard()
 
 
-# Has FSDP2 communicate while the CPU computes.
+# Lets FSDP2 communicate while the CPU computes.
 #
 # On GPUs it overlaps the two by streams. CPUs have none, so each of its operations would block. Through its
-# hooks they are started here, and waited for where their result is needed (ADR 59).
+# hooks they are started here, and waited for when their result is needed (ADR 59).
 
 
 class StartSum(Protocol):
-    """Starts a sum over the ranks: of `values`, shape (num_ranks * n,), into this rank's part `out`, shape (n,).
+    """A function that starts a sum over the ranks and returns its work.
 
-    Returns the work that ends with it. group: FSDP2's, of these ranks.
+    It sums `values`, shape (num_ranks * n,), into this rank's part `out`, shape (n,). group: FSDP2's process group.
     """
 
     def __call__(self, values: torch.Tensor, *, out: torch.Tensor, group: Any) -> dist.Work: ...
 
 
 def overlap_communication(model: nn.Module, blocks: Mapping[str, nn.Module], *, num_axes: int) -> None:
-    """Has each block's parameters gathered while its neighbour computes, and its gradients summed while backward of the
-    block before it runs. Not collective.
+    """Overlaps FSDP2's communication with computation on a CPU. Does not communicate itself.
 
-    model: sharded by `fully_shard`. blocks: in the order in which forward runs them; one that runs out of order is
-    gathered when it is needed. Shards within a node, on a mesh of two axes, are still summed while backward waits: the
-    sum between the nodes follows at once. Memory: of one more block its parameters, or its gradients as they are sent.
+    Gathers each block's parameters while its neighbour computes, and sums its gradients while backward of the block
+    before it runs. This needs memory for the parameters of one more block, or for its gradients as they are sent.
+
+    Args:
+        model: A model sharded by `fully_shard`.
+        blocks: Its blocks in the order in which forward runs them; a block that runs out of order is gathered when it
+            is needed.
+        num_axes: The axes of the mesh. With two axes (shards within a node) backward still waits for the sums, since
+            the sum between the nodes follows at once.
     """
     gather = _Gather()
     modules: list[Any] = [model, *blocks.values()]
@@ -225,10 +232,10 @@ def overlap_communication(model: nn.Module, blocks: Mapping[str, nn.Module], *, 
 
 
 def _gather_ahead(modules: Sequence[Any]) -> None:
-    """Has each of `modules`, the model and its blocks, gather the next one's parameters before its own forward.
+    """Makes the model and each block gather the parameters of the next block before their own forward.
 
-    What was gathered for a block that did not run is dropped at the end of the model's forward: parameters may be
-    loaded before the next one.
+    Parameters that were gathered for a block that did not run are dropped at the end of the model's forward, since they
+    may be loaded anew before the next forward.
     """
     unused: dict[int, Any] = {}
 
@@ -251,10 +258,10 @@ def _gather_ahead(modules: Sequence[Any]) -> None:
 
 
 def sum_gradients_by(start: StartSum, model: nn.Module) -> None:
-    """Has the gradients of each group of parameters of `model`, sharded by `fully_shard`, summed by `start`.
+    """Makes FSDP2 sum the gradients of `model` with the function `start`. Does not communicate itself.
 
-    Not collective. model: sharded over one axis of ranks. The sums have ended when backward has, and at most one runs
-    at a time. Backward waits for a sum that is added to a gradient, or that a hook of the parameter takes.
+    The model must be sharded over one axis of ranks. All sums have ended when backward has; at most one runs at a time.
+    Backward waits for a sum that is added to an existing gradient or that a hook of the parameter reads.
     """
     unfinished = _Unfinished()
     sharded = sharded_modules(model)
@@ -270,7 +277,7 @@ def sum_gradients_by(start: StartSum, model: nn.Module) -> None:
 
 
 def start_group_sum(values: torch.Tensor, *, out: torch.Tensor, group: Any) -> dist.Work:
-    """The `StartSum` of the group itself. Collective."""
+    """Starts the sum with the process group itself; a `StartSum`. Collective."""
     work = dist.reduce_scatter_single(out, values, group=group, op=dist.ReduceOp.SUM, async_op=True)
     assert work is not None
     return work
@@ -283,24 +290,24 @@ class _Allocating:
 
 @final
 class _Gather(_Allocating):
-    """What FSDP2 calls to gather the parameters of a group; its `AllGather`."""
+    """FSDP2's `AllGather`, which it calls to gather the parameters of a group."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Starts gathering; FSDP2 waits for the work before it uses the parameters. Collective."""
+        """Starts gathering. FSDP2 waits for the work before it uses the parameters. Collective."""
         return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
 
 
 @final
 class _Unfinished:
-    """The sum that backward has started and not waited for: at most one of a model."""
+    """The sum that backward has started and not waited for. A model has at most one."""
 
     def __init__(self) -> None:
         self._work: dist.Work | None = None
 
     def start(self, begin: Callable[[], dist.Work]) -> None:
-        """Waits for the sum before, and starts another, which ends before the backward that runs now."""
+        """Waits for the sum before it, and starts another one, which ends before the running backward does."""
         self.wait()
         self._work = begin()
         try:
@@ -316,10 +323,10 @@ class _Unfinished:
 
 @final
 class _ReduceScatter(_Allocating):
-    """What FSDP2 calls with the gradients of a group of parameters; its `ReduceScatter`.
+    """FSDP2's `ReduceScatter`, which it calls with the gradients of a group of parameters.
 
-    parameters: of the group, as they are sharded. factor: returns by what gradients are multiplied before they are
-    summed; not after, as FSDP2 would do at once, when the sum has not ended.
+    parameters: the sharded parameters of the group. factor: returns the factor of the gradients, which is applied
+    before the sum. FSDP2 would apply it at once after the call, when the sum has not ended yet.
     """
 
     def __init__(
@@ -359,18 +366,18 @@ class _ReduceScatter(_Allocating):
 
 
 def shard_parameters(model: nn.Module, mesh: DeviceMesh, *, offload: bool = False) -> None:
-    """Shards the parameters of each repeated block, and what is left, by FSDP2 over `mesh`. Collective.
+    """Shards the parameters of each repeated block, and the remaining ones, with FSDP2 over `mesh`. Collective.
 
-    Of a mesh with two axes, `node` and `local`, over the second, with a replica for each index of the first.
-    offload: the parts, their gradients and the optimizer's state are in page-locked host memory, where the optimizer
-    steps. It was never run: see docs/gpu.md.
+    On a mesh with the axes `node` and `local` they are sharded over `local`, with a replica per node. offload: whether
+    the shards, their gradients and the optimizer state are in page-locked host memory, where the optimizer steps. This
+    was never run: see docs/gpu.md.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     blocks = repeated_blocks(model)
     for number, block in enumerate(blocks.values(), start=1):
-        # Backward begins with the last one, which would be gathered again at once.
+        # Backward starts with the last block, which would be gathered again at once.
         fully_shard(block, mesh=mesh, offload_policy=policy, reshard_after_forward=number < len(blocks))
     fully_shard(model, mesh=mesh, offload_policy=policy)
     for module in sharded_modules(model):
@@ -383,10 +390,10 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, *, offload: bool = Fals
 
 
 def check_shardable(model: nn.Module) -> None:
-    """Raises UsageError for what FSDP2 cannot shard, or would train wrongly, and if this PyTorch's FSDP2 is too old."""
+    """Raises UsageError if FSDP2 cannot shard the model or would train it wrongly, or if this PyTorch is too old."""
     import torch.distributed.fsdp as fsdp
 
-    # The newest of what is called here.
+    # The newest FSDP2 method that is used here.
     if not hasattr(getattr(fsdp, "FSDPModule", None), "reset_iter_state"):
         raise UsageError(
             f"FSDP2 of PyTorch {torch.__version__} is too old to shard parameters: it has no reset_iter_state. "

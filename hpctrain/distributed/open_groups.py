@@ -1,4 +1,4 @@
-"""Opens `torch.distributed` over a world of ranks."""
+"""Initialises `torch.distributed` over the communicator of all ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _LOOPBACK = "127.0.0.1"
 
 
 def address_of_rank_0(topology: Topology) -> str:
-    """Returns a name or an address of this host, rank 0's, that the other ranks can connect to. Not collective.
+    """Returns a name or address of this host, rank 0's, to which the other ranks can connect. Does not communicate.
 
-    One node needs no name. A host of several whose own name does not resolve (in containers) is found by the address
-    of a network interface.
+    On a single node this is the loopback address. If the host's own name does not resolve, as in containers, it is the
+    address of a network interface.
     """
     if topology.num_nodes == 1:
         return _LOOPBACK
@@ -48,7 +48,7 @@ def address_of_rank_0(topology: Topology) -> str:
 BACKEND = "hpctrain"
 # Smaller sums go over all ranks at once: within the node and between the nodes costs more messages.
 _TWO_LEVEL_BYTES = 1 << 16
-# The oldest that was seen to work. With 2.6 DDP waits without end when it compares the shapes of parameters, and up to
+# The oldest release that works. With 2.6 DDP waits for ever when it compares the shapes of parameters, and up to
 # 2.5 groups in Python have no name.
 _OLDEST = "2.8"
 
@@ -63,13 +63,16 @@ def open_process_group(
 ) -> None:
     """Initialises `torch.distributed` over the ranks of `world`. Collective.
 
-    device: on the CPU, groups over hpctrain's communicators; on CUDA, NCCL, and gloo for tensors in host memory.
-    timeout_s: of NCCL's operations, and of waiting in the store. close: called when `destroy_process_group` has ended
-    the groups on the CPU.
-    Sets in the environment, where it is not set, what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-    MASTER_ADDR, MASTER_PORT); on the CPU also ACCELERATE_USE_CPU, without which Hugging Face accelerate takes each rank
-    for a program of its own. Raises UsageError if torch.distributed is initialised already, LaunchError without MPI or
-    if PyTorch is too old.
+    Sets the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
+    where they are not set yet; on the CPU also ACCELERATE_USE_CPU, without which Hugging Face accelerate takes each
+    rank for a separate program.
+
+    Args:
+        device: On the CPU, groups use hpctrain's communicators; on CUDA, NCCL, and gloo for tensors in host memory.
+        timeout_s: The time limit of NCCL's operations and of waits in the store.
+        close: A function that is called once `destroy_process_group` has ended the groups on the CPU.
+
+    Raises UsageError if torch.distributed is initialised already; LaunchError without MPI or if PyTorch is too old.
     """
     if dist.is_initialized():
         raise UsageError("torch.distributed is initialised already: call destroy_process_group before")
@@ -103,7 +106,7 @@ def open_process_group(
 
 
 def _register() -> None:
-    """Registers the backend, once in a process."""
+    """Registers the backend with PyTorch, once per process."""
     if BACKEND.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
@@ -115,10 +118,10 @@ def _register() -> None:
 
 
 def _forget_meshes() -> None:
-    """Clears what DTensor has cached by mesh.
+    """Clears what DTensor has cached per mesh.
 
-    Meshes are equal if their ranks and axes are, whatever their groups: a new one would compute with the groups of an
-    equal one that has ended, whose names other groups may have now.
+    Two meshes are equal if their ranks and axes are, whatever their groups. A new mesh would otherwise compute with the
+    groups of an equal mesh that has ended, and whose names other groups may have taken.
     """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import DTensor, debug
@@ -131,12 +134,12 @@ def _forget_meshes() -> None:
 
 
 class _Open:
-    """What the backend's groups are made from: PyTorch passes no object to the function that makes them."""
+    """What new groups are created from. PyTorch passes no object to the function that creates a group."""
 
     ranks: tuple[World, Topology] | None = None
     close: Callable[[], None] | None = None
     traffic: Traffic | None = None
-    # PyTorch keeps what is C++ of a store, not what is Python.
+    # PyTorch keeps the C++ part of a store alive, not the Python part.
     store: Store | None = None
 
 
@@ -144,12 +147,15 @@ _open = _Open()
 
 
 def group_traffic() -> Traffic | None:
-    """Returns what counts the bytes that the groups in host memory send; None if none was ever opened."""
+    """Returns the counter of the bytes that groups in host memory have sent; None if no group was ever opened."""
     return _open.traffic
 
 
 def _make_group(options: Any, _: Any) -> CommunicatorGroup:
-    """Makes a group of `options.global_ranks_in_group`, by default all. Collective over these ranks."""
+    """Creates a group of `options.global_ranks_in_group`; of all ranks if that is empty.
+
+    Collective over these ranks.
+    """
     if _open.ranks is None or _open.traffic is None:
         raise UsageError(f"backend {BACKEND!r} of torch.distributed: call hpctrain.init_process_group first")
     (world, topology), traffic = _open.ranks, _open.traffic
@@ -183,10 +189,11 @@ def two_level_sums(
     *,
     traffic: Traffic | None = None,
 ) -> TwoLevelSums | None:
-    """Returns a function that sums a tensor of shape (n,) over all ranks in place: within the nodes, then between them.
+    """Returns a function that sums a tensor in place, first within the nodes, then between them. Collective.
 
-    Collective over all ranks; each call makes communicators of its own, which `close` of the result frees. flat_sum:
-    for small tensors. traffic: counts the others. None where one level is all there is.
+    The tensor has shape (n,). Each call opens communicators of its own, which `close` of the result frees. Returns None
+    if there is one node, or one rank per node. flat_sum: the sum used for small tensors. traffic: counts the bytes of
+    the larger ones.
     """
     if topology.num_nodes == 1 or topology.num_nodes == topology.num_ranks:
         return None
@@ -198,7 +205,7 @@ def two_level_sums(
 
 @final
 class TwoLevelSums:
-    """See `two_level_sums`."""
+    """A sum over all ranks in two levels; see `two_level_sums`."""
 
     def __init__(self, two_level: TwoLevel, *, flat_sum: Callable[[torch.Tensor], None]) -> None:
         self._two_level = two_level
@@ -231,7 +238,7 @@ def _set_variables(world: World, topology: Topology, *, host_memory: bool) -> No
         "LOCAL_WORLD_SIZE": len(topology.groups("local")[topology.node_of(world.rank)]),
     }
     if world.num_ranks > 1:
-        # Nothing listens there: a library may open a store of its own. A single process must not look as torchrun's.
+        # Nothing listens there; a library may open its own store. A single process must not look like one of torchrun.
         address = [address_of_rank_0(topology), _free_port()] if world.rank == 0 else None
         variables["MASTER_ADDR"], variables["MASTER_PORT"] = broadcast_json(world, address)
     if host_memory:
@@ -247,16 +254,17 @@ def _free_port() -> int:
 
 
 def _over_nccl(world: World, topology: Topology, *, device: torch.device, timeout_s: float) -> None:
-    """NCCL's own group: its ranks find each other through a store on rank 0."""
+    """Initialises NCCL's groups. The ranks find each other through a store on rank 0."""
     timeout = timedelta(seconds=timeout_s)
     store = _store_on_rank_0(world, topology, timeout=timeout)()
     _initialize("cpu:gloo,cuda:nccl", store=store, world=world, timeout=timeout, device_id=device)
 
 
 def _store_on_rank_0(world: World, topology: Topology, *, timeout: timedelta) -> Callable[[], Store]:
-    """Returns a function that connects to a store which rank 0 serves. Its address is broadcast over MPI. Collective.
+    """Returns a function that connects to a store on rank 0. The address is broadcast over MPI. Collective.
 
-    timeout: of the store's operations. The function is not collective. One rank has a store in its own memory.
+    The returned function is not collective. A single rank uses a store in its own memory. timeout: the time limit of
+    the store's operations.
     """
     if world.num_ranks == 1:
         return HashStore
@@ -270,10 +278,10 @@ def _store_on_rank_0(world: World, topology: Topology, *, timeout: timedelta) ->
 
 @final
 class _SharedStore(Store):
-    """A store of all ranks, to which this rank connects when something uses it first.
+    """A store on rank 0, to which this rank connects at the first use.
 
-    Only groups of other backends and programs of their own do. PyTorch calls the methods, under these names.
-    limit: of `wait`, if the caller's own is longer (Gloo's is half an hour); after it CommunicationError is raised.
+    Only groups of other backends and the user's program use it. PyTorch calls the methods by these names. limit: the
+    longest time of `wait`, if the caller's own is longer (Gloo's is half an hour); then CommunicationError is raised.
     """
 
     def __init__(self, connect: Callable[[], Store], *, rank: int, num_ranks: int, limit: timedelta) -> None:
@@ -310,7 +318,7 @@ class _SharedStore(Store):
             raise CommunicationError(self._missing(store, keys)) from error
 
     def _missing(self, store: Store, keys: list[str]) -> str:
-        """Returns what is said of `keys` that no rank has set within the limit."""
+        """Returns the message about `keys` that no rank has set within the limit."""
         missing = ", ".join(key for key in keys if not store.check([key]))
         made = {
             rank: store.get(_groups_key(rank)).decode()
@@ -341,7 +349,7 @@ def _groups_key(rank: int) -> str:
 
 
 def _num_groups() -> int:
-    """Returns how many groups this rank has made, by which PyTorch names the next one."""
+    """Returns the number of groups that this rank has created, from which PyTorch derives the name of the next one."""
     return int(dist.distributed_c10d._world.group_count)
 
 

@@ -1,9 +1,9 @@
-"""Operations of torch.distributed on flat tensors, made of the few that a communicator has. Collective, all of them,
-but the checks.
+"""Operations of torch.distributed on flat tensors, built from the few operations of a communicator.
 
-A communicator sums and takes maxima of some dtypes (`Collective`). A minimum is a maximum of negated values; narrow
-integers are reduced as wider ones; products and operations on bits are computed by each rank from the parts of all, in
-the order of the ranks, so that the result is the same everywhere. What is only moved is moved as bytes.
+All are collective, except the checks. A communicator sums and takes maxima of some dtypes (`Collective`). Here, a
+minimum is a maximum of negated values, and narrow integers are reduced as wider ones. For products and bitwise
+operations each rank gathers the parts of all ranks and combines them in rank order, so that the result is the same
+everywhere. Data that is only moved is sent as bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WIDER = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
-# Dtypes whose sums may overflow although the mean does not, and the one in which it is computed.
+# Dtypes whose sums may overflow although the mean does not, with the dtype in which the mean is computed.
 _OF_MEANS = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -52,7 +52,7 @@ _FROM_ALL_PARTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
     "minimum": torch.minimum,
     "maximum": torch.maximum,
 }
-# Elements of a buffer whose parts are gathered at once: bounds the memory, which is this times the ranks.
+# Elements that are gathered from each rank at a time: bounds the memory to this number times the number of ranks.
 _GATHERED_ELEMS = 1 << 20
 
 
@@ -79,9 +79,10 @@ def all_reduce(
     op: str,
     sums: Callable[[torch.Tensor], None] | None = None,
 ) -> None:
-    """Reduces `flat`, shape (n,), contiguous, in place. sums: sums over the ranks instead of `comm.all_reduce`.
+    """Reduces `flat`, contiguous, shape (n,), over the ranks in place. Collective.
 
-    A mean of a half type is computed in float32 and rounded once; with `sums` it is sent as float32 too.
+    A mean of a half type is computed in float32 and rounded once. sums: a function that sums over the ranks in place,
+    used instead of `comm.all_reduce`; with it such a mean is also sent as float32.
     """
     if op in ("product", "and", "or", "exclusive or"):
         _from_all_parts(comm, flat, op=op)
@@ -107,7 +108,10 @@ def all_reduce(
 
 
 def reduce_scatter(comm: Collective, whole: torch.Tensor, *, counts: Sequence[int], op: str) -> torch.Tensor:
-    """Returns this rank's part, shape (counts[rank],), of the reduction of `whole`, shape (sum(counts),)."""
+    """Returns this rank's part of the reduction of `whole`. Collective.
+
+    The shapes are (counts[rank],) of the part and (sum(counts),) of `whole`.
+    """
     if op == "mean" and whole.dtype in _HALF:
         return _mean_of_halves(comm, whole, counts=counts)
     if op in ("sum", "mean"):
@@ -121,9 +125,9 @@ def reduce_scatter(comm: Collective, whole: torch.Tensor, *, counts: Sequence[in
 
 
 def _mean_of_halves(comm: Collective, whole: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-    """Returns this rank's part of the mean of `whole`, of a half type: summed in float32 in the order of the ranks.
+    """Returns this rank's part of the mean of `whole`, a half type. It is summed in float32, in rank order.
 
-    Sends as many bytes as the sum does: the slices, as they are.
+    Sends as many bytes as a sum, since the slices are sent unconverted.
     """
     mine = counts[comm.rank]
     received = exchange(comm, whole, send_counts=counts, receive_counts=[mine] * comm.num_ranks)
@@ -136,9 +140,9 @@ def _mean_of_halves(comm: Collective, whole: torch.Tensor, *, counts: Sequence[i
 def all_gather(
     comm: Collective, part: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns the parts of all ranks, each of shape (counts[rank],), in one tensor of shape (sum(counts),).
+    """Returns the parts of all ranks, each of shape (counts[rank],), as one tensor of shape (sum(counts),). Collective.
 
-    out: that tensor, if there is one; `part` may be this rank's slice of it.
+    out: the tensor that receives the result; None: a new one. `part` may be this rank's slice of it.
     """
     size = part.element_size()
     if out is not None and _shares_memory(part, out):
@@ -157,7 +161,10 @@ def _shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 def exchange(
     comm: Collective, flat: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
 ) -> torch.Tensor:
-    """Sends each rank its slice of `flat`, shape (sum(send_counts),); returns what the ranks sent, in their order."""
+    """Sends each rank its slice of `flat`, shape (sum(send_counts),). Collective.
+
+    Returns the slices that this rank received, in rank order, as one tensor of shape (sum(receive_counts),).
+    """
     size = flat.element_size()
     received = comm.all_to_all(
         as_bytes(flat),
@@ -168,9 +175,10 @@ def exchange(
 
 
 def elements_of_ranks(tensor: torch.Tensor, rows: Sequence[int], *, num_ranks: int) -> list[int]:
-    """Returns the number of elements for each rank. rows: of each rank along dimension 0; empty: equally many.
+    """Returns the number of elements for each rank. Does not communicate.
 
-    Raises BufferMismatch if the tensor does not have so many rows. Not collective.
+    rows: the rows of each rank along dimension 0; empty: equal shares. Raises BufferMismatch if they do not add up to
+    the rows of the tensor.
     """
     if not rows:
         check_sizes(tensor.shape[0] % num_ranks, 0, operation="all_to_all", num_ranks=num_ranks)
@@ -184,7 +192,7 @@ def elements_of_ranks(tensor: torch.Tensor, rows: Sequence[int], *, num_ranks: i
 
 
 def check_sizes(found: int, wanted: int, *, operation: str, num_ranks: int) -> None:
-    """Raises BufferMismatch unless both numbers of elements are equal. Not collective."""
+    """Raises BufferMismatch unless both numbers of elements are equal. Does not communicate."""
     if found != wanted:
         raise BufferMismatch(
             f"{operation} over {num_ranks} ranks: tensors of {found} and {wanted} elements do not fit"
@@ -192,9 +200,9 @@ def check_sizes(found: int, wanted: int, *, operation: str, num_ranks: int) -> N
 
 
 def all_reduce_sparse(comm: Collective, tensor: torch.Tensor, *, op: str) -> torch.Tensor:
-    """Returns the sum or mean over the ranks of a sparse COO tensor: coalesced, with the same shape and dtype.
+    """Returns the sum or mean of a sparse COO tensor over the ranks, coalesced. Collective.
 
-    Each rank receives the indices and values of all.
+    The result has the same shape and dtype. Each rank receives the indices and values of all ranks.
     """
     if op not in ("sum", "mean"):
         raise UsageError(f"a sparse tensor can be summed over the ranks, not reduced to their {op}")
@@ -230,7 +238,7 @@ def _from_all_parts(comm: Collective, flat: torch.Tensor, *, op: str) -> None:
 
 
 def _wide_dtype(dtype: torch.dtype, *, op: str) -> torch.dtype:
-    """Returns the dtype in which a communicator reduces; for a mean one in which the sum does not overflow."""
+    """Returns the dtype in which a communicator reduces `dtype`; for a mean, one in which the sum does not overflow."""
     if op == "mean" and dtype in _OF_MEANS:
         return _OF_MEANS[dtype]
     if dtype in _SUMMED:

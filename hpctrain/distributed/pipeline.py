@@ -1,4 +1,4 @@
-"""A model in stages over the ranks: PyTorch's pipeline schedules over the process group of these ranks."""
+"""Runs a model in stages over several ranks, with PyTorch's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hpctrain.comm import Collective, World, agreed, all_gather_json, is_true_ev
 from hpctrain.distributed.plan import ParallelPlan
 from hpctrain.errors import UsageError
 
-# PyTorch's pipeline stage, which notes when it computes; what lies between is the bubble.
+# PyTorch's pipeline stage, which records when it computes; the time between is the bubble.
 
 
 def gaps(busy: Sequence[tuple[float, float]], *, begin: float, end: float) -> list[tuple[float, float]]:
-    """Returns the times between `begin` and `end` that are in none of `busy`, in order: begin and end of each."""
+    """Returns the intervals between `begin` and `end` that no interval of `busy` covers, in order."""
     found, at = [], begin
     for busy_begin, busy_end in sorted(busy):
         if busy_begin > at:
@@ -35,7 +35,7 @@ def gaps(busy: Sequence[tuple[float, float]], *, begin: float, end: float) -> li
 
 @contextmanager
 def timed(busy: list[tuple[float, float]]) -> Iterator[None]:
-    """Adds begin and end of the `with` block, by `time.perf_counter`, to `busy`."""
+    """Appends the start and end times of the `with` block, by `time.perf_counter`, to `busy`."""
     begin = time.perf_counter()
     try:
         yield
@@ -44,10 +44,9 @@ def timed(busy: list[tuple[float, float]]) -> Iterator[None]:
 
 
 def timed_stage(*arguments: Any, busy: list[tuple[float, float]], **options: Any) -> Any:
-    """Returns PyTorch's `PipelineStage(*arguments, **options)`, which adds to `busy` when it computes.
+    """Returns PyTorch's `PipelineStage(*arguments, **options)`, which appends the times when it computes to `busy`.
 
-    Sums of sharded gradients, which PyTorch makes after the last backward of a stage, count as computing. Loads torch's
-    pipelining.
+    The sums of sharded gradients after the last backward of a stage count as computing. Imports torch's pipelining.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -71,12 +70,12 @@ def timed_stage(*arguments: Any, busy: list[tuple[float, float]], **options: Any
     return TimedStage(*arguments, **options)
 
 
-# Which layers of a model are which stage of a pipeline. Nothing here communicates.
+# Divides the layers of a model into pipeline stages. Does not communicate.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
-    """A model's layers by stage. first_stage: of each parameter and buffer in a layer, by its name in the model."""
+    """A model's layers by stage. `first_stage` is the stage of each parameter and buffer, by its name in the model."""
 
     layers: tuple[tuple[nn.Module, ...], ...]
     first_stage: Mapping[str, int]
@@ -87,11 +86,11 @@ class Stages:
 
 
 def divide(model: nn.Module, layers: Sequence[nn.Module], *, num_stages: int) -> Stages:
-    """Returns the stages of `model`, of which `layers`, called one after another, are all.
+    """Divides `model` into stages. `layers` are all its layers, in the order in which they are called.
 
-    The blocks, which are the layers of the class that occurs most often, are divided evenly. Layers before the first
-    block belong to the first stage, others to the stage of the block before them. Raises UsageError if the blocks do
-    not divide, for a parameter that is in no layer or in two stages, and for batch normalisation.
+    The blocks, which are the layers of the most frequent class, are divided evenly. Layers before the first block
+    belong to the first stage, other layers to the stage of the block before them. Raises UsageError if the blocks
+    cannot be divided evenly, if a parameter is in no layer or in two stages, and for batch normalisation.
     """
     if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
         raise UsageError("pipeline_layers returned no list of modules: return the model's layers, in order")
@@ -110,8 +109,10 @@ def divide(model: nn.Module, layers: Sequence[nn.Module], *, num_stages: int) ->
 
 
 def check_held_by_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Raises UsageError for a parameter that a module of `model` outside of `layers` holds: where a parameter is
-    replaced, as sharding does, it would keep the old one."""
+    """Raises UsageError if a module outside `layers` holds a parameter directly.
+
+    Sharding replaces parameters in the layers; such a module would keep the old parameter.
+    """
     inside = {id(module) for layer in layers for module in layer.modules()}
     for module_name, module in model.named_modules():
         for name, _ in module.named_parameters(recurse=False):
@@ -124,7 +125,7 @@ def check_held_by_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
 
 
 def release_others(model: nn.Module, stages: Stages, *, own: Sequence[int]) -> None:
-    """Leaves out of `model` the parameters and buffers that lie in other stages only. The others keep their names."""
+    """Removes from `model` the parameters and buffers that lie only in other stages. The others keep their names."""
     kept = {id(tensor) for stage in own for layer in stages.layers[stage] for tensor in _tensors(layer)}
     everything = {id(tensor) for stage in stages.layers for layer in stage for tensor in _tensors(layer)}
     for module in model.modules():
@@ -174,7 +175,7 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 _PIPELINE = "_hpctrain_pipeline"
 
-# Returns the loss of which backward runs, from the output of a micro-batch and its number.
+# Returns the loss for backward, from the output of a micro-batch and its index.
 LossOf: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]
 _Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
@@ -187,12 +188,18 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
 
 @final
 class Pipeline:
-    """This rank's stages of a model. Not made by users: `parallelize` attaches it to the model.
+    """This rank's stages of a model. `put_in_pipeline` attaches it to the model; users do not create it.
 
-    pipelines: the world ranks of each, by stage. group: of this rank's pipeline, in this order. replicas: the ranks
-    with the same stages, which compute other samples or hold other parts of them. stages: of the whole model. state:
-    its `state_dict` on the meta device. bubbles: when this rank did not compute in the last `forward_backward`, begin
-    and end by `time.perf_counter`.
+    Args:
+        stages: The stages of the whole model.
+        state: The `state_dict` of the whole model on the meta device.
+        pipelines: For each pipeline, its world ranks by stage.
+        group: The process group of this rank's pipeline, in the same order.
+        replicas: The ranks with the same stages, which compute other samples or hold other parts of the tensors.
+
+    Attributes:
+        bubbles: The start and end, by `time.perf_counter`, of each interval of the last `forward_backward` in which
+            this rank did not compute.
     """
 
     def __init__(
@@ -229,7 +236,7 @@ class Pipeline:
             for named in (model.named_parameters, model.named_buffers)
             for name, _ in named(remove_duplicate=False)
         }
-        # Of the input of each stage and the last output, by the first stage's input and whether the model trains.
+        # Kinds of each stage's input and of the last output, by the first stage's input and whether the model trains.
         self._kinds: dict[tuple[_Kind, bool], list[_Kind]] = {}
         self._schedule: Any = None
         self._scheduled: list[_Kind] = []  # what the schedule was made for
@@ -240,12 +247,12 @@ class Pipeline:
 
     @property
     def own_stages(self) -> list[nn.Module]:
-        """This rank's stages, each a module that computes one after another of its layers."""
+        """This rank's stages. Each is a module that calls its layers one after another."""
         return list(self._own.values())
 
     @property
     def has_first(self) -> bool:
-        """True if this rank has the first stage, which gets the inputs."""
+        """True if this rank has the first stage, which takes the inputs."""
         return 0 in self._own
 
     @property
@@ -256,17 +263,18 @@ class Pipeline:
     # ------------------------------------------------------------------ what a checkpoint needs
 
     def saves(self, name: str) -> bool:
-        """True if this rank saves the parameter or buffer `name`: of each exactly one rank does."""
+        """Returns True if this rank saves the parameter or buffer `name`. Exactly one rank saves each of them."""
         return self.replicas.rank == 0 and self._first_stage.get(name, 0) in self._own
 
     def is_elsewhere(self, name: str) -> bool:
-        """True if the parameter or buffer `name` of the model is not on this rank."""
+        """Returns True if the parameter or buffer `name` of the model is only on other ranks."""
         return name in self._first_stage and name not in self._names
 
     def keep_own(self, optimizer: torch.optim.Optimizer, *, names: Mapping[int, str]) -> None:
-        """Gives `optimizer`, made for the whole model, the parameters that the model now has; its groups stay.
+        """Replaces the parameters of `optimizer`, which was made for the whole model, by those of this rank's stages.
 
-        names: of all parameters that the model had, by `id`. Raises UsageError if none of this rank's is trained.
+        The parameter groups stay. names: the names of all parameters of the whole model, by `id`. Raises UsageError if
+        this rank has no trained parameter.
         """
         own = dict(self._model.named_parameters())
         for group in optimizer.param_groups:
@@ -281,17 +289,18 @@ class Pipeline:
     # ------------------------------------------------------------------ computing
 
     def compute_in(self, context: Callable[[], AbstractContextManager[object]]) -> None:
-        """Has the forward of this rank's stages run in the contexts that `context` makes, such as autocast."""
+        """Runs the forward of this rank's stages in contexts that `context` creates, such as autocast."""
         for layers in self._own.values():
             layers.context = context
 
     def forward_backward(self, inputs: torch.Tensor, loss_of: LossOf) -> None:
-        """Adds the gradients of all micro-batches to this rank's parameters. Collective over the world.
+        """Adds the gradients of all micro-batches to this rank's parameters, and sets `bubbles`.
 
-        inputs: of the first stage, shape (micro_batches * rows, ...); on ranks without it any tensor of the same shape
-        and dtype, such as one on the meta device. loss_of: called on the rank with the last stage for each
-        micro-batch. `bubbles` then says when this rank did not compute. Raises UsageError on every rank if a stage
-        cannot compute inputs of a shape that is new.
+        Collective over the world.
+
+        inputs: the inputs of the first stage, shape (micro_batches * rows, ...). Ranks without the first stage pass any
+        tensor of the same shape and dtype, such as one on the meta device. loss_of: called for each micro-batch on the
+        rank with the last stage. Raises UsageError on every rank if a stage cannot compute inputs of a new shape.
         """
         kinds = self._kinds_for(inputs, parts=self._plan.micro_batches)
         if self._scheduled != kinds:
@@ -306,10 +315,12 @@ class Pipeline:
         self.bubbles = gaps(self._busy, begin=started, end=time.perf_counter())
 
     def forward(self, inputs: torch.Tensor, *, parts: int) -> torch.Tensor | None:
-        """Returns the model's output on the rank with the last stage, else None. Collective over the world.
+        """Returns the model's output on the rank with the last stage, else None.
 
-        inputs: as for `forward_backward`, but `parts` times as many rows as a micro-batch has, which are computed one
-        after another. Without gradients. Raises the errors of `forward_backward`.
+        Without gradients. Collective over the world.
+
+        inputs: as for `forward_backward`, with `parts` times the rows of a micro-batch; the parts are computed one
+        after another. Raises the errors of `forward_backward`.
         """
         kinds = self._kinds_for(inputs, parts=parts)
         sent, outputs = [], []
@@ -339,14 +350,14 @@ class Pipeline:
         return self._ranks[stage % len(self._ranks)]
 
     def _kinds_for(self, inputs: torch.Tensor, *, parts: int) -> list[_Kind]:
-        """Returns shape and dtype of what each stage gets for one of `parts` parts of `inputs`, and of the last output.
+        """Returns shape and dtype of each stage's input, and of the last output, for one of `parts` parts of `inputs`.
 
-        All ranks of a pipeline have the same inputs, so each knows whether it has seen their shape. Other pipelines may
-        have others: if there are any, the ranks with the same stages tell each other, in 4 bytes. A new shape is
-        collective over the world.
+        All ranks of a pipeline have the same inputs, so each knows whether their shape is new. Other pipelines may have
+        other inputs; if there are any, the ranks with the same stages agree in 4 bytes. A new shape is collective over
+        the world.
         """
         given = (len(inputs) // parts, *inputs.shape[1:]), inputs.dtype
-        key = given, self._model.training  # layers may leave something out in training alone
+        key = given, self._model.training  # layers may compute less in one of the modes
         known = key in self._kinds
         if self.replicas.num_ranks > self._plan.tensor:
             known = is_true_everywhere(self.replicas, known)
@@ -355,10 +366,11 @@ class Pipeline:
         return self._kinds[key]
 
     def _find_kinds(self, given: _Kind) -> list[_Kind]:
-        """Finds what each stage receives, by a forward of one stage after another. Collective over the world.
+        """Finds what each stage receives, with a forward through one stage after another. Collective over the world.
 
-        given: what the first stage of this rank's pipeline gets. Raises UsageError on every rank if a stage fails. All
-        ranks of a stage compute it: forward of sharded parameters and split layers is collective.
+        given: shape and dtype of the input of the first stage of this rank's pipeline. All ranks of a stage compute it,
+        since forward is collective with sharded parameters and split layers. Raises UsageError on every rank if a stage
+        fails.
         """
         kinds = [given]
         for number in range(self.num_stages):
@@ -382,7 +394,7 @@ class Pipeline:
                         module.reshard()
 
     def _try(self, number: int, given: _Kind) -> list[Any]:
-        """Returns shape and dtype, as JSON, of what stage `number`, one of this rank's, returns. Raises UsageError."""
+        """Runs one of this rank's stages on zeros. Returns shape and dtype of its output as JSON. Raises UsageError."""
         shape, dtype = given
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -401,7 +413,7 @@ class Pipeline:
         return [list(output.shape), str(output.dtype).removeprefix("torch.")]
 
     def _make_schedule(self, kinds: list[_Kind]) -> None:
-        """Makes PyTorch's schedule, whose buffers have these shapes. Collective over the pipeline's ranks."""
+        """Creates PyTorch's schedule, with buffers of these shapes. Collective over the pipeline's ranks."""
         from torch.distributed import pipelining
 
         self._stages.clear()
@@ -435,7 +447,7 @@ class Pipeline:
 
 
 class _Layers(nn.Module):
-    """Layers that are called one after another. context: makes the context in which they compute."""
+    """Layers that are called one after another. `context` creates the context in which they compute."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How a model is split over the ranks."""
+"""The settings that say how a model is split over the ranks."""
 
 from __future__ import annotations
 
@@ -12,29 +12,39 @@ Shard: TypeAlias = Literal["none", "optimizer", "gradients", "parameters"]
 Within: TypeAlias = Literal["world", "node"]
 Checkpointing: TypeAlias = Literal["none", "blocks", "selective"]
 Schedule: TypeAlias = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-# By name of a module: how it is split, or that and the number of parts that stay whole; see `check_tensor_plan`.
+# How each module is split, by name, possibly with the number of parts that are not cut; see `TensorParallelTask`.
 TensorPlan: TypeAlias = Mapping[str, str | tuple[str, int]]
 
-# Schedules whose ranks r have the stages r and r + pipeline.
+# Schedules in which rank r of a pipeline has the stages r and r + pipeline.
 _OF_TWO_STAGES = ("interleaved", "zero-bubble")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelPlan:
-    """How a model is split.
+    """How a model is split over the ranks, for `session.parallelize`.
 
-    shard: `none`, every rank holds all of it; `optimizer`, each rank holds a part of the optimizer state (ZeRO-1);
-    `gradients`, of the gradients too (ZeRO-2); `parameters`, of the parameters too (ZeRO-3). shard_within: parts over
-    all ranks (`world`), or, of parameters, over the ranks of a node, with a replica on each node (`node`, HSDP).
-    activation_checkpointing: `blocks`, backward computes the forward of the repeated blocks again; `selective`, all of
-    it but matrix products, convolutions and attention; or `none`.
-    blocks: names of the modules that are sharded and computed again one by one, in which `*` stands for any text
-    without a dot, such as `encoder.layers.*`; none: the repeated blocks of the model.
-    tensor: so many ranks of a node hold the parts of one layer and compute the same samples (tensor parallelism).
-    tensor_plan: which modules are split for that, and how. sequence: between split layers each of these ranks computes
-    a part of the sequence only. offload: of sharded parameters, a GPU's parts, their gradients and the optimizer state
-    are kept in host memory. pipeline: ranks that hold the stages of one copy, 1 for none; schedule, micro_batches: of
-    the pipeline. Raises UsageError for other values, and for what cannot be combined.
+    Attributes:
+        shard: What is sharded over the data-parallel ranks. `none`: nothing, every rank holds the whole model.
+            `optimizer`: the optimizer state (ZeRO-1). `gradients`: the gradients too (ZeRO-2). `parameters`: the
+            parameters too (ZeRO-3).
+        shard_within: The ranks that share one set of shards. `world`: all ranks. `node`: the ranks of a node, with a
+            replica on each node (HSDP), for sharded parameters only.
+        activation_checkpointing: Which activations are dropped in forward and recomputed in backward. `none`: none.
+            `blocks`: all inside the repeated blocks. `selective`: all but the results of matrix products, convolutions
+            and attention.
+        blocks: Names of the modules that are sharded and recomputed one at a time, such as `encoder.layers.*`; `*`
+            stands for any text without a dot. Empty: the repeated blocks that are found in the model.
+        tensor: The number of ranks of a node that share each layer and compute the same samples (tensor parallelism).
+        tensor_plan: How each module is split over these ranks, by its name; see `TensorParallelTask.tensor_plan`.
+        sequence: Whether each of these ranks computes only a part of the sequence between split layers.
+        offload: Whether a GPU's shards of parameters, gradients and optimizer state are kept in host memory. For
+            sharded parameters only.
+        pipeline: The number of ranks that hold the stages of one copy of the model; 1: no pipeline.
+        schedule: The schedule of the pipeline.
+        micro_batches: The number of micro-batches per step in the pipeline.
+
+    Raises:
+        UsageError: For an invalid value, or values that cannot be combined.
     """
 
     shard: Shard = "none"
@@ -70,7 +80,7 @@ class ParallelPlan:
 
     @property
     def stages_per_rank(self) -> int:
-        """Stages of a pipeline on each of its ranks."""
+        """Number of pipeline stages that each rank holds."""
         return 2 if self.schedule in _OF_TWO_STAGES else 1
 
     def _check_tensor(self) -> None:

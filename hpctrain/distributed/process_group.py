@@ -1,7 +1,7 @@
-"""A process group of torch.distributed over a communicator: tensors in host memory.
+"""A process group of torch.distributed over one of hpctrain's communicators, for tensors in host memory.
 
-PyTorch calls the methods below, under the names of `torch.distributed.ProcessGroup`; the second names are those of
-other releases. They return works. Without `opts.asyncOp` an operation has ended when its method returns.
+PyTorch calls the methods under the names of `torch.distributed.ProcessGroup`; the aliases are the names of other
+PyTorch releases. Each operation returns a work. Without `opts.asyncOp` it has ended when the method returns.
 """
 
 from __future__ import annotations
@@ -26,19 +26,23 @@ from hpctrain.distributed.work import (
 from hpctrain.errors import UsageError
 
 Tensors = Sequence[torch.Tensor]
-# Tags of MPI end at 32,767, which barriers with a timeout use.
+# The largest tag that MPI guarantees. Barriers with a timeout use it.
 _BARRIER_TAG = (1 << 15) - 1
-# Messages up to this are copied when they are sent.
+# Messages of up to this size are copied when they are sent.
 _COPIED_BYTES = 1 << 16
 
 
 @final
 class CommunicatorGroup(dist.ProcessGroup):
-    """A group of ranks. Made by the backend `hpctrain` that `init_process_group` registers.
+    """A process group of the backend `hpctrain`, which `init_process_group` registers.
 
-    comm: of the group's ranks, used by this object only, which closes it. messages: between them, likewise; None if
-    there is one rank. sums: sums a tensor of shape (n,) over the ranks in place, instead of `comm.all_reduce`: in two
-    levels, for one. timeout_s: a barrier raises CommunicationError after it; None: only the session's limit counts.
+    Args:
+        comm: The communicator of the group's ranks. Only this object uses it, and closes it.
+        messages: The messages between the ranks, with the same ownership; None for one rank.
+        sums: A function that sums a tensor of shape (n,) over the ranks in place, used instead of `comm.all_reduce`,
+            for example in two levels.
+        timeout_s: The time limit of a barrier, after which it raises CommunicationError; None: only the session's limit
+            applies.
     """
 
     def __init__(
@@ -64,8 +68,12 @@ class CommunicatorGroup(dist.ProcessGroup):
         self._moving = MessageThread(f"hpctrain-messages-{name}")
 
     def sum_by(self, make: Callable[[Collective], Callable[[torch.Tensor], None]]) -> None:
-        """Has sums of this group made by `make(comm)` from now on, where comm is the group's communicator: it sums a
-        tensor of shape (n,), float32 or float64, over the ranks in place. The same on every rank of the group."""
+        """Sums with the function `make(comm)` from now on, where comm is the group's communicator.
+
+        Call it on every rank.
+
+        The function sums a tensor of shape (n,), float32 or float64, over the ranks in place.
+        """
         self._sums = make(self._comm)
 
     # ------------------------------------------------------------------ what PyTorch asks of any group
@@ -105,7 +113,7 @@ class CommunicatorGroup(dist.ProcessGroup):
         return self
 
     def shutdown(self) -> None:
-        """Ends the group and frees its communicators. `destroy_process_group` calls it, on every rank of the group."""
+        """Ends the group and frees its communicators. `destroy_process_group` calls it on every rank of the group."""
         if self._closed:
             return
         self._closed = True
@@ -118,7 +126,7 @@ class CommunicatorGroup(dist.ProcessGroup):
             self._on_shutdown()
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Does nothing: operations run one after another in any case."""
+        """Does nothing, since operations run one after another in any case."""
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         """Returns a work that ends after all operations that were started before."""
@@ -206,7 +214,7 @@ class CommunicatorGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> dist.Work:
-        # Of each rank a list, here; of each tensor a list, there.
+        # Here there is a list per rank, in `_gather_lists` a list per tensor.
         return self._gather_lists(list(zip(*output_lists, strict=True)), inputs, opts)
 
     def _gather_lists(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
@@ -317,7 +325,7 @@ class CommunicatorGroup(dist.ProcessGroup):
         pending = self._peers.send(buffer.clone() if copied else buffer, to=to, tag=_checked(tag))
         work = MessageWork(self._peers, pending, what=f"({buffer.numel()} bytes to rank {to} of the group)")
         self._moving.watch(work)
-        # A copy is on its way: the caller may go on, and change the tensor, whatever the receiver does.
+        # A copy is being sent: the caller may change the tensor at once, whatever the receiver does.
         return finished_work([]) if copied else work
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
@@ -354,9 +362,9 @@ def _op_of(opts: Any) -> str:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements, shape (n,), contiguous: a view of the tensor if it is contiguous, otherwise a copy.
+    """Returns the elements as a contiguous tensor of shape (n,): a view if the tensor is contiguous, else a copy.
 
-    Raises UsageError for a tensor that is not in host memory.
+    Raises UsageError if the tensor is not in host memory.
     """
     if tensor.device.type != "cpu":
         raise UsageError(
@@ -367,7 +375,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _give_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copies `flat` into `tensor` unless it is a view of it."""
+    """Copies `flat` into `tensor`, unless it is a view of it."""
     if flat.data_ptr() != tensor.data_ptr():
         _fill(tensor, flat)
 

@@ -1,4 +1,7 @@
-"""Sharded tensors (DTensor) as boxes of global tensors. Does not load PyTorch's DTensor where there are none."""
+"""Describes sharded tensors (DTensor) as boxes of global tensors.
+
+Does not import PyTorch's DTensor in programs that do not use it.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from hpctrain.distributed.tensor_parallel import split_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Not derived from the parameters: after a forward without backward FSDP2 holds some of them whole.
+# Stored, not derived from the parameters: after a forward without backward FSDP2 holds some of them whole.
 _SHARD = "_hpctrain_shard"
 _MESH = "_hpctrain_shard_mesh"
 # The axis of a mesh along which ranks hold different tensors: the stages of a pipeline.
 PIPELINE_AXIS = "pipeline"
-# The meshes that models are split over, the newest last. Of several trainings in one process the last one's counts.
+# The meshes over which models are split, the newest last. With several trainings in a process the last one counts.
 _MESHES: list[DeviceMesh] = []
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, shape)
 
@@ -31,34 +34,37 @@ def is_sharded_tensor(tensor: Any) -> bool:
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Returns True if `parallelize` has sharded the parameters or split layers: then every forward and backward is
-    collective."""
+    """Returns True if `parallelize` has sharded the model's parameters or split its layers.
+
+    Every forward and backward of such a model is collective.
+    """
     return shard_of(model) == "parameters" or split_of(model) is not None
 
 
 def shard_of(model: torch.nn.Module) -> Shard:
-    """Returns what of the model `parallelize` has sharded."""
+    """Returns which parts of the model's training `parallelize` has sharded."""
     shard: Shard = getattr(model, _SHARD, "none")
     return shard
 
 
 def mark_sharded(model: torch.nn.Module, shard: Shard, *, mesh: DeviceMesh | None = None) -> None:
-    """Makes `shard_of` return `shard` for the model, and `shard_mesh_of` the mesh over which parameters are sharded."""
+    """Stores on the model what `shard_of` and `shard_mesh_of` return."""
     setattr(model, _SHARD, shard)
     setattr(model, _MESH, mesh)
 
 
 def shard_mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
-    """Returns the mesh over which `parallelize` has sharded the parameters.
+    """Returns the mesh over which `parallelize` has sharded the model's parameters; None if it has not.
 
-    That of a parameter may be another one, of the same ranks: PyTorch takes a mesh of an earlier model for it.
+    The mesh of a parameter may be another object with the same ranks, since PyTorch reuses the mesh of an earlier
+    model.
     """
     mesh: DeviceMesh | None = getattr(model, _MESH, None)
     return mesh
 
 
 def note_mesh(mesh: DeviceMesh) -> None:
-    """Notes the mesh of all ranks that a model is about to be split over, for `is_first_replica`."""
+    """Records a mesh of all ranks over which a model is about to be split, for `is_first_replica`."""
     if mesh in _MESHES:
         _MESHES.remove(mesh)
     _MESHES.append(mesh)
@@ -66,13 +72,13 @@ def note_mesh(mesh: DeviceMesh) -> None:
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """Returns the part that this rank holds, sharing its memory; a tensor that is not sharded as it is."""
+    """Returns this rank's part of a DTensor, which shares its memory. Other tensors are returned unchanged."""
     part: torch.Tensor = tensor.to_local() if is_sharded_tensor(tensor) else tensor
     return part
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Returns the device that computes with a model's parameters, which may be kept in host memory (`offload`)."""
+    """Returns the device on which the model computes. Its parameters may be kept in host memory (`offload`)."""
     for parameter in model.parameters():
         if is_sharded_tensor(parameter) and parameter.device_mesh.device_type == "cuda":  # type: ignore[attr-defined]
             return torch.device("cuda", torch.cuda.current_device())
@@ -81,7 +87,7 @@ def device_of(model: torch.nn.Module) -> torch.device:
 
 
 def box_of(tensor: Any) -> Box:
-    """Returns where this rank's part of a DTensor lies in the whole. A rank may hold nothing of a small tensor."""
+    """Returns the box of the whole tensor that this rank holds of a DTensor. It may be empty for a small tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -89,7 +95,7 @@ def box_of(tensor: Any) -> Box:
 
 
 def is_first_replica(tensor: Any) -> bool:
-    """Returns True on one of the ranks that hold this part of a DTensor: exactly one rank for each element."""
+    """Returns True on exactly one of the ranks that hold the same part of a DTensor."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None or not all(
@@ -103,8 +109,10 @@ def is_first_replica(tensor: Any) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _is_first_along_others(mesh: DeviceMesh) -> bool:
-    """Returns True on the first of the ranks along the axes that `mesh` lacks: a DTensor on some axes of a larger mesh
-    is held alike along the others."""
+    """Returns True on the first rank along the axes of the whole mesh that `mesh` lacks.
+
+    A DTensor on some axes of a larger mesh has equal replicas along the other axes.
+    """
     whole = next((noted for noted in reversed(_MESHES) if _has_part(noted, mesh)), None)
     if whole is None:  # the program's own
         whole = _root_of(mesh)
@@ -116,7 +124,7 @@ def _is_first_along_others(mesh: DeviceMesh) -> bool:
 
 
 def _root_of(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh that `mesh` was cut out of, or itself."""
+    """Returns the mesh from which `mesh` was sliced, or `mesh` itself."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
     from torch.distributed.device_mesh import _mesh_resources  # of PyTorch 2.8
@@ -126,11 +134,10 @@ def _root_of(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _has_part(whole: DeviceMesh, mesh: DeviceMesh) -> bool:
-    """Returns True if `mesh` has the ranks along some axes of `whole`, through this rank.
+    """Returns True if `mesh` is the slice of `whole` through this rank along some axes.
 
-    Its own root does not tell: PyTorch keeps the mesh that operations on DTensors had first, and takes it for every
-    equal one, whatever that is a part of. So a DTensor of the second model that a process splits may have a mesh of the
-    first model.
+    The root of `mesh` cannot tell. PyTorch replaces a mesh with the first equal mesh that DTensor operations have used,
+    so that a DTensor of the second model that a process splits may have a mesh of the first model.
     """
     names, own = whole.mesh_dim_names or (), mesh.mesh_dim_names or ()
     coordinate = whole.get_coordinate()
@@ -143,7 +150,7 @@ def _has_part(whole: DeviceMesh, mesh: DeviceMesh) -> bool:
 
 
 def sharded_as(part: torch.Tensor, like: Any) -> torch.Tensor:
-    """Returns the DTensor of which `part` is this rank's part, with the shape and placement of the DTensor `like`."""
+    """Returns the DTensor whose part on this rank is `part`, with the shape and placement of the DTensor `like`."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -153,7 +160,10 @@ def sharded_as(part: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns `whole` in the placement of `like`: a DTensor of it if `like` is one. Not collective."""
+    """Returns `whole` as a DTensor with the placement of `like`, or unchanged if `like` is no DTensor.
+
+    Does not communicate.
+    """
     if not is_sharded_tensor(like):
         return whole
     offset, shape = box_of(like)
@@ -161,7 +171,7 @@ def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return sharded_as(whole[box].clone(), like)
 
 
-# A rank's elements of parameters that every rank holds whole: of these it keeps the optimizer's state.
+# Parameters that every rank holds whole, with the elements whose optimizer state this rank keeps.
 
 
 _HELD = "_hpctrain_elements"
@@ -169,11 +179,13 @@ _HELD = "_hpctrain_elements"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ElementShard:
-    """This rank's elements of a parameter: those from `begin` to before `end` in its memory order; perhaps none.
+    """This rank's elements of a parameter, from `begin` to before `end` in memory order. The range may be empty.
 
-    shape: of the parameter. dims: its dimensions from the outermost in memory to the innermost. part: the optimizer's
-    parameter, which shares these elements with the model's: shape (end - begin,), or () of a parameter without
-    dimensions.
+    Attributes:
+        shape: The shape of the parameter.
+        dims: Its dimensions, outermost in memory first.
+        part: The optimizer's parameter, which shares these elements with the model's parameter. Its shape is (end -
+            begin,), or () if the parameter has no dimensions.
     """
 
     shape: tuple[int, ...]
@@ -184,23 +196,25 @@ class ElementShard:
 
     @property
     def memory_shape(self) -> tuple[int, ...]:
-        """The parameter's shape, outermost dimension in memory first."""
+        """The shape of the parameter, outermost dimension in memory first."""
         return tuple(self.shape[dim] for dim in self.dims)
 
     def box_to_read(self) -> Box:
-        """Returns the smallest box (offset, shape) of whole rows that holds the elements, of which `cut` takes them."""
+        """Returns the smallest box (offset, shape) of whole rows that contains the elements; `cut` extracts them from
+        it.
+        """
         if not self.shape or (self.dims[0] != 0 and self.end > self.begin):
             return (0,) * len(self.shape), self.shape
         first, stop = self._rows()
         return (first, *(0 for _ in self.shape[1:])), (stop - first, *self.shape[1:])
 
     def cut(self, box: torch.Tensor) -> torch.Tensor:
-        """Returns the elements, in the shape of `part`, of the content of `box_to_read`."""
+        """Returns the elements, in the shape of `part`, from the content of `box_to_read`."""
         first = self._rows()[0] * self._row_elems() if self.shape and self.dims[0] == 0 else 0
         return self._cut(box, first=first)
 
     def cut_whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the elements, in the shape of `part`, of a tensor of the parameter's shape."""
+        """Returns the elements, in the shape of `part`, from a tensor of the parameter's shape."""
         return self._cut(tensor, first=0)
 
     def _cut(self, tensor: torch.Tensor, *, first: int) -> torch.Tensor:
@@ -217,7 +231,7 @@ class ElementShard:
 
 
 def hold_elements(parameter: torch.nn.Parameter, *, begin: int, end: int) -> ElementShard:
-    """Makes this rank's part of `parameter`, whose memory must have no gaps, and notes it there."""
+    """Creates this rank's part of `parameter` and stores it there. The memory of the parameter must have no gaps."""
     flat = flat_view(parameter)[begin:end]
     part = torch.nn.Parameter(flat if parameter.dim() or begin == end else flat.view(()))
     shard = ElementShard(tuple(parameter.shape), tuple(memory_order(parameter)), begin, end, part)
@@ -226,7 +240,7 @@ def hold_elements(parameter: torch.nn.Parameter, *, begin: int, end: int) -> Ele
 
 
 def element_shard(parameter: torch.Tensor) -> ElementShard | None:
-    """Returns which elements of a parameter this rank holds the optimizer's state of; None: it is not split so."""
+    """Returns the elements of which this rank holds the optimizer's state; None if the parameter is not divided."""
     return getattr(parameter, _HELD, None)
 
 
@@ -237,7 +251,10 @@ def forget_elements(parameter: torch.nn.Parameter) -> None:
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
-    """Returns the dimensions from the outermost in memory to the innermost; unchanged for a layout with gaps."""
+    """Returns the tensor's dimensions, outermost in memory first.
+
+    A layout with gaps keeps the order of the dimensions.
+    """
     dims = list(range(tensor.dim()))
     if tensor.is_contiguous():
         return dims
@@ -252,5 +269,5 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of the elements in memory order, shape (n,), of a tensor whose memory has no gaps."""
+    """Returns a view of the elements in memory order, shape (n,). The memory of the tensor must have no gaps."""
     return tensor.detach().permute(memory_order(tensor)).view(-1)

@@ -1,6 +1,4 @@
-"""Splits a model over the ranks: layers by DTensor, parameters by FSDP2; leaves out activations that backward computes
-again.
-"""
+"""Splits a model over the ranks: layers with DTensor, parameters with FSDP2. Also adds activation checkpointing."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from hpctrain.topology import ParallelMesh, Topology
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Which results of operations a checkpointed block keeps, instead of computing them again in backward.
+# Decides which results a checkpointed block keeps instead of recomputing them in backward.
 #
 # Source: Korthikanti et al. 2022, arXiv:2205.05198 (selective activation recomputation); the mechanism is
 # PyTorch's.
@@ -46,9 +44,9 @@ _KEPT_NAMES = (
 
 
 def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Returns the contexts of a block's forward and of its second computation for `torch.utils.checkpoint.checkpoint`.
+    """Returns the contexts of a block's forward and of its recomputation, for `torch.utils.checkpoint.checkpoint`.
 
-    Results of matrix products, convolutions and attention are kept; all others are computed again.
+    The results of matrix products, convolutions and attention are kept; all other results are recomputed.
     """
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -59,10 +57,10 @@ def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager
 
 
 def keeps(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns True if the result of `operation(*args, **kwargs)`, of `torch.ops.aten`, is kept.
+    """Returns True if the result of `operation(*args, **kwargs)` is kept, for an operation of `torch.ops.aten`.
 
-    Attention with dropout is computed again: what is not computed draws no random numbers, so that later dropouts would
-    draw others than in forward.
+    Attention with dropout is recomputed. Keeping its result would skip its random numbers in the recomputation, so that
+    later dropouts would draw other numbers than in forward.
     """
     if operation not in _kept():
         return False
@@ -82,7 +80,7 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _kept() -> frozenset[Any]:
-    """Returns the operations of `_KEPT_NAMES`, all their overloads; a name that this PyTorch lacks is left out."""
+    """Returns the operations of `_KEPT_NAMES` with all overloads, without names that this PyTorch lacks."""
     packets = [getattr(torch.ops.aten, name) for name in _KEPT_NAMES if hasattr(torch.ops.aten, name)]
     return frozenset(getattr(packet, overload) for packet in packets for overload in packet.overloads())
 
@@ -99,13 +97,27 @@ def parallelize(
     device: torch.device,
     timeout_s: float = 600.0,
 ) -> bool:
-    """Splits `model` as `plan` says, in place. Collective; before its optimizer is made.
+    """Splits `model` over the ranks as `plan` says, in place. Collective. Call it before the optimizer is made.
 
-    With sharded parameters or split layers rank 0's parameters and buffers are copied to all ranks first, and forward
-    and backward are collective afterwards. Optimizer state and gradients are sharded by the model's updater, which
-    finds the wish in the model. timeout_s: of NCCL's operations. Returns True if it has initialised
-    `torch.distributed`, which the caller then ends. Raises UsageError or TopologyError on every rank for a plan that
-    does not fit model or ranks, and changes nothing then; LaunchError without MPI.
+    With sharded parameters or split layers, rank 0's parameters and buffers are copied to all ranks first, and forward
+    and backward are collective afterwards. Optimizer state and gradients are sharded later, by the updater, which reads
+    the plan's choice from the model.
+
+    Args:
+        model: The model.
+        plan: What is split, over which ranks.
+        world: The communicator of all ranks.
+        topology: The ranks of each node.
+        device: The device of this rank.
+        timeout_s: The time limit of NCCL's operations in seconds.
+
+    Returns:
+        True if the call has initialised `torch.distributed`; the caller then ends it with `end_process_group`.
+
+    Raises:
+        UsageError: On every rank, with nothing changed, if the plan does not fit the model.
+        TopologyError: On every rank, with nothing changed, if the plan does not fit the ranks.
+        LaunchError: If there is no MPI.
     """
 
     def check() -> _Placement | None:
@@ -144,7 +156,7 @@ def parallelize(
 
 
 def check_plan(model: nn.Module, plan: ParallelPlan) -> None:
-    """Raises UsageError if `model` cannot be split as `plan` says, on any ranks. Not collective; changes nothing."""
+    """Raises UsageError if `model` cannot be split as `plan` says, whatever the ranks. Does not communicate."""
     if plan.activation_checkpointing != "none":
         _check_blocks(model, plan.activation_checkpointing)
     if plan.tensor > 1:
@@ -157,7 +169,7 @@ def check_plan(model: nn.Module, plan: ParallelPlan) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Placement:
-    """World ranks on the axes of a mesh. data_axes: those before `tensor`."""
+    """The world ranks on the axes of a device mesh."""
 
     ranks: tuple[object, ...]
     axes: tuple[str, ...]
@@ -167,7 +179,7 @@ class _Placement:
         return tuple(axis for axis in self.axes if axis != "tensor")
 
     def on(self, device: torch.device) -> DeviceMesh:
-        """Returns the mesh, with its process groups. Collective."""
+        """Creates the mesh and its process groups. Collective."""
         from torch.distributed.device_mesh import DeviceMesh
 
         mesh = DeviceMesh(device.type, torch.tensor(self.ranks), mesh_dim_names=self.axes)
@@ -176,7 +188,9 @@ class _Placement:
 
 
 def _place(plan: ParallelPlan, topology: Topology) -> _Placement | None:
-    """Returns where the ranks stand; None if nothing is split. Raises TopologyError if they do not fit."""
+    """Returns the place of each rank in the mesh, or None if nothing is split. Raises TopologyError if the ranks do not
+    fit.
+    """
     if plan.shard != "parameters" and plan.tensor == 1:
         return None
     mesh = ParallelMesh.plan(topology, tensor=plan.tensor)
@@ -185,7 +199,7 @@ def _place(plan: ParallelPlan, topology: Topology) -> _Placement | None:
         grid = np.array(mesh.ranks[0])  # (node, local, tensor)
         if len(nodes) > 1:
             return _Placement(ranks=tuple(grid.tolist()), axes=("node", "local", "tensor"))
-        # Ascending where ranks go round the nodes too: PyTorch sorts the ranks of a group.
+        # Ascending even if ranks alternate between nodes, since PyTorch sorts the ranks of a group.
         return _Placement(
             ranks=tuple(sorted(grid.reshape(-1, plan.tensor).tolist())), axes=("data", "tensor")
         )
@@ -195,13 +209,15 @@ def _place(plan: ParallelPlan, topology: Topology) -> _Placement | None:
 
 
 def end_process_group() -> None:
-    """Ends `torch.distributed`, unless the program has. Collective."""
+    """Ends `torch.distributed`, unless the program has ended it. Collective."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def broadcast_model(world: World, model: nn.Module) -> None:
-    """Copies rank 0's parameters and buffers to all ranks. Collective. Raises UsageError if they are split."""
+    """Copies rank 0's parameters and buffers to all ranks. Collective. Raises UsageError if the parameters are
+    DTensors.
+    """
     if any(map(is_sharded_tensor, model.parameters())):
         raise UsageError(
             "FSDP or DTensor has split this model: use session.parallelize instead, or train it without an updater",
@@ -211,12 +227,13 @@ def broadcast_model(world: World, model: nn.Module) -> None:
 
 
 def checkpoint_activations(model: nn.Module, kind: Checkpointing = "blocks") -> int:
-    """Makes each repeated block keep only its inputs in forward; backward runs its forward again. Not collective.
+    """Makes each repeated block keep only its inputs in forward; backward runs its forward again. Does not communicate.
 
-    kind: `selective`: it also keeps what matrix products, convolutions and attention have computed, and backward
-    computes the rest again. Names of parameters stay as they are. Random numbers (dropout) are the same in both runs.
-    Returns the number of blocks. Raises UsageError if the model has no repeated blocks, or batch normalisation in one:
-    its running statistics would be updated twice a step; with `selective` also for a module that works in place.
+    With `kind = "selective"` a block also keeps the results of matrix products, convolutions and attention, and
+    backward recomputes the rest. Names of parameters do not change. Both runs draw the same random numbers (dropout).
+
+    Returns the number of blocks. Raises UsageError if the model has no repeated blocks or a block contains batch
+    normalisation, whose running statistics would be updated twice per step; with "selective" also for in-place modules.
     """
     blocks = _check_blocks(model, kind)
     run = _kept_partly if kind == "selective" else _checkpointed
@@ -226,7 +243,7 @@ def checkpoint_activations(model: nn.Module, kind: Checkpointing = "blocks") -> 
 
 
 def _check_blocks(model: nn.Module, kind: Checkpointing) -> dict[str, nn.Module]:
-    """Returns the repeated blocks; raises UsageError if their forward cannot run twice, or there are none."""
+    """Returns the repeated blocks. Raises UsageError if there are none, or if their forward cannot run twice."""
     blocks = repeated_blocks(model)
     if not blocks:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Puts a model's stages on the ranks of a mesh: pipeline x data x tensor, or pipeline x node x local x tensor."""
+"""Puts a model's pipeline stages on ranks of a mesh: pipeline x data x tensor, or pipeline x node x local x tensor."""
 
 from __future__ import annotations
 
@@ -36,13 +36,23 @@ def put_in_pipeline(
     device: torch.device,
     timeout_s: float = 600.0,
 ) -> bool:
-    """Leaves `model` on this rank only its stages of a pipeline, as `plan` says, in place. Collective.
+    """Splits `model` into pipeline stages as `plan` says, and leaves this rank its stages. Collective.
 
-    layers: returns the model's modules that are called one after another. Rank 0's parameters and buffers are copied
-    to all ranks first. Of a stage its ranks then hold the parts: of its layers, if `plan.tensor` is above 1, and of its
-    parameters, if they are sharded. `pipeline_of(model)` then computes. timeout_s and the result are those of
-    `parallelize`. Raises UsageError or TopologyError on every rank for a plan that does not fit model or ranks, and
-    changes nothing then; LaunchError without MPI.
+    The model is changed in place. Rank 0's parameters and buffers are copied to all ranks first. The ranks of a stage
+    then split its layers, if `plan.tensor` is above 1, and shard its parameters, if the plan says so.
+    `pipeline_of(model)` computes afterwards.
+
+    Args:
+        layers: A function that returns the model's modules that are called one after another.
+        timeout_s: The time limit of NCCL's operations in seconds.
+
+    Returns:
+        True if the call has initialised `torch.distributed`, as in `parallelize`.
+
+    Raises:
+        UsageError: On every rank, with nothing changed, if the plan does not fit the model.
+        TopologyError: On every rank, with nothing changed, if the plan does not fit the ranks.
+        LaunchError: If there is no MPI.
     """
 
     def check() -> tuple[_StageRanks, Stages]:
@@ -66,7 +76,7 @@ def put_in_pipeline(
         for name, value in model.state_dict().items()
         if isinstance(value, torch.Tensor)
     }
-    # Every rank takes part in making every group, in this order.
+    # Every rank takes part in the creation of every group, in this order.
     groups = [torch.distributed.new_group(list(each), sort_ranks=False) for each in ranks.pipelines]
     opened = world.open_group(next(each for each in ranks.stages if world.rank in each))
     replicas = opened[0] if opened is not None else world.split(ranks.stages)
@@ -93,8 +103,14 @@ def put_in_pipeline(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StageRanks:
-    """World ranks of a mesh. pipelines: of each pipeline, by stage. stages: of each stage, ascending. grid: on the axes
-    pipeline, data_axes and tensor; those of one group of data_axes or tensor ascend, as PyTorch sorts groups."""
+    """The world ranks of a pipeline mesh.
+
+    Attributes:
+        pipelines: For each pipeline, its ranks by stage.
+        stages: For each stage, its ranks, ascending.
+        grid: The ranks on the axes pipeline, `data_axes` and tensor. The ranks of one group along `data_axes` or tensor
+            ascend, as PyTorch requires.
+    """
 
     pipelines: tuple[tuple[int, ...], ...]
     stages: tuple[tuple[int, ...], ...]
@@ -122,7 +138,7 @@ class _StageRanks:
         return cls(pipelines=pipelines, stages=stages, grid=grid, data_axes=data_axes)
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """Returns PyTorch's mesh of all ranks, with its process groups. Collective."""
+        """Creates PyTorch's mesh of all ranks and its process groups. Collective."""
         from torch.distributed.device_mesh import DeviceMesh
 
         axes = (PIPELINE_AXIS, *self.data_axes, "tensor")
@@ -132,10 +148,10 @@ class _StageRanks:
 
 
 def _shard_stage(stage: nn.Module, *, mesh: DeviceMesh) -> None:
-    """Shards the parameters of a stage, its blocks each by themselves, by FSDP2 over `mesh`. Collective.
+    """Shards the parameters of a stage with FSDP2 over `mesh`, each of its blocks separately. Collective.
 
-    They are gathered once a step, and kept until the last micro-batch has been computed, after which the gradients are
-    reduced once: between, whole gradients are added up.
+    The parameters are gathered once per step and kept until the last micro-batch. Whole gradients are added up until
+    then, and reduced once.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 

@@ -1,8 +1,9 @@
-"""Tensor parallelism: several ranks hold the parts of one layer, by PyTorch's DTensor styles.
+"""Tensor parallelism: splits layers over several ranks with PyTorch's DTensor styles.
 
-A `column` layer computes a part of its output on each rank, a `row` layer takes such a part as its input and sums the
-outputs over the ranks (Shoeybi et al. 2019, arXiv:1909.08053). What no plan names every rank of the group holds whole
-and computes alike; with sequence parallelism each rank computes its part of the sequence there.
+A `column` layer computes a part of its outputs on each rank; a `row` layer takes such a part as its input, and its
+outputs are summed over the ranks (Shoeybi et al. 2019, arXiv:1909.08053). Layers that the plan does not name are held
+whole and computed alike by every rank of the group. With sequence parallelism each rank computes its part of the
+sequence in them.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 
 @final
 class SequenceParts:
-    """Makes parts of whole sequences and whole sequences of parts, also in backward. All ranks have equally long parts.
+    """Converts between whole sequences and equal parts of them, in forward and in backward.
 
-    mesh: the ranks of a tensor group, its one axis. Methods that are collective are so in forward and in backward.
+    mesh: the ranks of a tensor group, a mesh with one axis. Collective methods are collective in backward too.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -44,7 +45,10 @@ class SequenceParts:
         self._num_parts, self._index = mesh.size(), mesh.get_local_rank()
 
     def check(self, indices: torch.Tensor) -> torch.Tensor:
-        """Returns the indices, shape (..., sequence). Raises UsageError if the sequence has no equal parts."""
+        """Returns the indices, shape (..., sequence).
+
+        Raises UsageError if the sequence cannot be divided into equal parts.
+        """
         length = indices.shape[-1]
         if length % self._num_parts:
             raise UsageError(
@@ -55,26 +59,29 @@ class SequenceParts:
         return indices
 
     def part(self, indices: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of indices, shape (..., sequence), or raises UsageError. Not collective."""
+        """Returns this rank's part of the indices, shape (..., sequence). Raises UsageError. Does not communicate."""
         return self.check(indices).chunk(self._num_parts, dim=-1)[self._index].contiguous()
 
     def as_input(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the whole of features, for a layer of which this rank computes some outputs. Collective.
+        """Returns the whole sequence of features, for a layer of which this rank computes some outputs. Collective.
 
-        Each rank's gradient is its outputs' share; the sum over the ranks is split again.
+        The gradient on each rank covers its own outputs only; backward sums the gradients and splits the sum again.
         """
         from torch.distributed.tensor import Partial
 
         return self._gathered(part).to_local(grad_placements=(Partial(),))
 
     def sharing_gradient(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns as a DTensor what `as_input` returned; its gradient is left for that to sum. Not collective."""
+        """Returns the result of `as_input` as a DTensor, whose gradient `as_input` sums. Does not communicate."""
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         return DTensor.from_local(rows, self._mesh, (Replicate(),), grad_placements=(Partial(),))
 
     def as_output(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the whole of features, with which every rank computes the same. Collective in forward only."""
+        """Returns the whole sequence of features, for layers that every rank computes alike.
+
+        Collective in forward only.
+        """
         return self._gathered(part).to_local()
 
     def summed(self, features: torch.Tensor) -> torch.Tensor:
@@ -85,9 +92,10 @@ class SequenceParts:
         return whole.redistribute(placements=(Shard(features.dim() - 2),)).to_local()
 
     def drop_as_whole(self, module: nn.Dropout) -> None:
-        """Makes the module draw numbers for whole sequences, the same on all ranks of the group, and use its part's.
+        """Makes a dropout module draw random numbers for the whole sequence and use those of this rank's part.
 
-        Generators of the ranks are in the same state and stay so, and the result is that of one rank.
+        All ranks of the group draw the same numbers, so that their generators stay equal and the result equals that of
+        one rank.
         """
         module.forward = functools.partial(self._dropped, module, module.forward)  # type: ignore[method-assign]
 
@@ -125,10 +133,10 @@ _SPLIT = "_hpctrain_tensor_split"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorSplit:
-    """How a model is split that `parallelize` has split with tensor > 1.
+    """How `parallelize` has split a model with tensor > 1.
 
-    mesh: over all ranks; its last axis is `tensor`, those before it are data parallel. by_fsdp: FSDP2 has
-    sharded the parameters and sums gradients over the data-parallel ranks; otherwise they are still to be summed.
+    mesh: the mesh of all ranks; its last axis is `tensor`, the axes before it are data parallel. by_fsdp: whether FSDP2
+    has sharded the parameters and so sums gradients over the data-parallel ranks. Otherwise the updater sums them.
     """
 
     mesh: DeviceMesh
@@ -144,34 +152,35 @@ class TensorSplit:
 
     @property
     def is_first(self) -> bool:
-        """True on the one rank that counts and saves what every rank holds."""
+        """True on the one rank that counts and saves what all ranks hold alike."""
         return not any(self.mesh.get_coordinate() or ())
 
     def data_group(self) -> Any:
-        """Returns the process group over which gradients are still to be summed; None if there is no such."""
+        """Returns the process group over which the updater sums gradients; None if no sum is needed."""
         return None if self.by_fsdp or self.num_data_ranks == 1 else self.mesh.get_group("data")
 
     def tensor_group(self) -> Any:
-        """Returns the process group of the ranks that hold one layer."""
+        """Returns the process group of the ranks that share each layer."""
         return self.mesh.get_group("tensor")
 
 
 def split_of(model: nn.Module) -> TensorSplit | None:
-    """Returns how `parallelize` has split the layers of a model; None if it has not."""
+    """Returns how `parallelize` has split the model's layers; None if it has not."""
     found: TensorSplit | None = getattr(model, _SPLIT, None)
     return found
 
 
 def mark_split(model: nn.Module, split: TensorSplit) -> None:
-    """Makes `split_of` return `split` for the model."""
+    """Stores on the model what `split_of` returns."""
     setattr(model, _SPLIT, split)
 
 
 def split_layers(model: nn.Module, plan: TensorPlan, *, mesh: DeviceMesh, sequence: bool = False) -> None:
-    """Replaces the parameters of the modules that `plan` names by DTensors over the axis `tensor` of `mesh`, in place.
+    """Replaces the parameters that `plan` splits with DTensors over the axis `tensor` of `mesh`, in place.
 
-    Collective over each tensor group, whose first rank's values are taken. `plan` has passed `check_tensor_plan`.
-    sequence: norms, dropout and what else the plan gives a part of the sequence are computed on parts.
+    Collective over each tensor group; the values of its first rank are taken. `plan` must have passed
+    `check_tensor_plan`. sequence: whether norms, dropout and other modules with the style `sequence` are computed on
+    parts of the sequence.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -206,7 +215,7 @@ _Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 def _changes(
     module: nn.Module, how: str, *, parts: SequenceParts | None
 ) -> tuple[list[_Change], list[_Change]]:
-    """Returns what is done to a module's input and, afterwards, to its output, in this order."""
+    """Returns the functions that are applied to a module's input, and those applied to its output, in order."""
     before: list[_Change] = []
     after: list[_Change] = []
     if isinstance(module, nn.Linear):
@@ -224,10 +233,13 @@ def _changes(
 
 
 class _Rows:
-    """Gives a linear layer its input as a matrix: DTensor cannot reshape one of no samples and several dimensions."""
+    """Flattens the input of a linear layer to a matrix, and restores the shape of its output.
+
+    DTensor cannot reshape an input that has several dimensions and no samples.
+    """
 
     def __init__(self) -> None:
-        self._shape = torch.Size()  # one: recomputed activations may end a forward before `restore`
+        self._shape = torch.Size()  # of one call: recomputation may end a forward before `restore`
 
     def flatten(self, features: torch.Tensor) -> torch.Tensor:
         self._shape = features.shape[:-1]
@@ -238,13 +250,10 @@ class _Rows:
 
 
 def check_tensor_plan(model: nn.Module, plan: TensorPlan, *, tensor: int, sequence: bool = False) -> None:
-    """Raises UsageError, with what to change, if the modules that `plan` names cannot be split over `tensor` ranks.
+    """Raises UsageError if the modules that `plan` names cannot be split over `tensor` ranks. Does not communicate.
 
-    plan: by name of a module, in which `*` stands for any text without a dot: `column` (each rank has some of the
-    outputs, which a `row` module takes), `row` (some of the inputs; outputs are summed), or `column-gathered` (some of
-    the outputs, which all ranks then receive); or that and the number of equal parts that stay whole, such as heads.
-    With `sequence` also `sequence` (each rank computes its part of the sequence) and `sequence-gathered` (all ranks
-    then receive the whole), or that and the length of the sequence; without it these are computed alike by all ranks.
+    The plan is described at `TensorParallelTask.tensor_plan`. sequence: whether modules are also computed on parts of
+    the sequence; otherwise the entries `sequence` and `sequence-gathered` are ignored.
     """
     entries = _resolve(model, plan, sequence=sequence)
     shared = _shared_parameters(model)
@@ -301,9 +310,9 @@ def _check_on_parts(module: nn.Module, entry: _Entry, *, name: str) -> None:
 
 
 def _check_sequence(model: nn.Module, entries: Mapping[str, _Entry], *, tensor: int) -> None:
-    """Raises UsageError for a model that `entries` do not describe completely, and a length that has no equal parts.
+    """Raises UsageError if `entries` do not name every module they must, or a sequence has no equal parts.
 
-    Of a module that is not named nothing says whether its gradients are those of a part of the sequence.
+    For a module without an entry it is unknown whether its gradients are those of a part of the sequence.
     """
     absent = [
         name
@@ -334,15 +343,18 @@ def _check_sequence(model: nn.Module, entries: Mapping[str, _Entry], *, tensor: 
 def tensor_styles(model: nn.Module, plan: TensorPlan) -> dict[str, str]:
     """Returns how each module that `plan` splits is split, by name: `column`, `column-gathered` or `row`.
 
-    Raises UsageError for names that the model lacks.
+    Raises UsageError for names that the model does not have.
     """
     return {name: entry.how for name, entry in _resolve(model, plan, sequence=False).items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
-    """How one module is split. parts: that stay whole, or places of the sequence; None: each feature is one, or the
-    length is not known. pattern: that named it."""
+    """How one module is split.
+
+    parts: the number of parts that are not cut, such as heads, or the length of the sequence; None: each feature is a
+    part, or the length is unknown. pattern: the pattern of the plan that matched the module.
+    """
 
     how: str
     parts: int | None
@@ -350,8 +362,10 @@ class _Entry:
 
 
 def _resolve(model: nn.Module, plan: TensorPlan, *, sequence: bool) -> dict[str, _Entry]:
-    """Returns how each module that the plan's patterns match is split, by name; those that are computed on a part of
-    the sequence only with `sequence`. Raises UsageError."""
+    """Returns the entry of each module that the plan's patterns match, by name. Raises UsageError.
+
+    Modules that are computed on parts of the sequence are included only if `sequence` is True.
+    """
     found: dict[str, _Entry] = {}
     modules = [name for name, _ in model.named_modules() if name]
     for pattern, given in plan.items():
@@ -376,7 +390,7 @@ def _resolve(model: nn.Module, plan: TensorPlan, *, sequence: bool) -> dict[str,
 
 
 def _shared_parameters(model: nn.Module) -> dict[str, str]:
-    """Returns the names of parameters that have several, each with another of its names."""
+    """Returns the names of parameters that have several names, each with another name of the same parameter."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -384,7 +398,7 @@ def _shared_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def _dimension(module: nn.Module, how: str) -> str | None:
-    """Returns the attribute with the size of the dimension that is split; None if the module cannot be split so."""
+    """Returns the attribute that holds the size of the split dimension; None if the module cannot be split so."""
     return next(
         (name for (kind, style), name in _DIMENSIONS.items() if style == how and isinstance(module, kind)),
         None,
@@ -406,12 +420,12 @@ def _style_of(module: nn.Module, how: str, *, sequence: bool) -> Any:
         return ColwiseParallel(output_layouts=Shard(-2) if embedding and sequence else Replicate())
     if not embedding:
         return RowwiseParallel(output_layouts=Partial()) if sequence else RowwiseParallel()
-    # The rows of an embedding are those of its vocabulary: every rank looks up all indices and finds its own.
+    # The rows of an embedding are its vocabulary: every rank looks up all indices and finds those that it holds.
     return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2) if sequence else Replicate())
 
 
 def replicated_over_tensor_ranks(tensor: torch.Tensor) -> bool:
-    """Returns True if every rank of a tensor group holds the same part of a parameter, or all of it."""
+    """Returns True if every rank of a tensor group holds the same data of a parameter."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None or "tensor" not in (mesh.mesh_dim_names or ()):
         return True

@@ -1,4 +1,4 @@
-"""What an operation of a process group returns, and the thread on which operations run behind the caller."""
+"""The works that process group operations return, and the thread that runs operations while the caller continues."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import torch.distributed as dist
 from hpctrain.comm import PeerMessages
 from hpctrain.errors import CommunicationError, UsageError
 
-# Between two looks at messages that are under way: they are that late at most, and looking costs some 20 us.
+# The interval in which unfinished messages are polled: they are delayed by it at most, and polling takes some 20 us.
 _BETWEEN_S = 5e-4
 
 
 def finished_work(outputs: Sequence[torch.Tensor]) -> CollectiveWork:
-    """Returns the work of an operation that has ended."""
+    """Returns the work of an operation that has already ended."""
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
     done.set_result(None)
     return CollectiveWork(done, outputs)
 
 
 class CollectiveWork(dist._Work):  # type: ignore[misc,name-defined]
-    """A collective operation, finished or running. `wait` raises its error.
+    """A collective operation, running or ended. `wait` raises its error.
 
-    awaited: attribute, whether the caller has seen that it has ended, by `wait` or `is_completed`. thread: that runs
-    it, unless it has ended.
+    thread: the thread that runs the operation; None if it has ended. awaited: whether the caller has seen that the
+    operation has ended, by `wait` or `is_completed`.
     """
 
     def __init__(
@@ -47,7 +47,10 @@ class CollectiveWork(dist._Work):  # type: ignore[misc,name-defined]
         self.awaited = False
 
     def wait(self, timeout: Any = None) -> bool:
-        """Returns True when the operation has ended. timeout: not used; the run's own limit ends all ranks."""
+        """Waits until the operation has ended, and returns True.
+
+        `timeout` is ignored; the run's own limit ends all ranks.
+        """
         self.awaited = True
         if self._thread is not None:
             self._thread.advance_to(self._task)
@@ -69,14 +72,14 @@ class CollectiveWork(dist._Work):  # type: ignore[misc,name-defined]
 
     @property
     def error(self) -> BaseException | None:
-        """The error with which it has ended; None without one, and while it runs."""
+        """The error with which the operation ended; None if there was none, or while it runs."""
         return self._task.exception() if self._task.done() else None
 
     def result(self) -> list[torch.Tensor]:
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Callbacks of its `then` run on the group's thread: see `OperationThread`."""
+        """Returns a future of the result. Callbacks of `then` run on the group's thread; see `OperationThread`."""
         future = _OperationFuture()
         future.work = self
 
@@ -92,7 +95,7 @@ class CollectiveWork(dist._Work):  # type: ignore[misc,name-defined]
 
 
 class _OperationFuture(torch.futures.Future[list[torch.Tensor]]):
-    """The future of an operation."""
+    """The future of an operation, whose `wait` runs the operation if it has to."""
 
     work: CollectiveWork
 
@@ -102,7 +105,7 @@ class _OperationFuture(torch.futures.Future[list[torch.Tensor]]):
 
 
 class MessageWork(dist._Work):  # type: ignore[misc,name-defined]
-    """A message that is being sent or received. received: called once when it has arrived."""
+    """A message that is being sent or received. `received` is called once it has arrived."""
 
     def __init__(
         self, messages: PeerMessages, pending: Any, *, what: str, received: Callable[[], None] | None = None
@@ -116,7 +119,7 @@ class MessageWork(dist._Work):  # type: ignore[misc,name-defined]
         self._finishing = threading.Lock()
 
     def wait(self, timeout: Any = None) -> bool:
-        """Returns True when the message has arrived, or its buffer may be used again. timeout: not used."""
+        """Waits until the message has arrived, or its buffer may be reused, and returns True. `timeout` is ignored."""
         with self._finishing:
             self._messages.wait(self._pending, what=self._what)
             self._deliver()
@@ -142,14 +145,14 @@ class MessageWork(dist._Work):  # type: ignore[misc,name-defined]
         return self.is_completed() and not self._failed
 
     def source_rank(self) -> int:
-        """The rank of the group that sent the message, once it has arrived."""
+        """Returns the rank of the group that sent the message, once it has arrived."""
         return self._messages.source_of(self._pending)
 
     def _source_rank(self) -> int:
         return self.source_rank()
 
     def _look(self) -> bool:
-        """Returns whether the message has arrived, or failed: `wait` raises the error."""
+        """Returns True if the message has arrived or failed. `wait` raises the error."""
         try:
             if not self._messages.finished(self._pending):
                 return False
@@ -166,10 +169,11 @@ class MessageWork(dist._Work):  # type: ignore[misc,name-defined]
 
 @final
 class MessageThread:
-    """Lets the messages of one group make progress while the program computes.
+    """A thread that lets the messages of a group make progress while the program computes.
 
-    MPI moves messages within its own calls only: a large one would wait until both ranks call it, a small one may keep
-    its sender waiting for the receiver's next call. Keeps each message's memory until it has arrived.
+    MPI moves messages only during its own calls. Without the thread, a large message would wait until both ranks call
+    MPI, and a small one might keep its sender waiting for the receiver's next call. It keeps each message's memory
+    until the message has arrived.
     """
 
     def __init__(self, name: str) -> None:
@@ -180,7 +184,7 @@ class MessageThread:
         self._changed = threading.Condition()
 
     def watch(self, work: MessageWork) -> None:
-        """Has `work` make progress until it has arrived."""
+        """Lets `work` make progress until it has arrived."""
         if work.advance():
             return
         with self._changed:
@@ -193,7 +197,7 @@ class MessageThread:
     def close(self) -> None:
         """Waits until all messages have arrived, and for the end of the thread.
 
-        If it freed a tensor while the interpreter ends, the process would be aborted.
+        A thread that frees a tensor while the interpreter shuts down would abort the process.
         """
         with self._changed:
             self._closed, left = True, list(self._moving)
@@ -220,14 +224,14 @@ class MessageThread:
 
 @final
 class OperationThread:
-    """Runs the operations of one group in the order in which they were asked for.
+    """Runs the operations of one group in the order of the calls.
 
-    A caller that waits anyway runs its operation itself, once those before it have ended. After an error that not all
-    ranks raise, all later operations fail with it: the ranks no longer agree on which is the next.
+    A caller that waits anyway runs its operation itself, once the operations before it have ended. After an error that
+    only some ranks raise, all later operations fail with it, since the ranks no longer agree on the next operation.
 
-    Callbacks of an operation's future (`get_future().then`) run on the thread too, before the next operation, and
-    operations that they ask for run at once. So all ranks run the same operations in the same order, however fast each
-    is: as if the caller had waited for each operation, and called its callbacks, before it asked for the next.
+    Callbacks of an operation's future (`get_future().then`) also run on the thread, before the next operation, and
+    operations that they start run at once. All ranks therefore run the same operations in the same order, whatever
+    their speed: as if the caller had waited for each operation, and called its callbacks, before starting the next.
     """
 
     def __init__(self, name: str) -> None:
@@ -244,9 +248,9 @@ class OperationThread:
     def run(
         self, operation: Callable[[], None], outputs: Sequence[torch.Tensor], *, behind: bool
     ) -> CollectiveWork:
-        """Returns the work of `operation`. behind: the caller continues; otherwise it has ended when this returns.
+        """Runs `operation` and returns its work. Raises UsageError after `close`.
 
-        Raises UsageError after `close`.
+        behind: whether the caller continues at once. Otherwise the operation has ended when `run` returns.
         """
         task: concurrent.futures.Future[None] = concurrent.futures.Future()
         if threading.get_ident() == self._thread:
@@ -269,12 +273,14 @@ class OperationThread:
         return CollectiveWork(task, outputs, thread=self)
 
     def advance_to(self, task: concurrent.futures.Future[None]) -> None:
-        """Runs the operations up to that of `task`, if called by a callback, for which the thread would wait."""
+        """If a callback calls it, runs the operations up to that of `task`, which would otherwise wait for the
+        callback.
+        """
         while threading.get_ident() == self._thread and not task.done():
             self._run_next()
 
     def close(self) -> None:
-        """Waits for the operations that were asked for."""
+        """Waits for the operations that were started, then ends the thread."""
         with self._asking:
             self._closed = True
         if self._pool is not None:
@@ -295,7 +301,7 @@ class OperationThread:
         self._num_ended += 1
 
     def _settle(self, task: concurrent.futures.Future[None], operation: Callable[[], None]) -> None:
-        """Runs the operation, and what its future calls when it has ended."""
+        """Runs the operation, then the callbacks of its future."""
         try:
             self._guarded(operation)
         except BaseException as error:
@@ -316,7 +322,7 @@ class OperationThread:
             raise
 
 
-# A barrier that gives up: for groups, and single barriers, that a program gave a timeout of its own.
+# A barrier with a time limit, for groups and barriers to which a program has given a timeout.
 
 
 _SLEEP_S = 1e-3
@@ -325,11 +331,11 @@ _SLEEP_S = 1e-3
 def barrier_with_timeout(
     messages: PeerMessages, *, rank: int, num_ranks: int, tag: int, timeout_s: float
 ) -> None:
-    """Returns when all ranks of the group have called it. Collective.
+    """Waits until all ranks of the group have called it. Collective.
 
-    tag: of its messages, used for nothing else. Raises CommunicationError after timeout_s; the ranks may then be at
-    different operations, so that the group cannot be used any more. MPI's barrier could not be left: this one is the
-    dissemination barrier (Hensgen, Finkel and Manber 1988), log2(num_ranks) rounds of empty messages.
+    tag: the tag of its messages, used for nothing else. Raises CommunicationError after `timeout_s`. The ranks may then
+    be at different operations, so that the group can no longer be used. MPI's own barrier cannot be interrupted; this
+    is the dissemination barrier (Hensgen, Finkel and Manber 1988) with log2(num_ranks) rounds of empty messages.
     """
     until = time.monotonic() + timeout_s
     distance = 1

@@ -1,8 +1,8 @@
-"""Horovod's operations that return a handle. Collective over the process set.
+"""Horovod's operations that return a handle. All are collective over the process set.
 
-Tensors may have any layout in memory, and those that are not reduced any dtype. On a GPU they are copied to host memory
-and back. Names: the ranks must call operations of a process set in the same order; a name is part of what is
-compared.
+Tensors may have any memory layout. Operations that do not reduce accept any dtype. Tensors on a GPU are copied to host
+memory and back. All ranks of a process set must call its operations in the same order; the name of an operation is
+compared between the ranks.
 """
 
 from __future__ import annotations
@@ -26,16 +26,23 @@ _SHAPES_SHOWN = 4
 
 
 def join(device: int = -1) -> int:
-    """Says that this rank has no more data: until all ranks have joined it adds zeros to the all-reduces of the others.
+    """Declares that this rank has no more data, and waits until all ranks have declared it. Collective over all ranks.
 
-    Returns the rank that joined last. device: not used. Averages still divide by the number of all ranks. The
-    others may call all-reduces of dense tensors (sum, average, Adasum) over all ranks, as DistributedOptimizer does.
+    Until then, this rank contributes zeros to the all-reduces of the other ranks. Averages are still divided by the
+    number of all ranks. The other ranks may call all-reduces of dense tensors (sum, average, Adasum) over all ranks, as
+    DistributedOptimizer does.
+
+    Args:
+        device: Not used.
+
+    Returns:
+        The rank that joined last.
     """
     return join_all([group_of(global_process_set), gradient_group_of(global_process_set)])
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns when all ranks of the process set have called it."""
+    """Waits until all ranks of the process set have called it."""
     group_of(process_set).run("barrier", lambda: None, behind=False)
 
 
@@ -51,7 +58,24 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Starts reducing a tensor of the same shape and dtype on all ranks; the result is a new tensor."""
+    """Starts an all-reduce into a new tensor. Collective over the process set.
+
+    Args:
+        tensor: A dense tensor, of the same shape and dtype on all ranks.
+        average: The older form of `op`. True: Average, False: Sum.
+        name: The name of the operation, the same on all ranks; None: no name.
+        op: Average (default), Sum, Adasum, Min, Max or Product.
+        prescale_factor: The factor by which the tensor is multiplied before the reduction.
+        postscale_factor: The factor by which the result is multiplied.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle. `synchronize(handle)` returns the reduced tensor.
+
+    Raises:
+        HorovodValueError: If an argument is invalid, or an operation of this name is still pending.
+        HorovodInternalError: On every rank, here or in `synchronize`, if ranks call different operations.
+    """
     handle = grouped_allreduce_async(
         [tensor], average, name, op, prescale_factor, postscale_factor, process_set
     )
@@ -67,7 +91,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """As `allreduce_async`, in place."""
+    """Starts an all-reduce that overwrites `tensor`. Arguments and errors as in `allreduce_async`."""
     handle = grouped_allreduce_async_(
         [tensor], average, name, op, prescale_factor, postscale_factor, process_set
     )
@@ -83,7 +107,10 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Starts reducing several tensors at once; the result is a list of new tensors."""
+    """Starts an all-reduce of several tensors together; `synchronize` returns a list of new tensors.
+
+    The other arguments and errors are those of `allreduce_async`.
+    """
     _check_dense(tensors, "allreduce")
     outputs = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     return grouped_allreduce_async_(
@@ -100,7 +127,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """As `grouped_allreduce_async`, in place."""
+    """Starts an all-reduce of several tensors together, in place. Arguments as in `grouped_allreduce_async`."""
     group = group_of(process_set)
     work = start_all_reduce(
         group, [tensor.detach() for tensor in tensors], name=name,
@@ -119,7 +146,7 @@ def start_all_reduce(
     postscale: float = 1.0,
     behind: bool = True,
 ) -> CollectiveWork:
-    """Starts reducing dense tensors in place; those of one dtype and device as one buffer."""
+    """Starts an all-reduce of dense tensors in place. Tensors of the same dtype and device are sent as one buffer."""
     _check_dense(tensors, titled("allreduce", name))
     alike: dict[tuple[str, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -141,7 +168,7 @@ def start_all_reduce(
 
 
 def described(op: ReduceOp, prescale: float, postscale: float) -> str:
-    """Returns an operation and its factors as a text, for the comparison of what the ranks call."""
+    """Returns an operation and its factors as text, for the comparison between the ranks."""
     factors = "" if prescale == postscale == 1.0 else f", factors {prescale:g} before and {postscale:g} after"
     return f"{op}{factors}"
 
@@ -149,7 +176,10 @@ def described(op: ReduceOp, prescale: float, postscale: float) -> str:
 def reduce_scaled(
     group: Group, flat: torch.Tensor, *, op: ReduceOp, sizes: Sequence[int], prescale: float, postscale: float
 ) -> None:
-    """Reduces `flat` in place, multiplied by the factors before and after; within an operation of `group`."""
+    """Multiplies `flat` by `prescale`, reduces it over the ranks and multiplies it by `postscale`, in place.
+
+    Runs only inside an operation of `group.run`. sizes: the number of elements of each tensor in `flat`.
+    """
     scale(flat, prescale)
     group.reduce(flat, op=op, sizes=sizes)
     scale(flat, postscale)
@@ -158,7 +188,20 @@ def reduce_scaled(
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Starts the sum or average of a sparse COO tensor; the result is a new one, coalesced."""
+    """Starts the sum or average of a sparse tensor over the ranks. Collective over the process set.
+
+    Args:
+        tensor: A sparse COO tensor. The number of entries may differ between ranks.
+        name: The name of the operation, the same on all ranks; None: no name.
+        op: Average or Sum.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle. `synchronize(handle)` returns a new coalesced tensor.
+
+    Raises:
+        HorovodValueError: For another `op`.
+    """
     group, chosen = group_of(process_set), chosen_op(op, None)
     if chosen not in (Sum, Average):
         raise HorovodValueError(f"a sparse tensor can be summed or averaged, not reduced by {chosen}")
@@ -174,7 +217,7 @@ def sparse_allreduce_async(
 
 
 def sparse_sum(group: Group, tensor: torch.Tensor, *, op: ReduceOp) -> torch.Tensor:
-    """Returns the sum or average over the ranks of a sparse tensor; within an operation of `group`."""
+    """Returns the sum or average of a sparse tensor over the ranks. Runs only inside an operation of `group.run`."""
     return distributed.all_reduce_sparse(group.comm, tensor, op="mean" if op is Average else "sum")
 
 
@@ -186,9 +229,23 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Starts reducing a tensor of the same shape and dtype on all ranks; the result is this rank's rows of it.
+    """Starts a reduction of which each rank gets a part of the rows. Collective over the process set.
 
-    The rows, along dimension 0, are divided evenly, the first ranks getting one more where they do not divide.
+    The rows (dimension 0) are divided evenly; if they do not divide, the first ranks get one row more.
+
+    Args:
+        tensor: A tensor with at least one dimension, of the same shape and dtype on all ranks.
+        name: The name of the operation, the same on all ranks; None: no name.
+        op: Average or Sum.
+        process_set: The ranks that take part.
+        prescale_factor: The factor by which the tensor is multiplied before the reduction.
+        postscale_factor: The factor by which the result is multiplied.
+
+    Returns:
+        A handle. `synchronize(handle)` returns this rank's rows as a new tensor.
+
+    Raises:
+        HorovodValueError: For another `op`, or a tensor without dimensions.
     """
     handle = grouped_reducescatter_async([tensor], name, op, process_set, prescale_factor, postscale_factor)
     return _first_of(handle)
@@ -202,7 +259,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """As `reducescatter_async` for several tensors at once; the result is a list."""
+    """Starts `reducescatter_async` of several tensors together; `synchronize` returns a list of new tensors."""
     group = group_of(process_set)
     rows = [split_evenly(_rows_of(tensor, "reducescatter"), num_parts=group.num_ranks) for tensor in tensors]
     return reduce_scatter_rows(
@@ -221,7 +278,10 @@ def reduce_scatter_rows(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Handle:
-    """Starts reducing tensors, of which each rank keeps its rows. rows: of each tensor, how many each rank keeps."""
+    """Starts a reduction of tensors of which each rank keeps some rows.
+
+    rows: for each tensor, the number of rows that each rank keeps.
+    """
     if op not in (Average, Sum):
         raise HorovodValueError(
             f"{titled('reducescatter', name)}: it sums or averages, and does not reduce by {op}"
@@ -251,20 +311,30 @@ def reduce_scatter_rows(
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Starts concatenating the ranks' tensors along dimension 0, which may differ; the result is a new tensor."""
+    """Starts concatenating the tensors of all ranks along dimension 0. Collective over the process set.
+
+    Args:
+        tensor: A tensor with at least one dimension. Dimension 0 may differ between ranks; the others and the dtype are
+            the same.
+        name: The name of the operation, the same on all ranks; None: no name.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle. `synchronize(handle)` returns the concatenation as a new tensor.
+    """
     return _first_of(grouped_allgather_async([tensor], name, process_set))
 
 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """As `allgather_async` for several tensors at once; the result is a list."""
+    """Starts `allgather_async` of several tensors together; `synchronize` returns a list of new tensors."""
     handle = all_gather_rows(tensors, name=name, process_set=process_set)
     return Handle(handle.work, lambda: [whole for whole, _ in handle()])
 
 
 def all_gather_rows(tensors: Sequence[torch.Tensor], *, name: str | None, process_set: ProcessSet) -> Handle:
-    """Starts gathering tensors; the result is a list of (whole tensor, rows of each rank)."""
+    """Starts gathering tensors. The result is a list of pairs (whole tensor, number of rows from each rank)."""
     group = group_of(process_set)
     mine = [_rows_of(tensor, "allgather") for tensor in tensors]
     parts = [tensor.detach().contiguous() for tensor in tensors]
@@ -291,7 +361,20 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Starts sending a tensor of rank `root_rank` (its world rank) to all; the result is a new tensor."""
+    """Starts copying one rank's tensor to all ranks, into a new tensor. Collective over the process set.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on all ranks.
+        root_rank: The world rank whose tensor is sent.
+        name: The name of the operation, the same on all ranks; None: no name.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle. `synchronize(handle)` returns the new tensor.
+
+    Raises:
+        HorovodValueError: If `root_rank` is not in the process set.
+    """
     output = tensor.detach().clone(memory_format=torch.contiguous_format)
     return broadcast_async_(output, root_rank, name, process_set)
 
@@ -302,7 +385,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """As `broadcast_async`, in place."""
+    """Starts copying one rank's tensor to all ranks, overwriting `tensor`. Arguments as in `broadcast_async`."""
     group = group_of(process_set)
     if root_rank not in process_set.ranks:
         raise HorovodValueError(f"broadcast from rank {root_rank}, which is not in {process_set}")
@@ -323,10 +406,21 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Starts sending each rank its rows of a tensor, whose dimension 0 may differ between ranks.
+    """Starts sending each rank its share of this rank's rows. Collective over the process set.
 
-    splits: rows for each rank, in their order; None: equally many. The result is a tuple: the rows that the ranks
-    sent, in their order, and how many each of them sent, in the dtype of `splits`, or int32.
+    Args:
+        tensor: A tensor with at least one dimension. Dimension 0 may differ between ranks.
+        splits: The number of rows for each rank, by rank; None: equal shares.
+        name: The name of the operation, the same on all ranks; None: no name.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle. `synchronize(handle)` returns the received rows in the order of the ranks, and the number of rows from
+            each rank, in the dtype of `splits` or int32.
+
+    Raises:
+        HorovodValueError: If `splits` are not integers that add up to the number of rows, or equal shares do not
+            divide.
     """
     group = group_of(process_set)
     rows, size = _rows_of(tensor, "alltoall"), group.num_ranks
@@ -380,7 +474,7 @@ def _rows_of(tensor: torch.Tensor, operation: str) -> int:
 
 
 def _width(tensor: torch.Tensor) -> int:
-    """Returns the number of elements of a row."""
+    """Returns the number of elements per row."""
     return int(torch.Size(tensor.shape[1:]).numel())
 
 

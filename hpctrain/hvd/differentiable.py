@@ -1,6 +1,7 @@
-"""Horovod's operations that wait for their result. Gradients flow through those that are not in place.
+"""Horovod's operations that wait for their result. All are collective over the process set.
 
-Their gradients are Horovod's: those of a loss that is the mean over the ranks. Backward is collective.
+Gradients flow through the operations that are not in place. As in Horovod, they are the gradients of a loss that is the
+mean over the ranks, and backward is collective.
 """
 
 from __future__ import annotations
@@ -30,7 +31,25 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Returns the reduction of a tensor of the same shape and dtype on all ranks, as a new tensor."""
+    """Returns the all-reduce of a tensor as a new tensor. Collective; differentiable for Sum and Average.
+
+    Args:
+        tensor: A dense tensor, of the same shape and dtype on all ranks.
+        average: The older form of `op`. True: Average, False: Sum.
+        name: The name of the operation, the same on all ranks; None: no name.
+        compression: The format in which the tensor is sent.
+        op: Average (default), Sum, Adasum, Min, Max or Product.
+        prescale_factor: The factor by which the tensor is multiplied before the reduction.
+        postscale_factor: The factor by which the result is multiplied.
+        process_set: The ranks that take part.
+
+    Returns:
+        The reduced tensor.
+
+    Raises:
+        HorovodValueError: If an argument is invalid.
+        HorovodInternalError: On every rank, if ranks call different operations.
+    """
     return grouped_allreduce(
         [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
     )[0]
@@ -46,7 +65,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Returns the reductions of several tensors at once, as new tensors."""
+    """Returns the all-reduces of several tensors, sent together, as new tensors. Arguments as in `allreduce`."""
     chosen = chosen_op(op, average)
     sent, contexts = _compressed(compression, tensors)
     reduced = _AllReduce.apply(name, chosen, prescale_factor, postscale_factor, process_set, *sent)
@@ -62,7 +81,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As `allreduce`, in place, without gradients."""
+    """Overwrites `tensor` with its all-reduce, and returns it. Not differentiable; arguments as in `allreduce`."""
     result: torch.Tensor = synchronize(
         asynchronous.allreduce_async_(
             tensor, average, name, op, prescale_factor, postscale_factor, process_set
@@ -80,7 +99,9 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """As `grouped_allreduce`, in place, without gradients."""
+    """Overwrites several tensors with their all-reduces, and returns them. Not differentiable; arguments as in
+    `allreduce`.
+    """
     result: list[torch.Tensor] = synchronize(
         asynchronous.grouped_allreduce_async_(
             tensors, average, name, op, prescale_factor, postscale_factor, process_set
@@ -92,14 +113,24 @@ def grouped_allreduce_(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Returns the ranks' tensors, concatenated along dimension 0, which may differ."""
+    """Returns the concatenation of all ranks' tensors along dimension 0. Collective; differentiable.
+
+    Args:
+        tensor: A tensor with at least one dimension. Dimension 0 may differ between ranks; the others and the dtype are
+            the same.
+        name: The name of the operation, the same on all ranks; None: no name.
+        process_set: The ranks that take part.
+
+    Returns:
+        The concatenation, in the order of the ranks.
+    """
     return grouped_allgather([tensor], name, process_set)[0]
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """As `allgather`, for several tensors at once."""
+    """Returns the concatenations of several tensors, gathered together. Arguments as in `allgather`."""
     return list(_AllGather.apply(name, process_set, *tensors))
 
 
@@ -109,7 +140,20 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Returns the tensor of rank `root_rank` (its world rank), of the same shape and dtype on all ranks."""
+    """Returns one rank's tensor on all ranks, as a new tensor. Collective; differentiable.
+
+    Args:
+        tensor: A tensor of the same shape and dtype on all ranks.
+        root_rank: The world rank whose tensor is sent.
+        name: The name of the operation, the same on all ranks; None: no name.
+        process_set: The ranks that take part.
+
+    Returns:
+        The tensor of `root_rank`.
+
+    Raises:
+        HorovodValueError: If `root_rank` is not in the process set.
+    """
     result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
     return result
 
@@ -120,7 +164,9 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As `broadcast`, in place, without gradients."""
+    """Overwrites `tensor` with that of rank `root_rank`, and returns it. Not differentiable; arguments as in
+    `broadcast`.
+    """
     result: torch.Tensor = synchronize(asynchronous.broadcast_async_(tensor, root_rank, name, process_set))
     return result
 
@@ -131,9 +177,20 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Sends each rank its rows of `tensor` and returns the rows that the ranks sent, in their order.
+    """Sends each rank its share of this rank's rows, and returns the received rows. Collective; differentiable.
 
-    splits: rows for each rank; given, how many rows each rank sent is returned too. None: equally many.
+    Args:
+        tensor: A tensor with at least one dimension. Dimension 0 may differ between ranks.
+        splits: The number of rows for each rank, by rank; None: equal shares.
+        name: The name of the operation, the same on all ranks; None: no name.
+        process_set: The ranks that take part.
+
+    Returns:
+        The received rows in the order of the ranks. If `splits` is given, also the number of rows from each rank.
+
+    Raises:
+        HorovodValueError: If `splits` are not integers that add up to the number of rows, or equal shares do not
+            divide.
     """
     received, rows = _AllToAll.apply(tensor, splits, name, process_set)
     return received if splits is None else (received, rows)
@@ -148,7 +205,25 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Returns this rank's rows of the reduction of a tensor; see `reducescatter_async`."""
+    """Returns this rank's rows of the reduction of a tensor. Collective; differentiable.
+
+    The rows (dimension 0) are divided evenly; if they do not divide, the first ranks get one row more.
+
+    Args:
+        tensor: A tensor with at least one dimension, of the same shape and dtype on all ranks.
+        name: The name of the operation, the same on all ranks; None: no name.
+        compression: The format in which the tensor is sent.
+        op: Average or Sum.
+        process_set: The ranks that take part.
+        prescale_factor: The factor by which the tensor is multiplied before the reduction.
+        postscale_factor: The factor by which the result is multiplied.
+
+    Returns:
+        The rows of this rank, as a new tensor.
+
+    Raises:
+        HorovodValueError: For another `op`, or a tensor without dimensions.
+    """
     return grouped_reducescatter(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
     )[0]
@@ -163,7 +238,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """As `reducescatter`, for several tensors at once."""
+    """Returns this rank's rows of the reductions of several tensors, sent together. Arguments as in `reducescatter`."""
     chosen = chosen_op(op, None)
     sent, contexts = _compressed(compression, tensors)
     reduced = _ReduceScatter.apply(name, chosen, process_set, prescale_factor, postscale_factor, *sent)

@@ -1,7 +1,7 @@
-"""`hvd.elastic` without elastic worlds: state that can be committed, restored and copied from rank 0 to all.
+"""State for `hvd.elastic` scripts: it can be committed, restored and copied from rank 0 to all ranks.
 
-The ranks of an MPI job stay the same. After an error that all ranks raised, `run` restores the committed state
-and calls the function again; a lost rank ends the job, and `hpctrain supervise` starts it again.
+The set of ranks never changes, since the ranks of an MPI job are fixed. After an error that all ranks raise, `run`
+restores the committed state and calls the function again. A lost rank ends the job; `hpctrain supervise` restarts it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ T = TypeVar("T")
 
 
 class State(abc.ABC):
-    """Base class of what a script tracks. Subclasses implement `save`, `restore` and `sync`.
+    """The base class of the state of a script. Subclasses implement `save`, `restore` and `sync`.
 
-    bcast_object, get_rank: as `hvd.broadcast_object` and `hvd.rank`.
+    Args:
+        bcast_object: A function that copies an object from rank 0, such as `hvd.broadcast_object`.
+        get_rank: A function that returns this rank, such as `hvd.rank`.
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
@@ -37,7 +39,7 @@ class State(abc.ABC):
         self.num_commits = 0
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
-        """Has `callbacks` called after an error, when the state is restored."""
+        """Registers functions that are called after an error, once the state is restored."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -46,7 +48,7 @@ class State(abc.ABC):
             callback()
 
     def commit(self) -> None:
-        """Keeps the state as it is now, in memory, for `restore`."""
+        """Saves the current state in memory, for `restore`."""
         self.num_commits += 1
         self.save()
         self.check_host_updates()
@@ -56,22 +58,22 @@ class State(abc.ABC):
 
     @abc.abstractmethod
     def save(self) -> None:
-        """Keeps the state as it is now, in memory."""
+        """Saves the current state in memory."""
 
     @abc.abstractmethod
     def restore(self) -> None:
-        """Brings back what `save` has kept."""
+        """Restores what `save` has saved."""
 
     @abc.abstractmethod
     def sync(self) -> None:
         """Copies rank 0's state to all ranks. Collective."""
 
     def reset(self) -> None:  # noqa: B027, subclasses may leave it as it is
-        """Does nothing; for subclasses."""
+        """Does nothing. Subclasses may override it to prepare the next call of the function."""
 
 
 class ObjectState(State):
-    """State of Python objects: each keyword is an attribute, which `sync` copies from rank 0."""
+    """The state of Python objects. Each keyword argument becomes an attribute, which `sync` copies from rank 0."""
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(bcast_object, get_rank)
@@ -93,9 +95,14 @@ class ObjectState(State):
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Gives each rank its part of a dataset, of what has not been processed in this epoch.
+    """A sampler that gives each rank its part of the samples that are not yet processed in the epoch.
 
-    Call `record_batch` after each batch, and `set_epoch` after each epoch. The same seed on all ranks.
+    Call `record_batch` after each batch and `set_epoch` after each epoch.
+
+    Args:
+        dataset: The dataset; only its length is used.
+        shuffle: Whether the samples are shuffled in each epoch.
+        seed: The seed of the shuffle, the same on all ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -104,12 +111,17 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins epoch `epoch` with nothing processed."""
+        """Starts epoch `epoch`, in which no sample is processed yet."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Counts a batch of `batch_size` on each rank as processed. batch_idx: not used."""
+        """Counts a batch as processed on every rank.
+
+        Args:
+            batch_idx: Not used.
+            batch_size: The number of samples per rank.
+        """
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
@@ -120,7 +132,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Divides what is left of the epoch among the ranks."""
+        """Divides the remaining samples of the epoch among the ranks."""
         self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
@@ -130,7 +142,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        # Equally many for every rank: the first ones again at the end.
+        # Every rank gets equally many samples: the first ones are repeated at the end.
         filled = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)
         return itertools.islice(filled, self.rank, None, self.num_replicas)
 
@@ -139,7 +151,13 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
 
 class TorchState(ObjectState):
-    """State of models, optimizers and samplers, which are kept by their `state_dict()`, and of Python objects."""
+    """The state of models, optimizers and samplers, saved by `state_dict()`, and of other Python objects.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer.
+        **kwargs: Further models, optimizers and `ElasticSampler`s, or Python objects as in `ObjectState`.
+    """
 
     def __init__(
         self,
@@ -181,10 +199,17 @@ class TorchState(ObjectState):
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
-    """Decorates a function of a `State`: it is called after `state.sync()`.
+    """Decorates a training function that takes a `State`, so that it is called again after a communication error.
 
-    After a HorovodInternalError that all ranks raised, the committed state is restored, and the function called again;
-    not if nothing was committed since the last such error. An error of this rank only is raised: others may be lost.
+    The function is called after `state.sync()`. After a HorovodInternalError that all ranks raised, the committed state
+    is restored and the function is called again, unless nothing was committed since the last such error. An error that
+    only this rank raised is raised again, since other ranks may be lost.
+
+    Args:
+        func: A function whose first argument is the state.
+
+    Returns:
+        The decorated function.
     """
 
     @functools.wraps(func)

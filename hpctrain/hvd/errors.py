@@ -1,4 +1,4 @@
-"""Exceptions of the Horovod interface: hpctrain's own, which are also what a Horovod script catches."""
+"""Exceptions of the Horovod interface: subclasses of hpctrain's errors with the classes that Horovod scripts catch."""
 
 from __future__ import annotations
 
@@ -9,22 +9,29 @@ from hpctrain.errors import CommunicationError, UsageError
 
 
 class HorovodInternalError(CommunicationError, RuntimeError):
-    """A collective operation failed, or ranks called different ones. `agreed`: every rank of the set raises it that has
-    not joined."""
+    """A collective operation failed, or ranks called different operations.
+
+    `agreed` is True if every rank of the process set that has not joined raises the error.
+    """
 
 
 class HorovodValueError(UsageError, ValueError, RuntimeError):
-    """An argument is wrong, or `hvd.init` was not called. Horovod raises ValueError for some of these, RuntimeError for
-    others."""
+    """An argument is invalid, or `hvd.init` was not called.
+
+    It is a ValueError and a RuntimeError, since Horovod raises either for such mistakes.
+    """
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Horovod raises it when hosts come or go. Never raised here, since the ranks of an MPI job stay the same."""
+    """The exception that Horovod raises when hosts come or go.
+
+    hpctrain never raises it: the ranks of an MPI job are fixed.
+    """
 
 
 @contextlib.contextmanager
 def as_horovod_error() -> Iterator[None]:
-    """Raises a CommunicationError of the `with` block as HorovodInternalError."""
+    """Turns a CommunicationError of the `with` block into a HorovodInternalError."""
     try:
         yield
     except HorovodInternalError:

@@ -1,7 +1,7 @@
-"""Reduces the gradients of DistributedOptimizer in buckets, behind backward.
+"""Reduces the gradients of DistributedOptimizer in buckets, while backward runs.
 
-Buckets are formed once, in reverse order of the parameters, and started in that order on every rank: each when the
-gradients of all its parameters are there, and those before it were started. Source: Li et al. 2020, arXiv:2006.15704.
+Buckets are formed once, in reverse order of the parameters, and started in that order on every rank: a bucket starts
+when all its gradients are computed and the buckets before it are started. Source: Li et al. 2020, arXiv:2006.15704.
 """
 
 from __future__ import annotations
@@ -42,8 +42,14 @@ _IN_USE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How gradients are reduced. passes: backward passes per step. prescale, postscale: factors before and after the
-    reduction. groups: parameters that are reduced together, or the number of groups to form."""
+    """How gradients are reduced.
+
+    Attributes:
+        passes: The number of backward passes per step.
+        prescale: The factor applied before the reduction.
+        postscale: The factor applied after the reduction.
+        groups: Lists of parameters that are reduced together, or the number of groups to form.
+    """
 
     op: ReduceOp = Average
     compression: Compressor = NoneCompressor
@@ -55,12 +61,15 @@ class Settings:
 
 
 class _Bucket:
-    """One reduction. parameters: their numbers. missing: gradients that are not there yet."""
+    """The gradients of one reduction.
+
+    `parameters` are indices of parameters, `missing` counts gradients not yet computed.
+    """
 
     def __init__(self, parameters: Sequence[int]) -> None:
         self.parameters = list(parameters)
         self.missing = len(parameters)
-        self.dense: list[int] | None = None  # those in `flat`; None: not made yet
+        self.dense: list[int] | None = None  # parameters in `flat`; None: not created yet
         self.flat = torch.empty(0)
         self.views: list[torch.Tensor] = []
         self.works: list[CollectiveWork] = []
@@ -69,10 +78,10 @@ class _Bucket:
 
 @final
 class GradientReduction:
-    """Reduces the gradients of `named`. Made anew when parameters come or go. Of several with a parameter in common the
-    last one starts reductions in backward.
+    """Reduces the gradients of the parameters `named`. Create a new one when parameters are added.
 
-    group: returns the group over whose ranks; called for each bucket, since `elastic.run` makes groups anew.
+    If several share a parameter, the newest one starts reductions in backward. `group` returns the group to reduce
+    over; it is called for each bucket, since `elastic.run` replaces the groups.
     """
 
     def __init__(self, named: Sequence[Named], *, group: Callable[[], Group], settings: Settings) -> None:
@@ -88,7 +97,7 @@ class GradientReduction:
         self._passes = settings.passes
         self._left = [settings.passes] * len(self._parameters)
         self._next = 0  # the bucket to start next
-        self._sparse_dims: dict[int, int] = {}  # of parameters that had a sparse gradient
+        self._sparse_dims: dict[int, int] = {}  # by parameter that had a sparse gradient
         # Gradients from backward to `finish`, in which `.grad` refuses every use.
         self._held: dict[int, torch.Tensor] = {}
         self._pending = self._made_pending()
@@ -104,7 +113,7 @@ class GradientReduction:
         _watching.add(self)
 
     def finish(self) -> None:
-        """Starts the buckets that are left, where a missing gradient counts as zeros, and waits for all. Collective."""
+        """Starts the remaining buckets, with zeros for missing gradients, and waits for all buckets. Collective."""
         for name, parameter in self._frozen:
             if parameter.grad is not None:
                 raise UsageError(
@@ -124,7 +133,7 @@ class GradientReduction:
             self.reset()
 
     def reset(self) -> None:
-        """Expects the first gradient of a step again."""
+        """Prepares for the first gradient of the next step."""
         self._release()
         for bucket in self._buckets:
             bucket.works, bucket.missing = [], len(bucket.parameters)
@@ -132,21 +141,21 @@ class GradientReduction:
         self._next, self.begun = 0, False
 
     def set_passes(self, passes: int) -> None:
-        """Changes the number of backward passes per step. To be called between two steps."""
+        """Changes the number of backward passes per step. Call it between two steps."""
         self._release()
         self._passes = passes
         self._pending = self._made_pending()
         self.reset()
 
     def close(self) -> None:
-        """Leaves the parameters' gradients alone until `finish`, which reduces them all."""
+        """Stops reducing in backward. `finish` can still be called, and then reduces all gradients."""
         for hook in self._hooks:
             hook.remove()
         _watching.discard(self)
         self._release()
 
     def gradient_is_there(self, number: int) -> None:
-        """Notes the gradient of parameter `number`, and starts the buckets that are complete."""
+        """Counts a gradient of parameter `number`, and starts the buckets that are complete."""
         self.begun = True
         self._left[number] -= 1
         if self._left[number] < 0:
@@ -185,7 +194,7 @@ class GradientReduction:
         self._hold(bucket.parameters)
 
     def _hold(self, numbers: Sequence[int]) -> None:
-        """Keeps gradients until `_give_back`; `.grad` cannot be used from now on."""
+        """Stores the gradients until `_give_back`, and puts objects into `.grad` that refuse every use."""
         for number in numbers:
             gradient = self._parameters[number].grad
             if gradient is not None:
@@ -193,7 +202,7 @@ class GradientReduction:
                 self._parameters[number].grad = self._pending[number]
 
     def _give_back(self, numbers: Sequence[int]) -> None:
-        """Gives parameters the gradients that `_hold` keeps. Raises GradientsInUse if the script has set others."""
+        """Puts the stored gradients back into `.grad`. Raises GradientsInUse if the script has set other gradients."""
         for number in numbers:
             if number in self._held:
                 if self._parameters[number].grad is not self._pending[number]:
@@ -201,7 +210,7 @@ class GradientReduction:
                 self._parameters[number].grad = self._held.pop(number)
 
     def _release(self) -> None:
-        """Gives back what `_hold` keeps, where the script has set nothing else."""
+        """Puts the stored gradients back into `.grad`, except where the script has set other gradients."""
         for number, gradient in self._held.items():
             if self._parameters[number].grad is self._pending[number]:
                 self._parameters[number].grad = gradient
@@ -222,7 +231,7 @@ class GradientReduction:
     def _start_plain(
         self, bucket: _Bucket, gradients: dict[int, torch.Tensor], *, apart: Sequence[int]
     ) -> None:
-        """Sums copies of the gradients in the bucket's own buffer, and sparse ones apart."""
+        """Sums copies of the gradients in the bucket's buffer. The sparse gradients `apart` are summed one by one."""
         settings, group = self._settings, self._group()
         dense = [number for number in bucket.parameters if number not in apart]
         if dense != bucket.dense:
@@ -257,7 +266,10 @@ class GradientReduction:
     def _start_compressed(
         self, bucket: _Bucket, gradients: dict[int, torch.Tensor], *, apart: Sequence[int]
     ) -> None:
-        """Reduces what a compression of the user's makes of the gradients. Sparse ones are sent as they are."""
+        """Reduces the gradients as the user's compression has encoded them.
+
+        The sparse gradients `apart` are not compressed.
+        """
         settings, group = self._settings, self._group()
         dense = [number for number in bucket.parameters if number not in apart]
         sent = {number: settings.compression.compress(gradients[number]) for number in dense}
@@ -285,7 +297,7 @@ class GradientReduction:
         bucket.finish = finish
 
     def _gradient(self, number: int) -> torch.Tensor:
-        """Returns a parameter's gradient; where there is none it becomes zeros, sparse if it was sparse before."""
+        """Returns a parameter's gradient. A missing gradient becomes zeros, sparse if the earlier ones were sparse."""
         parameter = self._parameters[number]
         if parameter.grad is None:
             zeros = torch.zeros_like(parameter, requires_grad=False)
@@ -301,7 +313,7 @@ class GradientReduction:
         return gradient.detach() if gradient.requires_grad else gradient
 
     def _lay_out(self, bucket: _Bucket, dense: list[int]) -> None:
-        """Makes the bucket's buffer for the gradients of the parameters `dense`, in their shapes."""
+        """Creates the bucket's buffer, and views of it in the shapes of the parameters `dense`."""
         likes = [self._parameters[number] for number in dense]
         sizes = [like.numel() for like in likes]
         bucket.dense = dense
@@ -330,14 +342,14 @@ class GradientReduction:
     # ------------------------------------------------------------------ which parameters are reduced together
 
     def _plan(self) -> list[list[int]]:
-        """Returns the parameters of each bucket, in the order in which buckets are started."""
+        """Returns the parameters of each bucket, in the order in which the buckets start."""
         numbers = list(range(len(self._parameters)))
         explicit = self._explicit_groups(numbers)
         grouped = {number for members in explicit for number in members}
         rest = [number for number in numbers if number not in grouped]
         buckets = [part for members in explicit for part in self._divided(members, 1 << 62)]
         buckets += self._divided(rest, BUCKET_BYTES)
-        # Backward reaches the parameters that forward used first at the end.
+        # Backward reaches last the parameters that forward used first.
         return sorted(buckets, key=min, reverse=True)
 
     def _explicit_groups(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -356,7 +368,7 @@ class GradientReduction:
         return [members for members in found if members]
 
     def _divided(self, numbers: Sequence[int], bucket_bytes: int) -> Iterable[list[int]]:
-        """Yields parts of at most `bucket_bytes`, each of one dtype and device."""
+        """Yields parts of at most `bucket_bytes`, each with parameters of one dtype and device."""
         for device in dict.fromkeys(self._parameters[number].device for number in numbers):
             here = [number for number in numbers if self._parameters[number].device == device]
             specs = [
@@ -366,12 +378,12 @@ class GradientReduction:
                 yield [here[slot.parameter] for slot in bucket.slots]
 
 
-# Those that start reductions in backward.
+# The reductions that start in backward.
 _watching: weakref.WeakSet[GradientReduction] = weakref.WeakSet()
 
 
 def _hook(reduction: weakref.ref[GradientReduction], number: int) -> Callable[[torch.Tensor], None]:
-    """Returns a parameter's hook, which does not keep the reduction of an optimizer that is gone."""
+    """Returns a gradient hook that does not keep the reduction alive after its optimizer is gone."""
 
     def gradient_is_there(_: torch.Tensor) -> None:
         found = reduction()
@@ -384,7 +396,7 @@ def _hook(reduction: weakref.ref[GradientReduction], number: int) -> Callable[[t
 def reduce_deltas(
     named: Sequence[Named], deltas: Sequence[torch.Tensor], *, group: Group, compression: Any, op: ReduceOp
 ) -> list[torch.Tensor]:
-    """Returns `deltas`, a tensor for each parameter, reduced by `op` over the ranks. Collective."""
+    """Returns the changes `deltas`, one tensor per parameter, reduced over the ranks. Collective."""
     sent = [compression.compress(delta) for delta in deltas]
     tensors = [tensor for tensor, _ in sent]
     name = f"changes of {len(named)} parameters"

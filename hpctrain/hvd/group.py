@@ -1,7 +1,7 @@
-"""The operations of one process set: one after another, each preceded by a comparison of what the ranks call.
+"""Runs the operations of one process set in order, and checks before each that all ranks call the same one.
 
-The comparison is one all-reduce of 32 bytes. It also finds ranks that have joined: they take part in the sums of the
-others with zeros until all ranks have joined.
+The check is one all-reduce of 32 bytes. It also finds ranks that have joined: they contribute zeros to the reductions
+of the other ranks until all ranks have joined.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ from hpctrain.errors import BufferMismatch, CommunicationError, HpctrainError
 from hpctrain.hvd.errors import HorovodInternalError, HorovodValueError, as_horovod_error
 from hpctrain.hvd.reductions import ReduceOp, reduce_flat
 
-# Less than the number of any operation: what a rank that has joined contributes to the comparison.
+# The contribution of a joined rank to the comparison; less than the number of any operation.
 _NO_OPERATION = -(1 << 62)
 
 
 @final
 class Group:
-    """The ranks of a process set. All methods but properties are collective over them.
+    """The ranks of a process set and the thread that runs their operations.
 
-    comm: of these ranks, used by this object only, and without comparisons of its own. sums: sums a tensor of shape
-    (n,) over the ranks in place, instead of `comm.all_reduce`.
+    All methods are collective over these ranks.
+
+    Args:
+        comm: The communicator of these ranks. Only this object uses it; its own comparisons are switched off.
+        name: The name of the group, for messages.
+        sums: A function that sums a tensor of shape (n,) over the ranks in place, used instead of `comm.all_reduce`.
     """
 
     def __init__(
@@ -49,9 +53,9 @@ class Group:
         self._unseen: deque[tuple[str | None, CollectiveWork]] = (
             deque()
         )  # names of started operations, see `run`
-        self._number = 0  # of operations that have begun, the same on every rank
+        self._number = 0  # number of operations started, the same on every rank
         self._number_at_join = 0
-        self._join: CollectiveWork | None = None  # that was started and not ended
+        self._join: CollectiveWork | None = None  # a join that has not ended
 
     @property
     def rank(self) -> int:
@@ -62,7 +66,7 @@ class Group:
         return self.comm.num_ranks
 
     def place_of(self, rank: int) -> int:
-        """Returns the place of world rank `rank` in the group. Raises ValueError if it is not a member."""
+        """Returns the index of world rank `rank` in the group. Raises ValueError if it is not a member."""
         return self.comm.members.index(rank)
 
     def run(
@@ -74,23 +78,33 @@ class Group:
         zeros: dict[str, Any] | None = None,
         named: str | None = None,
     ) -> CollectiveWork:
-        """Runs `operation` after those that were started before, and returns its work.
+        """Runs `operation` after the operations that were started before it.
 
-        what: operation, name, shapes, as a text that must be the same on every rank. behind: the caller continues;
-        otherwise the operation has ended when this returns. zeros: what ranks that have joined reduce, see
-        `reduction_of_zeros`; None: the operation fails when a rank has joined. named: operation and name, if it was
-        given one. Raises HorovodInternalError on every rank, with what each one called, if they differ: here, or in the
-        work's `wait`. If an operation has failed in this way that was started before and not waited for, this one fails
-        with the same error at once: a rank that got the error from a blocking call may not come to this one.
-        Raises HorovodValueError if an operation of that name was started, and the caller has not seen yet that it has
-        ended, or a later one.
+        If an earlier operation that nobody has waited for failed because ranks differed, this one fails at once with
+        the same error: a rank that received the error from a blocking call may never reach this operation.
+
+        Args:
+            what: The operation, its name and its shapes, as text. It must be the same on every rank.
+            operation: A function that communicates over `comm`.
+            behind: Whether the caller continues at once. Otherwise the operation has ended when `run` returns.
+            zeros: What ranks that have joined contribute, from `reduction_of_zeros`. None: the operation fails if a
+                rank has joined.
+            named: The operation and the name that the script gave it; None if it gave none.
+
+        Returns:
+            The work, on which the caller waits.
+
+        Raises:
+            HorovodInternalError: On every rank, naming what each rank called, if the calls differ. Raised here or by
+                `wait` of the work.
+            HorovodValueError: If an operation with the same name was started and not waited for.
         """
         if named is not None and self._is_in_use(named):
             raise HorovodValueError(
                 f"{named} was started before and has not been waited for: give another name, or call "
                 "hvd.synchronize with the first one's handle"
             )
-        # Decided here and not when the operation runs: whether the caller has waited does not depend on timing.
+        # Decided here and not when the operation runs, so that it does not depend on timing.
         before = self._unseen[-1][1] if self._unseen and not self._unseen[-1][1].awaited else None
         try:
             with as_horovod_error():
@@ -116,18 +130,21 @@ class Group:
         return False
 
     def reduce(self, flat: torch.Tensor, *, op: ReduceOp, sizes: Sequence[int]) -> None:
-        """Reduces `flat`, shape (sum(sizes),), in place. To be called within an operation of `run`."""
+        """Reduces `flat`, shape (sum(sizes),), in place. Call it only inside an operation of `run`."""
         reduce_flat(self.comm, flat, op=op, sizes=sizes, sums=self._sums)
 
     def start_join(self, *, limited: bool = False) -> None:
-        """Starts taking part in the other ranks' sums with zeros, until all ranks have joined.
+        """Starts contributing zeros to the sums of the other ranks, until all ranks have joined.
 
-        limited: whether the time limit applies to the wait for their next operation.
+        limited: whether the time limit applies to the wait for the next operation.
         """
         self._join = self._thread.run(lambda: self._take_part(limited=limited), [], behind=True)
 
     def end_join(self) -> int:
-        """Waits until all ranks have joined; returns how many operations this rank had begun before it joined."""
+        """Waits until all ranks have joined.
+
+        Returns the number of operations that this rank had started before it joined.
+        """
         if self._join is not None:
             with as_horovod_error():
                 self._join.wait()
@@ -135,7 +152,7 @@ class Group:
         return self._number_at_join
 
     def close(self) -> None:
-        """Ends the group: waits for operations, and for ranks that still take part in a join."""
+        """Waits for the operations and for ranks that still take part in a join, then ends the thread."""
         if self.num_ranks > 1:
             if self._join is None:
                 self.start_join(limited=True)
@@ -171,7 +188,10 @@ class Group:
         *,
         before: CollectiveWork | None,
     ) -> None:
-        """before: the last operation, if it was not waited for when this one was asked for."""
+        """Runs an operation after the check.
+
+        `before` is the previous operation if nobody had waited for it, else None.
+        """
         if self.num_ranks == 1:
             operation()
             return
@@ -192,9 +212,9 @@ class Group:
             operation()
 
     def _meet(self, what: str | None) -> tuple[int, int]:
-        """Returns the lowest rank that has not joined and the highest that has; -1 where there is none.
+        """Returns the lowest rank that has not joined and the highest that has joined; -1 where there is no such rank.
 
-        what: this rank's operation; None if it has joined. Raises BufferMismatch on every rank if the operations
+        `what` is this rank's operation, or None if it has joined. Raises BufferMismatch on every rank if the operations
         differ.
         """
         if what is None:
@@ -220,9 +240,9 @@ class Group:
 
 
 def join_all(groups: Sequence[Group]) -> int:
-    """Joins in groups of the same ranks at once; returns the world rank that joined last. Collective.
+    """Joins in several groups of the same ranks at once. Returns the world rank that joined last. Collective.
 
-    That is the rank that had begun most operations, and of several the highest.
+    The last rank is the one that had started most operations; if several had, the highest of them.
     """
     first = groups[0]
     for group in groups:
@@ -235,7 +255,7 @@ def join_all(groups: Sequence[Group]) -> int:
 
 @final
 class Handle:
-    """An operation that was started. `synchronize(handle)`, or calling it, waits for its result."""
+    """An operation that was started. `synchronize(handle)`, or calling the handle, waits for its result."""
 
     def __init__(self, work: CollectiveWork, result: Callable[[], Any]) -> None:
         self.work = work
@@ -247,27 +267,34 @@ class Handle:
         return self._result()
 
     def done(self) -> bool:
-        """Returns True when the operation has ended, also with an error."""
+        """Returns True if the operation has ended, with or without an error."""
         return self.work.is_completed()
 
 
 def poll(handle: Handle) -> bool:
-    """Returns True when `synchronize` would not wait. Not collective."""
+    """Returns True if `synchronize(handle)` would return at once. Not collective."""
     return handle.done()
 
 
 def synchronize(handle: Handle) -> Any:
-    """Waits for an operation and returns its tensor, a list for a group of tensors. Not collective.
+    """Waits until an operation has ended. Not collective.
 
-    Raises HorovodInternalError if it failed.
+    Args:
+        handle: The handle of the operation.
+
+    Returns:
+        The resulting tensor; for a grouped operation a list of tensors.
+
+    Raises:
+        HorovodInternalError: If the operation failed.
     """
     return handle()
 
 
 def titled(operation: str, name: str | None) -> str:
-    """Returns an operation with its name, if it has one, for messages and the comparison of what the ranks call.
+    """Returns the operation with its name, if it has one, for messages and for the comparison between ranks.
 
-    Names are not made up: a rank that has joined would not count with the others.
+    No default name is made up: a rank that has joined would not count names as the other ranks do.
     """
     return operation if name is None else f"{operation} {name!r}"
 
@@ -277,5 +304,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def reduction_of_zeros(op: ReduceOp, buffers: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
-    """Returns as JSON what a rank that has joined reduces: for each buffer its dtype and the sizes of its tensors."""
+    """Returns what a joined rank needs to know to contribute zeros, as JSON: the operation, and dtype and sizes per
+    buffer.
+    """
     return {"op": int(op), "buffers": [[dtype, list(sizes)] for dtype, sizes in buffers]}

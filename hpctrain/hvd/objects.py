@@ -1,8 +1,8 @@
-"""Parameters, an optimizer's state and Python objects from one rank to all. Collective.
+"""Copies parameters, an optimizer's state and Python objects from one rank to all. All functions are collective.
 
 Parameters and optimizer state are read without running code. `broadcast_object` and `allgather_object` read tensors,
-containers, numbers and text in the same way; for other objects they unpickle what the program's other ranks pickled, as
-torch.distributed's functions for objects do.
+containers, numbers and text in the same way. Other objects they unpickle, as torch.distributed's functions for objects
+do; the pickles come from the other ranks of the same program.
 """
 
 from __future__ import annotations
@@ -29,9 +29,15 @@ Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | I
 
 
 def broadcast_parameters(params: Parameters, root_rank: int) -> None:
-    """Copies rank `root_rank`'s tensors into those of all ranks: a `state_dict()`, named parameters, or tensors.
+    """Copies rank `root_rank`'s parameters into those of all ranks. Collective.
 
-    Raises HorovodInternalError on every rank, naming those that differ, unless names, shapes and dtypes are the same.
+    Args:
+        params: A `state_dict()`, a sequence of (name, tensor), or a sequence of tensors.
+        root_rank: The rank whose values are copied.
+
+    Raises:
+        HorovodInternalError: On every rank, naming the ranks that differ, if names, shapes or dtypes differ.
+        HorovodValueError: If a value is not a tensor, or there is no rank `root_rank`.
     """
     if isinstance(params, Mapping):
         named: list[tuple[str, Any]] = sorted(params.items())
@@ -55,12 +61,20 @@ def broadcast_parameters(params: Parameters, root_rank: int) -> None:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Gives every rank the state and the options (learning rate, ...) that rank `root_rank`'s optimizer has.
+    """Copies the state and the options (learning rate, ...) of rank `root_rank`'s optimizer to all ranks. Collective.
 
-    model: not used. The parameter groups stay the same objects, so that learning rate schedulers keep them. Nothing
-    is stepped: an optimizer without state leaves all without; then its parameters get gradients of zeros, as by
-    Horovod, unless they have some. Raises HorovodValueError for LBFGS, as Horovod does,
-    and for another number of parameters.
+    The parameter groups stay the same objects, so that learning rate schedulers keep them. No optimizer is stepped: if
+    the root's optimizer has no state, all have none afterwards. Then, as in Horovod, parameters without a gradient get
+    a gradient of zeros.
+
+    Args:
+        optimizer: The optimizer, of the same class on all ranks.
+        root_rank: The rank whose state is copied.
+        model: Not used.
+
+    Raises:
+        HorovodValueError: For LBFGS, as in Horovod, and if the ranks have different numbers of parameters.
+        UsageError: If the state holds more than tensors, containers and numbers.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise HorovodValueError("broadcast_optimizer_state: the state of LBFGS is not supported")
@@ -77,7 +91,7 @@ def broadcast_optimizer_state(
 
 
 def _take_state(optimizer: torch.optim.Optimizer, data: bytes, *, root_rank: int) -> None:
-    """Replaces the state and options of the optimizer by those in `data`."""
+    """Replaces the state and options of the optimizer with those in `data`."""
     try:
         found = _loaded(data, rank=root_rank, may_unpickle=False)
     except pickle.UnpicklingError as error:
@@ -109,7 +123,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _with_plain_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns an optimizer's state with numbers of Python instead of NumPy's, which are not read without pickle."""
+    """Returns the optimizer state with NumPy numbers converted to Python's, which can be read without unpickling."""
     groups = [
         {key: value.item() if isinstance(value, np.generic) else value for key, value in of_group.items()}
         for of_group in state["param_groups"]
@@ -120,10 +134,21 @@ def _with_plain_numbers(state: dict[str, Any]) -> dict[str, Any]:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Returns rank `root_rank`'s object on every rank; the root gets its own back. Tensors arrive in host memory.
+    """Returns rank `root_rank`'s object on every rank. Collective over the process set.
 
-    May unpickle what that rank pickled; see the module. Raises HorovodValueError on every rank for an object that
-    cannot be pickled.
+    May unpickle what that rank pickled.
+
+    Args:
+        obj: The object; only the root's is used.
+        root_rank: The world rank whose object is sent.
+        name: The name of the operation, the same on all ranks; None: no name.
+        process_set: The ranks that take part.
+
+    Returns:
+        The object. The root gets its own object back; on other ranks tensors are in host memory.
+
+    Raises:
+        HorovodValueError: On every rank, if the object cannot be pickled.
     """
     group = group_of(process_set)
     is_root = _check_root(root_rank, process_set)
@@ -133,9 +158,19 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Returns the objects of all ranks, in their order. May unpickle what they pickled; see the module.
+    """Returns the objects of all ranks on every rank. Collective.
 
-    Raises HorovodValueError on every rank if one has an object that cannot be pickled.
+    May unpickle what the other ranks pickled.
+
+    Args:
+        obj: This rank's object.
+        name: The name of the operation, the same on all ranks; None: no name.
+
+    Returns:
+        The objects, by rank.
+
+    Raises:
+        HorovodValueError: On every rank, if the object of a rank cannot be pickled.
     """
     group = group_of(global_process_set)
     data, found = _packed(obj), []
@@ -148,7 +183,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 
 def _check_root(root_rank: int, process_set: ProcessSet) -> bool:
-    """Returns True on the root. Raises HorovodValueError if it is not in the process set."""
+    """Returns True on the root. Raises HorovodValueError if `root_rank` is not in the process set."""
     group = group_of(process_set)
     if root_rank not in process_set.ranks:
         raise HorovodValueError(f"root_rank is {root_rank}, which is not in {process_set}")
@@ -173,7 +208,7 @@ def _sent(group: Group, data: bytes, *, what: str, root_rank: int) -> bytes:
 
 
 def _packed(obj: Any) -> bytes:
-    """Returns the object as bytes, or what is wrong with it, for `_unpacked`."""
+    """Returns the object as bytes for `_unpacked`, or the text of the error if it cannot be pickled."""
     buffer = io.BytesIO()
     try:
         torch.save(obj, buffer)
@@ -183,7 +218,7 @@ def _packed(obj: Any) -> bytes:
 
 
 def _unpacked(data: bytes, *, rank: int) -> Any:
-    """Returns the object of rank `rank`."""
+    """Returns the object that rank `rank` sent. May unpickle it."""
     return _loaded(data, rank=rank, may_unpickle=True)
 
 

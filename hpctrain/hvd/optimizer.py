@@ -1,4 +1,4 @@
-"""`hvd.DistributedOptimizer`: an optimizer of the given class, whose gradients are reduced over the ranks."""
+"""`hvd.DistributedOptimizer`: subclasses any PyTorch optimizer so that it reduces the gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -30,17 +30,32 @@ def DistributedOptimizer(  # noqa: N802
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns an optimizer of the class of `optimizer`, with its state and parameter groups, that reduces gradients.
+    """Returns an optimizer that reduces the gradients over the ranks before it steps. Not collective.
 
-    Gradients are reduced in buckets while `loss.backward()` runs; `step()` waits for them. A parameter without a
-    gradient counts as zeros. Not collective; `step` and `synchronize` are, over `process_set`; other ranks train alone.
+    The result is of a subclass of the class of `optimizer`, with the same state and parameter groups. Gradients are
+    reduced in buckets while `loss.backward()` runs, and `step()` waits for them. A missing gradient counts as zeros.
+    `step` and `synchronize` are collective over `process_set`; other ranks train alone. With `op=Adasum` each rank
+    steps with its own gradients, and `step` combines the changes of the parameters.
 
-    named_parameters: names for messages and comparisons; all of the optimizer's, or None. backward_passes_per_step:
-    gradients are accumulated on each rank before they are reduced. gradient_predivide_factor: an average is divided by
-    it before the sum, and by ranks / factor after. groups: lists of parameters that are reduced together, or a number
-    of groups. sparse_as_dense: sparse gradients are reduced as dense ones; otherwise their entries are gathered.
-    op: with Adasum each rank steps alone, and the changes of the parameters are combined in `step`.
-    Raises HorovodValueError for wrong arguments.
+    Args:
+        optimizer: An optimizer of any class but LBFGS.
+        named_parameters: (name, parameter) for all parameters of the optimizer, for messages and comparisons. None: the
+            parameters are numbered.
+        compression: The format in which gradients are sent.
+        backward_passes_per_step: The number of backward passes whose gradients are added up before they are reduced.
+        op: Average, Sum, Adasum, Min, Max or Product.
+        gradient_predivide_factor: A factor f that splits the division of an average. Gradients are divided by f before
+            the sum, and by the number of ranks / f after it.
+        num_groups: Deprecated name of `groups`.
+        groups: Lists of parameters that are reduced together, or the number of groups to form. None: buckets of 8 MiB.
+        sparse_as_dense: Whether sparse gradients are reduced as dense tensors. Otherwise their entries are gathered.
+        process_set: The ranks that take part.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        HorovodValueError: If an argument is invalid.
     """
     chosen = chosen_op(op, None)
     if gradient_predivide_factor != 1.0 and chosen is not Average:
@@ -65,7 +80,7 @@ def DistributedOptimizer(  # noqa: N802
     base: type[torch.optim.Optimizer] = type(optimizer)
     mixin = _Combining if chosen is Adasum else _Reducing
     made = type(base.__name__, (mixin, base), {"__module__": base.__module__})
-    # The same parameter groups and state, so that a scheduler of `optimizer` is one of this. `step` would be an
+    # The same parameter groups and state, so that a scheduler of `optimizer` also works here. `step` would be an
     # attribute of the instance where a scheduler has wrapped it.
     wrapped: Any = object.__new__(made)
     vars(wrapped).update({name: value for name, value in vars(optimizer).items() if name != "step"})
@@ -75,7 +90,7 @@ def DistributedOptimizer(  # noqa: N802
 
 
 class _Distributed(torch.optim.Optimizer):
-    """What both kinds share: names of the parameters, and whether this rank has others to reduce with."""
+    """The base of both kinds of optimizer, with the names of the parameters."""
 
     _named: list[Named]
     _settings: Settings
@@ -85,7 +100,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
-        """Name of each parameter, as programs read it from Horovod's optimizer, though it is not documented."""
+        """The name of each parameter. Undocumented in Horovod, but programs read it from Horovod's optimizer."""
         prefix = "" if self._has_names else "allreduce.noname."
         return {parameter: f"{prefix}{name}" for name, parameter in self._named}
 
@@ -99,7 +114,7 @@ class _Distributed(torch.optim.Optimizer):
         self._has_names = named is not None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, which are reduced too. Call it on all ranks between two steps."""
+        """Adds a parameter group, which is reduced too. Call it on all ranks, between two steps."""
         super().add_param_group(param_group)
         known = {id(parameter) for _, parameter in self._named}
         first = len(self._named)
@@ -108,7 +123,7 @@ class _Distributed(torch.optim.Optimizer):
 
 
 class _Reducing(_Distributed):
-    """Reduces gradients before it steps. Methods and their meaning are those of Horovod's DistributedOptimizer."""
+    """Reduces the gradients before each step. Its methods are those of Horovod's DistributedOptimizer."""
 
     _reduction: GradientReduction | None = None
     _synchronized = False
@@ -126,7 +141,7 @@ class _Reducing(_Distributed):
         )
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Changes how many backward passes come before a reduction, from the next step on."""
+        """Changes the number of backward passes per reduction, from the next step on."""
         self._settings = dataclasses.replace(self._settings, passes=passes)
         if self._reduction is not None:
             self._reduction.set_passes(passes)
@@ -144,14 +159,14 @@ class _Reducing(_Distributed):
         super().load_state_dict(*arguments, **options)
 
     def synchronize(self) -> None:
-        """Waits until all gradients are reduced: for clipping, for one. Collective over the process set."""
+        """Waits until all gradients are reduced, for example to clip them. Collective over the process set."""
         if self._reduction is not None:
             self._reduction.finish()
         self._synchronized = True
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """In the `with` block `step` reduces nothing, since `synchronize` was called before."""
+        """Makes `step` inside the `with` block reduce nothing, since `synchronize` was called before."""
         self._synchronizes = False
         try:
             yield
@@ -159,9 +174,17 @@ class _Reducing(_Distributed):
             self._synchronizes = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Waits for the gradients and steps. Collective over the process set. closure: called once, before that.
+        """Waits for the gradients, then steps. Collective over the process set.
 
-        After `synchronize()` outside of `skip_synchronize()` it reduces again, with a warning, as Horovod does.
+        After `synchronize()`, outside of `skip_synchronize()`, it reduces the gradients again and warns, as Horovod
+        does.
+
+        Args:
+            closure: A function that computes the loss and its gradients. It is called once, before the gradients are
+                reduced.
+
+        Returns:
+            The result of `closure`, or None.
         """
         if not self._synchronizes:
             self._synchronized = False
@@ -182,7 +205,10 @@ class _Reducing(_Distributed):
         return loss
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
-        """Raises UsageError between backward and `step` or `synchronize`, while gradients are being reduced."""
+        """Sets the gradients to zero or None.
+
+        Raises UsageError while they are being reduced: between backward and `step`.
+        """
         if self._reduction is not None and self._reduction.begun:
             raise UsageError(
                 "zero_grad() was called after backward and before step() or synchronize(): the gradients are being "
@@ -192,13 +218,13 @@ class _Reducing(_Distributed):
 
 
 class _Combining(_Distributed):
-    """Steps on each rank alone, and combines the changes of the parameters by Adasum."""
+    """Steps on each rank with its own gradients, and combines the changes of the parameters by Adasum."""
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Does nothing: gradients are accumulated until `step`."""
+        """Does nothing, since gradients are accumulated until `step` in any case."""
 
     def synchronize(self) -> None:
-        """Does nothing: gradients stay this rank's."""
+        """Does nothing, since gradients are not reduced."""
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -206,7 +232,7 @@ class _Combining(_Distributed):
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps with this rank's gradients, and combines the changes. Collective over the process set."""
+        """Steps with this rank's gradients, then combines the changes of all ranks. Collective over the process set."""
         if self._alone:
             return super().step(closure)
         trained = [(name, parameter) for name, parameter in self._named if parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""Reductions over the ranks: Horovod's operations, their factors, and Adasum. Collective, on flat tensors.
+"""Horovod's reductions of flat tensors over the ranks: operations, factors and Adasum. Collective.
 
 Source of Adasum: Maleki et al. 2020, arXiv:2006.02924.
 """
@@ -21,7 +21,7 @@ from hpctrain.storage import split_evenly
 
 
 class ReduceOp(enum.IntEnum):
-    """How an all-reduce combines the tensors of the ranks. The numbers are Horovod's."""
+    """The operations by which an all-reduce combines tensors. The numbers are Horovod's."""
 
     AVERAGE = 0
     SUM = 1
@@ -41,15 +41,15 @@ Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
-# Operations that ranks which have joined take part in, with zeros.
+# Operations to which joined ranks contribute zeros.
 JOINABLE = (Average, Sum, Adasum)
 _NAMES = {Average: "mean", Sum: "sum", Min: "minimum", Max: "maximum", Product: "product"}
 
 
 def chosen_op(op: int | None, average: bool | None) -> ReduceOp:
-    """Returns the operation that `op` or the older argument `average` names: the average, if neither is given.
+    """Returns the operation that is named by `op`, or by the older argument `average`; Average if both are None.
 
-    Raises HorovodValueError if both are given, or for a number that is no operation.
+    Raises HorovodValueError if both are given, or if `op` is not the number of an operation.
     """
     if op is not None and average is not None:
         raise HorovodValueError("an all-reduce was given op and average: give op alone")
@@ -84,7 +84,8 @@ def reduce_flat(
 ) -> None:
     """Reduces `flat`, shape (sum(sizes),), over the ranks in place.
 
-    sizes: elements of each tensor in `flat`, for Adasum. sums: sums over the ranks instead of `comm.all_reduce`.
+    sizes: the number of elements of each tensor in `flat`, which Adasum needs. sums: a function that sums over the
+    ranks in place, used instead of `comm.all_reduce`.
     """
     if op is Adasum:
         adasum(comm, flat, sizes=sizes)
@@ -97,13 +98,15 @@ def reduce_flat(
 
 
 def adasum(comm: Collective, flat: torch.Tensor, *, sizes: Sequence[int]) -> None:
-    """Combines the ranks' tensors pair by pair, in place. flat: floating point, shape (sum(sizes),), all tensors.
+    """Combines the ranks' tensors by Adasum, in place. `flat` is floating point, shape (sum(sizes),).
 
-    Two tensors a and b become (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b: their sum where they are orthogonal, their
-    mean where they are equal. Ranks 0 and 1, 2 and 3, ... are combined first, then neighbouring results; with an odd
-    number the last one waits for the next round, so that any number of ranks works. Each rank combines a slice of
-    all ranks' tensors; one small sum a round gives the products over the slices. Half types are computed in float32,
-    the products in float64. Sends as many bytes as a sum. Raises UsageError for integers.
+    Two tensors a and b become (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b: their sum if they are orthogonal, their mean
+    if they are equal. Ranks 0 and 1, 2 and 3, ... are combined first, then neighbouring results. If a round has an odd
+    number of results, the last one waits for the next round, so that any number of ranks works.
+
+    Each rank combines one slice of the tensors of all ranks; in each round, a small sum adds up the dot products of the
+    slices. Half types are computed in float32, dot products in float64. As many bytes are sent as for a sum. Raises
+    UsageError for integers.
     """
     if not flat.dtype.is_floating_point:
         raise UsageError(f"Adasum combines floating-point tensors, not {flat.dtype}")
@@ -127,13 +130,13 @@ def adasum(comm: Collective, flat: torch.Tensor, *, sizes: Sequence[int]) -> Non
 
 
 def _lengths_within(sizes: Sequence[int], *, first: int, end: int) -> list[int]:
-    """Returns how many elements of each tensor are between `first` and `end` of their concatenation."""
+    """Returns how many elements of each tensor lie between the positions `first` and `end` of their concatenation."""
     offsets = list(accumulate(sizes, initial=0))
     return [max(0, min(end, after) - max(first, before)) for before, after in pairwise(offsets)]
 
 
 def _products(a: torch.Tensor, b: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Returns a.a, b.b and a.b of each tensor: float64, shape (3, tensors)."""
+    """Returns the dot products a.a, b.b and a.b per tensor: float64, shape (3, number of tensors)."""
     pieces = zip(a.double().split(list(lengths)), b.double().split(list(lengths)), strict=True)
     return torch.stack([torch.stack([x @ x, y @ y, x @ y]) for x, y in pieces], dim=1)
 
@@ -155,10 +158,10 @@ def _combined(
 
 
 class Compressor(Protocol):
-    """What DistributedOptimizer takes as a compression: a class or an object with these two functions."""
+    """The interface of a compression for DistributedOptimizer: a class or an object with these two functions."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Returns what is summed over the ranks, and what `decompress` needs to know."""
+        """Returns the tensor that is summed over the ranks, and the context that `decompress` needs."""
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor: ...
 
@@ -188,7 +191,7 @@ class FP16Compressor:
 
 
 class Compression:
-    """The compressions that Horovod has."""
+    """The compressions that Horovod offers."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,4 +1,4 @@
-"""Start and end, the ranks and their numbers, and process sets. Horovod's interface is module state, kept here."""
+"""Starts and ends Horovod's interface, and holds its module state: session, ranks and process sets."""
 
 from __future__ import annotations
 
@@ -18,10 +18,19 @@ _TIMEOUT_S = 600.0
 
 
 class ProcessSet:
-    """Ranks that run operations together. Made known by `add_process_set` or `init(process_sets=[...])`.
+    """A set of ranks that run operations together.
 
-    process_set_id: its number, 0 for the set of all ranks; None if it is not known. ranks: world ranks, ascending.
-    Raises HorovodValueError unless `ranks` are different numbers.
+    Register it on all ranks with `add_process_set` or `init(process_sets=[...])` before it is used.
+
+    Args:
+        ranks: The world ranks of the set.
+
+    Attributes:
+        process_set_id: The number of the set; 0 for the set of all ranks, None if the set is not registered.
+        ranks: The world ranks, ascending.
+
+    Raises:
+        HorovodValueError: If `ranks` are not distinct integers.
     """
 
     process_set_id: int | None = None
@@ -35,11 +44,11 @@ class ProcessSet:
             raise HorovodValueError(f"a process set is a list of ranks, each only once, not {self.ranks}")
 
     def size(self) -> int | None:
-        """Returns the number of ranks; None if the set is not known."""
+        """Returns the number of ranks of the set; None if the set is not registered."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Returns this rank's place in the set, -1 if it is not in it; None if the set is not known."""
+        """Returns the index of this rank in the set; -1 if it is not a member, None if the set is not registered."""
         if self.process_set_id is None:
             return None
         return self.ranks.index(rank()) if self.included() else -1
@@ -56,7 +65,7 @@ global_process_set = ProcessSet([])
 
 
 class _Groups(NamedTuple):
-    """Of gradients apart: a rank that starts them in `step` may call other operations before."""
+    """The groups of a process set. Gradients have their own, since `step` may start them after other operations."""
 
     operations: Group
     gradients: Group
@@ -67,7 +76,10 @@ class _Groups(NamedTuple):
 
 
 class _State:
-    """session: None before `init`. sets: known process sets by number, with this rank's groups, if it is in the set."""
+    """The module state.
+
+    `sets` maps the number of a process set to the set and its groups, None on ranks outside the set.
+    """
 
     session: Session | None = None
     sets: dict[int, tuple[ProcessSet, _Groups | None]]
@@ -85,13 +97,21 @@ def init(
     timeout_s: float | None = None,
     watch_folder: str | Path | None = None,
 ) -> None:
-    """Joins the ranks that mpirun or srun started; without a launcher, one rank. Collective; again does nothing.
+    """Connects this process to the other ranks that mpirun or srun started. Collective. A second call does nothing.
 
-    comm: None, the list of all ranks, or a communicator of them. process_sets: made known at once; `"dynamic"` is
-    accepted and not needed. timeout_s: an operation that takes longer ends all ranks with exit code 6; by default
-    HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, if that is set and not 0, else 600. watch_folder: a folder that all ranks
-    see, made if it is not there, through which the message at that end names the ranks that are missing. Raises
-    LaunchError without mpi4py, UsageError for a communicator of some ranks only.
+    Without a launcher there is one rank.
+
+    Args:
+        comm: None, the list of all ranks, or an mpi4py communicator of all ranks.
+        process_sets: The process sets to register. `"dynamic"` is accepted and has no effect.
+        timeout_s: The time limit of an operation in seconds, after which all ranks end with exit code 6. None:
+            HOROVOD_STALL_SHUTDOWN_TIME_SECONDS if it is set and not 0, else 600.
+        watch_folder: A folder on a filesystem that all nodes share, created if it does not exist. With it, the message
+            at the time limit names the missing ranks.
+
+    Raises:
+        LaunchError: If mpi4py is missing.
+        UsageError: If `comm` does not hold all ranks.
     """
     if _state.session is not None:
         return
@@ -113,7 +133,10 @@ def init(
 
 
 def shutdown() -> None:
-    """Waits for operations that were started and ends communication. Collective; without `init` it does nothing."""
+    """Waits for the operations that were started, and ends communication.
+
+    Collective. Without `init` it does nothing.
+    """
     if _state.session is not None:
         _close_groups()  # takes part in what other ranks still reduce
         for process_set, _ in _state.sets.values():
@@ -123,7 +146,7 @@ def shutdown() -> None:
 
 
 def reopen_groups() -> None:
-    """Makes the groups of all process sets anew, after an operation that failed on all ranks. Collective."""
+    """Replaces the groups of all process sets after an operation that failed on all ranks. Collective."""
     _close_groups()
     known, _state.sets, _state.next_id = list(_state.sets.items()), {}, 0
     for number, (process_set, _) in known:
@@ -137,7 +160,7 @@ def is_initialized() -> bool:
 
 
 def size() -> int:
-    """Returns the number of ranks. Raises HorovodValueError before `init`, as the functions below do."""
+    """Returns the number of ranks. Raises HorovodValueError before `init`, as do the functions below."""
     return _session().world_size
 
 
@@ -152,7 +175,7 @@ def local_size() -> int:
 
 
 def local_rank() -> int:
-    """Returns this rank's number within its node, from 0."""
+    """Returns the index of this rank on its node, from 0."""
     return _session().local_rank
 
 
@@ -162,70 +185,70 @@ def cross_size() -> int:
 
 
 def cross_rank() -> int:
-    """Returns the place of this rank's node among those that have a rank with its local rank."""
+    """Returns the index of this rank's node among the nodes that have a rank with this rank's local rank."""
     session = _session()
     return _nodes_with_this_local_rank().index(session.topology.node_of(session.rank))
 
 
 def is_homogeneous() -> bool:
-    """Returns True if all nodes have equally many ranks."""
+    """Returns True if all nodes have the same number of ranks."""
     return len({len(ranks) for ranks in _session().topology.groups("local")}) == 1
 
 
 def mpi_threads_supported() -> bool:
-    """Returns True: without MPI_THREAD_MULTIPLE `init` fails."""
+    """Returns True, since `init` fails without MPI_THREAD_MULTIPLE."""
     _session()
     return True
 
 
 def mpi_enabled() -> bool:
-    """Returns True."""
+    """Returns True, since hpctrain.hvd always communicates over MPI."""
     return True
 
 
 def mpi_built() -> bool:
-    """Returns True."""
+    """Returns True, since hpctrain.hvd always communicates over MPI."""
     return True
 
 
 def gloo_enabled() -> bool:
-    """Returns False: there is no Gloo."""
+    """Returns False, since hpctrain.hvd does not use Gloo."""
     return False
 
 
 def gloo_built() -> bool:
-    """Returns False: there is no Gloo."""
+    """Returns False, since hpctrain.hvd does not use Gloo."""
     return False
 
 
 def nccl_built() -> int:
-    """Returns 0: there is no NCCL."""
+    """Returns 0, since hpctrain.hvd does not use NCCL."""
     return 0
 
 
 def ddl_built() -> bool:
-    """Returns False: there is no DDL."""
+    """Returns False, since hpctrain.hvd does not use DDL."""
     return False
 
 
 def ccl_built() -> bool:
-    """Returns False: there is no oneCCL."""
+    """Returns False, since hpctrain.hvd does not use oneCCL."""
     return False
 
 
 def cuda_built() -> bool:
-    """Returns False: tensors on a GPU are copied to host memory."""
+    """Returns False, since tensors on a GPU are copied to host memory."""
     return False
 
 
 def rocm_built() -> bool:
-    """Returns False: tensors on a GPU are copied to host memory."""
+    """Returns False, since tensors on a GPU are copied to host memory."""
     return False
 
 
 @uncaught_as_message
 def run(*arguments: Any, **options: Any) -> NoReturn:
-    """Not supported: raises UsageError. Horovod's starts ranks from within a program."""
+    """Raises UsageError, since Horovod's `run`, which starts ranks from inside a program, is not supported."""
     raise UsageError(
         "hpctrain.hvd has no `run`: ranks are started from outside of the program. Call the function itself, and start "
         f"the script with `hpctrain launch -n {options.get('np') or 'N'} -- python SCRIPT`, with mpirun or with srun"
@@ -233,7 +256,7 @@ def run(*arguments: Any, **options: Any) -> NoReturn:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
-    """Not supported: raises UsageError."""
+    """Raises UsageError, since timelines are not supported."""
     raise UsageError(
         f"hpctrain.hvd writes no timeline ({file_path}): use torch.profiler in the script, or train a recipe, whose "
         "steps `hpctrain trace` shows on all ranks"
@@ -241,13 +264,20 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
 
 
 def stop_timeline() -> None:
-    """Does nothing: there is no timeline."""
+    """Does nothing, since timelines are not supported."""
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Makes a process set known, with communicators of its own, and returns it. Collective over all ranks.
+    """Registers a process set and opens its communicators. Collective over all ranks, members or not.
 
-    Raises HorovodValueError for ranks that do not exist, none, or those of a set that is known.
+    Args:
+        process_set: The process set, or a list of its world ranks.
+
+    Returns:
+        The process set.
+
+    Raises:
+        HorovodValueError: If the set is empty, has ranks that do not exist, or equals a registered set.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
@@ -262,7 +292,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forgets a process set; returns False for one that is not known, and for that of all ranks. Collective."""
+    """Unregisters a process set and closes its communicators. Collective over all ranks.
+
+    Returns:
+        False, with nothing changed, if the set is not registered or is the set of all ranks.
+    """
     number = process_set.process_set_id
     if not number:
         return False
@@ -275,17 +309,20 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def group_of(process_set: ProcessSet) -> Group:
-    """Returns the group that runs the operations of `process_set`. Raises HorovodValueError if this rank has none."""
+    """Returns the group that runs the operations of `process_set`.
+
+    Raises HorovodValueError if this rank is not in the set.
+    """
     return _groups_of(process_set).operations
 
 
 def gradient_group_of(process_set: ProcessSet) -> Group:
-    """Returns the group that reduces the gradients of optimizers over `process_set`; as `group_of`."""
+    """Returns the group that reduces the gradients of optimizers over `process_set`. Raises as `group_of` does."""
     return _groups_of(process_set).gradients
 
 
 def current_session() -> Session:
-    """Returns the session that `init` has started. Raises HorovodValueError without one."""
+    """Returns the session that `init` has started. Raises HorovodValueError before `init`."""
     return _session()
 
 
@@ -309,7 +346,10 @@ def _session() -> Session:
 
 
 def _make_known(process_set: ProcessSet, *, sums_in_two_levels: bool = False) -> None:
-    """Gives the set a number, the same on all ranks, and its members a group. Collective over the members."""
+    """Gives the set the next number, the same on all ranks, and opens its members' groups.
+
+    Collective over the members.
+    """
     groups = None
     if _session().rank in process_set.ranks:
         groups = _Groups(

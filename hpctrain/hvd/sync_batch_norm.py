@@ -1,4 +1,4 @@
-"""Batch normalisation over all ranks, under Horovod's name."""
+"""Batch normalisation over all ranks, under Horovod's name for it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,21 @@ def SyncBatchNorm(  # noqa: N802
     affine: bool = True,
     track_running_stats: bool = True,
 ) -> torch.nn.Module:
-    """Returns a layer that normalises inputs of shape (n, num_features, ...) with mean and variance over all ranks.
+    """Returns a layer that normalises with mean and variance over all ranks. Call `hvd.init` before.
 
-    Needs `hvd.init` before. In training forward and backward are collective over all ranks; n may differ and may be 0.
-    Runs on the CPU too, where Horovod's does not. Keys of its `state_dict()` are those of `torch.nn.BatchNorm2d`.
+    The input has the shape (n, num_features, ...), where n may differ between ranks and may be 0. In training, forward
+    and backward are collective over all ranks. Unlike Horovod's layer it also runs on the CPU. The keys of its
+    `state_dict()` are those of `torch.nn.BatchNorm2d`.
+
+    Args:
+        num_features: The number of channels.
+        eps: The number that is added to the variance.
+        momentum: The weight of a new batch in the running statistics; None: the cumulative average.
+        affine: Whether the layer has a trained scale and offset per channel.
+        track_running_stats: Whether running statistics are kept for evaluation.
+
+    Returns:
+        The layer.
     """
     layer = torch.nn.BatchNorm1d(num_features, eps, momentum, affine, track_running_stats)
     # No other thread uses the world's own communicator.

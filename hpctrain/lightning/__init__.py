@@ -1,4 +1,4 @@
-"""Lightning's Trainer on ranks that mpirun or srun started: strategies, and the environment that they use.
+"""Strategies for Lightning's Trainer on ranks that mpirun or srun started.
 
 Needs `hpctrain[lightning]`.
 """

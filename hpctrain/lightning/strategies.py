@@ -1,4 +1,4 @@
-"""Lightning's strategies on the ranks of a session: the launcher has decided how many there are."""
+"""Lightning's strategies on the ranks of a session. The launcher decides how many ranks there are, not the Trainer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning.pytorch import strategies
 from hpctrain.launch import identify
 from hpctrain.run import Session, init_process_group
 
-# Who this rank is, for Lightning.
+# The rank's identity, for Lightning.
 
 
 @final
 class SessionEnvironment(ClusterEnvironment):
-    """Lightning's ClusterEnvironment of a session's ranks. Does not communicate.
+    """Lightning's ClusterEnvironment for the ranks of a session. Does not communicate.
 
-    session: over which torch.distributed is initialised (`hpctrain.init_process_group`).
+    session: a session over which torch.distributed is initialised (`hpctrain.init_process_group`).
     """
 
     def __init__(self, session: Session) -> None:
@@ -42,20 +42,20 @@ class SessionEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Returns whether mpirun or srun started this process."""
+        """Returns True if mpirun or srun started this process with other ranks."""
         return identify(os.environ, socket.gethostname()).num_ranks > 1
 
     def world_size(self) -> int:
         return self._session.world_size
 
     def set_world_size(self, size: int) -> None:
-        """Does nothing: the launcher has decided it."""
+        """Does nothing, since the launcher decides it."""
 
     def global_rank(self) -> int:
         return self._session.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Does nothing: the launcher has decided it."""
+        """Does nothing, since the launcher decides it."""
 
     def local_rank(self) -> int:
         return self._session.local_rank
@@ -68,9 +68,9 @@ class SessionEnvironment(ClusterEnvironment):
 
 
 class _OnRanks(strategies.ParallelStrategy):
-    """What the strategies have in common. Placed before one of Lightning's, whose __init__ takes the other options."""
+    """The common base of the strategies. It comes before Lightning's class, whose __init__ takes the other options."""
 
-    _started: Session | None = None  # by the newest strategy that was given none
+    _started: Session | None = None  # the session that the newest strategy has started
 
     def __init__(
         self,
@@ -92,11 +92,13 @@ class _OnRanks(strategies.ParallelStrategy):
         super().__init__(**options)
         self.cluster_environment = SessionEnvironment(session)
 
-    # The Trainer's `devices` and `num_nodes` do not count: it would set these.
+    # The Trainer's `devices` and `num_nodes`, with which it would set these, are ignored.
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """This rank's device once for every rank of its node: Lightning takes their number from here."""
+        """This rank's device, repeated once per rank of its node, since Lightning takes the number of ranks from its
+        length.
+        """
         topology = self._session.topology
         ranks = topology.groups("local")[topology.node_of(self._session.rank)]
         return [self._session.device] * len(ranks)
@@ -115,12 +117,19 @@ class _OnRanks(strategies.ParallelStrategy):
 
 
 class DDPStrategy(_OnRanks, strategies.DDPStrategy):
-    """Lightning's DDPStrategy over `hpctrain.init_process_group`, which it calls. Collective.
+    """Lightning's DDPStrategy on the ranks of a session.
 
-    Trainer(accelerator="cpu", strategy=DDPStrategy()); `devices` and `num_nodes` follow from the launcher.
-    session: of `hpctrain.init` or `hpctrain.init_process_group`; None starts one, or takes that of an earlier strategy
-    which did. device, timeout_s, watch_folder: as
-    for `init_process_group`. options: of Lightning's class, such as find_unused_parameters.
+    Creating it calls `hpctrain.init_process_group` and is collective.
+
+    Use it as `Trainer(accelerator="cpu", strategy=DDPStrategy())`. `devices` and `num_nodes` follow from the launcher.
+
+    Args:
+        session: A session of `hpctrain.init` or `hpctrain.init_process_group`. None: the session that an earlier
+            strategy started, or a new one.
+        device: As for `init_process_group`.
+        timeout_s: As for `init_process_group`.
+        watch_folder: As for `init_process_group`.
+        **options: Options of Lightning's class, such as find_unused_parameters.
     """
 
     @property
@@ -130,9 +139,16 @@ class DDPStrategy(_OnRanks, strategies.DDPStrategy):
 
 
 class ModelParallelStrategy(_OnRanks, strategies.ModelParallelStrategy):
-    """Lightning's ModelParallelStrategy over `hpctrain.init_process_group`, which it calls. Collective.
+    """Lightning's ModelParallelStrategy on the ranks of a session. Creating it is collective, as for `DDPStrategy`.
 
-    For FSDP2 and tensor parallelism: `configure_model` of the LightningModule applies them, over `self.device_mesh`.
-    session, device, timeout_s, watch_folder: as for `DDPStrategy`. options: of Lightning's class: data_parallel_size,
-    tensor_parallel_size, save_distributed_checkpoint.
+    It is for FSDP2 and tensor parallelism, which `configure_model` of the LightningModule applies over
+    `self.device_mesh`.
+
+    Args:
+        session: As for `DDPStrategy`.
+        device: As for `DDPStrategy`.
+        timeout_s: As for `DDPStrategy`.
+        watch_folder: As for `DDPStrategy`.
+        **options: Options of Lightning's class, such as data_parallel_size, tensor_parallel_size and
+            save_distributed_checkpoint.
     """

@@ -1,6 +1,6 @@
-"""The report of one or several runs: what they measured and what it means, as a page, Markdown, or files for papers.
+"""Reports on one or several runs: measurements and conclusions, as a page, Markdown, or files for papers.
 
-Nothing here communicates or trains: a report is made from run directories, on any machine.
+A report is created from run directories, on any machine. It neither communicates nor trains.
 """
 
 import lazy_loader

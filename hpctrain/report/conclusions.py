@@ -1,8 +1,8 @@
-"""What the measurements of a run mean, in sentences that each name a number and where it was measured. Pure.
+"""Conclusions from the measurements of a run, as sentences that each name a number and its source. Pure.
 
-Why a run is slower a rank than another follows from identities: samples/s of a rank, relative to the reference, is the
-product of the ratios of the factors (load balance, serialisation, transfer, share of computing) and of computation
-scaling. The part of a factor f in a loss to e is ln f / ln e, which adds up to 1 over the factors.
+Why one run is slower per rank than another follows from identities. Its samples/s per rank, relative to the reference,
+is the product of the ratios of the factors (load balance, serialisation, transfer, share of computing) and of
+computation scaling. The part of a factor f in a loss to e is ln f / ln e; these add up to 1 over the factors.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from hpctrain.report.tables import Row, Table, Value
 from hpctrain.scaling import Efficiency, against, own_times
 from hpctrain.supervise import effective_time
 
-# Times of the ranks of a split model by their place in it: stages of a pipeline, ranks of tensor groups.
+# Times of the ranks of a split model by pipeline stage and by index in the tensor group.
 # Pure.
 
 
-# Names of a rank's places in environment.json, and what one is called.
+# The names of a rank's indices in environment.json, and their singular names.
 _AXES = {"pipeline": "stage", "tensor": "tensor rank"}
 _PARTS = ("compute", "bubble", "exposed_sync", "input")
 
 
 def places(run: RunData, axis: str) -> dict[int, list[int]]:
-    """Returns the ranks at each place of an axis, `pipeline` or `tensor`; {} if there is one place."""
+    """Returns the ranks at each index of an axis, `pipeline` or `tensor`; {} if the axis has one index."""
     found: dict[int, list[int]] = {}
     for rank, entry in enumerate(run.environment["ranks"]):
         if axis in entry:
@@ -37,9 +37,9 @@ def places(run: RunData, axis: str) -> dict[int, list[int]]:
 
 
 def stage_seconds(run: RunData) -> list[float]:
-    """Returns the seconds for which a rank of each stage computes in a step: the mean over its ranks and the steps.
+    """Returns the seconds per step that each pipeline stage computes, as the mean over its ranks and the steps.
 
-    Empty for a run that is no pipeline, or without times of all ranks.
+    Empty if the run is not a pipeline or lacks the times of all ranks.
     """
     if run.times is None:
         return []
@@ -47,7 +47,7 @@ def stage_seconds(run: RunData) -> list[float]:
 
 
 def by_axis(run: RunData) -> Table | None:
-    """Returns the times of each stage and of each place in a tensor group; None for a run without these."""
+    """Returns the times of each pipeline stage and of each index in a tensor group; None for runs without either."""
     if run.times is None:
         return None
     rows = [
@@ -68,7 +68,7 @@ def by_axis(run: RunData) -> Table | None:
     )  # fmt: skip
 
 
-# How far the reductions of a run are from what its links and memory allow. Pure.
+# Compares the reductions of a run with the bound that its links and memory allow. Pure.
 #
 # An all-reduce of n bytes over W members, each of which sends at a rate B, takes at least 2 (W-1)/W n / B
 # (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002, theorem 1). Here the members are the nodes,
@@ -82,8 +82,14 @@ _HOW_TO_KNOW = "stragglers.probe = 'start' or reduction.algorithm = 'auto' measu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """The nodes, or the ranks of a node. sent_bytes: that each of the `members` must send in a step; None where the
-    wire format's size depends on the gradients. bytes_per_s: None if it is not known. source: what it is known from."""
+    """One level of a reduction: between nodes, or between the ranks of a node.
+
+    Attributes:
+        sent_bytes: The bytes that each of the `members` must send per step; None if the size of the wire format depends
+            on the gradients.
+        bytes_per_s: The rate of the level; None if unknown.
+        source: Where that rate was measured.
+    """
 
     members: int
     sent_bytes: float | None
@@ -99,9 +105,16 @@ class Level:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionLimit:
-    """Of a run on several ranks. gradient_bytes: of a rank, uncast; None if the run has not recorded its buckets.
-    nodes, ranks: the levels; None with a single member. hidden_s, exposed_s: seconds of reduction in a step, mean over
-    the ranks, without waiting for slower ranks once a rank has nothing else to do; None before it was measured."""
+    """The measured time of a run's reductions and its lower bound, for a run on several ranks.
+
+    Attributes:
+        gradient_bytes: The bytes of one rank's gradients, not cast; None if the run has not recorded its buckets.
+        nodes: The level between nodes; None if there is one node.
+        ranks: The level within a node; None if there is one rank per node.
+        hidden_s: Seconds of reduction per step behind computation, the mean over the ranks; None if not measured.
+        exposed_s: Seconds of reduction per step in which a rank has nothing else to do, without waits for slower ranks,
+            the mean over the ranks; None if not measured.
+    """
 
     gradient_bytes: int | None
     wire: str
@@ -112,7 +125,7 @@ class ReductionLimit:
 
     @property
     def least_s(self) -> float | None:
-        """The time of the slower level, of those that are known."""
+        """The time of the slower level, among those that are known."""
         found = [
             level.least_s
             for level in (self.nodes, self.ranks)
@@ -126,14 +139,14 @@ class ReductionLimit:
 
     @property
     def times_least(self) -> float | None:
-        """The measured time divided by the least; below 1 where caches are faster than memory."""
+        """The measured time divided by the bound. It is below 1 if caches are faster than memory."""
         return self.measured_s / self.least_s if self.measured_s is not None and self.least_s else None
 
 
 def reduction_limit(run: RunData, *, link_bytes_per_s: float | None = None) -> ReductionLimit | None:
-    """Returns what a run's reductions took and must take at least; None on one rank.
+    """Returns the time of a run's reductions and its lower bound; None on one rank.
 
-    link_bytes_per_s: of a node, one direction; None: what the run has measured.
+    link_bytes_per_s: the rate of a node's link in one direction; None: the rate that the run has measured.
     """
     if run.num_ranks == 1:
         return None
@@ -198,7 +211,7 @@ def reduction_table(runs: Sequence[RunData], limits: Sequence[ReductionLimit | N
 
 
 def _unknown(limits: Sequence[ReductionLimit]) -> str:
-    """Returns which figures are missing, and how to get them."""
+    """Returns which numbers are missing, and how to get them."""
     found = []
     if any(limit.gradient_bytes is None for limit in limits):
         found.append("Where a run has recorded no buckets, its bytes are not known.")
@@ -236,14 +249,14 @@ def _link(run: RunData) -> tuple[float | None, str]:
 
 
 def _memory(run: RunData) -> tuple[float | None, str]:
-    """Returns the rate of a rank within its node: its share of the memory's, on the slowest node."""
+    """Returns the rate of a rank within its node: its share of the memory's rate, on the slowest node."""
     nodes = zip((run.probe or {}).get("nodes", ()), run.environment["ranks_by_node"], strict=False)
     rates = [float(node["memory_bytes_per_s"]) / len(ranks) for node, ranks in nodes if ranks]
     return (min(rates), "probe.json, a rank's share of memory") if rates else _calibrated(run, "local")
 
 
 def _calibrated(run: RunData, axis: str) -> tuple[float | None, str]:
-    """Returns what `reduction.algorithm = "auto"` has measured on the same ranks of the same nodes."""
+    """Returns the rate that `reduction.algorithm = "auto"` has measured on the same ranks of the same nodes."""
     for entry in reversed(run.calibrations):
         if entry["key"].get("ranks_by_node") == run.environment["ranks_by_node"]:
             for level in entry["found"]["levels"]:
@@ -270,7 +283,7 @@ _HALF_AS_MANY_BYTES = {"fp32": "fp16", "fp16": "int8", "bf16": "int8"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
-    """weight: for the order, the largest first. source: which measurement says so."""
+    """A conclusion. `weight` orders them, the largest first. `source` is the measurement that supports it."""
 
     text: str
     source: str
@@ -281,9 +294,9 @@ class Conclusion:
 def conclude(
     run: RunData, *, reference: RunData | None = None, limit: ReductionLimit | None = None
 ) -> list[Conclusion]:
-    """Returns what is worth knowing about a run, the most important first.
+    """Returns the conclusions from a run, the most important first.
 
-    reference: what it is compared with. limit: of its reductions.
+    reference: the run with which it is compared. limit: the bound of its reductions.
     """
     found: list[Conclusion] = [*_of_attempts(run), *_of_incidents(run)]
     if run.efficiency is not None:
@@ -296,7 +309,7 @@ def conclude(
 
 
 def factors_of_loss(run: Efficiency, *, reference: Efficiency) -> dict[str, float]:
-    """Returns by what each cause multiplies the samples/s of a rank; their product is the whole change."""
+    """Returns the factor of each cause in the samples/s per rank. Their product is the whole change."""
     ours, theirs = run.factors, reference.factors
     return {
         "computation scaling": against(run, reference=reference).computation,
@@ -340,7 +353,7 @@ def _of_scaling(
 
 
 def _of_stages(run: RunData) -> Iterator[Conclusion]:
-    """Names the stage of a pipeline that computes longest, if the others wait for it."""
+    """Yields the pipeline stage that computes longest, if the others wait for it."""
     seconds = stage_seconds(run)
     if len(seconds) < 2:
         return
@@ -414,7 +427,7 @@ def _reduction_text(run: RunData, exposed: float) -> str:
 
 
 def _of_limit(limit: ReductionLimit, *, step_s: float) -> Iterator[Conclusion]:
-    """Says how far the reductions are from what links and memory allow, if both are known."""
+    """Yields how far the reductions are from what links and memory allow, if both are known."""
     times, measured_s, least_s = limit.times_least, limit.measured_s, limit.least_s
     if times is None or measured_s is None or least_s is None or not step_s:
         return

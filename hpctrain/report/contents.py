@@ -1,4 +1,4 @@
-"""What stands in a report, before it is written in any format."""
+"""The contents of a report, and the functions that write it in each format."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from hpctrain.storage import replace_file
 if TYPE_CHECKING:
     from hpctrain.bench import ScalingDocument
 
-# What a scaling sweep says: a table, and conclusions. Pure.
+# The table of a scaling sweep, and the conclusions from it. Pure.
 
 
 def sweep_table(sweep: ScalingDocument) -> Table:
-    """Returns what a sweep has measured, a line for each number of ranks."""
+    """Returns the measurements of a sweep, one row per number of ranks."""
     rows = [
         Row(
             name=f"{size.ranks}",
@@ -69,7 +69,7 @@ def sweep_title(sweep: ScalingDocument) -> str:
 
 
 def conclude_sweep(sweep: ScalingDocument) -> list[Conclusion]:
-    """Returns the efficiency of the largest size, the law that was fitted, and what limits both."""
+    """Returns the efficiency of the largest size, the law that was fitted, and the limits of both."""
     found = []
     largest = sweep.sizes[-1] if sweep.sizes else None
     value = None if largest is None else largest.efficiency.get("value")
@@ -117,7 +117,7 @@ def _percent(value: float | None) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """conclusions: by label of the run they are about."""
+    """The contents of a report. `conclusions` has those about each run, by its label."""
 
     title: str
     made: str
@@ -136,12 +136,14 @@ def make_report(
     link_bytes_per_s: float | None = None,
     with_plots: bool = True,
 ) -> Report:
-    """Returns the report of these runs. The one with the fewest ranks is what the others are compared with.
+    """Returns the report on these runs. The run with the fewest ranks is the reference for the others.
 
-    link_bytes_per_s: of a node, one direction; None: what the runs have measured. slurm: is asked for the energy of the
-    runs' jobs. with_plots: figures need matplotlib.
+    Args:
+        link_bytes_per_s: The rate of a node's link in one direction; None: the rates that the runs have measured.
+        slurm: The connection to Slurm, which is asked for the energy of the runs' jobs.
+        with_plots: Whether to draw figures, which needs matplotlib.
 
-    Raises UsageError for a directory that is no run's, or that is given twice, LaunchError if Slurm refuses.
+    Raises UsageError for a directory that is not a run directory or is given twice; LaunchError if Slurm refuses.
     """
     if len({directory.resolve() for directory in directories}) < len(directories):
         raise UsageError("a run directory is given twice")
@@ -177,7 +179,7 @@ def make_report(
 
 
 def _labels(directories: Sequence[Path]) -> list[str]:
-    """Returns a name for each: its last part, or as much of the path as distinguishes it from the others."""
+    """Returns a label for each directory: its last part, or as much of the path as makes it unique."""
     paths = [directory.resolve() for directory in directories]
     for depth in range(1, max((len(path.parts) for path in paths), default=1) + 1):
         labels = ["/".join(path.parts[-depth:]) for path in paths]
@@ -190,7 +192,10 @@ def _labels(directories: Sequence[Path]) -> list[str]:
 
 
 def write_html(report: Report, path: Path) -> None:
-    """Writes one page that needs nothing else: no network, no JavaScript. Raises UsageError if it cannot."""
+    """Writes one page without references to other files, to the network, or to JavaScript.
+
+    Raises UsageError if it cannot.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hpctrain.report", "templates"), autoescape=True, trim_blocks=True,
         lstrip_blocks=True, undefined=jinja2.StrictUndefined,
@@ -200,7 +205,7 @@ def write_html(report: Report, path: Path) -> None:
 
 
 def write_markdown(report: Report, path: Path) -> None:
-    """Writes conclusions and tables as GitHub's Markdown. Raises UsageError if it cannot."""
+    """Writes conclusions and tables as GitHub Markdown. Raises UsageError if it cannot."""
     lines = [f"# {report.title}", "", f"Made {report.made}.", ""]
     for label, conclusions in report.conclusions:
         lines += [f"## {label}", "", *(f"- {each.text} ({each.source})" for each in conclusions)]
@@ -216,13 +221,13 @@ def write_markdown(report: Report, path: Path) -> None:
 
 
 def write_csv(report: Report, directory: Path) -> None:
-    """Writes each table as a CSV file, with the numbers in full. Raises UsageError if it cannot."""
+    """Writes each table as a CSV file with unrounded numbers. Raises UsageError if it cannot."""
     for table in report.tables:
         _write(directory / f"{_file_name(table.name)}.csv", _csv(table).encode())
 
 
 def write_png(report: Report, directory: Path) -> None:
-    """Writes each figure as a PNG file, on white. Raises UsageError if it cannot."""
+    """Writes each figure as a PNG file on a white background. Raises UsageError if it cannot."""
     for plot in report.plots:
         _write(directory / f"{_file_name(plot.name)}.png", plot.png())
 

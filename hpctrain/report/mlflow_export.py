@@ -17,11 +17,11 @@ from hpctrain.run import read_recipe_document
 from hpctrain.telemetry import read_records, scalars_of
 
 STORE = "mlflow.db"  # in the run directory
-# What one request may hold (mlflow.org, REST API, "Log Batch").
+# The limits of one request (mlflow.org, REST API, "Log Batch").
 _METRICS_A_BATCH, _PARAMS_A_BATCH = 1000, 100
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 5000
 
-_RUN_TAG = "hpctrain.run"  # by which an earlier export of the same run is found
+_RUN_TAG = "hpctrain.run"  # identifies an earlier export of the same run
 _UNTIL_TAG = "hpctrain.exported_until"  # time of the newest record in the store
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "diverged": "FAILED"}
 # Otherwise a server that refuses would be asked for minutes.
@@ -36,9 +36,12 @@ _SETTINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What an export wrote. new: whether the store did not have this run before. num_values: metrics sent this time.
+    """The result of an export.
 
-    uri: without a password.
+    Attributes:
+        new: Whether the store did not have this run before.
+        num_values: The number of metrics sent this time.
+        uri: The address of the store, without a password.
     """
 
     run_id: str
@@ -51,10 +54,11 @@ class Exported:
 def export_to_mlflow(
     directory: Path, *, uri: str | None = None, experiment: str = "hpctrain", name: str | None = None
 ) -> Exported:
-    """Writes the run in `directory` to an MLflow tracking store, or what has come since it was written there last.
+    """Writes the run in `directory` to an MLflow tracking store. A further call adds what is new since the last one.
 
-    uri: of the store or server; None: an SQLite file in the run directory. name: of the run; None: `run.name`.
-    Raises UsageError if `directory` is not a run's or MLflow is not installed, LaunchError if the store refuses.
+    uri: the address of the store or server; None: an SQLite file in the run directory. name: the name of the run; None:
+    `run.name`. Raises UsageError if `directory` is not a run directory or MLflow is not installed; LaunchError if the
+    store refuses.
     """
     run = read_run(directory)
     recipe = _flat(read_recipe_document(directory / "recipe.toml"))
@@ -90,14 +94,14 @@ def export_to_mlflow(
 
 
 def _shown(text: str) -> str:
-    """Returns `text` without the user names and passwords of addresses in it."""
+    """Returns `text` without user names and passwords in addresses."""
     return re.sub(r"(?<=//)[^/@\s]+@", "", text)
 
 
 def _logged_run(
     run: RunData, client: Any, *, experiment_id: str, name: str | None, recipe: Mapping[str, str]
 ) -> tuple[Any, bool]:
-    """Returns MLflow's run of this run, and whether it was made now."""
+    """Returns MLflow's run for this run, and whether it was created now."""
     # Distinguishes this run from others, also when its directory is moved.
     identity = f"{_began(run):.6f} on {run.starts[0]['environment']['ranks'][0]['host']}"
     asked = f"tags.`{_RUN_TAG}` = '{identity}'"
@@ -116,7 +120,7 @@ def _logged_run(
 def _update(
     run: RunData, client: Any, logged: Any, *, recipe: Mapping[str, str], records: Sequence[Record]
 ) -> int:
-    """Writes what MLflow's run lacks. Returns how many metrics were sent."""
+    """Writes what MLflow's run lacks. Returns the number of metrics sent."""
     from mlflow.entities import Metric, Param, RunTag
 
     run_id, params, tags = logged.info.run_id, logged.data.params, logged.data.tags
@@ -165,7 +169,7 @@ def _began(run: RunData) -> float:
 
 
 def _newest_records(run: RunData) -> list[Record]:
-    """Returns rank 0's records with numbers; of steps that were done twice, the later ones."""
+    """Returns rank 0's records that have numbers; for repeated steps the later ones."""
     path = run.directory / "metrics" / "rank-00000.jsonl"
     newest: dict[tuple[str, int], Record] = {}
     try:
@@ -209,7 +213,7 @@ def _tags(run: RunData) -> dict[str, str]:
 
 
 def _flat(document: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]:
-    """Returns the values of nested tables by dotted key; lists as JSON."""
+    """Returns the values of nested tables by dotted key, lists as JSON."""
     found: dict[str, str] = {}
     for key, value in document.items():
         if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""The figures of a report, by matplotlib, without a display and without state of its own.
+"""The figures of a report, drawn by matplotlib without a display and without global state.
 
-Each is drawn in the colours of `PALETTE`; a page replaces them by CSS variables, so that it suits light and dark.
+Figures use the colours of `PALETTE`. A page replaces them with CSS variables, so that it suits light and dark themes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LEAST_SHARE = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """name: for files. text: what a reader who does not see it has to know."""
+    """A figure. `name` is used for files; `text` describes it for readers who do not see it."""
 
     name: str
     title: str
@@ -51,7 +51,7 @@ class Plot:
     figure: MplFigure
 
     def svg(self) -> str:
-        """Returns the figure as an SVG element whose colours are CSS variables and whose text is text."""
+        """Returns the figure as an SVG element with CSS variables as colours and with selectable text."""
         import matplotlib as mpl
 
         written = io.StringIO()
@@ -76,7 +76,7 @@ class Plot:
 
 
 def check_matplotlib(options: str) -> None:
-    """Raises UsageError if matplotlib is not installed. options: begin of the message, such as "--html needs"."""
+    """Raises UsageError if matplotlib is not installed. `options` starts the message, such as "--html needs"."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
             f"{options} matplotlib, which is not installed: pip install 'hpctrain[plot]', or use --markdown of "
@@ -87,7 +87,7 @@ def check_matplotlib(options: str) -> None:
 def plots_of(
     runs: Sequence[RunData], *, sweep: ScalingDocument | None, limits: Sequence[ReductionLimit | None]
 ) -> list[Plot]:
-    """Returns the figures for which the runs have data. limits: of each run's reductions."""
+    """Returns the figures for which the runs have data. `limits` has the bound of each run's reductions."""
     found = [
         _loss(runs),
         _speed(runs),
@@ -330,7 +330,7 @@ def _chosen_law(sweep: ScalingDocument) -> dict[str, dict[str, float]] | None:
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    """Returns at most some hundred points, each the mean of its neighbours, so that a page stays small."""
+    """Returns at most some hundred points, each the mean of neighbouring points, so that a page stays small."""
     width = -(-len(points) // _MOST_POINTS) if points else 1
     groups = [points[at : at + width] for at in range(0, len(points), width)]
     return [group[-1][0] for group in groups], [sum(y for _, y in group) / len(group) for group in groups]

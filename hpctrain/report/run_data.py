@@ -1,4 +1,4 @@
-"""Reads what a run directory holds, in any state of the run."""
+"""Reads a run directory, in any state of the run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ INCIDENTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Energy:
-    """What the energy counters of the run's nodes have counted, over all its starts.
+    """The energy that the counters of the run's nodes have measured over all starts.
 
-    joules: by source. total_j: a counter of a whole node includes the others. ranks: that have read the counters of
-    their nodes.
+    Attributes:
+        joules: The energy by source.
+        total_j: The total, where a counter of a whole node includes the others.
+        ranks: The ranks that have read the counters of their nodes.
     """
 
     joules: Mapping[str, float]
@@ -51,17 +53,25 @@ class Energy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """What the directory of one run holds.
+    """The content of one run directory.
 
-    label: what the run is called in the report, different for each. environment: of its newest start. starts: the
-    lines of starts.jsonl. summary: None if no start has ended in order. steps, checkpoints, evaluations: records of
-    rank 0, one a step or save, the newest where it was done twice. performed: seconds of all steps on rank 0, also of
-    those that were done twice, with the time of each (epoch). incidents: records of the kinds `INCIDENTS`, of all
-    ranks that have records, oldest first. efficiency: since the last start; None before it
-    was measured. times: of all ranks; None if not all have recorded their steps. why_no_times: the reason. energy: None
-    if no counter could be read. gradient_bytes: of a rank's buckets; None if they were not recorded. probe: speeds of
-    nodes and links, if they were measured before training. probed_link: bytes/s of the slowest node, where links were
-    measured during training. calibrations: entries of reduction.json.
+    Attributes:
+        label: The unique name of the run in the report.
+        environment: The environment of the newest start.
+        starts: The lines of starts.jsonl.
+        summary: The summary; None if no start has ended normally.
+        steps: The step records of rank 0; for a repeated step the newest.
+        checkpoints: The save records of rank 0; for a repeated save the newest.
+        evaluations: The evaluation records of rank 0; for a repeated evaluation the newest.
+        performed: The seconds of all steps on rank 0, including repeated ones, with the time of each (epoch).
+        incidents: Records of the kinds `INCIDENTS` from all ranks with records, oldest first.
+        efficiency: The efficiency since the last start; None if not measured.
+        times: The times of all ranks; None if not all have recorded their steps, and `why_no_times` says why.
+        energy: The energy; None if no counter could be read.
+        gradient_bytes: The bytes of a rank's buckets; None if not recorded.
+        probe: The speeds of nodes and links, if measured before training.
+        probed_link: The bytes/s of the slowest node, if links were measured during training.
+        calibrations: The entries of reduction.json.
     """
 
     directory: Path
@@ -98,7 +108,7 @@ class RunData:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether the threads of a node's ranks outnumber the cores that they may run on."""
+        """True if the threads of a node's ranks outnumber the cores that they may use."""
         threads: dict[str, int] = {}
         cores: dict[str, set[int]] = {}
         for rank in self.environment["ranks"]:
@@ -108,20 +118,22 @@ class RunData:
         return any(threads[host] > len(cores[host]) for host in threads if cores[host])
 
     def jobs(self) -> list[str]:
-        """Returns the Slurm jobs in which the run was started, oldest first; empty outside Slurm."""
+        """Returns the Slurm jobs of the run, oldest first; empty outside Slurm."""
         variables = [start["environment"].get("variables", {}) for start in self.starts]
         return list(dict.fromkeys(found["SLURM_JOB_ID"] for found in variables if "SLURM_JOB_ID" in found))
 
     def samples_per_s(self) -> float | None:
-        """Returns samples/s of all ranks, without start-up; None before two steps are known."""
+        """Returns the samples/s of all ranks, without start-up; None before two steps are known."""
         if self.summary is not None and self.summary.get("samples_per_s"):
             return float(self.summary["samples_per_s"])
         found = self.efficiency
         return None if found is None or not found.step_s else found.samples / found.steps / found.step_s
 
     def node_hours(self) -> float:
-        """Returns the hours of all nodes: of the attempts, if `hpctrain supervise` has started them, otherwise of the
-        steps, without start-up."""
+        """Returns the hours of all nodes: of the attempts of `hpctrain supervise`, else of the steps.
+
+        Start-up is not included in the latter.
+        """
         if self.attempts:
             return sum(
                 (attempt.ended - attempt.began) * len(attempt.nodes)
@@ -137,7 +149,10 @@ class RunData:
 
 
 def read_run(directory: Path, *, label: str = "") -> RunData:
-    """Returns what the run directory holds. Raises UsageError if it is none, LaunchError for an unreadable ledger."""
+    """Returns the content of a run directory.
+
+    Raises UsageError if the directory is not a run directory, LaunchError for an unreadable ledger.
+    """
     environment = _read_json(directory / "environment.json")
     if environment is None:
         raise UsageError(f"{directory} is not the directory of a run: it has no environment.json")

@@ -1,4 +1,4 @@
-"""The tables of a report, and what a node costs."""
+"""The tables of a report, and the price of a node."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# What a node costs, from a file of the user's.
+# The price of a node, from a user's file.
 
 
 class Prices(BaseModel):
-    """per_node_hour: price of a node for an hour. currency: as it is to be shown."""
+    """The price of a node per hour, and its currency as it is shown."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -34,7 +34,7 @@ class Prices(BaseModel):
 
 
 def read_prices(path: Path) -> Prices:
-    """Returns the prices in a TOML file with `per_node_hour` and `currency`. Raises UsageError if it has others."""
+    """Returns the prices in a TOML file with `per_node_hour` and `currency`. Raises UsageError for other content."""
     try:
         return Prices.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -55,10 +55,10 @@ Value = str | float | int | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of a table: a name and a value for each column.
+    """One row of a table: a name and a value per column.
 
-    format: a format specification for numbers, as ".1%"; text is shown as it is, None as a dash. indent: depth below
-    the row above.
+    format: the format specification of numbers, such as ".1%"; text is shown unchanged, None as a dash. indent: the
+    depth below the row above.
     """
 
     name: str
@@ -68,13 +68,19 @@ class Row:
     indent: int = 0
 
     def shown(self) -> list[str]:
-        """Returns the values as a reader sees them."""
+        """Returns the values as text."""
         return [_shown(value, self.format) for value in self.values]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """name: for files, in lower case with hyphens. columns: their heads; head: of the rows' names."""
+    """One table of a report.
+
+    Attributes:
+        name: Its name in files, in lower case with hyphens.
+        columns: The column headings.
+        head: The heading of the rows' names.
+    """
 
     name: str
     title: str
@@ -134,7 +140,7 @@ def what_ran(runs: Runs) -> Table:
 
 
 def quality(runs: Runs) -> Table | None:
-    """Returns the held-out results at the end of each run; None if no run has any."""
+    """Returns the held-out metrics at the end of each run; None if no run has any."""
     last = [dict(run.evaluations[-1]["quality"]) if run.evaluations else {} for run in runs]
     names = list(dict.fromkeys(name for found in last for name in found))
     if not names:
@@ -146,7 +152,7 @@ def quality(runs: Runs) -> Table | None:
 
 
 def pop(runs: Runs) -> Table | None:
-    """Returns the POP efficiencies, of several runs also against the first; None if no run has measured them."""
+    """Returns the POP efficiencies, for several runs also relative to the first; None if no run has measured them."""
     measured = [(run, run.efficiency) for run in runs if run.efficiency is not None]
     if not measured:
         return None
@@ -182,7 +188,7 @@ def pop(runs: Runs) -> Table | None:
 
 
 def parts(runs: Runs) -> Table | None:
-    """Returns where a step's time went, in ms; None if no run has measured it."""
+    """Returns how the time of a step is divided, in ms; None if no run has measured it."""
     measured = [(run, run.efficiency) for run in runs if run.efficiency is not None]
     if not measured:
         return None
@@ -225,7 +231,7 @@ def step_times(runs: Runs) -> Table:
 
 
 def checkpoints(runs: Runs) -> Table | None:
-    """Returns what the saves cost; None if no run has saved."""
+    """Returns the cost of the saves; None if no run has saved."""
     if not any(run.checkpoints for run in runs):
         return None
 
@@ -267,9 +273,10 @@ def checkpoints(runs: Runs) -> Table | None:
 
 
 def resources(runs: Runs, *, prices: Prices | None, slurm_j: Mapping[str, float] | None = None) -> Table:
-    """Returns the table of node-hours, money and energy of the runs.
+    """Returns node-hours, cost and energy of the runs.
 
-    slurm_j: energy of each job in joules, from Slurm's accounting; None: Slurm was not asked."""
+    slurm_j: the energy of each job in joules, from Slurm's accounting; None: Slurm was not asked.
+    """
     hours = [run.node_hours() for run in runs]
     epochs = [len({record["epoch"] for record in run.steps}) for run in runs]
     rows = [
@@ -323,7 +330,7 @@ def _kwh_of_jobs(run: RunData, slurm_j: Mapping[str, float]) -> Value:
 
 
 def attempts(run: RunData) -> Table | None:
-    """Returns the ledger of a supervised run; None of another."""
+    """Returns the ledger of a supervised run; None for other runs."""
     if not run.attempts:
         return None
     rows = [
@@ -373,7 +380,7 @@ def incidents(run: RunData, *, most: int = 50) -> Table | None:
 
 
 def incident_text(record: Record) -> str:
-    """Returns a record of an incident as a line of text, without its time."""
+    """Returns the record of an incident as one line of text, without its time."""
     where = f", step {record['step']}" if record.get("step") is not None else ""
     return f"{str(record['kind']).replace('_', ' ')}{where}: {_details(record)}"
 

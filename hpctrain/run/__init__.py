@@ -1,4 +1,4 @@
-"""Running a recipe: the session of ranks, the objects of a run, and its records."""
+"""Runs recipes: the session of ranks, the objects of a run, and its records."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Makes the objects of a run from the recipe's sections. Nothing here communicates."""
+"""Creates the objects of a run from the sections of its recipe. Only `parallelized` communicates."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ from hpctrain.train import (
 def build_optimizer(model: torch.nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
     """Returns the optimizer of the model's trainable parameters.
 
-    Its learning rate is the peak; the loop sets it before each step. Raises RecipeError where it cannot be made.
+    Its learning rate is the peak rate; the loop sets the current rate before each step. Raises RecipeError if the
+    optimizer cannot be created.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
@@ -102,7 +103,7 @@ def build_optimizer(model: torch.nn.Module, section: OptimizerSection) -> torch.
 def check_recipe_optimizer(
     optimizer: torch.optim.Optimizer, parallel: ParallelSection, *, model: torch.nn.Module
 ) -> None:
-    """Raises RecipeError for an optimizer that cannot be stepped as the section [parallel] lays the model out."""
+    """Raises RecipeError if the optimizer cannot step a model that is split as the section [parallel] says."""
     found = list[Layout]()
     if parallel.tensor > 1:
         found.append("tensor")
@@ -117,7 +118,7 @@ def check_recipe_optimizer(
 
 
 def build_decay(section: OptimizerSection) -> Decay | Callable[[int, int], float]:
-    """Returns how the learning rate falls after the warm-up. Raises RecipeError for a function that does not exist."""
+    """Returns the decay of the learning rate after the warm-up. Raises RecipeError if its function does not exist."""
     if section.schedule_target is None:
         return Decay(section.schedule)
     found = import_named(section.schedule_target, key="optimizer.schedule_target")
@@ -177,14 +178,14 @@ def _from_target(
 # Makes the objects of a run from the recipe's sections.
 
 
-# How long a save is taken to last until one has been measured: parameters with two moments, written slowly.
+# Estimates the duration of the first save: parameters and two moments, written at this low rate.
 _ASSUMED_STATES = 3
 _ASSUMED_BYTES_PER_S = 100e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """Objects that a rank builds without communication. Building them may fail on one rank only."""
+    """The objects of a run that each rank creates by itself. Their creation may fail on one rank only."""
 
     loader: Loader
     held_out: Loader | None
@@ -196,7 +197,7 @@ class Parts:
 
 
 def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) -> Parts:
-    """Builds the parts. Raises RecipeError for settings that do not fit and for errors in the user's `build_model`."""
+    """Creates the parts. Raises RecipeError if settings do not fit together or the user's `build_model` fails."""
     tensor_plan = tensor_plan_of(recipe, task)
     session.axes.arrange(
         tensor=recipe.parallel.tensor, pipeline=recipe.parallel.pipeline
@@ -220,7 +221,7 @@ def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) 
 
 
 def parallelized(parts: Parts, recipe: Recipe, *, task: Task, session: Session) -> Parts:
-    """Returns the parts with the model split as the section [parallel] says. Collective. Raises RecipeError."""
+    """Returns the parts with the model split as the section [parallel] says. Raises RecipeError. Collective."""
     plan = ParallelPlan(**recipe.parallel.model_dump(), tensor_plan=parts.tensor_plan)
     try:
         if plan.pipeline > 1:
@@ -243,7 +244,10 @@ def parallelized(parts: Parts, recipe: Recipe, *, task: Task, session: Session) 
 def build_runner(
     recipe: Recipe, task: Task, parts: Parts, *, session: Session, updater: SessionUpdater, loss_unit: float | None
 ) -> Runner:  # fmt: skip
-    """Returns what computes the batches of `parts.model`. loss_unit: of the checkpoint that the run resumes from."""
+    """Returns the runner that computes batches with `parts.model`.
+
+    loss_unit: the unit of the loss weights in the checkpoint from which the run resumes.
+    """
     dtype = MODEL_DTYPE[recipe.run.precision]
     feeds_back = recipe.reduction.wire in FED_BACK_WIRES
     updater.sums_to_one = feeds_back  # by `LossWeights`
@@ -263,7 +267,7 @@ def build_runner(
 
 
 def _pipeline_rows(recipe: Recipe, *, session: Session) -> int:
-    """Returns the samples of a micro-batch in a pipeline. Raises RecipeError if the batch does not divide."""
+    """Returns the number of samples per micro-batch in a pipeline. Raises RecipeError if the batch does not divide."""
     replicas, parts = session.axes.data.size, recipe.parallel.micro_batches
     if recipe.data.global_batch % (replicas * parts):
         raise RecipeError(
@@ -308,7 +312,7 @@ def _held_out_loader(recipe: Recipe, dataset: Dataset, session: Session) -> Load
 
 
 def build_model(recipe: Recipe, task: Task, *, device: torch.device) -> torch.nn.Module:
-    """Returns the task's model on `device`, in the dtype of the recipe. Raises RecipeError for errors of the task."""
+    """Returns the task's model on `device`, in the dtype of the recipe. Raises RecipeError if the task fails."""
     try:
         model = task.build_model()
     except HpctrainError:
@@ -322,7 +326,7 @@ def build_model(recipe: Recipe, task: Task, *, device: torch.device) -> torch.nn
 
 
 def _name_blocks(recipe: Recipe, task: Task, model: torch.nn.Module) -> None:
-    """Has the blocks be those that the task names, if it does."""
+    """Uses the blocks that the task names, if it names any."""
     method = getattr(task, "parallel_blocks", None)
     if method is None:
         return
@@ -338,9 +342,9 @@ def _name_blocks(recipe: Recipe, task: Task, model: torch.nn.Module) -> None:
 
 
 def tensor_plan_of(recipe: Recipe, task: Task) -> TensorPlan:
-    """Returns how the task says that its model is split; empty if the recipe does not ask for that.
+    """Returns the task's plan for splitting its model; empty if the recipe splits no layers.
 
-    Raises RecipeError if it asks and the task does not say.
+    Raises RecipeError if the recipe splits layers and the task has no plan.
     """
     if recipe.parallel.tensor == 1:
         return {}
@@ -361,10 +365,10 @@ def tensor_plan_of(recipe: Recipe, task: Task) -> TensorPlan:
 
 
 def total_steps(recipe: Recipe, loader: Loader, *, position: Position) -> int:
-    """Returns the number of optimizer steps of the whole run, counted from its beginning.
+    """Returns the number of optimizer steps of the whole run, counted from its start.
 
-    With `epochs` the remaining steps are counted from `position`, so that a run resumed with another
-    global batch still ends with its last epoch.
+    With `epochs` the remaining steps are counted from `position`, so that a run that resumes with another global batch
+    still ends with its last epoch.
     """
     if recipe.run.steps is not None:
         return recipe.run.steps
@@ -399,7 +403,10 @@ def checkpoint_directory(recipe: Recipe) -> Path:
 
 
 def reduction_plan(recipe: Recipe) -> ReductionPlan:
-    """Returns the plan of the section [reduction]. If only algorithm or wire is fixed, the other is measured."""
+    """Returns the plan of the section [reduction].
+
+    If it fixes only the algorithm or only the wire format, the other one is chosen by measurement.
+    """
     section = recipe.reduction
     return ReductionPlan(
         algorithm=section.algorithm,
@@ -455,7 +462,10 @@ def build_settings(recipe: Recipe, *, session: Session, steps: int) -> LoopSetti
 
 
 def build_stop_plan(recipe: Recipe, *, model: torch.nn.Module, saves: RecentTimes) -> StopPlan:
-    """saves: how long the run's saves take; it is filled while the run trains."""
+    """Returns the plan that estimates the time of a stop.
+
+    `saves` collects the durations of saves while the run trains.
+    """
     state_bytes = _ASSUMED_STATES * gradient_bytes(model)
     return StopPlan(
         margin_s=recipe.stop.margin_s, assumed_save_s=state_bytes / _ASSUMED_BYTES_PER_S, saves=saves
@@ -476,9 +486,9 @@ def limit_settings(recipe: Recipe) -> LimitSettings:
 def build_straggler_watch(
     recipe: Recipe, *, session: Session, recorder: RunRecorder, probe: Probe | None
 ) -> StragglerWatch | None:
-    """Returns what compares the ranks; None if the recipe does not want it, or there is only one.
+    """Returns the watch that compares the ranks; None if the recipe turns it off or there is one rank.
 
-    probe: of the nodes, before training; None if there was none.
+    probe: the measurement of the nodes before training; None if there was none.
     """
     section = recipe.stragglers
     if not section.find or session.world_size == 1:
@@ -502,7 +512,7 @@ def build_efficiency_watch(*, session: Session, recorder: RunRecorder) -> Effici
 
 
 def build_energy_meter(recipe: Recipe, *, session: Session) -> EnergyMeter | None:
-    """Returns what reads this host's energy; None on its other ranks than the first, and where nothing can be read."""
+    """Returns the energy meter of this host on its first rank; None on other ranks and if nothing can be read."""
     every_s = recipe.telemetry.energy_every_s
     # Emulated nodes share a host, whose energy counts once.
     hosts = [cores.host for cores in session.gather_cores()]

@@ -1,4 +1,4 @@
-"""`hpctrain check`: the experiments on a recipe."""
+"""`hpctrain check`: runs the experiments on a recipe."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _EVALUATED = 2  # batches
 
 @final
 class RecipeSubject:
-    """See `Subject`. search: folders in which the recipe's modules are looked for."""
+    """A recipe as the `Subject` of experiments. `search` lists folders that contain the recipe's modules."""
 
     loss_is_share = True
 
@@ -97,7 +97,7 @@ class RecipeSubject:
         return RecipeTrial(self, changed, session, setting)
 
     def _changed(self, setting: Setting, *, one_rank: bool) -> Recipe:
-        """Returns the recipe with nothing left that only costs time, and on one rank without a split model."""
+        """Returns the recipe without settings that only cost time; on one rank also without a split model."""
         recipe = self.recipe
         run = recipe.run.model_copy(update={"precision": "fp64"} if setting.double else {})
         is_free = one_rank or recipe.reduction.algorithm == "auto"
@@ -112,7 +112,7 @@ class RecipeSubject:
 
 @final
 class RecipeTrial:
-    """See `Trial`. Built as `hpctrain.run.training.carry_out` builds a run."""
+    """A `Trial` of a recipe, created as `hpctrain.run.training.carry_out` creates a run."""
 
     def __init__(self, subject: RecipeSubject, recipe: Recipe, session: Session, setting: Setting) -> None:
         self.session = session
@@ -193,7 +193,7 @@ class RecipeTrial:
         sums = {"loss": loss} if weight is None else {"loss": loss, LOSS_WEIGHT: weight}
         outcome = self.updater.step(sums=sums, divide_by=None if weight is None else LOSS_WEIGHT)
         self._step += 1
-        # The ranks' parts of the mean loss of the batch.
+        # The ranks' contributions to the mean loss of the batch.
         return loss if weight is None else loss / (outcome.sums[LOSS_WEIGHT] or 1.0)
 
     def rows(self, batch: Batch) -> Rows:
@@ -254,7 +254,7 @@ class RecipeTrial:
         }  # fmt: skip
 
     def close(self) -> None:
-        """Nothing: the session ends updater and groups."""
+        """Does nothing, since the session ends the updater and the groups."""
 
 
 # The check of a recipe, on the ranks that were started.
@@ -265,11 +265,11 @@ _TIMEOUT_S = 120.0
 
 
 def check_recipe(recipe: Recipe, *, recipe_path: Path, steps: int, scratch: Path) -> CheckReport:
-    """Checks a recipe on the ranks that the launcher started. Collective. Nothing is written to the run's directory.
+    """Checks a recipe on the ranks that the launcher started. Writes nothing into the run directory. Collective.
 
-    scratch: a folder that all nodes share, for a few checkpoints, which are removed. Raises RecipeError for fewer than
-    two ranks, LaunchError if no folder can be made there, CheckpointError if the checkpoints cannot be written, and the
-    errors of a run that cannot start.
+    scratch: a folder that all nodes share, for a few checkpoints, which are removed. Raises RecipeError on fewer than
+    two ranks; LaunchError if no folder can be created in `scratch`; CheckpointError if checkpoints cannot be written
+    there; and the errors of a run that cannot start.
     """
     with init(
         backend=recipe.run.backend, device=recipe.run.device, threads_per_rank=recipe.run.threads_per_rank,
@@ -280,14 +280,17 @@ def check_recipe(recipe: Recipe, *, recipe_path: Path, steps: int, scratch: Path
         except HpctrainError as error:
             if not error.agreed:
                 raise
-            failed = error  # which all ranks have: the session ends as usual
+            failed = error  # all ranks raise it: the session ends normally
     raise failed
 
 
 def check_with(
     session: Session, recipe: Recipe, *, recipe_path: Path, steps: int, scratch: Path, quiet: bool = False
 ) -> CheckReport:
-    """As `check_recipe`, with the ranks of an open session. quiet: no lines of progress. Collective."""
+    """Checks a recipe on the ranks of an open session; see `check_recipe`. Collective.
+
+    quiet: whether no progress is printed.
+    """
     search = [Path.cwd(), recipe_path.absolute().parent]
     if session.world_size < 2:
         raise RecipeError("a check compares ranks: start it with -n 2 or more", agreed=True)
@@ -304,7 +307,7 @@ def check_with(
 
 
 def progress(rank: int) -> Callable[[str], None]:
-    """Returns what shows a line of progress: on rank 0, on stderr."""
+    """Returns a function that prints a line of progress to stderr, on rank 0."""
 
     def say(text: str) -> None:
         if rank == 0:

@@ -1,4 +1,4 @@
-"""Makes the objects of a run from the section [data] of its recipe."""
+"""Opens the datasets of a run and creates the objects of the recipe's section [data]."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ from hpctrain.run.session import Session
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """samples: source of the training batches: `dataset` itself, or a wrapper (staged, collective or in memory)."""
+    """The data of a run.
+
+    `samples` yields the training batches: `dataset` or a wrapper (staged, collective, in memory).
+    """
 
     dataset: Dataset
     samples: Samples
@@ -37,9 +40,9 @@ class RunData:
 
 
 def open_data(section: DataSection, *, session: Session) -> RunData:
-    """Opens the datasets of a run as its recipe says. Collective. Raises DataError on every rank.
+    """Opens the datasets of a run as its recipe says. Raises DataError on every rank. Collective.
 
-    Objects whose closing is collective are closed with the session.
+    Objects that need a collective close are closed with the session.
     """
     dataset = _open_checked(section.train, section, session=session)
     held_out = None
@@ -87,7 +90,10 @@ def _open_checked(directory: str, section: DataSection, *, session: Session) -> 
 
 
 def order_of(section: DataSection, dataset: Dataset) -> OrderSpec:
-    """Returns the order of training samples. Reads weights or strata. Raises DataError if they do not fit."""
+    """Returns the order of training samples.
+
+    Reads weights or strata. Raises DataError if they do not fit the dataset.
+    """
     chosen = section.chosen_order
     if chosen == "blocks":
         return Blocks(
@@ -101,7 +107,7 @@ def order_of(section: DataSection, dataset: Dataset) -> OrderSpec:
 
 
 def default_block(dataset: Dataset) -> int:
-    """Default number of samples in a block."""
+    """Returns the default number of samples per block."""
     windows = dataset.manifest.tokens
     if windows is not None:  # windows may overlap: count the bytes of the token stream, not of the windows
         itemsize = sum(spec.sample_bytes for spec in dataset.fields.values()) // (windows.window + 1)

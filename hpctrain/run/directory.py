@@ -1,4 +1,4 @@
-"""The run directory: made by rank 0, checked by all ranks; files of earlier runs are moved, never overwritten."""
+"""Prepares the run directory: rank 0 creates it, all ranks check it, and earlier files are moved, never overwritten."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hpctrain.telemetry import tell
 
 
 def prepare_run_directory(directory: Path, *, comm: Collective, checks: bool) -> None:
-    """Makes `directory` and checks that it can be seen and written to. Collective. Raises LaunchError on every rank.
+    """Creates `directory`, and checks that the ranks see it and can write to it. Collective.
 
-    checks: this rank checks; one rank of each node suffices.
+    checks: whether this rank checks; one rank per node suffices. Raises LaunchError on every rank.
     """
     token = on_rank_0(comm, lambda: _create(directory))
     agreed(comm, lambda: _check(directory, token, rank=comm.rank) if checks else None)
@@ -26,8 +26,10 @@ def prepare_run_directory(directory: Path, *, comm: Collective, checks: bool) ->
 
 
 def claim_run_directory(directory: Path, *, comm: Collective) -> None:
-    """Takes the lease on the run directory for rank 0's process. Collective. Raises LaunchError on every rank, which
-    names the process that has it, if another run uses the directory."""
+    """Takes the lease on the run directory for rank 0's process. Collective.
+
+    Raises LaunchError on every rank, naming the other process, if another run uses the directory.
+    """
 
     def take() -> None:
         try:
@@ -43,9 +45,9 @@ def claim_run_directory(directory: Path, *, comm: Collective) -> None:
 
 
 def set_aside(directory: Path, names: list[str], *, comm: Collective) -> Path | None:
-    """Moves the existing `names` of `directory` into `directory/previous-N`, which is new. Collective.
+    """Moves the existing files `names` of `directory` into the new folder `directory/previous-N`. Collective.
 
-    Returns that folder; None if none of the names exists.
+    Returns that folder; None if none of the files exists.
     """
 
     def move() -> str | None:
@@ -56,7 +58,7 @@ def set_aside(directory: Path, names: list[str], *, comm: Collective) -> Path | 
 
 
 def set_aside_newer(checkpoints: Path, *, step: int, comm: Collective) -> Path | None:
-    """Moves checkpoints of steps after `step` into `previous-N`, a new folder next to `checkpoints`. Collective.
+    """Moves checkpoints of steps after `step` into the new folder `previous-N` next to `checkpoints`. Collective.
 
     Returns that folder; None if there are no such checkpoints.
     """

@@ -1,4 +1,4 @@
-"""Makes the guards of a run from the recipe's section [guards]."""
+"""Creates the guards of a run from the recipe's section [guards]."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from hpctrain.train import (
 
 
 def compare_ranks(recipe: Recipe) -> CompareRanks:
-    """Returns what a run does where its ranks have drifted apart."""
+    """Returns what a run does when its ranks have drifted apart."""
     tolerates = recipe.checkpoint.on_replica_mismatch == "rank0"
     return recipe.guards.compare_ranks or ("note" if tolerates else "error")
 
@@ -53,9 +53,10 @@ def build_guards(
     say: Callable[[str], None],
     records: RecordWriter,
 ) -> Guards:
-    """Returns the guards; those of a resumed run continue where they were. Collective.
+    """Returns the guards. Those of a resumed run continue from their saved state. Collective.
 
-    communicates: forward is collective. Then a rank that runs out of memory ends the run, as the others wait in it.
+    communicates: whether forward is collective. A rank that runs out of memory then ends the run, since the other ranks
+    wait for it in forward.
     """
     section, directory = recipe.guards, Path(recipe.run.directory)
     divergence = Divergence(divergence_limits(recipe))
@@ -85,7 +86,7 @@ def build_guards(
 
 
 def _short_attempt() -> int | None:
-    """Returns the number of the supervisor's last attempt if that ended out of memory."""
+    """Returns the number of the supervisor's previous attempt if it ended out of memory, else None."""
     number = os.environ.get(OUT_OF_MEMORY_VARIABLE)
     return int(number) if number else None
 
@@ -105,7 +106,7 @@ def divergence_limits(recipe: Recipe) -> DivergenceLimits:
 def limit_host_memory(recipe: Recipe, *, session: Session) -> None:
     """Limits this rank's memory as `guards.host_memory` says. Collective.
 
-    Raises LaunchError on every rank if a rank has more than its share already.
+    Raises LaunchError on every rank if a rank already uses more than its share.
     """
     if recipe.guards.host_memory == "unlimited":
         return

@@ -1,4 +1,4 @@
-"""Initial state of a run: from its own checkpoints, from those on its nodes' storage, or from another run's weights."""
+"""Sets the initial state of a run: from its checkpoints, from those on its nodes' storage, or from other weights."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from hpctrain.train import Position, Resumed, TrainingState, resume
 def open_tiers(recipe: Recipe, *, session: Session, run: RunIdentity) -> Tiers | None:
     """Opens the nodes' own storage for checkpoints (`checkpoint.local`); None if it is not set. Collective.
 
-    Closed with the session. If the run is new, checkpoints of an earlier one in its directory stay where they are, and
-    a line says how they can be had.
+    It is closed with the session. In a new run, checkpoints of an earlier run in its directory stay where they are, and
+    a line says how they can be used.
     """
     section = recipe.checkpoint
     if section.local is None:
@@ -67,9 +67,9 @@ def resume_run(
     identity: dict[str, Any],
     tiers: Tiers | None,
 ) -> Resumed:
-    """Restores `state` from the run's newest good checkpoint, or the one at `path`; does nothing if `anew`.
+    """Restores `state` from the checkpoint at `path`, or from the run's newest good one. Collective.
 
-    Collective. Raises CheckpointError on every rank.
+    anew: True starts from scratch and restores nothing. Raises CheckpointError on every rank.
     """
     if anew:
         if tiers is not None:
@@ -103,11 +103,11 @@ def roll_back_run(
     tiers: Tiers | None,
     say: Callable[[str], None],
 ) -> Resumed | None:
-    """Restores `state` from the run's own checkpoint of the step that `choose` returns. Collective.
+    """Restores `state` from the run's checkpoint of the step that `choose` returns. Collective.
 
-    choose: is given the steps that are saved. Later checkpoints are set aside. If the chosen one is damaged, the next
-    older one is restored. Returns None, with nothing changed, if `choose` returns None. Raises CheckpointError on every
-    rank if no checkpoint is undamaged.
+    choose: takes the saved steps and returns one of them, or None. Later checkpoints are moved away. If the chosen
+    checkpoint is damaged, the next older one is restored. Returns None, with nothing changed, if `choose` returns None.
+    Raises CheckpointError on every rank if no checkpoint is undamaged.
     """
     directory = checkpoint_directory(recipe)
     saved = on_rank_0(session.world, lambda: [step_of(path) for path in finished_newest_first(directory)])
@@ -124,7 +124,7 @@ def roll_back_run(
 
 
 def recover_from_nodes(tiers: Tiers, *, session: Session) -> None:
-    """Copies checkpoints that only the nodes' storage has into the shared folder. Collective."""
+    """Copies checkpoints that exist only on the nodes' storage into the shared folder. Collective."""
     found = recover(tiers, comm=session.world)
     if session.rank == 0:
         for note in found.notes:
@@ -134,7 +134,7 @@ def recover_from_nodes(tiers: Tiers, *, session: Session) -> None:
 
 
 def start_from_weights(recipe: Recipe, model: torch.nn.Module, *, session: Session) -> None:
-    """Loads the weights of `checkpoint.weights_from`, if set, into `model`; prints what did not fit. Collective.
+    """Loads the weights of `checkpoint.weights_from`, if set, into `model`. Prints what did not fit. Collective.
 
     Raises CheckpointError on every rank.
     """
@@ -154,7 +154,7 @@ def start_from_weights(recipe: Recipe, model: torch.nn.Module, *, session: Sessi
 
 
 def renamed(name: str, *, mapping: Mapping[str, str]) -> str:
-    """Returns `name` with its prefix replaced according to `mapping`; the longest matching prefix is used."""
+    """Returns `name` with its longest prefix in `mapping` replaced."""
     fitting = [begin for begin in mapping if name.startswith(begin)]
     if not fitting:
         return name

@@ -1,4 +1,4 @@
-"""What a run sends to monitoring systems, in addition to its own records."""
+"""Sends a run's metrics to monitoring systems, in addition to the run's own records."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ _NO_FAILURES = frozenset({"finished", "wall clock", "preemption", "cancelled"})
 
 
 def what_the_last_start_left(records: Path, *, step: int) -> dict[str, Any]:
-    """Returns how the last start ended, and what of its work this one does again. For rank 0. Raises OSError.
+    """Returns how the last start ended, and how much of its work this start repeats. For rank 0. Raises OSError.
 
-    records: rank 0's. step: from which this start goes on. `stopped`: "signal" or "time_limit", else None. `lost_steps`
-    and `lost_s`: the steps beyond `step`, and the time that they took, by the mean of those in the last MiB of the
-    records.
+    records: the records of rank 0. step: the step from which this start continues. In the result, `stopped` is
+    "signal", "time_limit" or None. `lost_steps` are the steps after `step`, and `lost_s` their estimated time, from the
+    mean step time in the last MiB of the records.
     """
     found = list(_newest(records))
     steps = [record for record in found if record["kind"] == STEP]
@@ -72,8 +72,8 @@ def figures_of_starts(
 ) -> list[Value]:
     """Returns the metrics of all starts of the run: name, labels, value. Pure.
 
-    starts: lines of `starts.jsonl`, the last one this start's. attempts: lines of `attempts.jsonl`; none without a
-    supervisor.
+    starts: the lines of `starts.jsonl`, of which the last one is of this start. attempts: the lines of
+    `attempts.jsonl`; none without a supervisor.
     """
     before = [start.get("before") or {} for start in starts]
     stops = Counter(entry["stopped"] for entry in before if entry.get("stopped"))
@@ -97,7 +97,7 @@ def figures_of_starts(
 
 
 def read_figures_of_starts(directory: Path) -> list[Value]:
-    """Returns `figures_of_starts` of a run directory. For rank 0. Lines that cannot be read are passed over."""
+    """Returns `figures_of_starts` of a run directory. Unreadable lines are skipped. For rank 0."""
     requeues = os.environ.get("SLURM_RESTART_COUNT", "")
     return figures_of_starts(
         _lines(directory / "starts.jsonl"),
@@ -127,18 +127,18 @@ def _newest(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-# Opens what receives a run's records besides its own files, as the recipe's section [telemetry] says.
+# Opens the sinks that receive a run's records besides its own files, as the section [telemetry] says.
 
 
 TENSORBOARD = "tensorboard"  # folder in the run directory
-# `telemetry.ranks = "auto"` lets each of up to so many ranks record its steps.
+# The largest number of ranks on which `telemetry.ranks = "auto"` lets every rank record its steps.
 MOST_RANKS_RECORDED = 64
 _ANY_ADDRESS = ("", "0.0.0.0", "::")
 _LOOPBACK = ("127.", "localhost", "::1")
 
 
 def records_steps(ranks: str, *, session: Session) -> bool:
-    """Returns True if this rank records its steps. ranks: `telemetry.ranks` of the recipe."""
+    """Returns True if this rank records its steps. `ranks` is `telemetry.ranks` of the recipe."""
     if ranks == "auto":
         ranks = "all" if session.world_size <= MOST_RANKS_RECORDED else "node"
     return ranks == "all" or session.rank == 0 or (ranks == "node" and session.leads_node)
@@ -166,10 +166,13 @@ def check_sinks(recipe: Recipe) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """What the metrics take from the run besides its records.
+    """What the metrics need to know of the run besides its records.
 
-    started: seconds since 1970. environment: as in `environment.json`. reduction: whose bytes are counted; None: they
-    are not. clock: on rank 0.
+    Attributes:
+        started: The start time, in seconds since 1970.
+        environment: The content of `environment.json`.
+        reduction: The reduction whose bytes are counted; None: not counted.
+        clock: The clock of the time limit, on rank 0.
     """
 
     started: float
@@ -179,7 +182,7 @@ class RunFacts:
 
 
 def open_sinks(sinks: Sinks, recipe: Recipe, *, session: Session, facts: RunFacts) -> None:
-    """Opens the sinks of this rank. A sink that cannot be opened is reported, and the run goes on. Collective."""
+    """Opens the sinks of this rank. If a sink cannot be opened, that is reported and the run continues. Collective."""
     section = recipe.telemetry
     directory = Path(recipe.run.directory)
     if section.tensorboard and session.rank == 0:
@@ -230,7 +233,7 @@ def _is_installed(package: str) -> bool:
 
 
 def run_id(directory: Path) -> str:
-    """Returns the name of a run directory among all: 12 hexadecimal digits, the same for all starts of the run."""
+    """Returns a unique name of a run directory: 12 hexadecimal digits, the same for all starts of the run."""
     return xxhash.xxh3_64_hexdigest(str(directory.resolve()).encode())[:12]
 
 
@@ -243,7 +246,7 @@ def _open_endpoint(
     directory: Path,
     names: Mapping[str, str],
 ) -> None:
-    """Starts this rank's endpoint; rank 0 writes where all of them are. Collective."""
+    """Starts this rank's endpoint. Rank 0 writes a file with the addresses of all endpoints. Collective."""
     address = section.prometheus_address
     mine: str | None = None
     if metrics is not None:
@@ -306,6 +309,6 @@ def _run_metrics(
 
 
 def _job_id() -> str:
-    """Returns the Slurm job, as Slurm writes it for a task of an array; "" outside Slurm."""
+    """Returns the Slurm job id, for an array task in Slurm's notation; empty outside Slurm."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")

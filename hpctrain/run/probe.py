@@ -1,4 +1,4 @@
-"""The probe of all nodes before training: measures them, prints what is slow, and writes `probe.json`."""
+"""Measures all nodes before training, prints what is slow, and writes `probe.json`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROBE_FILE = "probe.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """What was measured, the same on every rank. links: None on one node."""
+    """The result of the measurement, the same on every rank. `links` is None on one node."""
 
     links: Links | None
     ranks: RankSpeeds
@@ -64,7 +64,7 @@ def probe_nodes(session: Session) -> Probe:
 
 
 def probe_before_training(session: Session, *, directory: Path) -> Probe:
-    """Probes the nodes, prints what was found, and writes it into the run directory. Collective."""
+    """Measures the nodes, prints the result, and writes it into the run directory. Collective."""
     found = probe_nodes(session)
     if session.rank == 0:
         slow = "nothing is slow" if not found.findings else f"{len(found.findings)} findings"

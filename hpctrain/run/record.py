@@ -1,4 +1,4 @@
-"""Record of a run's environment, sufficient to explain its speed and to repeat it. Contains no secrets."""
+"""Records a run's environment, as far as it explains the speed and is needed to repeat the run. Contains no secrets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VARIABLES = (
 
 
 def environment_record(session: Session, *, commit: str | None) -> dict[str, Any]:
-    """Returns the environment of all ranks. Collective; what lists every rank or node is on rank 0 only."""
+    """Returns the environment of all ranks. Lists with an entry per rank or node are on rank 0 only. Collective."""
     # What every rank knows already is not gathered.
     nodes, hosts = session.topology.node_of_rank, [cores.host for cores in session.gather_cores()]
     mine = {
@@ -85,8 +85,10 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def reduction_record(recipe: Recipe, reduction: Reduction | None) -> dict[str, Any]:
-    """Returns how gradients are reduced. None: FSDP2 does it, by itself or through hooks, or torch.distributed, or a
-    pipeline's updater."""
+    """Returns how gradients are reduced.
+
+    reduction: None if FSDP2, by itself or through hooks, torch.distributed or a pipeline's updater reduces them.
+    """
     if reduction is None and recipe.parallel.pipeline > 1:
         return {"algorithm": "pipeline", "wire": "fp32", "reduction": {"source": "parallel.pipeline"}}
     if reduction is None and recipe.parallel.shard == "none":
@@ -111,7 +113,7 @@ def versions_record() -> dict[str, Any]:
 
 
 def machine_record() -> dict[str, Any]:
-    """Returns the properties of this machine that a measurement depends on. Not collective."""
+    """Returns the properties of this machine on which measurements depend. Not collective."""
     return {
         "host": platform.node(),
         "cpu": _cpu_model(),
@@ -124,7 +126,7 @@ def machine_record() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    """CPU model name from the kernel; the architecture if the kernel has none."""
+    """Returns the CPU's model name from the kernel; its architecture if the kernel has none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -151,7 +153,7 @@ def working_commit() -> str | None:
 
 
 def _describe_backend(session: Session, reduction: Reduction | None) -> str:
-    """Describes the communication backends, with the reason for the choice, for the line printed at the start."""
+    """Describes the communication backends and why they were chosen, for the line that is printed at the start."""
     world = session.world
     if reduction is None:
         return world.backend
@@ -204,11 +206,11 @@ def summarize(
     wall_s: float,
     status: str,
 ) -> dict[str, Any]:
-    """Merges the ranks' totals; rank 0 writes and prints the summary. Collective; the same value on all ranks, but for
-    `slow`, which rank 0 knows.
+    """Merges the ranks' totals into the run's summary, which rank 0 writes and prints. Collective.
 
-    status: `finished`, `stopped` or `diverged`. Seconds are means over the ranks. `samples_per_s` is relative to the
-    time of the steps, including input, communication and saving, without start-up and evaluation.
+    The result is the same on all ranks, except `slow`, which only rank 0 knows. status: `finished`, `stopped` or
+    `diverged`. Seconds are means over the ranks. `samples_per_s` relates to the time of the steps, including input,
+    communication and saves, without start-up and evaluation.
     """
     names, by_rank = seconds_of_all(totals.seconds, comm=session.world)
     seconds = dict(zip(names, by_rank.mean(axis=0).tolist(), strict=True))
@@ -267,9 +269,9 @@ def summarize(
 def seconds_of_all(
     seconds: Mapping[str, float], *, comm: Collective
 ) -> tuple[list[str], NDArray[np.float64]]:
-    """Returns all names, sorted, and every rank's seconds, shape (ranks, names); 0 where a rank lacks a name.
+    """Returns all names, sorted, and every rank's seconds, shape (ranks, names). Collective.
 
-    Collective: each rank receives 8 bytes for each name and rank.
+    A name that a rank lacks has 0. Each rank receives 8 bytes per name and rank.
     """
     different, _ = all_gather_distinct(comm, sorted(seconds))
     names = sorted({name for found in different for name in found})
@@ -285,9 +287,10 @@ def by_node(
     *,
     topology: Topology,
 ) -> list[dict[str, Any]]:
-    """Returns for each node its energy, and the mean and the largest of its ranks' seconds, with the rank. Pure.
+    """Returns for each node its energy and, by name, the mean and largest seconds of its ranks. Pure.
 
-    by_rank: shape (ranks, names), float64. energy_by_rank: joules of the rank's node by source, where it has read them.
+    The rank with the largest seconds is named. by_rank: float64, shape (ranks, names). energy_by_rank: the joules of a
+    rank's node by source; None from ranks that have not read them.
     """
     found = []
     for name, ranks in zip(topology.node_names, topology.ranks_by_node, strict=True):
@@ -308,9 +311,9 @@ def by_node(
 
 
 def energy_of(by_rank: Sequence[Mapping[str, float] | None]) -> dict[str, Any] | None:
-    """Returns the energy of nodes, J: `total_j`, and `joules` by source; None if no rank has read its node's. Pure.
+    """Returns the energy of all nodes: `total_j`, and `joules` by source; None if no rank has read it. Pure.
 
-    by_rank: joules by source; None of a rank that has not read them.
+    by_rank: joules by source; None from ranks that have not read them.
     """
     nodes = [joules for joules in by_rank if joules is not None]
     if not nodes:
@@ -324,7 +327,7 @@ def energy_of(by_rank: Sequence[Mapping[str, float] | None]) -> dict[str, Any] |
 
 
 def finished_summary(directory: Path, *, step: int) -> dict[str, Any] | None:
-    """Returns the summary in `directory` if it is that of a run finished at `step`, else None. Call it on rank 0."""
+    """Returns the summary in `directory` if it is of a run that finished at `step`, else None. For rank 0."""
     try:
         summary = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Makes the reducer of a run, from the names in the recipe or by measurement."""
+"""Creates the reducer of a run, by the names in the recipe or by measurement."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ AUTO_WIRES = ("fp32", "fp16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionPlan:
-    """The requested reduction. bucket_bytes: None to choose it. files: files that keep measurements between runs."""
+    """The requested reduction. `bucket_bytes`: None to choose it. `files`: where measurements are kept between runs."""
 
     algorithm: str = AUTO
     wire: str = "fp32"
@@ -58,10 +58,12 @@ class ReductionPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """The reducer that was made, a `ScatterReducer` for a sharded optimizer.
+    """A reducer, with how it was chosen. It is a `ScatterReducer` for a sharded optimizer.
 
-    overlap: reduce during backward. record: the choice and its measurements, as JSON.
-    crowded: whether ranks outnumber the cores that they share.
+    Attributes:
+        overlap: Whether it reduces during backward.
+        record: The choice and its measurements, as JSON.
+        crowded: Whether there are more ranks than cores that they share.
     """
 
     reducer: BucketReducer | ScatterReducer
@@ -84,9 +86,10 @@ class Reduction:
         loss_scale: LossScale | None,
         clip_norm: float | None,
     ) -> AllReduceUpdater | ScatterUpdater | SparseUpdater:
-        """Returns the updater that reduces so. comm: all ranks. model: whose parameters they are. Collective.
+        """Returns an updater that uses this reducer. Collective.
 
-        Of an optimizer that takes sparse gradients the updater gathers them, and does not use the reducer.
+        An optimizer that takes sparse gradients gets an updater that gathers them instead. comm: the communicator of
+        all ranks. model: the model whose parameters the optimizer steps.
         """
         if takes_sparse_gradients(optimizer):
             return SparseUpdater(
@@ -105,7 +108,7 @@ class Reduction:
 
     @property
     def by_library(self) -> bool:
-        """True if buckets of some size are reduced by the all-reduce of the run's reduction backend."""
+        """True if some buckets are reduced by the all-reduce of the run's reduction backend."""
         ranges = self.record.get("ranges", [])
         names = {entry["algorithm"] for entry in ranges} or {self.algorithm}
         return any(algorithm.value in names for algorithm in LIBRARY_ALGORITHMS)
@@ -125,13 +128,18 @@ def make_reduction(
     nccl: Algorithm | None = None,
     note: Callable[[str], None],
 ) -> Reduction:
-    """Makes the reducer requested by `plan`, or the one that runs instead, which is reported to `note`. Collective.
+    """Creates the reducer that `plan` requests, or the closest possible one, which `note` reports. Collective.
 
-    With `auto`, measures for at most two seconds unless a file has the result. gradient_bytes: size of all gradients
-    of one rank. shard: what of the model is sharded, by a `ScatterUpdater`. overlap: whether reductions run during
-    backward. spare_core: whether each rank has a core that its threads leave free. crowded: whether ranks outnumber the
-    cores that they share: then `auto` measures reductions during computation, if they overlap. nccl: the NCCL algorithm
-    that Horovod was set to.
+    With `auto`, measures for at most two seconds unless a file has the result.
+
+    Args:
+        gradient_bytes: The size of one rank's gradients.
+        shard: What is sharded, for a `ScatterUpdater`.
+        overlap: Whether reductions run during backward.
+        spare_core: Whether each rank has a core that its threads leave free.
+        crowded: Whether there are more ranks than cores; `auto` then measures reductions during computation, if they
+            overlap.
+        nccl: The NCCL algorithm that Horovod uses.
     """
     maker = ReducerMaker(
         world, topology=topology, device=device.type, gradient_bytes=gradient_bytes, nccl=nccl, note=note
@@ -191,20 +199,20 @@ def _candidates(plan: ReductionPlan, maker: ReducerMaker) -> list[Candidate]:
 
 
 def gradient_bytes(model: torch.nn.Module) -> int:
-    """Returns the bytes of one rank's buckets; half-precision gradients are summed in float32."""
+    """Returns the bytes of one rank's gradient buckets. Half-precision gradients are summed in float32."""
     return sum(p.numel() * max(4, p.dtype.itemsize) for p in model.parameters() if p.requires_grad)
 
 
 def check_for_layouts(
     optimizer: torch.optim.Optimizer, layouts: Sequence[Layout], *, model: torch.nn.Module
 ) -> None:
-    """Raises UsageError for an optimizer that cannot be stepped where the model is laid out so. Not collective."""
+    """Raises UsageError if the optimizer cannot step a model that is split in this way. Not collective."""
     for layout in layouts or ("none",):
         check_optimizer(optimizer, layout=layout, model=model)
 
 
 def layouts_of(model: torch.nn.Module, *, num_ranks: int) -> list[Layout]:
-    """Returns how `model` is laid out over the ranks; empty for a whole copy on each."""
+    """Returns how `model` is split over the ranks; [] if each rank has a whole copy."""
     shard, found = shard_of(model), list[Layout]()
     if split_of(model) is not None:
         found.append("tensor")

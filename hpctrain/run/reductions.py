@@ -1,4 +1,4 @@
-"""The reductions of a session: made for it, and their memory freed when it is closed."""
+"""Creates the reductions of a session, and frees their memory when it is closed."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from hpctrain.reduce import (
 from hpctrain.run.reduction import Reduction, ReductionPlan, make_reduction
 from hpctrain.topology import Topology
 
-# Sums a buffer over all ranks, in place; collective.
+# A function that sums a buffer over all ranks, in place; collective.
 InPlaceSum = Callable[[torch.Tensor], None]
 
 
 @final
 class Reductions:
-    """Makes what sums gradients and other buffers over the ranks of a session."""
+    """Creates reducers that sum gradients, and sums of other buffers, over the ranks of a session."""
 
     def __init__(
         self,
@@ -49,8 +49,13 @@ class Reductions:
         note: Callable[[str], None],
         cores: Callable[[], Sequence[RankCores]],
     ) -> None:
-        """horovod: how Horovod was built, None if it does not run. note: reports a line to the user. cores: returns the
-        cores of all ranks; collective."""
+        """Stores what reductions are created from. Does not communicate.
+
+        Args:
+            horovod: How Horovod was built; None if it does not run.
+            note: A function that prints a note for the user.
+            cores: A function that returns the cores of all ranks; it is collective.
+        """
         self._world = world
         self._topology = topology
         self._device = device
@@ -64,10 +69,12 @@ class Reductions:
     def make(
         self, plan: ReductionPlan, *, gradient_bytes: int, shard: Shard = "none", computes: bool = True
     ) -> Reduction:
-        """Returns the reduction of one updater's buckets. Collective. Its memory is freed by `close`.
+        """Returns a reduction for the buckets of one updater. Its memory is freed by `close`. Collective.
 
-        gradient_bytes: size of all gradients of one rank. shard: `optimizer` or `gradients` for a `ScatterUpdater`.
-        computes: whether the ranks compute while they reduce.
+        Args:
+            gradient_bytes: The size of one rank's gradients.
+            shard: `optimizer` or `gradients` for a `ScatterUpdater`.
+            computes: Whether the ranks compute while they reduce.
         """
         spare_core = self.has_spare_core()
         made = make_reduction(
@@ -81,8 +88,8 @@ class Reductions:
     def overlap(self, *, spare_core: bool) -> bool:
         """Returns True if reductions are faster when they run during backward. Not collective.
 
-        That is so where they wait for a network or a device, or have a spare core. On one node whose ranks use every
-        core they would take the cores from backward and add the cost of switching.
+        They are if they wait for a network or a device, or have a spare core. On one node whose ranks use every core
+        they would take cores from backward and add context switches.
         """
         return spare_core or self._topology.num_nodes > 1 or self._device.type != "cpu"
 
@@ -92,10 +99,10 @@ class Reductions:
         return is_true_everywhere(self._world, share >= torch.get_num_threads() + 1)
 
     def crowded(self) -> bool:
-        """Returns True if some rank has less than a core for each of its threads. Collective.
+        """Returns True if some rank has less than one core per thread. Collective.
 
-        By the ranks' affinities, or because their launcher found that they outnumber the cores that it was given, which
-        may be fewer: then they have preloaded a library (`launch/yielding.py`).
+        This follows from the ranks' affinities, or from their launcher. A launcher that finds more ranks than the cores
+        it was given, which may be fewer than the affinities show, preloads a library (`launch/yielding.py`).
         """
         share = cpu_share(self._cores(), self._world.rank)
         roomy = share >= torch.get_num_threads() and not in_effect()
@@ -104,9 +111,9 @@ class Reductions:
     def in_place_sum(self, *, algorithm: str = AUTO) -> InPlaceSum:
         """Returns a function that sums a buffer of any size over all ranks, in place. Collective.
 
-        It uses the backend's own operations on a separate communicator: `flat`, or `hierarchical-flat`, which is also
-        what `auto` means where there are several ranks a node on several nodes. With the backend `horovod`, Horovod
-        runs from this call until the session is closed.
+        It uses the backend's own operations on a separate communicator, by the algorithm `flat` or `hierarchical-flat`.
+        `auto` means the latter on several nodes with several ranks per node. With the backend `horovod`, Horovod runs
+        from this call until the session is closed.
         """
         asked = Algorithm.HIERARCHICAL_FLAT if algorithm == AUTO else parse_algorithm(algorithm)
         means = Means(backend=self._world.reduction_backend, topology=self._topology, messages=False)
@@ -126,7 +133,7 @@ class Reductions:
         )
 
     def close(self, *, free: bool) -> None:
-        """Ends the reductions. Collective. free: False keeps the buckets' memory, which a thread may still use."""
+        """Ends the reductions. `free=False` keeps the buckets' memory, which a thread may still use. Collective."""
         if free:
             while self._reducers:
                 self._reducers.pop(0).close()
@@ -134,7 +141,7 @@ class Reductions:
             self._sums.pop().close()
 
     def nccl(self, asked: str) -> Algorithm | None:
-        """Returns which of Horovod's own two-level sums runs in this process; notes it where it was not asked for."""
+        """Returns which of Horovod's own two-level sums runs in this process. Notes if it was not asked for."""
         device_type = self._device.type
         found = nccl_in_effect(self._horovod, topology=self._topology, device_type=device_type)
         if asked in NCCL_VARIABLES:

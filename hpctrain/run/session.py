@@ -1,4 +1,4 @@
-"""The session of a run: its ranks, communication, topology and device. An object, without module state."""
+"""The session of a run: an object that holds the run's communicator, topology and device, without module state."""
 
 from __future__ import annotations
 
@@ -85,11 +85,23 @@ T = TypeVar("T")
 
 @final
 class Session:
-    """This rank's access to the run's other ranks. Made by `init`; use it as a context manager.
+    """A rank's connection to the other ranks of the run, and the entry point to everything collective.
 
-    When the `with` block raises an error that all ranks share, rank 0 prints it once and every rank exits with its
-    exit code. An error of this rank only is printed with its rank and aborts the whole job, so that no other rank
-    waits for this one.
+    `hpctrain.init` returns it; use it as a context manager. When the `with` block raises an error that all ranks share,
+    rank 0 prints it once and every rank exits with the exit code of the error. An error of one rank only is printed
+    with the number of that rank and aborts the whole job, so that no other rank waits for it.
+
+    Attributes:
+        identity: What the launcher says of this process, such as its rank and its node.
+        world: The communicator of all ranks. Its operations have the time limit of `init`.
+        mesh: The topology of the ranks, and this rank's place in it.
+        device: The device on which this rank computes.
+        backend_reason: Why this communication backend was chosen, for the record of the run.
+        notes: Texts of `note`, such as fallbacks with their reasons.
+        reductions: The methods by which gradients are summed, and the measurement that chooses one.
+        axes: The axes (pipeline, data, tensor) along which the ranks are arranged.
+        trainings: The pairs of model and optimizer that `distributed_optimizer` has wrapped.
+        uncaught_errors: The handler of errors that leave the `with` block or the program.
     """
 
     def __init__(
@@ -103,7 +115,17 @@ class Session:
         backend_reason: str = "",
         cores: Sequence[RankCores] | None = None,
     ) -> None:
-        """backend_reason: why communication goes over this backend, for the run's record. cores: of all ranks."""
+        """Stores what `init` has opened. Does not communicate.
+
+        Args:
+            identity: What the launcher says of this process.
+            world: The communicator of all ranks.
+            topology: The ranks of each node.
+            device: The device of this rank.
+            horovod: Horovod's library, if it runs the communication.
+            backend_reason: Why this backend was chosen, for the record of the run.
+            cores: The cores of each rank, by rank; None: `gather_cores` gathers them.
+        """
         self.identity = identity
         self.backend_reason = backend_reason
         self.world = world
@@ -122,7 +144,7 @@ class Session:
         self._watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 
     def gather_cores(self) -> Sequence[RankCores]:
-        """Returns the cores of all ranks, by rank. Collective at the first call, unless `init` has gathered them."""
+        """Returns the cores of all ranks, by rank. Collective at the first call if `init` has not gathered them."""
         if self._cores is None:
             found, number_of_rank = all_gather_distinct(self.world, read_cores().to_json())
             different = [RankCores.from_json(value) for value in found]
@@ -135,22 +157,22 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This rank's number, from 0 to `world_size` - 1."""
+        """The number of this rank, from 0 to `world_size` - 1."""
         return self.world.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the run."""
+        """The number of ranks of the run."""
         return self.world.num_ranks
 
     @property
     def local_rank(self) -> int:
-        """This rank's number among the ranks of its node, from 0."""
+        """The index of this rank among the ranks of its node, from 0."""
         return self.topology.local_rank_of(self.rank)
 
     @property
     def local_world_size(self) -> int:
-        """Number of ranks on this rank's node."""
+        """The number of ranks on this rank's node."""
         return len(self.topology.ranks_by_node[self.topology.node_of(self.rank)])
 
     @property
@@ -160,7 +182,7 @@ class Session:
         return self.world_size
 
     def note(self, text: str) -> None:
-        """Adds a note for the user: printed once, by rank 0, and kept for the run's record."""
+        """Adds a note for the user. Rank 0 prints it at once, and the record of the run keeps it."""
         self.notes.append(text)
         if self.rank == 0:
             tell(f"note: {text}")
@@ -178,30 +200,35 @@ class Session:
         reduction: Reduction | None = None,
         compare_ranks: CompareRanks = "error",
     ) -> SessionUpdater:
-        """Wraps `optimizer`, and copies rank 0's parameters and buffers to all ranks. Collective.
+        """Wraps `optimizer` so that its steps use the gradients of all ranks. Collective.
 
-        Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script: `loss.backward()`,
-        `step()` and `zero_grad()` are used as before.
+        Copies rank 0's parameters and buffers to all ranks first. Replaces `hvd.DistributedOptimizer` and the two
+        broadcasts of a plain Horovod script; `loss.backward()`, `step()` and `zero_grad()` are used as before.
 
         Args:
-            model: The model, whole or split by `parallelize`. If it is split by `shard = "optimizer"` or
-                `"gradients"`, a `ScatterUpdater` is returned on more than one rank; with sharded parameters, split
-                layers or a pipeline a `ShardedUpdater`.
-            optimizer: Its parameters that are not in the model are copied and saved too, unless the model is split.
-            algorithm: How gradients are summed; "auto" measures. For sharded parameters as in
-                `reduce_gradients_by`; ignored with split layers or a pipeline.
+            model: The model, whole or split by `parallelize`.
+            optimizer: An optimizer of the model's parameters. Parameters outside the model are copied and saved too,
+                unless the model is split.
+            algorithm: The algorithm that sums the gradients; "auto" measures the candidates and takes the fastest. For
+                sharded parameters see `reduce_gradients_by`. Ignored for split layers and pipelines.
             wire: The format in which gradients are sent. Ignored where `algorithm` is.
-            bucket_bytes: Bytes of gradients per message; None: chosen. Ignored for a `ShardedUpdater`.
-            loss_scale: For float16; None: no scale.
-            clip_norm: Largest norm of the mean gradient; None: no limit.
-            reduction: One that `reductions.make` has returned, instead of algorithm, wire and bucket_bytes. Ignored
-                for a `ShardedUpdater`.
-            compare_ranks: What `step` does when parameters or settings of the optimizer have come to differ between
-                ranks: "error" raises RanksDiffer, "note" says so once, "off" does not compare.
+            bucket_bytes: Bytes of gradients per message; None: chosen by `algorithm`. Ignored for a `ShardedUpdater`.
+            loss_scale: The loss scale for float16; None: no scaling.
+            clip_norm: The largest allowed norm of the mean gradient; None: no limit.
+            reduction: A reduction from `reductions.make`, used instead of `algorithm`, `wire` and `bucket_bytes`.
+                Ignored for a `ShardedUpdater`.
+            compare_ranks: What `step` does when parameters or optimizer settings differ between ranks. "error" raises
+                RanksDiffer, "note" prints one note, "off" does not compare.
 
-        Raises BufferMismatch on every rank, with the ranks that differ, if one has another model or trains another
-        part of it; UsageError on every rank for a model or optimizer whose state no checkpoint could hold, or that
-        cannot be stepped.
+        Returns:
+            The wrapped optimizer. It is a `ShardedUpdater` for sharded parameters, split layers and pipelines, and on
+                more than one rank a `ScatterUpdater` for a model with `shard = "optimizer"` or `"gradients"`.
+
+        Raises:
+            BufferMismatch: On every rank, naming the ranks that differ, if a rank has another model or trains other
+                parameters of it.
+            UsageError: On every rank, if no checkpoint can hold the state of the model or optimizer, or if the
+                optimizer cannot be stepped.
         """
         shard, pipeline = shard_of(model), pipeline_of(model)
         training = self.agreed(lambda: self.trainings.parts_for(model, optimizer), os_error=UsageError)
@@ -259,7 +286,20 @@ class Session:
         )
 
     def parallelize(self, model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
-        """Splits `model` as `plan` says, in place, and returns it. Collective; see `hpctrain.distributed`."""
+        """Splits `model` over the ranks as `plan` says, in place, and returns it. Collective.
+
+        Call it before the optimizer is made.
+
+        Args:
+            model: The model.
+            plan: What is split, over which ranks.
+
+        Raises:
+            UsageError: On every rank, with nothing changed, if the plan does not fit the model.
+            TopologyError: On every rank, with nothing changed, if the plan does not fit the number or placement of the
+                ranks.
+            LaunchError: If the plan needs MPI and the session has none.
+        """
         timeout_s = self.world.limits.settings.timeout_s
         if plan.tensor > 1:
             self.agreed(lambda: self.axes.arrange(tensor=plan.tensor), os_error=UsageError)
@@ -270,7 +310,7 @@ class Session:
         ):
             self.on_close(end_process_group)
         if plan.shard == "parameters":
-            give_back_large_pieces()  # what the whole model had
+            give_back_large_pieces()  # the memory of the whole model
         return model
 
     def save_state(
@@ -283,19 +323,27 @@ class Session:
         options: SaveOptions | None = None,
         also: Mapping[str, Stateful | None] | None = None,
     ) -> Path:
-        """Saves model, optimizer, updater, random generators and `position`; returns the checkpoint's path. Collective.
+        """Saves a checkpoint with the complete state of a training. Collective.
+
+        The checkpoint holds the model, the optimizer, the state of the updater and of the random generators, and
+        `position`.
 
         Args:
-            directory: The folder of the checkpoints, shared by all nodes; this one is named by `position.step`.
-            updater: What `distributed_optimizer` of this session has returned.
+            directory: The folder of the checkpoints, on a filesystem that all nodes share. The new checkpoint is named
+                by `position.step`.
+            updater: The result of this session's `distributed_optimizer`.
             position: Where training continues after a load.
-            loader: The loader to whose dataset, order and seed `position` belongs; `load_state` compares them.
-            options: How to save, and which older checkpoints to keep; by default the last three.
-            also: Other objects with `state_dict` and `load_state_dict` by name, such as schedulers. They are saved in
-                the same checkpoint, and must have the same state on every rank. None: no object.
+            loader: The loader whose dataset, order and seed `position` refers to; `load_state` compares them.
+            options: How to save, and which older checkpoints to keep. None: the last three are kept.
+            also: Other objects with `state_dict` and `load_state_dict`, by name, such as schedulers. They go into the
+                same checkpoint and must have the same state on every rank.
 
-        Raises CheckpointError on every rank, and the older checkpoints stay, if the state cannot be written or an
-        object's differs between ranks.
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            CheckpointError: On every rank, with the older checkpoints unchanged, if the state cannot be written or the
+                state of an object in `also` differs between ranks.
         """
         self._finite.before_save(self.trainings.model_of(updater), step=position.step)
         return self.trainings.save(
@@ -310,26 +358,33 @@ class Session:
         loader: Loader | None = None,
         also: Mapping[str, Stateful | None] | None = None,
     ) -> Position:
-        """Restores what `save_state` saved; returns where to continue. Collective.
-
-        Returns `Position()`, step 0, if there is no checkpoint yet.
+        """Restores a training from a checkpoint that `save_state` has written. Collective.
 
         Args:
-            source: A checkpoint, or a folder of checkpoints, of which the newest undamaged one is taken. Any number of
-                ranks may have saved it.
-            updater: What `distributed_optimizer` of this session has returned.
-            loader: As in `save_state`.
-            also: The objects that `save_state` was given; None for one that is not to be loaded.
+            source: A checkpoint, or a folder of checkpoints, of which the newest undamaged one is loaded. It may have
+                been saved by another number of ranks.
+            updater: The result of this session's `distributed_optimizer`.
+            loader: The loader of the training, as in `save_state`.
+            also: The same names as in `save_state`, each with its object, or with None to skip that object.
 
-        Raises CheckpointError on every rank, with nothing changed, if the checkpoint belongs to another model,
-        optimizer, dataset, order or seed, or has other objects.
+        Returns:
+            Where to continue. `Position()`, step 0, if there is no checkpoint yet.
+
+        Raises:
+            CheckpointError: On every rank, with nothing changed, if the checkpoint belongs to another model, optimizer,
+                dataset, order or seed, or has other objects than `also`.
         """
         return self.trainings.load(source, updater, loader=loader, also=also or {})
 
     def open_dataset(self, directory: str | Path, **options: Any) -> Dataset:
-        """Opens a dataset on every rank, or raises the same DataError on all. Collective.
+        """Opens a packed dataset on all ranks and returns it. Collective.
 
-        Raises also if the ranks of a node find other content than rank 0. options: of `hpctrain.data.open_together`.
+        Args:
+            directory: The folder of the dataset.
+            **options: Options of `hpctrain.data.open_together`.
+
+        Raises:
+            DataError: The same on all ranks, if the dataset cannot be opened or a node finds other content than rank 0.
         """
         return open_together(self.world, Path(directory), reads_manifest=self.leads_node, **options)
 
@@ -341,15 +396,37 @@ class Session:
     def check(
         self, build: Build, *, steps: int = 4, show: bool = True, scratch: str | Path = "."
     ) -> CheckReport:
-        """Compares the training that `build` makes with itself, and names causes. Collective; see `check_loop`."""
+        """Searches for causes that make the training of `build` differ from itself. Collective; see `check_loop`.
+
+        Args:
+            build: A function that builds the training.
+            steps: The number of steps to compare.
+            show: Whether rank 0 prints the result.
+            scratch: A folder that all nodes share, for a few checkpoints, which are removed.
+
+        Returns:
+            What was compared and the causes that were found, the most probable first.
+
+        Raises:
+            UsageError: On every rank, if there are fewer than two ranks or the training fails on one rank.
+            LaunchError: If no folder can be created in `scratch`.
+            CheckpointError: If the checkpoints cannot be written there.
+        """
         return check_loop(self, build, steps=steps, show=show, scratch=Path(scratch))
 
     def on_close(self, close: Callable[[], object]) -> None:
-        """Has `close` called when the session is closed, before communication ends. It may be collective."""
+        """Registers a function that `close` calls before communication ends. The function may be collective."""
         self._closers.append(close)
 
     def loader(self, dataset: Samples, *, global_batch: int, seed: int = 0, **options: Any) -> Loader:
-        """Returns a loader of this rank's part of each global batch. See `hpctrain.data.Loader` for the options."""
+        """Returns a loader that yields this rank's part of each global batch.
+
+        Args:
+            dataset: The dataset, or another source of samples.
+            global_batch: The number of samples per step over all ranks.
+            seed: The seed of the order of the samples.
+            **options: Further options of `hpctrain.data.Loader`.
+        """
         data = self.axes.for_loader()
         return Loader(
             dataset,
@@ -363,20 +440,33 @@ class Session:
         )
 
     def agreed_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields `batches` with weights that count the damaged samples which any rank has skipped. Collective for each
-        batch; see `hpctrain.data.check_while_reading`."""
+        """Yields `batches` with weights that leave out damaged samples, whichever rank has skipped them.
+
+        Each batch is collective; see `hpctrain.data.check_while_reading`.
+        """
         return agreed_batches(batches, comm=self.world)
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """Names the operations in the `with` block in the message that is printed when ranks wait too long in it."""
+        """Names the operations of a `with` block for the message that is printed when ranks wait too long in it."""
         return self.world.doing(what)
 
     def agreed(self, function: Callable[[], T], *, os_error: type[HpctrainError]) -> T:
-        """Returns what `function` returns on this rank; raises the same error on all if any fails. Collective."""
+        """Runs a function on every rank, and fails on all ranks if it fails on one. Collective.
+
+        Args:
+            function: A function that does not communicate.
+            os_error: The class of error that an OSError of the function is turned into.
+
+        Returns:
+            This rank's result of the function.
+
+        Raises:
+            HpctrainError: The same error on all ranks.
+        """
         return agreed(self.world, function, os_error=os_error)
 
     def mean(self, value: float) -> float:
-        """Returns the mean of a number over the ranks. Collective."""
+        """Returns the mean of a number over all ranks. Collective."""
         buffer = torch.tensor([float(value)], dtype=torch.float64)
         self.world.all_reduce(buffer)
         return float(buffer) / self.world_size
@@ -388,12 +478,28 @@ class Session:
     def all_reduce(
         self, value: torch.Tensor | Mapping[str, float], *, op: Operation = "sum"
     ) -> torch.Tensor | dict[str, float]:
-        """Returns the sum, mean or maximum over the ranks: of a tensor, as a new tensor of its shape and dtype, or of
-        numbers by name. Collective. Raises BufferMismatch and UsageError; see `all_reduce_values`."""
+        """Returns the sum, mean or maximum of values over all ranks. Collective.
+
+        Args:
+            value: A tensor of the same shape and dtype on every rank, or numbers by name with the same names on every
+                rank.
+            op: "sum", "mean" or "max".
+
+        Returns:
+            A new tensor of the same shape and dtype, or the reduced numbers by name.
+
+        Raises:
+            BufferMismatch: If numbers of elements, dtypes or names differ between ranks.
+            UsageError: If the values cannot be reduced; see `all_reduce_values`.
+        """
         return all_reduce_values(self.world, value, op=op)
 
     def sync_batch_norm(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Returns `model` with batch normalisation over all ranks. Collective; see `convert_sync_batch_norm`."""
+        """Makes the batch normalisation layers of a model use the statistics of all ranks. Collective.
+
+        Returns:
+            The converted model; see `convert_sync_batch_norm`. On one rank `model` itself.
+        """
         if self.world_size == 1:
             return model
         comm = self.world.duplicate()
@@ -403,13 +509,13 @@ class Session:
         return model
 
     def close(self) -> None:
-        """Finishes communication. Collective."""
+        """Ends trainings, datasets and communication. Collective."""
         self.end_training()
         release_all()
         self.world.close()
 
     def end_training(self) -> None:
-        """Ends updaters, reductions and what `on_close` was given; communication stays open. Collective."""
+        """Ends updaters and reductions and calls the functions of `on_close`; communication stays open. Collective."""
         # The updaters' threads first: they use the reducers' memory, and may still gather parameters, which may fail.
         ended = [updater.close() for updater in self.trainings.updaters]
         self.uncaught_errors.release()
@@ -439,23 +545,28 @@ def init(
     algorithm: str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Session:
-    """Connects to the other ranks that mpirun or srun started; without a launcher, one rank. Collective.
+    """Connects this process to the other ranks that mpirun or srun started. Collective. Without a launcher, one rank.
 
     Args:
         backend: "auto", "mpi", "horovod" or "serial".
-        device: "auto" (CUDA if every rank has a GPU of its own, else the CPU), "cpu", "cuda", or "cuda:N", which the
-            ranks of a machine share.
-        ranks: The number of ranks that there must be; None: any.
-        threads_per_rank: Threads of PyTorch; None: OMP_NUM_THREADS, or else this rank's share of the cores.
-        timeout_s: A collective that takes longer, or a rank that starts so much later than the first, ends the run
-            with exit code 6, and all ranks have ended by then (see `Monitored`). After
-            `session.world.publish_in(shared_folder)`, which is collective, the message names the ranks that did not
-            take part.
-        algorithm: The algorithm of the reduction, if Horovod must know it when it starts (nccl-hierarchical,
+        device: "cpu", "cuda", or "cuda:N", which the ranks of a node then share. "auto" takes CUDA if every rank has a
+            GPU of its own, else the CPU.
+        ranks: The number of ranks that is expected; None: any.
+        threads_per_rank: The number of PyTorch threads. None: OMP_NUM_THREADS if set, else this rank's share of the
+            cores.
+        timeout_s: The time limit of a collective in seconds, and of the start of a rank after the first one. When it
+            has passed, all ranks end with exit code 6 (see `Monitored`). The message names the ranks that did not take
+            part after `session.world.publish_in(shared_folder)`, which is collective.
+        algorithm: The algorithm of the gradient reduction, where Horovod must know it at start (nccl-hierarchical,
             nccl-torus).
-        environ: Variables to read the launcher's from; None: those of this process.
+        environ: The environment variables of the launcher; None: those of this process.
 
-    Raises LaunchError or TopologyError if launcher, environment and communication library disagree.
+    Returns:
+        The session.
+
+    Raises:
+        LaunchError: If launcher, environment and communication library disagree.
+        TopologyError: If the number or placement of the ranks is not the requested one.
     """
     postpone_dynamo()
     keep_freed_memory()

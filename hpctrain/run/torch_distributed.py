@@ -19,21 +19,32 @@ def init_process_group(
     timeout_s: float = 600.0,
     watch_folder: str | Path | None = None,
 ) -> Session:
-    """Makes `torch.distributed` use the ranks that mpirun or srun started. Collective; returns their session.
+    """Initialises `torch.distributed` on the ranks that mpirun or srun started. Collective.
 
-    In place of `torch.distributed.init_process_group(...)`; no address, port or agent is needed. Programs then use
-    torch.distributed as before (DDP, FSDP2, DTensor, pipelines, DCP). Groups that they make have communicators of their
-    own. An operation that takes longer than the limit ends all ranks with exit code 6.
-    `torch.distributed.destroy_process_group()` closes the session if it was made here.
+    Replaces `torch.distributed.init_process_group(...)`; it needs no address, port or agent. Programs then use
+    torch.distributed as before (DDP, FSDP2, DTensor, pipelines, DCP). Groups that they create have communicators of
+    their own. An operation that exceeds the time limit ends all ranks with exit code 6.
+    `torch.distributed.destroy_process_group()` also closes the session if this function has started it.
 
-    session: of `hpctrain.init`; None starts one. Its time limit counts, not `timeout_s`.
-    device: `cpu`, tensors in host memory over hpctrain's communicators; `cuda`, tensors on the rank's GPU over NCCL,
-    and those in host memory over gloo; `auto`, `cuda` if this session chose a GPU.
-    watch_folder: a folder that all ranks see; through it that message names the missing ranks, and where they are.
-    Sets what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) in the
-    environment, where it is not set, for libraries that look there; with tensors in host memory also
-    ACCELERATE_USE_CPU, without which Hugging Face accelerate takes each rank for a program of its own.
-    Raises UsageError if torch.distributed is initialised already, LaunchError without MPI or if PyTorch is too old.
+    Sets the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
+    where they are not set yet, for libraries that read them. With tensors in host memory it also sets
+    ACCELERATE_USE_CPU, without which Hugging Face accelerate takes each rank for a separate program.
+
+    Args:
+        session: A session of `hpctrain.init`; None: one is started.
+        device: The memory of the tensors and the library that moves them. "cpu": host memory, hpctrain's communicators.
+            "cuda": the rank's GPU, NCCL, with gloo for tensors in host memory. "auto": "cuda" if the session uses a
+            GPU, else "cpu".
+        timeout_s: The time limit of an operation in seconds. If `session` is given, the limit of that session counts.
+        watch_folder: A folder on a filesystem that all nodes share. With it, the message at the time limit names the
+            missing ranks and the position of each in the program.
+
+    Returns:
+        The session.
+
+    Raises:
+        UsageError: If torch.distributed is initialised already, or an argument is invalid.
+        LaunchError: If there is no MPI, or PyTorch is too old.
     """
     if dist.is_initialized():
         raise UsageError("torch.distributed is initialised already: call destroy_process_group before")

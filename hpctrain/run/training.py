@@ -84,7 +84,10 @@ from hpctrain.train import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resume:
-    """Value of `--resume`. path: checkpoint to resume from. anew: start from scratch. Neither: newest checkpoint."""
+    """The value of `--resume`: `path` is the checkpoint to resume from, `anew` starts from scratch.
+
+    With neither, the run resumes from its newest checkpoint.
+    """
 
     path: Path | None = None
     anew: bool = False
@@ -105,9 +108,9 @@ def train(
     stop: StopRequest,
     save_signal: SaveSignal | None = None,
 ) -> dict[str, Any]:
-    """Trains as `recipe` says, with the ranks that the launcher started. Collective. Returns the summary.
+    """Trains as `recipe` says on the ranks that the launcher started. Returns the summary. Collective.
 
-    Raises StoppedEarly, with the state saved, if a rank was asked to stop.
+    Raises StoppedEarly, after the state is saved, if a rank was asked to stop.
     """
     search = [Path.cwd(), recipe_path.absolute().parent]
     # Before anything communicates, since the user's module may start processes; the ranks exchange errors later.
@@ -154,11 +157,12 @@ def carry_out(
     save_signal: SaveSignal | None = None,
     clock: WallClock | None = None,
 ) -> dict[str, Any]:
-    """Trains `task` as `recipe` says, with the ranks of an open session. Collective. Returns the summary.
+    """Trains `task` as `recipe` says on the ranks of an open session. Returns the summary. Collective.
 
-    commit: commit of the user's working directory, for the record; rank 0's is written.
-    save_signal: requests a checkpoint, as does the file `save-now` in the run directory.
-    clock: knows when the run has to have ended; on rank 0.
+    Args:
+        commit: The commit of the user's working directory, for the record; rank 0's is written.
+        save_signal: The signal that requests a checkpoint, as the file `save-now` in the run directory does.
+        clock: The clock of the run's time limit, on rank 0.
     """
     started = time.time()
     directory = Path(recipe.run.directory)
@@ -348,13 +352,13 @@ def carry_out(
 
 
 def _check_same_recipe(recipe: Recipe, session: Session) -> None:
-    """Raises RecipeError on every rank if the ranks' recipes differ; each rank has read its own file. Collective."""
+    """Raises RecipeError on every rank if the recipes that the ranks have read differ. Collective."""
     for name, values in recipe.model_dump(exclude={"slurm"}).items():
         check_same(session.world, name=f"section [{name}] of the recipe", value=values, error=RecipeError)
 
 
 def _through(tiers: Tiers | None, settings: LoopSettings, *, session: Session) -> Begin | None:
-    """Returns the function that starts a save through the nodes' own storage; None without such storage."""
+    """Returns a function that starts a save through the nodes' own storage; None without such storage."""
     if tiers is None:
         return None
     return saving_through(tiers, comm=session.world, options=settings.checkpoint.options)
@@ -365,8 +369,8 @@ def _write_records(
 ) -> dict[str, float]:
     """Writes the recipe and environment of this start, and appends both to `starts.jsonl`. For rank 0.
 
-    repeats: steps of the last start beyond `step` are done again; False where the user has chosen another checkpoint.
-    Returns what earlier starts have recorded of their slowest sections.
+    Returns the slowest times of sections that earlier starts have recorded. repeats: whether steps of the last start
+    after `step` are repeated; False if the user chose another checkpoint.
     """
     directory = Path(recipe.run.directory)
     (directory / "recipe.toml").write_text(to_toml(recipe), encoding="utf-8")
@@ -386,7 +390,7 @@ def _write_records(
 
 
 def _nothing_left(before: dict[str, Any], *, recipe: Recipe, session: Session) -> dict[str, Any]:
-    """Reports that the run was already finished, and leaves its records unchanged. Returns its summary."""
+    """Reports that the run is already finished, and returns its summary. Its records stay unchanged."""
     if session.rank == 0:
         tell(
             f"{recipe.run.name}: already finished, at step {before['step']}; increase run.steps or run.epochs to "

@@ -1,4 +1,4 @@
-"""How a run scales with its number of ranks: statistics of measured sweeps, efficiencies and models."""
+"""How a run scales with the number of ranks: statistics of measured sweeps, efficiencies, models and simulations."""
 
 import lazy_loader
 

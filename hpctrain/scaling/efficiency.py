@@ -1,4 +1,4 @@
-"""Attribution of each step's time on every rank, and the POP efficiency hierarchy."""
+"""Divides each step's time on every rank into parts, and computes the POP efficiencies."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from hpctrain.telemetry import STEP, read_records
 # docs/guides/efficiency.md.
 
 
-# Where a rank's time goes; the parts add up to the step.
+# The parts of a rank's time; they add up to the step.
 PARTS = (
     "compute", "hidden_reduction", "exposed_reduction", "waiting", "bubble", "input", "checkpoint", "evaluation",
     "other",
 )  # fmt: skip
-# Names of the records' seconds from which the parts follow.
+# Names of the recorded seconds from which the parts are computed.
 RECORDED = ("input", "compute", "hidden_sync", "bubble", "exposed_sync", "checkpoint", "evaluation", "other")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """Efficiencies between 0 and 1. computing: the share of the ranks' own time in which they computed."""
+    """The POP efficiencies, between 0 and 1. `computing` is the share of the ranks' own time in which they computed."""
 
     load_balance: float
     serialisation: float
@@ -51,12 +51,14 @@ class Factors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Where the time of all ranks went in some steps.
+    """How the ranks spent their time in some steps.
 
-    parts: seconds in a step by name of `PARTS`, mean over ranks and steps. own_s: a rank's time in a step without
-    communication: `mean` over ranks and steps, `largest` of a rank over all steps, and `ideal`, the mean over the steps
-    of the latest arrival in each: the largest own time, in a pipeline with its bubbles. samples: of all ranks in these
-    steps.
+    Attributes:
+        parts: The seconds per step by name as in `PARTS`, the mean over ranks and steps.
+        own_s: A rank's seconds per step without communication. `mean` is the mean over ranks and steps; `largest` is
+            the mean over the steps of the slowest rank; `ideal` is the mean over the steps of the latest arrival in
+            each, that is, the largest own time, in a pipeline with its bubbles.
+        samples: The samples of all ranks in these steps.
     """
 
     steps: int
@@ -71,7 +73,7 @@ class Efficiency:
 
     @property
     def computed_s(self) -> float:
-        """Seconds of computing in a step, mean over the ranks."""
+        """The seconds of computing per step, as the mean over the ranks."""
         return self.parts["compute"] + self.parts["hidden_reduction"]
 
     @property
@@ -100,7 +102,7 @@ class Efficiency:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Efficiency:
-        """Returns the efficiency of which `document` returned the fields. Raises KeyError, TypeError."""
+        """Returns the efficiency from a result of `document`. Raises KeyError or TypeError."""
         found = {name: document[name] for name in ("steps", "ranks", "samples", "parts", "own_s")}
         # Versions before pipelines recorded no bubble.
         return cls(**{**found, "parts": {"bubble": 0.0, **document["parts"]}})
@@ -108,12 +110,13 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """A run against a reference, usually on fewer ranks.
+    """A run compared with a reference, usually on fewer ranks.
 
-    computation: computing of all ranks for a sample, of the reference divided by this run's. global_efficiency:
-    parallel efficiency x share of computing x computation scaling, that is, the computing that the reference needs
-    for this run's samples, divided by the time of all ranks. relative_speed: samples/s of a rank divided by the
-    reference's.
+    Attributes:
+        computation: The reference's computing time per sample, over all ranks, divided by this run's.
+        global_efficiency: Parallel efficiency x share of computing x computation scaling, that is, the computing time
+            that the reference needs for this run's samples, divided by the time of all ranks.
+        relative_speed: The samples/s per rank divided by the reference's.
     """
 
     computation: float
@@ -133,9 +136,11 @@ def efficiency_from(
 ) -> Efficiency:
     """Returns the efficiency of `steps` steps of `ranks` ranks.
 
-    seconds: by name of `RECORDED`, sums over ranks and steps. own_s: time without communication, summed over ranks and
-    steps; largest_s: the largest of a rank's sums over the steps; ideal_s: the sum over the steps of the largest own
-    time with bubbles.
+    Args:
+        seconds: Sums over ranks and steps, by name as in `RECORDED`.
+        own_s: The time without communication, summed over ranks and steps.
+        largest_s: The largest sum of one rank over the steps.
+        ideal_s: The sum over the steps of the largest own time, with bubbles.
     """
     mean = {name: seconds[name] / (steps * ranks) for name in RECORDED}
     own = {"mean": own_s / (steps * ranks), "largest": largest_s / steps, "ideal": ideal_s / steps}
@@ -152,7 +157,7 @@ def efficiency_from(
 
 
 def against(run: Efficiency, *, reference: Efficiency) -> Scaling:
-    """Compares a run with a reference, of the same model on samples of the same size."""
+    """Compares a run with a reference with the same model and samples of the same size."""
     factors = run.factors
     computation = _ratio(_computed_for_a_sample(reference), _computed_for_a_sample(run))
     return Scaling(
@@ -186,11 +191,13 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Recorded seconds of all ranks.
+    """The recorded seconds of all ranks.
 
-    steps: numbers of the steps, ascending, shape (steps,). samples: of all ranks in each, shape (steps,).
-    seconds: by name, those of `RECORDED`, `step` and `after_sync`, each of shape (ranks, steps).
-    carried: `after_sync` of the step before each, shape (ranks, steps); 0 where it has no record.
+    Attributes:
+        steps: The step numbers, ascending, shape (steps,).
+        samples: The samples of all ranks per step, shape (steps,).
+        seconds: The seconds by name as in `RECORDED`, and `step` and `after_sync`, each of shape (ranks, steps).
+        carried: `after_sync` of the step before, shape (ranks, steps); 0 if that step has no record.
     """
 
     steps: NDArray[np.int64]
@@ -204,23 +211,23 @@ class StepTimes:
 
 
 def own_times(times: StepTimes) -> Times:
-    """Returns each rank's time without communication from the end of a step's reduction to that of the next one.
+    """Returns each rank's time without communication between the ends of two reductions, shape (ranks, steps).
 
-    Shape (ranks, steps). Of a step without the record of the one before it, from its begin.
+    For a step without a record of the step before, the time starts at the start of the step.
     """
     return _arrivals(times) - times.seconds["bubble"]
 
 
 def _arrivals(times: StepTimes) -> Times:
-    """Returns when each rank arrives at a step's reduction, from the end of the one before: own time and bubbles."""
+    """Returns when each rank arrives at a step's reduction: its own time and bubbles since the reduction before."""
     seconds = times.seconds
     return seconds["step"] - seconds["exposed_sync"] - seconds["after_sync"] + times.carried
 
 
 def attribute(times: StepTimes) -> Times:
-    """Returns the seconds of every part of every step on every rank, shape (ranks, steps, parts), in order of `PARTS`.
+    """Returns the seconds of all parts of all steps, shape (ranks, steps, parts), in the order of `PARTS`.
 
-    They add up to the step.
+    They add up to the seconds of the step.
     """
     seconds = times.seconds
     arrivals = _arrivals(times)
@@ -237,7 +244,7 @@ def attribute(times: StepTimes) -> Times:
 
 
 def efficiency_of(times: StepTimes) -> Efficiency:
-    """Returns the POP efficiencies of these steps. At least one step."""
+    """Returns the POP efficiencies of these steps, at least one."""
     own = own_times(times)
     return efficiency_from(
         {name: float(times.seconds[name].sum()) for name in RECORDED},
@@ -251,7 +258,7 @@ def efficiency_of(times: StepTimes) -> Efficiency:
 
 
 def document_of(times: StepTimes) -> dict[str, Any]:
-    """Returns the efficiency of these steps with the parts of each rank, seconds in a step, as JSON."""
+    """Returns the efficiency of these steps and the seconds per step of each rank's parts, as JSON."""
     by_rank = attribute(times).mean(axis=1)
     ranks = [dict(zip(PARTS, row.tolist(), strict=True)) for row in by_rank]
     first, last = int(times.steps[0]), int(times.steps[-1])
@@ -265,10 +272,10 @@ _NAMES = (*RECORDED, "step", "after_sync")
 
 
 def read_step_times(directory: Path, *, first: int = 2, last: int | None = None) -> StepTimes:
-    """Returns the recorded times of all ranks of the run in `directory`, of the steps from `first` to `last`.
+    """Returns the recorded times of all ranks of the run in `directory`, for the steps from `first` to `last`.
 
-    The first step of a run, in which buckets and memory are set up, is left out by default. Of a step that was done
-    twice the later record counts. Raises UsageError if a rank has not recorded its steps, or no step is in all records.
+    By default the first step of a run, in which buckets and memory are set up, is left out. For a repeated step the
+    later record counts. Raises UsageError if a rank has not recorded its steps, or if no step is in all records.
     """
     num_ranks = _num_ranks(directory)
     by_rank: list[dict[int, Mapping[str, Any]]] = []
@@ -317,9 +324,9 @@ def _seconds(record: Mapping[str, Any], name: str) -> float:
 
 
 def read_efficiency(directory: Path) -> Efficiency:
-    """Returns the efficiency that the run in `directory` has measured over all ranks and steps since its last start.
+    """Returns the efficiency over all ranks and steps since the last start, from the summary of the run in `directory`.
 
-    Raises UsageError if it has no summary yet, or one without it.
+    Raises UsageError if there is no summary yet, or if it has no efficiency.
     """
     path = directory / "summary.json"
     try:

@@ -18,13 +18,18 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A training run and what happens to it. All times in seconds.
+    """A training job and its failures. All times are in seconds.
 
-    nodes, spares: that train, and that wait in the job for one to fail. node_hours_between_failures: of one node,
-    mean of an exponential distribution. repair_s: until a failed node is a spare again. interval_s: of training
-    between two saves. save_s: for which a save stops training. detect_s: from a failure until it is noticed.
-    restart_s: to start the ranks and load the checkpoint. queue_s: mean wait for a new allocation where nodes are
-    missing; exponential.
+    Attributes:
+        nodes: The nodes that train.
+        spares: The nodes of the job that wait to replace a failed one.
+        node_hours_between_failures: The mean for one node; failures follow an exponential distribution.
+        repair_s: The time until a failed node is a spare again.
+        interval_s: The training time between two saves.
+        save_s: The time for which a save stops training.
+        detect_s: The time until a failure is noticed.
+        restart_s: The time to start the ranks and load the checkpoint.
+        queue_s: The mean wait for a new allocation if nodes are missing, exponential.
     """
 
     nodes: int
@@ -46,14 +51,21 @@ class Job:
 
     @property
     def between_failures_s(self) -> float:
-        """Mean seconds between failures of the nodes that train."""
+        """The mean seconds between failures of the nodes that train."""
         return self.node_hours_between_failures * HOUR_S / self.nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Shares of the time, which add up to 1. trained: that counts. saving: in saves. lost: training that was done
-    again after a failure. down: detecting and restarting. queued: waiting for nodes. failures: their number."""
+    """The shares of the time, which add up to 1, and the number of failures.
+
+    Attributes:
+        trained: The share of training that counts.
+        saving: The share of saves.
+        lost: The share of training that was repeated after a failure.
+        down: The share of detection and restarts.
+        queued: The share of waiting for nodes.
+    """
 
     trained: float
     saving: float
@@ -82,7 +94,7 @@ def simulate_job(job: Job, *, hours: float, seed: int = 0) -> Outcome:
 
 @final
 class _Run:
-    """The processes of one simulated job, and the seconds that they have spent."""
+    """The processes of one simulated job, and the seconds that they have spent on each activity."""
 
     def __init__(
         self, job: Job, environment: Any, *, interrupt: type[Exception], generator: random.Random
@@ -106,7 +118,7 @@ class _Run:
         )  # fmt: skip
 
     def train(self) -> Generator[Any, Any, None]:
-        """Attempts, one after another; each ends with a failure."""
+        """Simulates attempts, one after another. Each ends with a failure."""
         while True:
             attempt = self._environment.process(self._attempt())
             self._environment.process(self._failure(attempt))
@@ -118,7 +130,7 @@ class _Run:
             yield from self._wait(self._job.restart_s)
 
     def _attempt(self) -> Generator[Any, Any, None]:
-        """Trains and saves until it is interrupted; what was trained since the last save is lost."""
+        """Trains and saves until a failure interrupts it. Training since the last save is lost."""
         while True:
             began = self._environment.now
             try:
@@ -135,7 +147,7 @@ class _Run:
         attempt.interrupt()
 
     def _repair(self, allocation: int) -> Generator[Any, Any, None]:
-        """Makes the failed node a spare again, if the job still has the allocation that it belongs to."""
+        """Makes the failed node a spare again, if the job still has the same allocation."""
         yield self._environment.timeout(self._job.repair_s)
         if allocation == self._allocation:
             self._spares += 1
@@ -143,8 +155,10 @@ class _Run:
             self._repaired = self._environment.event()
 
     def _find_node(self) -> Generator[Any, Any, None]:
-        """Takes a spare node. Without one the job waits for a new allocation, with all nodes and spares, or for a
-        node that is repaired earlier."""
+        """Takes a spare node.
+
+        Without one, the job waits for a new allocation with all nodes, or for a repaired node.
+        """
         if self._spares == 0:
             began = self._environment.now
             queue_s = self._random.expovariate(1 / self._job.queue_s) if self._job.queue_s > 0 else 0.0
@@ -164,7 +178,7 @@ class _Run:
 def sweep(
     job: Job, *, intervals_s: Sequence[float], spares: Sequence[int], hours: float, seed: int = 0
 ) -> dict[tuple[float, int], Outcome]:
-    """Returns the outcome of each interval with each number of spare nodes, all with the same failures' seed."""
+    """Returns the outcome for each interval and number of spare nodes, all with the same seed of failures."""
     return {
         (interval_s, count): simulate_job(
             replace(job, interval_s=interval_s, spares=count), hours=hours, seed=seed
@@ -180,13 +194,13 @@ def sweep(
 
 
 def young_interval(save_s: float, *, between_failures_s: float) -> float:
-    """Returns sqrt(2 s M): the seconds of training between two saves that take `save_s` each."""
+    """Returns sqrt(2 s M): the training seconds between two saves that take `save_s` each."""
     _check(save_s, between_failures_s)
     return math.sqrt(2 * save_s * between_failures_s)
 
 
 def daly_interval(save_s: float, *, between_failures_s: float) -> float:
-    """Returns Daly's estimate of higher order, better where failures come every few saves."""
+    """Returns Daly's estimate of higher order, which is better if failures come every few saves."""
     _check(save_s, between_failures_s)
     if save_s >= 2 * between_failures_s:
         return between_failures_s

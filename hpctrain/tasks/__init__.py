@@ -1,1 +1,1 @@
-"""Two example tasks. Both train on a laptop, on data that needs no download."""
+"""Two example tasks that train on a laptop, on data that needs no download."""

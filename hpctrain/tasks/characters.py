@@ -17,14 +17,14 @@ class TransformerBlock(nn.Module):
         self.head_width = width // heads
         self.dropout = dropout
         self.attention_norm = nn.LayerNorm(width)
-        # By head, and of each head query, key and value: a rank that has some of the heads has rows that lie together.
+        # Ordered by head, then query, key and value, so that the rows of a rank with some of the heads are contiguous.
         self.attention_in = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
         self.feed_forward_norm = nn.LayerNorm(width)
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: float, shape (batch, window, width). Returns the same shape."""
+        """Returns the block's output for `hidden`, float of shape (batch, window, width), in the same shape."""
         mixed = self.attention_in(self.attention_norm(hidden))
         # As many heads as this rank has. Each: (batch, heads, window, head width).
         query, key, value = mixed.unflatten(-1, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4)
@@ -36,7 +36,9 @@ class TransformerBlock(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Adds the embeddings of tokens, shape (batch, window), and places. Returns shape (batch, window, width)."""
+    """Returns the sum of token and position embeddings, shape (batch, window, width), for tokens of shape (batch,
+    window).
+    """
 
     def __init__(self, tokens: nn.Embedding, positions: nn.Embedding) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ def _embedded(tokens: torch.Tensor, *, by_token: nn.Embedding, by_place: nn.Embe
 
 
 class Transformer(nn.Module):
-    """Logits of the next token, shape (batch, window, vocabulary), from integer tokens, shape (batch, window)."""
+    """Computes the logits of the next token, shape (batch, window, vocabulary), from tokens, shape (batch, window)."""
 
     def __init__(
         self, *, vocabulary: int, window: int, width: int, layers: int, heads: int, dropout: float
@@ -69,7 +71,7 @@ class Transformer(nn.Module):
             nn.init.normal_(parameter, std=0.02)
 
     def layers(self) -> list[nn.Module]:
-        """Returns what forward computes, as modules that are called one after another."""
+        """Returns the layers of forward, as modules that are called one after another."""
         return [Embeddings(self.tokens, self.positions), *self.blocks, self.norm, self.head]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -80,7 +82,10 @@ class Transformer(nn.Module):
 
 
 class Characters:
-    """Next-byte prediction on `tokens`, integers of shape (n, window + 1). The loss is in nats per character."""
+    """The task of predicting the next byte. The field `tokens` holds integers of shape (n, window + 1).
+
+    The loss is in nats per character.
+    """
 
     def __init__(
         self, *, window: int = 128, vocabulary: int = 256, width: int = 128, layers: int = 2, heads: int = 4,
@@ -98,8 +103,10 @@ class Characters:
         return model.layers()
 
     def tensor_plan(self) -> dict[str, str | tuple[str, int]]:
-        """Each rank has some of the heads, and some of the hidden features between the two linear layers; all else is
-        computed on a part of the window, if the recipe asks for that."""
+        """Splits the attention by heads and the hidden features of the feed-forward layers over the ranks.
+
+        All other layers are computed on a part of the window if the recipe sets `parallel.sequence`.
+        """
         heads, window = int(self._shape["heads"]), int(self._shape["window"])
         return {
             "tokens": ("sequence", window),

@@ -10,7 +10,7 @@ from hpctrain.train import Fields
 
 
 class Digits:
-    """Classifies `image`, shape (n, 1, 8, 8), values 0 to 16, into `label`, shape (n,), values 0 to 9."""
+    """The task of classifying `image`, shape (n, 1, 8, 8), values 0 to 16, into `label`, shape (n,), values 0 to 9."""
 
     def __init__(self, *, width: int = 32, dropout: float = 0.0) -> None:
         self._width = width

@@ -1,4 +1,4 @@
-"""Records and timings of a run, written per rank. Nothing here communicates."""
+"""Records and timings of a run, written per rank. Does not communicate."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Energy counters of a node: which can be read, and their readings at intervals."""
+"""Reads the energy counters of a node at intervals."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final
 
-# What the energy counters have in common.
+# The interface of the energy counters.
 
 
 class EnergyCounter(Protocol):
-    """An energy counter of this node.
+    """The interface of an energy counter of this node.
 
-    source: what counts. covers: whose energy it is.
+    source: the kind of counter. covers: the devices whose energy it counts.
     """
 
     source: str
@@ -30,16 +30,16 @@ class EnergyCounter(Protocol):
         ...
 
     def devices(self) -> Sequence[Mapping[str, float | int | None]]:
-        """Returns what else is known of each device at this moment; empty for counters without devices."""
+        """Returns further facts about each device at this moment; empty for counters without devices."""
         ...
 
 
 @final
 class Increase:
-    """Sums the increases of a counter since its first value, also when it begins again at 0.
+    """Sums the increases of a counter since its first value, even if it restarts at 0.
 
-    wraps_after: the largest value, after which 0 follows. None: the counter does not wrap; a smaller value than the one
-    before then means that it was reset, and the increase until then is not known.
+    wraps_after: the largest value, after which the counter continues at 0. None: the counter does not wrap. A value
+    smaller than the one before then means a reset, and the increase before the reset is unknown.
     """
 
     def __init__(self, first: int, *, wraps_after: int | None = None) -> None:
@@ -48,7 +48,7 @@ class Increase:
         self._total = 0
 
     def to(self, value: int) -> int:
-        """Returns the increase from the first value to `value`, if the counter wraps at most once between calls."""
+        """Returns the increase from the first value to `value`. The counter may wrap at most once between two calls."""
         step = value - self._last
         if step < 0:
             step = value if self._wraps_after is None else value + self._wraps_after - self._last
@@ -57,7 +57,7 @@ class Increase:
         return self._total
 
 
-# Energy of a node of HPE Cray, as its controller counts it.
+# Energy of an HPE Cray node, counted by its controller.
 #
 # Source of the format: HPE, "User Access to Compute Node Power Data": a value, its unit, and the time of
 # the reading.
@@ -68,9 +68,10 @@ _FILE = "sys/cray/pm_counters/energy"
 
 @final
 class CrayCounter:
-    """`/sys/cray/pm_counters/energy`, such as `5461213 J 1398360352187765 us`, updated ten times a second.
+    """The counter `/sys/cray/pm_counters/energy`, updated ten times per second.
 
-    root: directory with `sys`. Raises OSError or ValueError if it cannot be read.
+    The file has a line such as `5461213 J 1398360352187765 us`. root: the directory that contains `sys`. Raises OSError
+    or ValueError if it cannot be read.
     """
 
     source = "Cray pm_counters"
@@ -98,10 +99,10 @@ class CrayCounter:
 
 @final
 class NvmlCounter:
-    """All GPUs that the driver shows to this process: in a job whose devices Slurm confines, those of the job.
+    """The energy counters of all GPUs that the driver shows to this process.
 
-    Raises OSError if nvidia-ml-py is not installed, there is no driver or no GPU, or a GPU does not count its energy
-    (older than Volta).
+    In a job whose devices Slurm confines, these are the GPUs of the job. Raises OSError if nvidia-ml-py is not
+    installed, if there is no driver or GPU, or if a GPU does not count its energy (older than Volta).
     """
 
     source = "NVML"
@@ -124,8 +125,11 @@ class NvmlCounter:
         return sum(increase.to(self._millijoules(gpu)) for gpu, increase in increases) / 1e3
 
     def devices(self) -> Sequence[Mapping[str, float | int | None]]:
-        """Returns of each GPU `index`, `utilisation` (share of the last moment in which a kernel ran) and
-        `memory_bytes` in use; None for what a GPU does not tell, as a divided one (MIG)."""
+        """Returns `index`, `utilisation` and `memory_bytes` of each GPU.
+
+        `utilisation` is the fraction of the last sampling period in which a kernel ran, `memory_bytes` the memory in
+        use. A value that a GPU does not report is None, as for a partitioned GPU (MIG).
+        """
         found = []
         for index, gpu in enumerate(self._gpus):
             load = self._known(self._nvml.nvmlDeviceGetUtilizationRates, gpu)
@@ -162,13 +166,13 @@ _FOLDER = "sys/class/powercap"
 
 @final
 class RaplCounter:
-    """The sum of `energy_uj` of the zones `package-N` and `dram` in `/sys/class/powercap/intel-rapl:*`, also on AMD.
+    """The sum of `energy_uj` over the zones `package-N` and `dram` in `/sys/class/powercap/intel-rapl:*`, also on AMD.
 
-    Other zones are parts of packages (`core`, `uncore`) or contain them (`psys`). A zone begins again at 0 after
-    `max_energy_range_uj`, for a processor of 250 W every 17 minutes.
+    Other zones are parts of packages (`core`, `uncore`) or contain them (`psys`). A zone restarts at 0 after
+    `max_energy_range_uj`; for a processor of 250 W this happens every 17 minutes.
 
-    root: directory with `sys`. Raises OSError or ValueError if a zone cannot be read (since Linux 5.10 only root may,
-    unless the site allows it), or there is none.
+    root: the directory that contains `sys`. Raises OSError or ValueError if there is no zone or a zone cannot be read.
+    Since Linux 5.10 only root may read them, unless the site allows it.
     """
 
     source = "RAPL"
@@ -204,7 +208,10 @@ _LAST_READING_S = 5.0
 
 
 def open_counters(root: Path = Path("/")) -> list[EnergyCounter]:
-    """Returns the energy counters of this node that can be read; often none. root: directory with `sys`."""
+    """Returns the energy counters of this node that can be read; often there are none.
+
+    root: the directory that contains `sys`.
+    """
     openers: tuple[Callable[[], EnergyCounter], ...] = (
         partial(CrayCounter, root), partial(RaplCounter, root), NvmlCounter,
     )  # fmt: skip
@@ -216,17 +223,17 @@ def open_counters(root: Path = Path("/")) -> list[EnergyCounter]:
 
 
 def total_j(joules: Mapping[str, float]) -> float:
-    """Returns the energy of a node, given that of each source: a counter of the whole node includes the others."""
+    """Returns the energy of a node from the energies by source. A counter of the whole node includes the others."""
     whole = joules.get(CrayCounter.source)
     return sum(joules.values()) if whole is None else whole
 
 
 @final
 class EnergyMeter:
-    """Reads `counters` every `every_s` seconds from `start` to `close`, on a thread of its own.
+    """Reads `counters` every `every_s` seconds on a thread, from `start` to `close`.
 
-    The first reading has what was counted since they were opened. A thread, since asking a driver takes milliseconds,
-    and a step may last longer than a counter takes to wrap.
+    The first reading includes what was counted since the counters were opened. It uses a thread because a driver call
+    takes milliseconds, and a step may last longer than a counter takes to wrap.
     """
 
     def __init__(self, counters: Sequence[EnergyCounter], *, every_s: float) -> None:
@@ -243,7 +250,7 @@ class EnergyMeter:
         self._thread.start()
 
     def take(self) -> list[dict[str, Any]]:
-        """Returns the records of the readings since the last call; docs/metrics.md has their fields."""
+        """Returns the records of the readings since the last call. Their fields are described in docs/metrics.md."""
         found = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -251,7 +258,7 @@ class EnergyMeter:
         return found
 
     def close(self) -> None:
-        """Reads for the last time; `take` returns that too."""
+        """Takes the last reading, which `take` then returns, and ends the thread."""
         self._closed.set()
         self._thread.join(_LAST_READING_S)
 

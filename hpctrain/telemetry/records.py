@@ -1,4 +1,4 @@
-"""Records of a run as JSON lines, one file a rank; and lines for the user on standard output."""
+"""Writes a run's records as JSON lines, one file per rank, and prints lines for the user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEP = "step"  # the kind of the records that are made in every step
 
 
 def _plain(value: Any) -> Any:
-    """Replaces NaN and infinities, which standard JSON does not have, by the strings "nan", "inf" and "-inf"."""
+    """Replaces NaN and infinities, which standard JSON lacks, with the strings "nan", "inf" and "-inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -40,15 +40,16 @@ def _line(record: dict[str, Any]) -> str:
 
 
 class RecordWriter:
-    """Appends records to `path`; its folder must exist.
+    """Appends records to the file `path`, whose folder must exist.
 
-    Records of steps are collected for `every_s` seconds and written together, since each write may be a message to a
-    server that thousands of ranks share; every other record is written at once, with those collected before it. So a
-    killed process loses the steps of at most `every_s` seconds.
-    kinds: records of other kinds are not written, and the file is made with the first of these. None: all are written.
-    sinks: get every record, also those that are not written.
+    Records of steps are collected for `every_s` seconds and written together, since each write may be a request to a
+    server that thousands of ranks share. Any other record is written at once, together with those collected before it.
+    A killed process thus loses the steps of at most `every_s` seconds.
 
-    After a resume, steps that the killed run had recorded beyond its last checkpoint are in the file twice; the later
+    kinds: the kinds of records to write; the file is created with the first one. None: all kinds. sinks: receive every
+    record, even those that are not written.
+
+    After a resume, steps that the killed run had recorded after its last checkpoint are in the file twice; the later
     record counts.
     """
 
@@ -72,15 +73,15 @@ class RecordWriter:
         self._file: IO[bytes] | None = self._open() if kinds is None else None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Writes or collects a record. After an OSError it prints one message and writes none any more."""
+        """Writes or collects a record. After an OSError it prints one message and writes nothing more."""
         self.write_all([record])
 
     def observe(self, record: dict[str, Any]) -> None:
-        """Hands a record to the sinks only."""
+        """Passes a record to the sinks without writing it."""
         self._sinks.receive(record)
 
     def write_all(self, records: Sequence[dict[str, Any]]) -> None:
-        """Does what `write` does for each, with one write at most."""
+        """Writes several records as `write` does, with at most one write to the file."""
         for record in records:
             self._sinks.receive(record)
         if self._ended:
@@ -93,7 +94,7 @@ class RecordWriter:
             self._write()
 
     def close(self) -> None:
-        """Writes what is collected. Later records are not written. The sinks stay open."""
+        """Writes the collected records. Later records are ignored. The sinks stay open."""
         self._write()
         self._ended = True
         if self._file is not None:
@@ -121,9 +122,9 @@ class RecordWriter:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Removes an incomplete last line, left by a killed rank, to which the next record would be appended.
+    """Removes an incomplete last line, left by a killed rank, since the next record would be appended to it.
 
-    Reads backwards to the last complete line, usually one block, whatever the length of the file.
+    Reads backwards to the last complete line, usually one block, whatever the size of the file.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -145,7 +146,7 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of a file. Skips an incomplete last line, which a killed rank may leave. Raises OSError."""
+    """Yields the records of a file, without an incomplete last line, which a killed rank may leave. Raises OSError."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             if line.endswith("\n"):
@@ -153,14 +154,17 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as a JSON file atomically. Makes the folder if needed. Raises OSError."""
+    """Writes `value` as a JSON file atomically, and creates its folder if needed. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = json.dumps(_plain(value), indent=2, allow_nan=False) + "\n"
     replace_file(path, content.encode(), partial=path.with_name(f".{path.name}.{os.getpid()}.partial"))
 
 
 def tell(text: str, *, end: str = "\n") -> None:
-    """Prints and flushes. If the reader has closed the pipe (`| head`), output is discarded; the run continues."""
+    """Prints and flushes a text.
+
+    If the reader has closed the pipe (`| head`), output is dropped and the run continues.
+    """
     try:
         sys.stdout.write(text + end)
         sys.stdout.flush()

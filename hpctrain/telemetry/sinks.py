@@ -1,4 +1,4 @@
-"""What receives a run's records besides its own files."""
+"""Sinks, which receive a run's records in addition to its own files."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ Record = Mapping[str, Any]
 
 
 class Sink(Protocol):
-    """Receives every record of one rank, on the thread that trains.
+    """The interface of an object that receives every record of one rank, on the thread that trains.
 
-    Records are those of `docs/metrics.md`, those of steps that `telemetry.metrics_every_steps` leaves out of the files,
-    and the kinds `begins` (first: training begins) and `checkpoint_begun`. A record must not be changed.
+    The records are those of `docs/metrics.md`, including steps that `telemetry.metrics_every_steps` leaves out of the
+    files, and the kinds `begins` (sent first, when training starts) and `checkpoint_begun`. A sink must not change
+    them.
     """
 
     name: str  # for messages, as "Prometheus endpoint"
 
     def receive(self, record: Record) -> None:
-        """Takes a record in some microseconds: whatever takes longer belongs on a separate thread of the sink.
+        """Takes a record within some microseconds. Longer work belongs on a thread of the sink.
 
-        May raise any Exception: then the sink is closed and gets no more records.
+        It may raise any Exception; the sink is then closed and gets no more records.
         """
 
     def close(self) -> None:
-        """Ends the sink, however the run ends. Takes a few seconds at most."""
+        """Ends the sink, however the run ends, within a few seconds."""
 
 
 @final
 class Sinks:
-    """Hands records to several sinks. One that fails is reported once and closed; training goes on.
+    """Passes records to several sinks. A sink that fails is reported once and closed; training continues.
 
-    warn: prints a line; None: on standard error. Sinks are closed in the order in which they were opened.
+    Sinks are closed in the order in which they were opened. warn: prints a line; None: to standard error.
     """
 
     def __init__(self, *, warn: Callable[[str], None] | None = None) -> None:
@@ -50,9 +51,11 @@ class Sinks:
         self._warn = warn or _print_warning
 
     def open(self, name: str, make: Callable[[], Sink]) -> None:
-        """Adds the sink that `make` returns. If that raises an Exception, it is reported, and the run goes on without.
+        """Adds the sink that `make` returns.
 
-        name: of the sink, for the warning.
+        If `make` raises an Exception, it is reported and the run continues without the sink.
+
+        name: the name of the sink, for the warning.
         """
         try:
             self._sinks.append(make())
@@ -60,7 +63,7 @@ class Sinks:
             self._warn(f"no {name}: {_describe(error)}; training goes on without it")
 
     def receive(self, record: Record) -> None:
-        """Hands `record` to all sinks. Does not raise."""
+        """Passes a record to all sinks. Does not raise."""
         for sink in tuple(self._sinks):
             try:
                 sink.receive(record)
@@ -94,7 +97,7 @@ def _print_warning(text: str) -> None:
     print(f"hpctrain: {text}", file=sys.stderr, flush=True)
 
 
-# The numbers of a run by step, for programs that draw them: what is called how. Pure.
+# The names of a run's numbers by step, for programs that draw them. Pure.
 
 
 _OF_STEPS = ("loss", "lr", "grad_norm", "loss_scale")
@@ -103,7 +106,8 @@ _OF_STEPS = ("loss", "lr", "grad_norm", "loss_scale")
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers of a record by name, such as `loss` and `seconds/compute`; {} if it has none.
 
-    record: as in docs/metrics.md, of a file or before it is written. A number that is not finite is a float here.
+    record: a record of docs/metrics.md, read from a file or not yet written. A number that is not finite becomes a
+    float.
     """
     kind = record["kind"]
     if kind == "step":
@@ -133,10 +137,10 @@ _CLOSING_MAY_TAKE_S = 5.0
 
 @final
 class TensorBoardSink:
-    """Writes an event file into `folder`, on a thread of its own. For rank 0.
+    """Writes an event file into `folder`, on its own thread. For rank 0.
 
-    The records `begins` and `roll_back` say from which step on earlier events no longer count: TensorBoard hides them.
-    Raises ImportError if tensorboard is not installed, OSError if the file cannot be made.
+    The records `begins` and `roll_back` say from which step on earlier events are obsolete; TensorBoard hides these.
+    Raises ImportError if tensorboard is not installed, OSError if the file cannot be created.
     """
 
     name = "file for TensorBoard"
@@ -165,7 +169,7 @@ class TensorBoardSink:
         self._records.put(record)
 
     def close(self) -> None:
-        """Writes what is left. Raises OSError if that fails, or has failed since the last record."""
+        """Writes the remaining events. Raises OSError if that fails, or has failed since the last record."""
         reported = self._error
         self._records.put(None)
         self._thread.join(_CLOSING_MAY_TAKE_S)

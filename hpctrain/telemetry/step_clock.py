@@ -1,4 +1,4 @@
-"""The time of a step in named parts, and durations in words."""
+"""Measures the parts of a step by name, and formats durations."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from contextlib import contextmanager
 # Parts of a step that follow one another on the main thread: with `other`, the rest, they add up to `step`.
 PARTS = ("input", "compute", "bubble", "exposed_sync", "checkpoint", "evaluation")
 
-# Called with the name of a span, its begin and its end, in seconds of `time.perf_counter`.
+# Called with the name, start and end of a span, in seconds of `time.perf_counter`.
 Observer = Callable[[str, float, float], object]
 
 
 class StepClock:
-    """Sums seconds by name, from one `lap` to the next.
+    """Sums seconds by name from one `lap` to the next.
 
-    Names used by the training loop: `PARTS` (`input`: waiting for a batch; `compute`: forward, backward, optimizer;
-    `bubble`: within forward and backward this rank's stages of a pipeline waited for others; `exposed_sync`: training
-    was blocked by communication), `hidden_sync` (the part of `compute` with a reduction in flight), `after_sync` (from
-    the end of the reduction to that of the step), `sync` (total time of the reduction, on any thread),
-    `device_compute` (of a GPU, by events), and in a step in which a checkpoint was committed `own_write` (in which this
-    rank wrote its part, perhaps on another thread).
+    The names in `PARTS` are parts of a step: `input`, waiting for a batch; `compute`, forward, backward and optimizer;
+    `bubble`, waiting of this rank's pipeline stages for others; `exposed_sync`, waiting for communication. Other names
+    overlap these: `hidden_sync`, the part of `compute` during which a reduction ran; `after_sync`, from the end of the
+    reduction to the end of the step; `sync`, the total time of the reduction, on any thread; `device_compute`, the time
+    of a GPU, by events; `own_write`, in steps in which a checkpoint was committed, the time in which this rank wrote
+    its part, on any thread.
 
-    observer: called for each span of a part, while it is set.
+    observer: a function that is called for each span of a part, if set.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class StepClock:
 
     @contextmanager
     def span(self, name: str, *, what: str | None = None) -> Iterator[None]:
-        """Adds the duration of the `with` block to `name`, even if the block raises. what: as in `add`."""
+        """Adds the duration of the `with` block to `name`, even if the block raises. `what` is as in `add`."""
         started = time.perf_counter()
         try:
             yield
@@ -47,7 +47,7 @@ class StepClock:
     def add(self, name: str, *, seconds: float, ended: float | None = None, what: str | None = None) -> None:
         """Adds `seconds` to `name`.
 
-        ended: when they ended, by `time.perf_counter`; None: now. what: the name for the observer; None: `name`.
+        ended: the end of the span, by `time.perf_counter`; None: now. what: the name for the observer; None: `name`.
         """
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         if self.observer is not None and name in PARTS:
@@ -55,18 +55,19 @@ class StepClock:
             self.observer(what or name, end - seconds, end)
 
     def recount(self, begin: float, end: float, *, of: str, to: str) -> None:
-        """Counts the time from `begin` to `end`, by `time.perf_counter`, which was added to `of`, as `to` instead."""
+        """Moves the time from `begin` to `end`, by `time.perf_counter`, from the name `of` to the name `to`."""
         self._seconds[of] -= end - begin
         self.add(to, seconds=end - begin, ended=end)
 
     def sync_ended(self, at: float) -> None:
-        """Notes when the step's reduction ended, by `time.perf_counter`; the last call of a lap counts."""
+        """Stores when the step's reduction ended, by `time.perf_counter`. The last call of a lap counts."""
         self._sync_ended = at
 
     def lap(self) -> dict[str, float]:
-        """Returns seconds by name since the last lap, and starts the next one.
+        """Returns the seconds by name since the last lap, and starts the next one.
 
-        The total is `step`; `other` is what of it is in none of `PARTS`; `after_sync` is 0 without `sync_ended`.
+        `step` is the total, and `other` the part of it that is in none of `PARTS`. `after_sync` is 0 without
+        `sync_ended`.
         """
         now = time.perf_counter()
         seconds = self._seconds
@@ -85,7 +86,7 @@ class StepClock:
 
 
 def in_words(seconds: float) -> str:
-    """Formats a time: `0.12 s`, `45 s`, `12 min`, `3.5 h`, `2 days`."""
+    """Returns a duration as text: `0.12 s`, `45 s`, `12 min`, `3.5 h`, `2 days`."""
     if seconds < 10:
         return f"{seconds:.2g} s"
     for unit_s, name in ((86_400.0, "days"), (3600.0, "h"), (60.0, "min")):

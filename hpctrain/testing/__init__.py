@@ -1,11 +1,13 @@
-"""What any backend, codec, bucket reducer, updater and checkpoint engine must do, as test classes to inherit.
+"""Test classes that check an implementation of a backend, codec, bucket reducer, updater or checkpoint engine.
+
+Inherit from the class and set or implement what its docstring asks for; pytest collects the inherited tests:
 
     from hpctrain.testing import CodecContract
 
     class TestMyCodec(CodecContract):
         codec = MyCodec()
 
-pytest collects the inherited tests. Needs pytest.
+Needs pytest.
 """
 
 from hpctrain.public_names import attach

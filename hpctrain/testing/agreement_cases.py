@@ -1,4 +1,4 @@
-"""Cases for `collective_cases`: agreement over the ranks on values and errors."""
+"""Cases of `collective_cases` about ranks that must agree on values and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of a backend: `hpctrain.comm.World`."""
+"""The tests of a communication backend, an implementation of `hpctrain.comm.World`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,21 @@ _LAUNCHED: dict[tuple[type, int], list[dict[str, str | None]]] = {}
 
 
 class CollectiveContract(OnRanks):
-    """Every case on 1 to 4 ranks. Implement `run_ranks`; one launch for a number of ranks runs all cases."""
+    """Tests a communication backend on 1 to 4 ranks. Implement `run_ranks`.
+
+    The ranks are launched once for each number of ranks; that launch runs all cases.
+    """
 
     def run_ranks(self, num_ranks: int, function: Callable[[World], Any]) -> list[Any]:
-        """Calls `function(world)` on `num_ranks` ranks of the backend. Returns the JSON results, by rank."""
+        """Runs a function on several ranks of the backend.
+
+        Args:
+            num_ranks: The number of ranks to start.
+            function: A function that takes the `World` of a rank.
+
+        Returns:
+            The results of the function, by rank. They are JSON values.
+        """
         raise NotImplementedError
 
     @pytest.mark.parametrize("case", collective_cases.all_cases())

@@ -1,6 +1,7 @@
-"""What every backend must do, as functions of one rank. Run in one launch by `run_all`; no pytest in here.
+"""The cases that every communication backend must pass, as functions of one rank. `run_all` runs them in one launch.
 
-A case asserts after it has communicated, so that a failed case leaves the ranks in step for the next one.
+The cases do not use pytest. A case asserts after it has communicated, so that the ranks are in step for the next case
+even if it fails.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hpctrain.testing import agreement_cases
 from hpctrain.testing.agreement_cases import raised_by
 from hpctrain.topology import Topology
 
-# Values, lengths and places of ranks with which the cases of a collective are tried.
+# Values, buffer lengths and node layouts for the cases of a collective.
 
 
 DTYPES = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)
@@ -49,12 +50,12 @@ LAYOUTS = {
 
 
 def lengths(num_ranks: int) -> Sequence[int]:
-    """Empty, shorter than the number of ranks, not divisible by it, longer."""
+    """Returns buffer lengths to test: empty, shorter than the number of ranks, not divisible by it, longer."""
     return (0, 1, max(1, num_ranks - 1), num_ranks, 2 * num_ranks + 1, 1000)
 
 
 def values_of(rank: int, *, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Small whole numbers, other ones on each rank: their sums are exact in every dtype."""
+    """Returns small integers that differ between ranks, so that their sums are exact in every dtype."""
     return ((torch.arange(length) * (rank + 1) + rank) % 7).to(dtype)
 
 
@@ -204,7 +205,7 @@ def case_all_gather_fills_a_tensor_that_is_given_which_may_hold_the_own_part(wor
 
 
 def exchanges_to_try(num_ranks: int) -> Sequence[list[list[int]]]:
-    """Elements that rank a sends to rank b, as rows a."""
+    """Returns matrices of counts to test: row a, column b is the number of elements that rank a sends to rank b."""
     ranks = range(num_ranks)
     return (
         [[3] * num_ranks for _ in ranks],
@@ -408,7 +409,7 @@ def all_cases() -> dict[str, Callable[[World], None]]:
 
 
 def run_all(world: World) -> dict[str, str | None]:
-    """Every case on this rank: its name -> None, or the traceback of its failure."""
+    """Runs every case on this rank. Returns by case None, or the traceback of its failure."""
     found: dict[str, str | None] = {}
     for name, function in all_cases().items():
         try:

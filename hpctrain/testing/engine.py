@@ -1,4 +1,4 @@
-"""The contract of a checkpoint engine: how the ranks' bytes reach the file."""
+"""The tests of a checkpoint engine, which writes the bytes of all ranks to the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ ROWS = 1000
 
 
 class EngineContract(OnRanks):
-    """Set `engine` to a name that `save` takes. Override `run_ranks` for an engine that needs real ranks."""
+    """Tests that a checkpoint engine writes every byte. Set `engine` to the name that `hpctrain.save` takes.
+
+    Override `run_ranks` for an engine that needs processes; by default the ranks are threads.
+    """
 
     engine = "direct"
 
@@ -26,7 +29,7 @@ class EngineContract(OnRanks):
 
     @pytest.mark.parametrize("files", [1, 2])
     def test_every_byte_is_read_back(self, tmp_path: Path, num_ranks: int, files: int) -> None:
-        """Whole tensors, shards, empty ones, and a second save of the same step with other bytes."""
+        """Saves whole, sharded and empty tensors, saves the same step again with other values, and reads it."""
         files = min(files, num_ranks)
 
         def rank_main(world: World) -> str:

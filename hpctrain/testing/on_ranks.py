@@ -1,4 +1,4 @@
-"""Test classes whose subclasses say on how many ranks they run."""
+"""The base of test classes whose tests run on several numbers of ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 
 
 class OnRanks:
-    """Every test with an argument `num_ranks` runs once for each number in `num_ranks_tested`."""
+    """Runs every test that has an argument `num_ranks` once per number in `num_ranks_tested`."""
 
     num_ranks_tested: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Called by pytest."""
+        """Sets `num_ranks`. pytest calls it."""
         if "num_ranks" in metafunc.fixturenames:
             metafunc.parametrize("num_ranks", self.num_ranks_tested)

@@ -1,4 +1,4 @@
-"""The contracts of a bucket reducer, a codec and an updater."""
+"""The tests of a bucket reducer, a codec and an updater."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ SIZES = (1, 7, 3000, 40_000)
 
 
 class BucketReducerContract(OnRanks):
-    """Implement `make`; set `tolerance` to the relative error of a sum, 0 if nothing is rounded on the wire."""
+    """Tests a bucket reducer, an implementation of `hpctrain.reduce.BucketReducer`. Implement `make`.
+
+    Attributes:
+        tolerance: The allowed relative error of a sum; 0 if values are sent without rounding.
+    """
 
     tolerance = 0.0
 
@@ -46,7 +50,7 @@ class BucketReducerContract(OnRanks):
     def test_buckets_are_summed_to_the_same_bits_on_every_rank(
         self, num_ranks: int, bucket_bytes: int
     ) -> None:
-        """Several steps, planned again half-way: sums, norm, and the numbers that go with them."""
+        """Checks sums, norm and extra numbers over several steps, with a new plan half-way."""
         specs = [GradientSpec(size, torch.float32) for size in SIZES]
         buckets = plan_buckets(specs, bucket_bytes=bucket_bytes)
 
@@ -123,7 +127,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], i
 
 
 def some_values(numel: int, *, dtype: torch.dtype, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
-    """Returns normal values, shape (numel,), whose magnitude changes from block to block by e^spread and more."""
+    """Returns normally distributed values, shape (numel,), whose scale varies between blocks by factors of e^spread."""
     random = torch.Generator().manual_seed(seed)
     factors = torch.exp(spread * torch.randn(-(-numel // 256) or 1, generator=random, dtype=torch.float64))
     values = torch.randn(numel, generator=random, dtype=torch.float64)
@@ -131,7 +135,7 @@ def some_values(numel: int, *, dtype: torch.dtype, seed: int = 0, spread: float 
 
 
 def encoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
-    """Returns the encoded bytes, 1-d uint8. Raises AssertionError if `encode` writes to memory behind its output."""
+    """Returns the encoded bytes, 1-d uint8. Raises AssertionError if `encode` writes beyond its output."""
     num_bytes = codec.num_bytes(values.numel(), dtype=values.dtype)
     memory = torch.full((num_bytes + 8,), 0xA5, dtype=torch.uint8)
     codec.encode(values, out=memory[:num_bytes])
@@ -150,12 +154,22 @@ def there_and_back(codec: Codec, values: torch.Tensor) -> torch.Tensor:
 
 
 class CodecContract:
-    """Set `codec`; `error_bound` says how far a value may come out from what it was."""
+    """Tests a codec, an implementation of `hpctrain.reduce.Codec`.
+
+    Set `codec`; for a lossy one implement `error_bound`.
+    """
 
     codec: ClassVar[Codec]
 
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the largest absolute error of each value: float64, shape of `values`. 0 for exact codecs."""
+        """Returns the largest allowed absolute error of each value.
+
+        Args:
+            values: The values that are encoded.
+
+        Returns:
+            float64, of the shape of `values`. Zeros for an exact codec.
+        """
         if self.codec.exact:
             return torch.zeros(values.shape, dtype=torch.float64)
         raise NotImplementedError
@@ -178,7 +192,7 @@ class CodecContract:
 
     @every_dtype
     def test_the_same_values_give_the_same_bytes_wherever_they_lie(self, dtype: torch.dtype) -> None:
-        """Memory of another alignment, another thread, other things encoded before."""
+        """Encodes the same values at another alignment, in another thread and after other data."""
         values = some_values(131_849, dtype=dtype)
         values[5], values[300] = math.nan, math.inf
         first = encoded(self.codec, values).clone()
@@ -193,7 +207,7 @@ class CodecContract:
 
     @every_dtype
     def test_data_that_begin_inside_a_message_are_read_the_same(self, dtype: torch.dtype) -> None:
-        """The 8-byte alignment that the contract promises is enough."""
+        """Decodes data at an offset of 8 bytes, the alignment that the interface guarantees."""
         values = some_values(1003, dtype=dtype)
         data = encoded(self.codec, values)
         message = torch.zeros(len(data) + 24, dtype=torch.uint8)
@@ -228,12 +242,15 @@ BATCH = 13  # no number of ranks from 2 to 4 divides it
 
 
 class DistributedOptimizerContract(OnRanks):
-    """Implement `make`. The model is small and in float64, so that N ranks equal one to 1e-10."""
+    """Tests an updater, an implementation of `hpctrain.reduce.DistributedOptimizer`. Implement `make`.
+
+    The model is small and in float64, so that training on N ranks equals training on one rank to 1e-10.
+    """
 
     def make(
         self, world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> DistributedOptimizer:
-        """Returns a new updater over all ranks of `world`. Collective."""
+        """Returns a new updater of `model` and `optimizer` over all ranks of `world`. Collective."""
         raise NotImplementedError
 
     @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -255,7 +272,7 @@ class DistributedOptimizerContract(OnRanks):
             assert all(parameter.isfinite().all() for parameter in found["parameters"])
 
     def test_a_step_that_is_not_accepted_leaves_everything_as_it_was(self, num_ranks: int) -> None:
-        """Also if backward failed half-way on a rank, which then takes part with what it has."""
+        """Also covers a rank whose backward fails half-way and that takes part with the gradients it has."""
         plain = run_threads(num_ranks, lambda world: self._train(world))
         for fails in (False, True):
             dropped = run_threads(num_ranks, partial(self._train, drop_before=3, fails=fails))
@@ -270,7 +287,7 @@ class DistributedOptimizerContract(OnRanks):
             assert all(map(torch.equal, one["parameters"], other["parameters"]))
 
     def test_parameters_are_complete_in_memory_once_they_are_waited_for(self, num_ranks: int) -> None:
-        """Also for what does not ask PyTorch, such as a view that was made before."""
+        """Checks the memory itself, through views created before the step, which PyTorch's hooks do not see."""
 
         def case(world: World) -> None:
             model, updater, _ = self._begin(world)
@@ -334,7 +351,10 @@ class DistributedOptimizerContract(OnRanks):
     def _drop(
         self, model: torch.nn.Module, updater: DistributedOptimizer, inputs: torch.Tensor, *, fails: bool
     ) -> None:
-        """A step with gradients that are NaN, and that is not accepted. fails: backward ends before its first layer."""
+        """Takes a step with NaN gradients that is not accepted.
+
+        `fails`: backward raises before it reaches the first layer.
+        """
         first, *others = model.children()
         hidden = first(inputs)
         if fails:
@@ -368,5 +388,8 @@ def _raise(*_: object) -> None:
 
 
 def _whole(world: World, updater: DistributedOptimizer) -> dict[str, torch.Tensor]:
-    """The updater's tensors as a checkpoint returns them; contracts run in one process, so parts can be passed on."""
+    """Returns copies of the tensors that the updater saves.
+
+    All ranks are threads of one process, so parts can be passed on.
+    """
     return {held.name: held.tensor.clone() for held in updater.state_tensors()}

@@ -1,4 +1,4 @@
-"""The live view of a run in the terminal, `hpctrain top`: read from its directory alone, drawn with rich."""
+"""`hpctrain top`: the live view of a run in the terminal, read from its run directory alone and drawn with rich."""
 
 import lazy_loader
 

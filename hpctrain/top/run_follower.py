@@ -1,4 +1,4 @@
-"""Reads a run directory again and again, each time only what is new."""
+"""Follows a run directory: each refresh reads only what is new."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hpctrain.errors import UsageError
 from hpctrain.supervise import Attempt, read_attempts
 from hpctrain.top.state import RunFiles, RunHistory, RunState, state_of
 
-# Files of a run that is going on: JSON lines that are appended, and small files that are replaced as a
+# Files of a run in progress: JSON lines that are appended, and small files that are replaced as a
 # whole.
 #
-# Each is opened whenever it is looked at: over NFS the size of a file is only current after an open.
+# Each is opened for every look, since over NFS the size of a file is current only after an open.
 
 
 @final
 class AppendedRecords:
-    """The records of a file that were not read yet.
+    """Reads the records that are appended to a file.
 
-    max_bytes: how much a call reads at most, from the file's end. modified: the file's time, s since 1970, by the file
-    server's clock.
+    max_bytes: the largest number of bytes that one call reads, from the end of the file. modified: the modification
+    time of the file in seconds since 1970, by the file server's clock.
     """
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
@@ -35,9 +35,10 @@ class AppendedRecords:
         self.modified = 0.0
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns the complete lines that were appended since the last call; all of a file that has replaced it.
+        """Returns the complete lines that were appended since the last call, or all lines if the file was replaced.
 
-        Of more than `max_bytes` the last ones. Returns none if the file does not exist. Raises OSError.
+        Of more than `max_bytes` bytes it returns the last ones. Returns none if the file does not exist. Raises
+        OSError.
         """
         try:
             with self._path.open("rb") as file:
@@ -58,8 +59,11 @@ class AppendedRecords:
 
 @final
 class SmallFile:
-    """A file that is replaced as a whole. content: None while there is no such file. modified: its time, s since 1970,
-    by the file server's clock."""
+    """A file that is replaced as a whole.
+
+    content: the content of the file; None if it does not exist. modified: its modification time in seconds since 1970,
+    by the file server's clock.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -68,7 +72,7 @@ class SmallFile:
         self.modified = 0.0
 
     def refresh(self) -> bool:
-        """Reads the file if it has changed. Returns whether it has. Raises OSError."""
+        """Reads the file if it has changed, and returns whether it has. Raises OSError."""
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -83,12 +87,12 @@ class SmallFile:
         return True
 
     def json(self) -> dict[str, Any] | None:
-        """Returns the object that the file holds; None if it holds none."""
+        """Returns the JSON object in the file; None if it contains none."""
         return None if self.content is None else _object(self.content)
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
-    """Returns the JSON object; None for anything else, such as the rest of a line whose begin was not read."""
+    """Returns the JSON object; None for anything else, such as the rest of a line whose start was not read."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -113,10 +117,10 @@ _RECORDS = re.compile(r"rank-(\d+)\.jsonl")
 
 @final
 class RunFollower:
-    """One run. What a call of `refresh` costs on the filesystem: an open of each followed rank's file and of seven
-    others, the bytes that were appended, and a listing of the checkpoints if there is a new one.
+    """Follows one run.
 
-    Raises UsageError if the directory is not that of a run.
+    A refresh opens a file per followed rank and seven other files, reads what was appended, and lists the checkpoints
+    if there is a new one. Raises UsageError if the directory is not a run directory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -144,8 +148,10 @@ class RunFollower:
         self._checkpoint: tuple[int, float] | None = None
 
     def refresh(self, *, now: float) -> RunState:
-        """Returns the frame of this moment. now: s since 1970. Raises OSError, and LaunchError for an unreadable
-        ledger."""
+        """Returns the current frame.
+
+        `now` is in seconds since 1970. Raises OSError, and LaunchError for an unreadable ledger.
+        """
         starts = self._starts.read()
         if starts:
             self._history.begin(starts[-1])
@@ -191,7 +197,7 @@ class RunFollower:
         )  # fmt: skip
 
     def _newest_checkpoint(self) -> tuple[int, float] | None:
-        """Returns the step of the newest finished checkpoint and its time; lists the folder only if it has changed."""
+        """Returns step and time of the newest finished checkpoint. Lists the folder only if it has changed."""
         start = self._history.start or {}
         given = start.get("recipe", {}).get("checkpoint", {}).get("directory")
         folder = Path(given) if given else self._directory / "checkpoints"
@@ -201,6 +207,6 @@ class RunFollower:
                 paths = finished_newest_first(folder)
                 self._checkpoint = (step_of(paths[0]) or 0, paths[0].stat().st_mtime) if paths else None
                 self._checkpoints_at = changed_at
-        except FileNotFoundError:  # there is none yet, or it was deleted meanwhile
+        except FileNotFoundError:  # it does not exist yet, or was deleted
             return self._checkpoint
         return self._checkpoint

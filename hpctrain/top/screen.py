@@ -1,4 +1,4 @@
-"""Draws a frame with rich. Pure: the same state and width give the same text."""
+"""Draws a frame with rich. Pure: equal state and width give equal text."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ _MOST_INCIDENTS = 5
 
 
 def draw(state: RunState, *, width: int, ascii_only: bool = False) -> Group:
-    """Returns the frame. No line is longer than `width` columns: longer ones are cut, and the parts of a step
-    continue on the next line."""
+    """Returns the frame.
+
+    Longer lines than `width` columns are cut, but the parts of a step continue on the next line.
+    """
     lines = [_head(state), _place(state), _progress(state), _loss(state, width=width, ascii_only=ascii_only)]
     lines += [_speed(state), *_parts(state, width=width), *_slowest(state), _checkpoint(state)]
     if state.quality:
@@ -48,7 +50,7 @@ def draw(state: RunState, *, width: int, ascii_only: bool = False) -> Group:
 
 
 def sparkline(values: Sequence[float], *, width: int, ascii_only: bool = False) -> str:
-    """Returns the values as `width` characters at most, each the mean of its neighbours; "!" where none is finite."""
+    """Returns the values as at most `width` characters, each the mean of neighbouring values; "!" if none is finite."""
     levels = _ASCII_LEVELS if ascii_only else _LEVELS
     count = min(width, len(values))
     groups = [values[len(values) * at // count : len(values) * (at + 1) // count] for at in range(count)]
@@ -60,7 +62,7 @@ def sparkline(values: Sequence[float], *, width: int, ascii_only: bool = False) 
 
 
 def bar(parts: Mapping[str, float], *, width: int) -> str:
-    """Returns `width` letters, of each part of a step as many as its share; none if nothing is known."""
+    """Returns `width` letters, divided among the parts of a step by their shares; empty if nothing is known."""
     ends, share = [], 0.0
     for name in PARTS:
         share += parts.get(name, 0.0)
@@ -129,7 +131,7 @@ def _parts(state: RunState, *, width: int) -> list[Text]:
 
 
 def _filled(items: Sequence[Text], *, width: int) -> list[Text]:
-    """Returns the items in lines of `width` columns at most, unless one alone is longer."""
+    """Returns the items in lines of at most `width` columns. An item that is longer has a line of its own."""
     lines: list[Text] = []
     for item in items:
         if lines and lines[-1].cell_len + item.cell_len <= width:

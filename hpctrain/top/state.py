@@ -1,4 +1,4 @@
-"""What the view shows, from the records and files of a run. Pure."""
+"""Computes what the view shows from the records and files of a run. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpctrain.telemetry import STEP, in_words
 
 Record = Mapping[str, Any]
 
-# Times and rates are of so many last recorded steps.
+# The number of last recorded steps from which times and rates are computed.
 WINDOW_STEPS = 200
 _LOSSES = 4096
 _INCIDENTS = 50
@@ -29,8 +29,14 @@ _INCIDENTS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """A step of one rank. time: of the record, s since 1970. loss: NaN if it was not finite. samples: of all steps so
-    far, on all ranks. own_s: without standing still for communication or for other stages of a pipeline."""
+    """A step of one rank.
+
+    Attributes:
+        time: The time of its record, in seconds since 1970.
+        loss: The loss; NaN if it was not finite.
+        samples: The samples of all steps so far, on all ranks.
+        own_s: The seconds of the step without waits for communication or other pipeline stages.
+    """
 
     step: int
     time: float
@@ -55,11 +61,17 @@ class RecordedStep:
 
 @final
 class RunHistory:
-    """What the view is made of. A step that was done again, after a roll-back or a resume, counts once, the later time.
+    """The records from which the view is computed.
 
-    start: the newest line of starts.jsonl. steps: by rank, the last WINDOW_STEPS of this start. losses: of rank 0,
-    also of earlier starts: step and loss. incidents: oldest first. efficiency, evaluation: the newest records of these
-    kinds.
+    A step that was repeated after a roll-back or resume counts once, as later.
+
+    Attributes:
+        start: The newest line of starts.jsonl.
+        steps: The steps by rank, the last WINDOW_STEPS steps of this start.
+        losses: The steps and losses of rank 0, including earlier starts.
+        incidents: The incidents, oldest first.
+        efficiency: The newest record of this kind.
+        evaluation: The newest record of this kind.
     """
 
     def __init__(self) -> None:
@@ -79,13 +91,13 @@ class RunHistory:
         return float(self.start["time"]) if self.start is not None else 0.0
 
     def begin(self, start: Record) -> None:
-        """Training has begun or was resumed; `start` is the line of starts.jsonl that says so."""
+        """Clears steps and efficiency when training starts or is resumed. `start` is its line of starts.jsonl."""
         self.start = start
         self.steps = {}
         self.efficiency = None
 
     def add(self, rank: int, records: Iterable[Record]) -> None:
-        """Adds what a rank has recorded, in its order."""
+        """Adds records of a rank, in their order."""
         for record in records:
             kind = record.get("kind")
             if kind == STEP:
@@ -123,9 +135,9 @@ Kind = Literal["good", "note", "problem"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """The small files of a run directory, those of the newest start; None where there is none.
+    """The small files of a run directory, those of the newest start; None for files that do not exist.
 
-    ending: `watch/ending.json`. checkpoint: step of the newest finished one, and when it was written.
+    ending: `watch/ending.json`. checkpoint: step and time of writing of the newest finished checkpoint.
     """
 
     summary: Record | None = None
@@ -139,7 +151,10 @@ class RunFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTime:
-    """own_s: a rank's time in a step without communication, mean. factor: of the median of the ranks' times."""
+    """The time of a rank in a step.
+
+    own_s: the mean without communication. factor: that time divided by the median over the ranks.
+    """
 
     rank: int
     node: str
@@ -149,11 +164,17 @@ class RankTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """One frame. Times in seconds; None where something is not known.
+    """One frame. Times are in seconds; None for values that are unknown.
 
-    status: in words, and whether it is good. age_s: of the newest record. left_s: until the time limit of the run.
-    to_go_s: until the last step, at the present rate. step_s: p50, p95 and p99 on rank 0. parts: shares of a step by
-    name of `PARTS`; parts_of: which steps on which ranks. num_followed: ranks whose records were compared.
+    Attributes:
+        status: The status as text, and whether it is good.
+        age_s: The age of the newest record.
+        left_s: The time until the run's time limit.
+        to_go_s: The estimated time to the last step.
+        step_s: The p50, p95 and p99 of the step time on rank 0.
+        parts: The shares of a step by name as in `PARTS`.
+        parts_of: The steps and ranks from which they are computed.
+        num_followed: The number of ranks whose records were compared.
     """
 
     name: str
@@ -186,7 +207,7 @@ class RunState:
 
 
 def state_of(history: RunHistory, files: RunFiles, *, directory: str, now: float) -> RunState:
-    """Returns the frame of this moment. now: s since 1970."""
+    """Returns the current frame. `now` is in seconds since 1970."""
     start = history.start or {}
     environment: Mapping[str, Any] = start.get("environment", {})
     steps = list(history.steps.get(0, ()))
@@ -258,7 +279,7 @@ def _status(
 
 
 def _rates(steps: Sequence[RecordedStep]) -> tuple[float, float] | None:
-    """Returns steps/s and samples/s, evaluations and saves included."""
+    """Returns steps/s and samples/s, including evaluations and saves."""
     if len(steps) < 2 or steps[-1].time <= steps[0].time:
         return None
     first, last = steps[0], steps[-1]
@@ -274,7 +295,7 @@ def _quantiles(steps: Sequence[RecordedStep]) -> tuple[float, float, float] | No
 
 
 def _parts(history: RunHistory, steps: Sequence[RecordedStep]) -> tuple[Mapping[str, float], str]:
-    """Returns the shares of a step and of whom they are: of all ranks once they have been compared, else of rank 0."""
+    """Returns the shares of a step, and whose they are: of all ranks if they have been compared, else of rank 0."""
     found = history.efficiency
     if found is not None and found["step_s"] > 0:
         # Versions before pipelines recorded no bubble.
@@ -300,9 +321,9 @@ def _parts(history: RunHistory, steps: Sequence[RecordedStep]) -> tuple[Mapping[
 
 
 def _slowest(history: RunHistory, environment: Mapping[str, Any]) -> list[RankTime]:
-    """Returns the ranks that need longest, of those whose records were read; none if fewer than two were.
+    """Returns the slowest of the ranks whose records were read; [] if there are fewer than two.
 
-    Compared in the steps that all of them have recorded.
+    Compares the steps that all of them have recorded.
     """
     newest = {each.step for each in history.steps.get(0, ())}
     by_rank = {rank: {each.step: each.own_s for each in steps} for rank, steps in history.steps.items()}
@@ -323,7 +344,7 @@ def _slowest(history: RunHistory, environment: Mapping[str, Any]) -> list[RankTi
 
 
 def _left_s(start: Record, attempts: Sequence[Attempt], *, now: float) -> float | None:
-    """Returns the time until the allocation's end or the recipe's `stop.after_s`, whichever is first and known."""
+    """Returns the time until the allocation ends or the recipe's `stop.after_s` is reached, whichever is earlier."""
     ends = []
     if attempts and attempts[-1].ended is None and attempts[-1].time_limit is not None:
         ends.append(attempts[-1].time_limit)
@@ -367,7 +388,7 @@ def _notes(files: RunFiles) -> list[str]:
 
 
 def _attempts(attempts: Sequence[Attempt]) -> list[str]:
-    """Returns a line for each of the last attempts that have ended."""
+    """Returns a line per attempt, for the last attempts that have ended."""
     ended = [each for each in attempts if each.ended is not None][-_SLOWEST:]
     return [
         f"attempt {each.number}: {each.cause.value if each.cause else 'ended'} after "

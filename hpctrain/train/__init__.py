@@ -1,4 +1,4 @@
-"""Training: task, state, schedule, loop."""
+"""Training as recipes do it: the task, the loop, the learning rate schedule and the saved state."""
 
 import lazy_loader
 

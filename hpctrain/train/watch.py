@@ -1,4 +1,4 @@
-"""What follows the steps of a run on all ranks: slow ranks, where their time goes, traces."""
+"""Watches the steps of a run on all ranks: slow ranks, data that is not finite, efficiency and traces."""
 
 from __future__ import annotations
 
@@ -42,20 +42,24 @@ from hpctrain.topology import Topology
 
 SLOW_FILE = "slow.json"
 WINDOW_ENDS = "window_ends"  # the name of rank 0's vote that a window ends with this step
-# A window has at least so many steps, however long they take.
+# The smallest number of steps in a window, however long they take.
 LEAST_STEPS = 5
-# The summary lists so many findings of a run; the records have all.
+# The largest number of findings in the summary; the records have all.
 MOST_LISTED = 100
 
 
 @final
 class StragglerWatch:
-    """Compares the ranks after every window of steps. Rank 0 judges, and reports what has changed.
+    """Compares the ranks after every window of steps. Rank 0 judges, and reports changes.
 
-    Rank 0 says through the sums of a step when a window ends and when the links between nodes are to be measured
-    (`votes`), so that all ranks do it after the same step. A window ends with an all-gather of 28 bytes from each rank.
-    window_s: shortest time of a window. probes: measure the links when communication has become slow. before: the links
-    at the start of the run, if they were measured. directory: of the run, where `slow.json` says what is slow now.
+    Through the sums of a step (`votes`), rank 0 announces when a window ends and when the links between nodes are to be
+    measured, so that all ranks do it after the same step. A window ends with an all-gather of 28 bytes from each rank.
+
+    Args:
+        window_s: The shortest duration of a window.
+        probes: Whether to measure the links when communication has become slow.
+        before: The links as measured at the start of the run, if they were.
+        directory: The run directory; `slow.json` in it lists what is slow now.
     """
 
     def __init__(
@@ -90,7 +94,10 @@ class StragglerWatch:
         self.found: list[dict[str, Any]] = []  # what was slow in this run, for the summary; on rank 0
 
     def votes(self) -> dict[str, float]:
-        """This rank's contributions to the sums of a step; only rank 0's are not 0. Not collective."""
+        """Returns this rank's contributions to the sums of a step. Not collective.
+
+        They are 0 on all ranks but rank 0.
+        """
         if self._world.rank != 0:
             return {WINDOW_ENDS: 0.0, "probe_links": 0.0}
         over = time.monotonic() - self._begun_s >= self._window_s
@@ -102,9 +109,9 @@ class StragglerWatch:
     def after_step(
         self, step: int, seconds: Mapping[str, float], *, samples: int, sums: Mapping[str, float]
     ) -> None:
-        """Adds a step of this rank, and compares the ranks if that was agreed on. Collective.
+        """Adds a step of this rank. Compares the ranks if rank 0 has announced it. Collective.
 
-        seconds: of the step, by name. sums: the summed votes.
+        seconds: the seconds of the step, by name. sums: the summed votes.
         """
         self._times.add(seconds, samples=samples)
         self._num_saves += "own_write" in seconds
@@ -196,12 +203,12 @@ class StragglerWatch:
 
 
 _MAX_SAID = 5
-_MAX_SAMPLES = 4  # of a field and rank, by number
+_MAX_SAMPLES = 4  # per field and rank
 
 
 @final
 class DataFaults:
-    """say: prints a line for the user, on rank 0."""
+    """Finds samples with NaN or infinity in the batches of dropped steps. `say` prints a line, on rank 0."""
 
     def __init__(self, *, comm: Collective, say: Callable[[str], None]) -> None:
         self._comm = comm
@@ -209,16 +216,17 @@ class DataFaults:
         self._num_said = 0
 
     def after_dropped(self, step: int, batch: Batch) -> None:
-        """Says what is not finite in the batch of a dropped step, the first few times. Collective."""
+        """Reports what is not finite in the batch of a dropped step, for the first few steps. Collective."""
         found = self.describe(batch)
         if found and self._num_said < _MAX_SAID:
             self._num_said += 1
             self._say(f"step {step} is skipped on all ranks: its data are not finite: {found}")
 
     def describe(self, batch: Batch) -> str:
-        """Returns the fields and samples of all ranks that are not finite, in words; empty if all are. Collective.
+        """Returns the fields and samples of all ranks that are not finite, as text. Collective.
 
-        batch: this rank's part of the global batch. Samples are named by their number in the dataset, if that is known.
+        The text is empty if all are finite. Samples are named by their index in the dataset, if it is known. batch:
+        this rank's part of the global batch.
         """
         everyones = all_gather_json(self._comm, list(_faults(batch.real())))
         by_text: dict[str, list[int]] = {}
@@ -247,17 +255,20 @@ def _faults(batch: Batch) -> Iterator[str]:
             yield f"field {name!r}, {samples}"
 
 
-# Adds up where the time of all ranks goes, and records the POP efficiencies of every window of steps.
+# Adds up how all ranks spend their time, and records the POP efficiencies of every window of steps.
 
 
-# A window ends after so many steps at the latest: its maxima take 8 bytes a step.
+# The largest number of steps in a window, whose maxima take 8 bytes per step.
 _MOST_STEPS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Over ranks and steps. values: own time, then the seconds by name of `RECORDED`. ideal_s: of each step's latest
-    arrival at the reduction."""
+    """Sums over ranks and steps.
+
+    values: the time of computation, then the seconds by name as in `RECORDED`. ideal_s: the sum over the steps of the
+    latest arrival at the reduction.
+    """
 
     values: NDArray[np.float64] = field(default_factory=lambda: np.zeros(1 + len(RECORDED)))
     ideal_s: float = 0.0
@@ -280,12 +291,12 @@ class _Sums:
 
 @final
 class EfficiencyWatch:
-    """Where the time of all ranks went, in windows of steps and over all steps of this start of the run (`total`).
+    """Adds up how all ranks spend their time, per window of steps and over all steps since the start (`total`).
 
-    In a step it only notes this rank's own time, and when it arrived at the reduction: own time and bubbles after the
-    one before. At the end of a window two small all-reduces take, over the ranks, the latest arrival of each step
-    (which no sum can carry) and the sums of the parts, so that the result is exact whatever the number of ranks, and
-    none of them has to record its steps. Rank 0 writes it.
+    In a step it only stores this rank's own time and when it arrived at the reduction, counted as own time and bubbles
+    since the reduction before. At the end of a window, two small all-reduces find the latest arrival in each step,
+    which no sum can carry, and the sums of all parts. The result is exact for any number of ranks, without records of
+    each rank's steps. Rank 0 writes it.
     """
 
     def __init__(self, comm: Collective, *, records: RecordWriter, clock: StepClock) -> None:
@@ -303,8 +314,8 @@ class EfficiencyWatch:
     def after_step(self, step: int, seconds: Mapping[str, float], *, samples: int, window_ends: bool) -> None:
         """Adds a step. Collective if a window ends, which is at the same step on all ranks.
 
-        seconds: of the step, by name. samples: of all ranks. The first step after a start, in which buckets and memory
-        are set up, is left out.
+        seconds: the seconds of the step, by name. samples: the samples of all ranks. The first step after a start, in
+        which buckets and memory are set up, is left out.
         """
         after_s, self._after_s = self._after_s, seconds["after_sync"]
         if after_s is None:
@@ -317,7 +328,7 @@ class EfficiencyWatch:
             self._window(step)
 
     def ends(self, step: int) -> None:
-        """Ends the last window, after `step`, the last step of this start. Collective."""
+        """Ends the last window after `step`, the last step of this start. Collective."""
         if self._arrivals_s:
             self._window(step)
 
@@ -347,10 +358,10 @@ class EfficiencyWatch:
 
 @final
 class StepTrace:
-    """Traces the steps in `steps`, ascending ranges; the others cost a comparison each.
+    """Traces the steps in `steps`, which are ascending ranges. Other steps cost one comparison each.
 
-    directory: of the run; a range of steps has a folder there, and each rank a file in it. The clocks of the nodes are
-    compared before and after a range. say: prints on rank 0.
+    directory: the run directory. Each range has a folder there, with a file per rank. The clocks of the nodes are
+    compared before and after a range. say: prints a line, on rank 0.
     """
 
     def __init__(
@@ -376,7 +387,7 @@ class StepTrace:
         self._spans: deque[dict[str, Any]] = deque()
 
     def after_step(self, step: int) -> None:
-        """Step `step` has ended, or the run begins after it. Collective if tracing begins or ends here."""
+        """Starts or ends tracing after step `step`, where a range begins or ends. Collective in these steps."""
         if not self._steps:
             return
         self._step = step + 1
@@ -388,7 +399,7 @@ class StepTrace:
             self.ends()
 
     def ends(self) -> None:
-        """Ends tracing, if it is on. Collective."""
+        """Ends tracing if it is on. Collective."""
         if self._records is None:
             return
         self._clock.observer = None
@@ -404,13 +415,13 @@ class StepTrace:
         folder = self._directory / TRACE_FOLDER / f"step-{self._step:08}"
         try:
             make_shared_folder(folder, comm=self._world)
-        except LaunchError as error:  # on all ranks; training goes on without the trace
+        except LaunchError as error:  # on all ranks; training continues without the trace
             self._say(f"no trace: {error}")
             self._steps = ()
             return
         rank = self._world.rank
         path = folder / f"rank-{rank:05}.jsonl"
-        path.unlink(missing_ok=True)  # what an earlier start traced of the same steps
+        path.unlink(missing_ok=True)  # the trace of the same steps by an earlier start
         self._records = RecordWriter(path)
         self._records.write({
             "kind": "rank", "rank": rank, "ranks": self._world.num_ranks,

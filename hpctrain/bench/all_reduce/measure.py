@@ -30,12 +30,12 @@ from hpctrain.topology import Topology
 
 
 def algorithm_bandwidth(num_bytes: int, *, seconds: float) -> float:
-    """Bytes of gradients divided by the time, bytes/s; 0 if no time has passed."""
+    """Returns the bytes of gradients divided by the time, in bytes/s; 0 if no time has passed."""
     return num_bytes / seconds if seconds > 0 else 0.0
 
 
 def bus_bandwidth(num_bytes: int, *, seconds: float, num_ranks: int) -> float:
-    """Algorithm bandwidth times 2 (N-1)/N, bytes/s: the traffic of a ring of N ranks through each link.
+    """Returns the algorithm bandwidth times 2 (N-1)/N in bytes/s: the traffic through each link of a ring of N ranks.
 
     It does not depend on the number of ranks, so that it can be compared with the rate of the hardware. It can exceed
     that rate if the wire format is smaller than the gradients (fp16 for fp32), or if there is less traffic than in a
@@ -45,7 +45,9 @@ def bus_bandwidth(num_bytes: int, *, seconds: float, num_ranks: int) -> float:
 
 
 def wire_bytes(num_elements: int, *, wire: str) -> int | None:
-    """Bytes of `num_elements` encoded float32; None if they depend on the gradients (top-k, low-rank, auto)."""
+    """Returns the bytes of `num_elements` encoded float32; None if they depend on the gradients (top-k, low-rank,
+    auto).
+    """
     try:
         return codec_named(wire).num_bytes(num_elements)
     except HpctrainError:
@@ -53,7 +55,7 @@ def wire_bytes(num_elements: int, *, wire: str) -> int | None:
 
 
 def bound_bytes(num_elements: int, *, wire: str, num_nodes: int) -> float | None:
-    """Lower bound on the bytes that leave each node: 2 (C-1)/C times the encoded gradients, for C nodes.
+    """Returns a lower bound on the bytes that leave each node: 2 (C-1)/C times the encoded gradients, for C nodes.
 
     None if the encoded size depends on the gradients.
     """
@@ -62,7 +64,7 @@ def bound_bytes(num_elements: int, *, wire: str, num_nodes: int) -> float | None
 
 
 def bound_seconds(num_elements: int, *, wire: str, num_nodes: int, link_bytes_per_s: float) -> float | None:
-    """Seconds that `bound_bytes` take at the rate of one node's link; None if there is no bound or it is 0."""
+    """Returns the seconds that `bound_bytes` take over one node's link; None if there is no bound or it is 0."""
     least = bound_bytes(num_elements, wire=wire, num_nodes=num_nodes)
     return None if not least else least / link_bytes_per_s
 
@@ -72,7 +74,7 @@ def bound_seconds(num_elements: int, *, wire: str, num_nodes: int, link_bytes_pe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One combination to measure. num_bytes: size of the float32 gradients."""
+    """One combination to measure. `num_bytes` is the size of the float32 gradients."""
 
     algorithm: str
     wire: str
@@ -85,11 +87,13 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CellResult:
-    """Result of a cell. The same on every rank.
+    """The result of a cell, the same on every rank.
 
-    samples_s: for each repeat, the time of the slowest rank. sent_bytes_per_node: payload bytes per reduction of the
-    node that sent most. relative_error: largest difference from the float64 sum, divided by the largest absolute value
-    of that sum, on the worst rank, in the last reduction (including the error feedback of earlier ones).
+    Attributes:
+        samples_s: The time of the slowest rank, for each repeat.
+        sent_bytes_per_node: The payload bytes per reduction of the node that sent most.
+        relative_error: The largest difference from the float64 sum, divided by the largest absolute value of that sum,
+            on the worst rank, in the last reduction (including the error feedback of earlier ones).
     """
 
     cell: Cell
@@ -101,8 +105,8 @@ class CellResult:
 def bucket_of(num_elements: int, *, number: int = 0, position: int = 0) -> Bucket:
     """Returns a bucket of exactly `num_elements` float32: the largest square matrix, the remainder, and their flags.
 
-    It has a matrix because low-rank wires send only matrices as factors; for other wires it makes no difference.
-    There is no padding before the flags: 4 KB in the table are 4 KB.
+    It has a matrix because low-rank wire formats send only matrices as factors; for other formats that makes no
+    difference. There is no padding before the flags, so that 4 KB in the table are 4 KB.
     """
     side = math.isqrt(max(0, num_elements - 2))
     numels = [num_elements - 1] if side < 4 else [side * side, num_elements - 2 - side * side]
@@ -126,7 +130,7 @@ def bucket_of(num_elements: int, *, number: int = 0, position: int = 0) -> Bucke
 
 
 def buckets_of(sizes_bytes: Sequence[int], *, in_flight: int = 1) -> list[Bucket]:
-    """`in_flight` buckets of each size, one size after another."""
+    """Returns `in_flight` buckets of each size, one size after another."""
     buckets: list[Bucket] = []
     number = position = 0
     for num_bytes in sizes_bytes:
@@ -140,9 +144,9 @@ def buckets_of(sizes_bytes: Sequence[int], *, in_flight: int = 1) -> list[Bucket
 
 @final
 class Gradients:
-    """Input of each rank: one random vector, the same everywhere, times the rank's power of two.
+    """The input of each rank: one random vector, the same on all ranks, times a power of two that depends on the rank.
 
-    So every rank can compute the expected sum.
+    Every rank can therefore compute the expected sum.
     """
 
     def __init__(
@@ -161,7 +165,9 @@ class Gradients:
         memory[bucket.first_flag :] = 1
 
     def relative_error(self, memory: torch.Tensor, *, bucket: Bucket) -> float:
-        """Largest difference of the sum in `memory` from the exact one, divided by the latter's largest value."""
+        """Returns the largest difference of the sum in `memory` from the exact sum, relative to the latter's largest
+        value.
+        """
         expected = self._base[: bucket.num_gradients].double() * self._sum_of_factors
         if not expected.numel():
             return 0.0
@@ -173,8 +179,8 @@ class Gradients:
 class CellTimer:
     """Times the cells of several reducers that exist at the same time. Its methods are collective over `comm`.
 
-    reducers: by (algorithm, wire), in the same order on every rank; each has a bucket of every size.
-    progress: called with the share done, 0 to 1, after each reduction.
+    reducers: by (algorithm, wire format), in the same order on every rank; each has a bucket of every size. progress:
+    called after each reduction with the fraction that is done, 0 to 1.
     """
 
     def __init__(
@@ -205,14 +211,16 @@ class CellTimer:
         self._buffers: dict[tuple[str, str], list[torch.Tensor]] = {}
 
     def plan(self) -> None:
-        """Passes every reducer its buckets. Not done in the constructor, which does not communicate."""
+        """Passes the buckets to every reducer. The constructor does not, since it must not communicate."""
         for key, reducer in self._reducers.items():
             self._buffers[key] = reducer.plan(self._buckets, device=self._device)
 
     def measure(self, *, repeats: int, warmup: int) -> list[CellResult]:
-        """Times every cell `warmup + repeats` times, in shuffled order each round; warm-up rounds are not counted.
+        """Times every cell `warmup + repeats` times, in an order that is shuffled in each round.
 
-        The shuffling spreads drift (other load on the machine, clock frequency) evenly over the cells.
+        Warm-up rounds are not counted.
+
+        Shuffling spreads drift (other load on the machine, clock frequency) evenly over the cells.
         """
         cells = [
             Cell(algorithm=algorithm, wire=wire, num_bytes=num_bytes)
@@ -251,7 +259,10 @@ class CellTimer:
         ]
 
     def _reduce(self, cell: Cell, *, check: bool) -> tuple[float, int, float]:
-        """Reduces once. Returns seconds on this rank, payload bytes that it sent, and the error (0 unless `check`)."""
+        """Reduces once.
+
+        Returns this rank's seconds, the payload bytes that it sent, and the error (0 unless `check`).
+        """
         key = (cell.algorithm, cell.wire)
         reducer, first = self._reducers[key], self._sizes_bytes.index(cell.num_bytes) * self._in_flight
         numbers = range(first, first + self._in_flight)
@@ -275,7 +286,7 @@ class CellTimer:
             torch.cuda.synchronize(self._device)
 
     def _sent_by_node(self, mine: list[int]) -> list[list[int]]:
-        """Bytes sent by node and cell: `[node][cell]`, summed over the node's ranks."""
+        """Returns the bytes sent per node and cell, `[node][cell]`, summed over the node's ranks."""
         by_rank = all_gather_json(self._comm, mine)
         return [
             [sum(by_rank[rank][index] for rank in ranks) for index in range(len(mine))]
@@ -292,7 +303,7 @@ MakeReducer = Callable[[str, str], BucketReducer]
 # (algorithm, wire, bytes) -> the algorithm that runs; None: the reducer's own.
 RunsFor = Callable[[str, str, int], str | None]
 
-# Memory of a reducer, in sizes of its buckets: the buckets, and somewhat more than that for encoded data.
+# Memory of a reducer in multiples of its buckets: the buckets, and somewhat more than that for encoded data.
 COPIES = 2.5
 SHARE_OF_MEMORY = 0.5
 SHARE_OF_SHARED = 0.8  # of /dev/shm, where the ranks of a node share their buckets
@@ -301,7 +312,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllReduceAsked:
-    """Settings of the measurement. sizes_bytes: sizes of float32 gradients, ascending. Raises UsageError."""
+    """The settings of the measurement. `sizes_bytes` are sizes of float32 gradients, ascending. Raises UsageError."""
 
     sizes_bytes: tuple[int, ...]
     algorithms: tuple[str, ...]
@@ -326,9 +337,13 @@ class AllReduceAsked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A line of the table. runs, wire_runs: the algorithm and wire format that ran. Bandwidths are in bytes/s.
+    """A row of the table. Bandwidths are in bytes/s.
 
-    bound_bytes_per_node, bound_s: None if there is no bound.
+    Attributes:
+        runs: The algorithm that ran.
+        wire_runs: The wire format that ran.
+        bound_bytes_per_node: The lower bound on the bytes that leave a node; None if there is none.
+        bound_s: The lower bound on the time; None if there is none.
     """
 
     algorithm: str
@@ -382,12 +397,12 @@ def measure_all_reduce(
     memory_bytes: float | None = None,
     runs: RunsFor = lambda algorithm, wire, num_bytes: None,
 ) -> AllReduceMeasured:
-    """Measures every cell that can run here. Collective; returns the same value on every rank.
+    """Measures every cell that can run on these ranks. Collective; returns the same value on every rank.
 
-    A note is added for each combination that cannot run, or that would run as another one. memory_bytes: limit for the
-    buckets of this rank; default: half of the free memory, divided by the host's ranks. If the reducers do not all fit,
-    they are measured in groups, one after another, and a note says so. runs: the algorithm that a reducer selects for
-    a size, if that depends on the size. Raises UsageError if none of the combinations can run.
+    A note is added for each combination that cannot run, or would run as another one. If the reducers do not all fit
+    into memory, they are measured in groups, and a note says so. memory_bytes: the limit for the buckets of this rank;
+    None: half of the free memory, divided by the ranks of the host. runs: returns the algorithm that a reducer selects
+    for a size, if that depends on the size. Raises UsageError if no combination can run.
     """
     notes: list[str] = []
     pairs = [(algorithm, wire) for wire in asked.wires for algorithm in asked.algorithms]
@@ -433,7 +448,7 @@ def measure_all_reduce(
 def groups_that_fit(
     pairs: Sequence[tuple[str, str]], *, bytes_each: int, budget_bytes: float
 ) -> Iterator[list[tuple[str, str]]]:
-    """Yields the pairs in as few groups as memory allows, about equally large; at least one pair per group."""
+    """Yields the pairs in as few, about equally large groups as memory allows; at least one pair per group."""
     at_once = max(1, int(budget_bytes // max(1, bytes_each)))
     num_groups = -(-len(pairs) // at_once)
     for number in range(num_groups):
@@ -442,7 +457,7 @@ def groups_that_fit(
 
 
 def _memory_for_buckets(comm: Collective) -> float:
-    """Memory for one rank's buckets, in bytes, on the host that has least per rank. Collective."""
+    """Returns the bytes for one rank's buckets, on the host that has least per rank. Collective."""
     free = SHARE_OF_MEMORY * psutil.virtual_memory().available
     if _SHARED_MEMORY.is_dir():
         free = min(free, SHARE_OF_SHARED * shutil.disk_usage(_SHARED_MEMORY).free)
@@ -454,7 +469,7 @@ def _memory_for_buckets(comm: Collective) -> float:
 def _make(
     pairs: Sequence[tuple[str, str]], make: MakeReducer, *, left_out: dict[str, list[tuple[str, str]]]
 ) -> dict[tuple[str, str], BucketReducer]:
-    """Returns the reducers that can run here. Adds the other pairs to `left_out`, by reason."""
+    """Returns the reducers that can run on these ranks. Adds the other pairs to `left_out`, by reason."""
     reducers: dict[tuple[str, str], BucketReducer] = {}
     for algorithm, wire in pairs:
         try:
@@ -465,7 +480,7 @@ def _make(
 
 
 def notes_of(left_out: Mapping[str, Sequence[tuple[str, str]]]) -> list[str]:
-    """One line per reason, for example `not measured: ring, direct (fp32, fp16): ...`."""
+    """Returns one line per reason, for example `not measured: ring, direct (fp32, fp16): ...`."""
     lines = []
     for reason, pairs in left_out.items():
         by_wires: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Runs the all-reduce measurement on the ranks of a session: its JSON document, table and plot."""
+"""Runs the all-reduce measurement on the ranks of a session, and creates its JSON document, table and plot."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ MAX_MESSAGES = 2048
 
 
 def measure_link(transport: Transport, *, comm: Collective) -> float | None:
-    """Returns the bytes/s that each node sends while it receives as many, best of three rounds; None on one node.
+    """Returns the bytes/s that each node sends while it receives as many; None on one node. Collective.
 
-    The first rank of each node sends plain messages to the first rank of the next node, several at a time; the other
-    ranks wait. A round takes as long as its slowest node. Takes about 2 s. Collective.
+    It is the best of three rounds, and takes about 2 s. The first rank of each node sends messages to the first rank of
+    the next node, several at a time; the other ranks wait. A round takes as long as its slowest node.
     """
     firsts = [ranks[0] for ranks in transport.topology.ranks_by_node]
     if len(firsts) == 1:
@@ -72,7 +72,10 @@ def measure_link(transport: Transport, *, comm: Collective) -> float | None:
 
 
 def _shift(transport: Transport, *, comm: Collective, firsts: list[int], num_messages: int) -> float:
-    """Seconds of the slowest rank for `num_messages` to the next node, four of them in flight at once. Collective."""
+    """Returns the seconds of the slowest rank for `num_messages` messages to the next node. Collective.
+
+    Four messages are in flight at a time.
+    """
     outgoing = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
     incoming = [torch.empty_like(outgoing) for _ in range(4)]
     comm.barrier()
@@ -101,7 +104,10 @@ USUAL_WIRES = ("fp32", "fp16")
 
 
 def parse_names(text: str, *, option: str, valid: tuple[str, ...], usual: tuple[str, ...]) -> tuple[str, ...]:
-    """Parses names separated by commas. Returns each once, in the order given; `usual` for `all`. Raises UsageError."""
+    """Parses names separated by commas.
+
+    Returns each name once, in the given order; `usual` for `all`. Raises UsageError.
+    """
     if text.strip() == "all":
         return usual
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
@@ -112,7 +118,7 @@ def parse_names(text: str, *, option: str, valid: tuple[str, ...], usual: tuple[
 
 
 def nccl_to_start(algorithms: tuple[str, ...]) -> str | None:
-    """The requested NCCL algorithm of Horovod, which Horovod must know when it starts; None if none is requested.
+    """Returns the requested NCCL algorithm, which Horovod must know when it starts; None if none is requested.
 
     Raises UsageError for more than one.
     """
@@ -127,11 +133,14 @@ def nccl_to_start(algorithms: tuple[str, ...]) -> str | None:
 
 @final
 class ReducersHere:
-    """Makes reducers as a training run of this session does: a `MakeReducer`. Collective.
+    """Creates reducers as a training run of this session does; a `MakeReducer`. Collective.
 
-    gradient_bytes: total size of the buckets of one reducer. If the algorithm or the wire is `auto`, a calibration is
-    measured (results cached by earlier runs are not used); `calibrations` has its numbers and the choice.
-    nccl: the NCCL algorithm of Horovod that the session was started with.
+    If algorithm or wire format is `auto`, a calibration is measured, without cached results of earlier runs;
+    `calibrations` has its numbers and the choice.
+
+    Args:
+        gradient_bytes: The total size of the buckets of one reducer.
+        nccl: The NCCL algorithm with which Horovod was started.
     """
 
     def __init__(self, session: Session, *, gradient_bytes: int, nccl: str | None = None) -> None:
@@ -170,13 +179,13 @@ class ReducersHere:
         return made.reducer
 
     def runs(self, algorithm: str, wire: str, *, num_bytes: int) -> str | None:
-        """The algorithm that `auto` selects for a bucket of this size; None if there was no calibration."""
+        """Returns the algorithm that `auto` selects for a bucket of this size; None without a calibration."""
         ranges = self.calibrations.get((algorithm, wire), {}).get("ranges", [])
         below = [entry["algorithm"] for entry in ranges if entry["from_bytes"] <= num_bytes]
         return below[-1] if below else None
 
     def lines(self) -> list[str]:
-        """Lines that describe every choice and the measurements it is based on."""
+        """Returns lines that describe every choice and the measurements on which it is based."""
         lines = []
         for (algorithm, wire), record in self.calibrations.items():
             head = f"auto, {wire}" if algorithm == AUTO else f"{algorithm}, wire auto"
@@ -199,7 +208,7 @@ class ReducersHere:
 
 
 def check_runs(asked: Algorithm, *, wire: str, means: Means) -> None:
-    """Raises UsageError if another algorithm would run in place of `asked`. The message does not name `asked`."""
+    """Raises UsageError if another algorithm would run instead of `asked`. The message does not name `asked`."""
     if means.topology.num_ranks == 1:
         if asked is not Algorithm.FLAT:
             raise UsageError("one rank sends nothing, so that all algorithms are the same: see flat")
@@ -220,7 +229,7 @@ SCHEMA = "hpctrain.bench.allreduce/1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """Rate of a node's link in one direction. source: `given` or `measured`."""
+    """The rate of a node's link in one direction. `source` is `given` or `measured`."""
 
     bytes_per_s: float
     source: str
@@ -243,9 +252,9 @@ def parse_link(text: str | None) -> float | None:
 
 
 def find_link(text: str | None, *, session: Session) -> Link | None:
-    """Returns the link rate that was given, or measures it; None if it is not requested or cannot be measured.
+    """Returns the link rate that was given, or measures it. Collective.
 
-    Collective.
+    None if no rate is requested or it cannot be measured.
     """
     given = parse_link(text)
     if given is not None:
@@ -298,7 +307,10 @@ def all_reduce_document(
     link: Link | None,
     commit: str | None,
 ) -> dict[str, Any]:
-    """JSON document of `--json`; docs/guides/benchmarks.md describes its fields. Collective; rank 0's is written."""
+    """Returns the JSON document of `--json`, whose fields docs/guides/benchmarks.md describes.
+
+    Collective; rank 0 writes it.
+    """
     environment = environment_record(session, commit=commit)
     return {
         **document_head(SCHEMA, commit=commit),
@@ -328,7 +340,10 @@ def all_reduce_document(
 
 
 def all_reduce_table(rows: Sequence[Row], *, title: str) -> Table:
-    """Table with one line per cell. Has traffic columns if there are several nodes, and a bound on time if known."""
+    """Returns a table with one row per cell.
+
+    It has traffic columns on several nodes, and a time bound if it is known.
+    """
     between_nodes = any(row.bound_bytes_per_node for row in rows)
     bounded = any(row.bound_s is not None for row in rows)
     table = Table(title=title, title_justify="left")
@@ -394,7 +409,7 @@ _MARKERS = ("o", "s", "^", "D")
 
 
 def check_plot(path: Path) -> None:
-    """Raises UsageError if no plot can be written to `path`. Called before the measurement starts."""
+    """Raises UsageError if no plot can be written to `path`. Call it before the measurement starts."""
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(f"--plot {path}: the file name must end in one of {', '.join(SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -407,10 +422,10 @@ def check_plot(path: Path) -> None:
 def plot_all_reduce(
     rows: Sequence[Row], path: Path, *, topology: Topology, title: str, link_bytes_per_s: float | None = None
 ) -> None:
-    """Writes the plot: a colour per algorithm, a line style per wire, the quartiles as a band, the bound in grey.
+    """Writes the plot, with a colour per algorithm, a line style per wire format, and the quartiles as a band.
 
-    The bound of a wire is the bus bandwidth if each node sent only `bound_bytes` at the link's rate, and nothing else
-    took time.
+    The bound, in grey, is the bus bandwidth of a wire format if each node sent only `bound_bytes` at the link's rate,
+    and nothing else took time.
     """
     import matplotlib as mpl
 
@@ -463,7 +478,7 @@ def plot_all_reduce(
 
 
 def _mb_per_s(row: Row, seconds: float) -> float:
-    """Bus bandwidth of the row in MB/s if it had taken `seconds`."""
+    """Returns the row's bus bandwidth in MB/s, for a reduction that takes `seconds`."""
     return row.busbw * row.seconds.median / seconds / 1e6 if seconds > 0 else 0.0
 
 

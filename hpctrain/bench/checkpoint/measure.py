@@ -38,7 +38,7 @@ from hpctrain.comm import Collective, agreed, all_gather_json
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.run import Session, environment_record
 
-# Memory of a rank, in sizes of the state: the state, the copy that is read into fresh memory, and a reserve.
+# Memory of a rank in multiples of the state: the state, the copy that is read into new memory, and a reserve.
 MEMORY_COPIES = 2.2
 # Maximum number of files of the state's size at one time: two to read from and one being written; and for each engine
 # the two that a run keeps between its saves.
@@ -47,9 +47,9 @@ FILES_AT_ONCE, FILES_OF_RUN = 3, 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointAsked:
-    """Settings of the measurement. Raises UsageError for values out of range.
+    """The settings of the measurement. Raises UsageError for values out of range.
 
-    num_bytes: size of the state, which every rank holds completely. engines: names of `hpctrain.checkpoint.Engine`.
+    num_bytes: the size of the state, which every rank holds completely. engines: names of `hpctrain.checkpoint.Engine`.
     """
 
     num_bytes: int = 512 << 20
@@ -84,11 +84,15 @@ class CheckpointAsked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRow:
-    """A line of the table. raw: name of the row that it is compared with; None for a raw row.
+    """A row of the table.
 
-    seconds: of the slowest rank. share_of_raw: median over rounds of raw time / this time.
-    engine: the one that ran; None if nothing was saved. For async saves, stall: seconds in which training is blocked;
-    stall_of_copy: median over rounds of stall / time of a memcpy of the rank's share.
+    Attributes:
+        raw: The name of the plain method with which it is compared; None for a plain method.
+        seconds: The seconds of the slowest rank.
+        share_of_raw: The median over rounds of plain time / this time.
+        engine: The engine that ran; None if nothing was saved.
+        stall: For async saves, the seconds for which training is blocked.
+        stall_of_copy: The median over rounds of stall / time of a memcpy of the rank's share.
     """
 
     what: str
@@ -109,7 +113,13 @@ class CheckpointRow:
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointMeasured:
-    """num_bytes: size of the state. rank_bytes: bytes of the raw write, by rank. notes: lines for below the table."""
+    """The result of the measurement.
+
+    Attributes:
+        num_bytes: The size of the state.
+        rank_bytes: The bytes of the plain write, by rank.
+        notes: Lines below the table.
+    """
 
     rows: list[CheckpointRow]
     num_bytes: int
@@ -126,8 +136,8 @@ def measure_checkpoint(
 ) -> CheckpointMeasured:
     """Times every method once per round, in shuffled order. Collective; returns the same value on every rank.
 
-    directory: empty, on the filesystem to be measured, visible to all ranks; the files remain in it.
-    Raises on every rank: UsageError if memory or disk space is too small, CheckpointError if I/O fails.
+    directory: an empty directory on the filesystem to be measured, visible to all ranks; the files remain in it. Raises
+    on every rank UsageError if memory or disk space is too small, and CheckpointError if I/O fails.
     """
     check_free_space(asked, comm=comm, directory=directory)
     state = make_state(num_bytes=asked.num_bytes, num_tensors=asked.num_tensors, seed=asked.seed)
@@ -192,7 +202,10 @@ def take_turns(
 def row_of(
     method: TimedMethod, turns: Mapping[str, Sequence[MethodTime]], *, num_bytes: int
 ) -> CheckpointRow:
-    """Returns the row of one method. turns: the times of all methods, by name. num_bytes: bytes per turn."""
+    """Returns the row of one method.
+
+    `turns` has the times of all methods by name; `num_bytes` are the bytes per turn.
+    """
     mine = [turn.seconds for turn in turns[method.name]]
     stalls = [turn.stall_s for turn in turns[method.name] if turn.stall_s is not None]
     share = of_copy = None
@@ -256,7 +269,7 @@ SCHEMA = "hpctrain.bench.checkpoint/1"
 
 
 def checkpoint_table(measured: CheckpointMeasured, asked: CheckpointAsked, *, where: str) -> Table:
-    """Table with one line per method. where: description of the ranks for the title."""
+    """Returns a table with one row per method. `where` describes the ranks, for the title."""
     title = (
         f"checkpoints of {describe_bytes(measured.num_bytes)} in {asked.num_tensors:,} tensors: {where}, "
         f"{asked.cache.value} cache, median of {asked.repeats}"
@@ -287,9 +300,9 @@ def checkpoint_document(
     directory: str,
     commit: str | None,
 ) -> dict[str, Any]:
-    """JSON document `hpctrain.bench.checkpoint/1`; docs/guides/benchmarks.md describes its fields.
+    """Returns the JSON document `hpctrain.bench.checkpoint/1`, whose fields docs/guides/benchmarks.md describes.
 
-    Collective; rank 0's is written.
+    Collective; rank 0 writes it.
     """
     environment = environment_record(session, commit=commit)
     return {

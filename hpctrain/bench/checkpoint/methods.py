@@ -1,5 +1,6 @@
-"""Methods of writing a state to disk and reading it back. Each times itself once per turn. Methods that write use a new
-file, except RunSaving, which reuses one as a run does.
+"""Methods that write a state to disk or read it back. Each times itself once per turn.
+
+Methods that write use a new file, except RunSaving, which reuses one as a run does.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ CUT_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BenchState:
-    """A replicated state of random bytes, the same on every rank. tensors: float32, one-dimensional, of equal size up
-    to one element; each has separate memory, all of it touched."""
+    """A replicated state of random bytes, the same on every rank.
+
+    tensors: float32, one-dimensional, of equal size up to one element. Each has its own memory, all of it touched.
+    """
 
     tensors: tuple[torch.Tensor, ...]
 
@@ -67,12 +70,12 @@ class BenchState:
         return State(items=items, document={"step": 1, "made for": "hpctrain bench checkpoint"})
 
     def views(self) -> list[NDArray[np.uint8]]:
-        """The tensors' bytes in order: uint8, shape (bytes,) each, sharing the tensors' memory."""
+        """Returns the bytes of each tensor in order: uint8, shape (bytes,), sharing the tensors' memory."""
         return [np.asarray(tensor.view(torch.uint8).numpy()) for tensor in self.tensors]
 
 
 def make_state(*, num_bytes: int, num_tensors: int, seed: int = 0) -> BenchState:
-    """Makes a random state. num_bytes: rounded down to whole elements, at least one per tensor."""
+    """Creates a random state. `num_bytes` is rounded down to whole elements, with at least one per tensor."""
     generator = torch.Generator().manual_seed(seed)
     elements = max(num_tensors, num_bytes // 4)
     cuts = [elements * number // num_tensors for number in range(num_tensors + 1)]
@@ -87,7 +90,7 @@ def make_state(*, num_bytes: int, num_tensors: int, seed: int = 0) -> BenchState
 class RawShare:
     """One rank's part of a file that holds the state's tensors one after another.
 
-    begin, end: byte range of the file. `write` and `read` are not collective.
+    begin, end: the byte range in the file. `write` and `read` are not collective.
     """
 
     def __init__(self, state: BenchState, *, rank: int, num_ranks: int) -> None:
@@ -105,7 +108,7 @@ class RawShare:
         return self.end - self.begin
 
     def create(self, path: Path) -> None:
-        """Creates the empty file. One rank calls it; the others must wait for it. Raises OSError."""
+        """Creates the empty file. One rank calls it, and the others must wait for it. Raises OSError."""
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
     def write(self, path: Path) -> None:
@@ -124,7 +127,7 @@ class RawShare:
             os.close(descriptor)
 
     def read(self, path: Path) -> list[NDArray[np.uint8]]:
-        """Reads the whole state into fresh memory. Returns one uint8 array per tensor. Raises OSError."""
+        """Reads the whole state into new memory. Returns one uint8 array per tensor. Raises OSError."""
         arrays: list[NDArray[np.uint8]] = [
             np.empty(tensor.nbytes, dtype=np.uint8) for tensor in self._state.tensors
         ]
@@ -163,7 +166,7 @@ def _between(views: Sequence[NDArray[np.uint8]], begin: int, end: int) -> Iterat
 
 
 def _calls(arrays: Sequence[NDArray[np.uint8]]) -> Iterator[list[NDArray[np.uint8]]]:
-    """Yields the arrays of each call, in order, as many as the kernel accepts; larger arrays are split."""
+    """Yields the arrays for each system call, in order, as many as the kernel accepts. Larger arrays are split."""
     call: list[NDArray[np.uint8]] = []
     size = 0
     for array in arrays:
@@ -189,16 +192,24 @@ STEP_S = 0.002
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MethodTime:
-    """seconds: from a barrier to the end on the slowest rank. stall_s: the part of them in which training is blocked;
-    None if the method does not run in the background."""
+    """The time of one turn.
+
+    seconds: from a barrier to the end on the slowest rank. stall_s: the part in which training is blocked; None if the
+    method does not run in the background.
+    """
 
     seconds: float
     stall_s: float | None = None
 
 
 class TimedMethod(Protocol):
-    """A method that is timed. name: its name in the table. engine: the checkpoint engine that ran, known after a turn.
-    raw: name of the method that it is compared with; None for a raw method."""
+    """The interface of a method that is timed.
+
+    Attributes:
+        name: Its name in the table.
+        engine: The checkpoint engine that ran, known after a turn.
+        raw: The name of the plain method with which it is compared; None for a plain method.
+    """
 
     @property
     def name(self) -> str: ...
@@ -215,7 +226,7 @@ class TimedMethod(Protocol):
 
 @final
 class RawWriting:
-    """Every rank writes its share of the bytes into one plain file and flushes it. Creating the file is not timed."""
+    """Writes every rank's share of the bytes into one plain file and flushes it. Creating the file is not timed."""
 
     name, engine, raw = RAW_WRITE, None, None
 
@@ -231,7 +242,7 @@ class RawWriting:
 
 @final
 class SyncSaving:
-    """`hpctrain.checkpoint.save`, including hashes, flush and rename."""
+    """Saves with `hpctrain.checkpoint.save`, including hashes, flush and rename."""
 
     raw = RAW_WRITE
 
@@ -258,8 +269,10 @@ class SyncSaving:
 
 @final
 class RunSaving:
-    """Saves as in a run that keeps one checkpoint, from the third save on. The time includes deleting the previous one,
-    whose disk blocks are reused if that is faster."""
+    """Saves as a run that keeps one checkpoint does from its third save on.
+
+    The time includes deleting the previous checkpoint, whose disk blocks are reused if that is faster.
+    """
 
     raw = RAW_WRITE
 
@@ -267,7 +280,7 @@ class RunSaving:
         self, state: State, *, engine: str, comm: Collective, directory: Path, page_cache: PageCache = "auto",
         replica_check: ReplicaCheck | None = None,
     ) -> None:  # fmt: skip
-        """replica_check: None for the default of `save`."""
+        """Stores the settings. `replica_check` is None for the default of `save`."""
         self._state, self._comm = state, comm
         self._options: dict[str, Any] = {"engine": engine, "page_cache": page_cache}
         self.name = f"save in a run, {engine}"
@@ -296,7 +309,7 @@ class RunSaving:
 
 @final
 class Copying:
-    """A memcpy of every rank's share, on all ranks at once: the minimum stall of a background save."""
+    """Copies every rank's share with memcpy, on all ranks at once: the minimum stall of a background save."""
 
     name, engine, raw = COPY, None, None
 
@@ -310,11 +323,11 @@ class Copying:
 
 @final
 class AsyncSaving:
-    """`Saving` with buffers and a thread, as in training, between steps that do nothing.
+    """Saves with `Saving`, buffers and a thread, as in training, between steps that do nothing.
 
-    Its stall is the time for which a training loop waits: at the beginning, with the copy, and at the end of each
-    phase. Asking whether all ranks are ready is not counted: training does so along with the gradients.
-    Call `close`: it owns a thread.
+    Its stall is the time for which a training loop waits: at the start, with the copy, and at the end of each phase.
+    Asking whether all ranks are ready is not counted, since training does so together with the gradients. It owns a
+    thread; call `close`.
     """
 
     raw = RAW_WRITE
@@ -355,7 +368,7 @@ class AsyncSaving:
 
 @final
 class RawReading:
-    """Every rank reads all bytes of a plain file into fresh memory."""
+    """Reads all bytes of a plain file into new memory on every rank."""
 
     name, engine, raw = RAW_READ, None, None
 
@@ -373,7 +386,7 @@ class RawReading:
 
 @final
 class Loading:
-    """`hpctrain.checkpoint.load`: every rank loads the whole state; every byte is verified."""
+    """Loads the whole state on every rank with `hpctrain.checkpoint.load`, which verifies every byte."""
 
     name, engine, raw = "load, verified", None, RAW_READ
 
@@ -400,15 +413,15 @@ def begin(comm: Collective) -> float:
 
 
 def slowest_since(comm: Collective, begin_s: float) -> float:
-    """Seconds since `begin_s` on the slowest rank. Collective."""
+    """Returns the seconds since `begin_s` on the slowest rank. Collective."""
     mine = time.perf_counter() - begin_s
     return float(max(all_gather_json(comm, mine)))
 
 
 def own_seconds(comm: Collective, function: Callable[[], object]) -> float:
-    """Seconds of `function`, which does not communicate, on the slowest rank. Collective.
+    """Returns the seconds of `function`, which must not communicate, on the slowest rank. Collective.
 
-    Freeing its return value is not timed. Raises CheckpointError on every rank for an OSError.
+    Freeing its return value is not timed. An OSError is raised as CheckpointError on every rank.
     """
     begin_s = begin(comm)
 
@@ -423,7 +436,7 @@ def own_seconds(comm: Collective, function: Callable[[], object]) -> float:
 
 
 def remove(path: Path, *, comm: Collective) -> None:
-    """Removes a file or a folder and syncs its directory, so that later times do not include it. Collective."""
+    """Removes a file or a folder and syncs its directory, so that later times do not include this. Collective."""
 
     def gone() -> None:
         if path.is_dir():
@@ -436,19 +449,22 @@ def remove(path: Path, *, comm: Collective) -> None:
 
 
 def make_folder(path: Path, *, comm: Collective) -> None:
-    """Makes the checkpoints' folder. Not timed: in training only the first save makes it. Collective."""
+    """Creates the checkpoints' folder.
+
+    It is not timed, since only the first save of a training creates it. Collective.
+    """
     on_rank_0(comm, lambda: _tried(lambda: path.mkdir(exist_ok=True)))
 
 
 def make_cold(path: Path, *, comm: Collective, cold: bool) -> None:
-    """If `cold`, drops the file from every node's page cache. Collective."""
+    """Drops the file from every node's page cache if `cold` is True. Collective."""
     if cold:
         files = [path] if path.is_file() else sorted(path.iterdir())
         agreed(comm, lambda: evict(files), os_error=DataError)
 
 
 def _tried(function: Callable[[], Any]) -> None:
-    """Calls `function`; raises CheckpointError for an OSError."""
+    """Calls `function`, and raises its OSError as CheckpointError."""
     try:
         function()
     except OSError as error:

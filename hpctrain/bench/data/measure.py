@@ -26,9 +26,9 @@ from hpctrain.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWait:
-    """Wait for batches, in seconds: `waits_s` for each step after the first, `first_s` for the first batch.
+    """The waits for batches in seconds: `waits_s` of each step after the first, `first_s` of the first batch.
 
-    `step_s`: length of the training step.
+    step_s: the duration of the training step.
     """
 
     step_s: float
@@ -41,14 +41,14 @@ class StepWait:
 
     @property
     def share(self) -> float:
-        """Mean wait over the steps, divided by the length of a step."""
+        """The mean wait over the steps, divided by the duration of a step."""
         return self.mean_s / self.step_s if self.step_s else 0.0
 
 
 def time_waits(
     batches: Iterator[Any], *, step: Callable[[Any], None], step_s: float, num_steps: int
 ) -> StepWait | None:
-    """Fetches `num_steps` batches and calls `step` after each. Returns None if there are fewer than two."""
+    """Fetches `num_steps` batches and calls `step` after each. Returns None if there are fewer than two batches."""
     waits = []
     for _ in range(num_steps):
         begin = time.perf_counter()
@@ -72,7 +72,10 @@ LEAST_BATCHES = 8
 
 
 class Reader(str, Enum):
-    """loader: batches as in training. gather: only the reads of these batches. raw: plain reads of their bytes."""
+    """The readers.
+
+    loader: batches as in training. gather: only the reads of these batches. raw: plain reads of their bytes.
+    """
 
     LOADER = "loader"
     GATHER = "gather"
@@ -81,11 +84,14 @@ class Reader(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataAsked:
-    """Settings of the measurement. Raises UsageError for a number that is too small.
+    """The settings of the measurement. Raises UsageError for a number that is too small.
 
-    batch: samples per batch. num_batches: per reading; None: those of an epoch, at most 256 MiB.
-    step_s: seconds of the training step that waits for batches. num_steps: number of these steps; 0: none.
-    open_options: keyword arguments of `Dataset.open`.
+    Attributes:
+        batch: The samples per batch.
+        num_batches: The batches per reading; None: those of an epoch, at most 256 MiB.
+        step_s: The duration of the training step that waits for batches.
+        num_steps: The number of these steps; 0: none.
+        open_options: Keyword arguments of `Dataset.open`.
     """
 
     directory: Path
@@ -114,10 +120,14 @@ class DataAsked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataRow:
-    """Result of one reader. seconds and samples_s: time per reading. num_batches, num_samples: per reading.
+    """The result of one reader. `seconds` and `samples_s` are times per reading.
 
-    num_bytes: bytes per reading; for `raw` the bytes read from the files.
-    share_of_raw: median time of raw reading over this reader's median time; None if nothing could be read raw.
+    Attributes:
+        num_batches: The batches per reading.
+        num_samples: The samples per reading.
+        num_bytes: The bytes per reading; for `raw`, the bytes read from the files.
+        share_of_raw: The median time of raw reading divided by the median time of this reader; None if nothing could be
+            read raw.
     """
 
     reader: Reader
@@ -143,7 +153,11 @@ class DataRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataMeasured:
-    """rows: loader, gather, raw. cached: share of the files in the page cache when the cold readings began."""
+    """The result of the measurement.
+
+    rows: those of loader, gather and raw. cached: the fraction of the files in the page cache when the cold readings
+    began.
+    """
 
     rows: list[DataRow]
     wait: StepWait | None
@@ -155,10 +169,10 @@ class DataMeasured:
 
 
 def measure_data(asked: DataAsked, *, progress: Callable[[float], None] = lambda share: None) -> DataMeasured:
-    """Times every reader on the same batches, once per round in shuffled order; then the waits of training steps.
+    """Times every reader on the same batches, once per round in shuffled order, then the waits of training steps.
 
-    Round r reads the first batches of epoch r. Cold: each reading opens the dataset again and first drops its files
-    from the page cache. Raises DataError, UsageError.
+    Round r reads the first batches of epoch r. A cold reading opens the dataset again and first drops its files from
+    the page cache. Raises DataError, UsageError.
     """
     opened = _open(asked)
     sample_bytes = sum(spec.sample_bytes for spec in opened.fields.values())
@@ -227,7 +241,7 @@ def measure_data(asked: DataAsked, *, progress: Callable[[float], None] = lambda
 
 
 def batches_to_read(asked: DataAsked, *, num_samples: int, sample_bytes: int) -> int:
-    """Number of batches per reading. Raises UsageError if the requested number is more than an epoch has."""
+    """Returns the number of batches per reading. Raises UsageError if an epoch has fewer than requested."""
     in_epoch = -(-num_samples // asked.batch)
     if asked.num_batches is None:
         wanted = max(LEAST_BATCHES, READ_BYTES // max(1, asked.batch * sample_bytes))
@@ -328,7 +342,7 @@ SCHEMA = "hpctrain.bench.data/1"
 
 
 def data_table(measured: DataMeasured, asked: DataAsked) -> Table:
-    """Table with one line per reader."""
+    """Returns a table with one row per reader."""
     order = "shuffled" if asked.shuffle else "in the order of the files"
     title = (
         f"{asked.directory}: {measured.num_samples:,} samples of {describe_bytes(measured.sample_bytes)} in "
@@ -352,7 +366,7 @@ def data_table(measured: DataMeasured, asked: DataAsked) -> Table:
 
 
 def data_lines(measured: DataMeasured, asked: DataAsked) -> list[str]:
-    """Lines to print below the table."""
+    """Returns the lines below the table."""
     lines = list(measured.notes)
     if measured.cached:
         lines.append(
@@ -371,7 +385,7 @@ def data_lines(measured: DataMeasured, asked: DataAsked) -> list[str]:
 
 
 def data_document(measured: DataMeasured, asked: DataAsked, *, commit: str | None) -> dict[str, Any]:
-    """JSON document `hpctrain.bench.data/1`; docs/guides/benchmarks.md describes its fields."""
+    """Returns the JSON document `hpctrain.bench.data/1`, whose fields docs/guides/benchmarks.md describes."""
     wait = measured.wait
     return {
         **document_head(SCHEMA, commit=commit),

@@ -1,8 +1,8 @@
-"""Plain reads of samples' bytes: the baseline for a loader's speed.
+"""Plain reads of samples' bytes: the baseline for the speed of a loader.
 
 Contiguous fields are gathered from memory maps at their datasets' file offsets, one array per batch, as in a
-hand-written loop. For chunked fields, the chunks that hold the samples are read with pread and not decoded.
-Nothing is cached, checked or sorted.
+hand-written loop. For chunked fields, the chunks that hold the samples are read with pread and not decoded. Nothing is
+cached, checked or sorted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpctrain.errors import DataError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Mapped:
-    """Samples of one field in one shard: shape (samples, ...)."""
+    """The samples of one contiguous field in one shard: shape (samples, ...)."""
 
     rows: NDArray[Any]
 
@@ -35,9 +35,12 @@ class _Mapped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chunked:
-    """Chunks of one field in one shard. chunk_rows: rows per chunk; chunk row i starts at row i * chunk_rows.
+    """The chunks of one field in one shard.
 
-    places: chunk row -> (file offset, size in bytes) of each of its chunks. rows_of: samples -> rows.
+    Attributes:
+        chunk_rows: The rows per chunk; chunk row i starts at row i * chunk_rows.
+        places: (file offset, size in bytes) of each chunk, by chunk row.
+        rows_of: A function that converts samples to rows.
     """
 
     descriptor: int
@@ -54,14 +57,17 @@ class _Chunked:
 
 
 class RawReader:
-    """Plain reads of a dataset's fields. A context manager; not thread-safe.
+    """Reads a dataset's fields without decoding. A context manager; not thread-safe.
 
-    left_out: fields that cannot be read directly (variable length, members of a compound, filters without chunks),
+    left_out: the fields that cannot be read directly (variable length, members of a compound, filters without chunks),
     with the reason.
     """
 
     def __init__(self, dataset: Dataset, *, indices: NDArray[np.int64]) -> None:
-        """indices: all samples that will be read, int64, shape (n,). Raises DataError if a shard cannot be opened."""
+        """Opens the shards. `indices` are all samples that will be read, int64, shape (n,).
+
+        Raises DataError if a shard cannot be opened.
+        """
         self._stack = ExitStack()
         self._manifest = dataset.manifest
         self.left_out: dict[str, str] = {}
@@ -152,7 +158,7 @@ class RawReader:
 def _rows_of(
     path: Path, dataset: Any, offset: int, stored: StoredField, manifest: Manifest, *, number: int
 ) -> NDArray[Any]:
-    """Memory map of the field's samples, shape (samples, *sample_shape)."""
+    """Returns a memory map of the field's samples, shape (samples, *sample_shape)."""
     stream: NDArray[Any] = np.memmap(path, mode="r", dtype=dataset.dtype, offset=offset, shape=dataset.shape)
     if stored.whole:
         return stream[np.newaxis]

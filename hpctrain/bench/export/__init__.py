@@ -1,1 +1,1 @@
-"""`hpctrain bench export`: measurements for Extra-P, and files with which ReFrame and JUBE run the benchmark."""
+"""`hpctrain bench export`: writes measurements for Extra-P, and files with which ReFrame and JUBE run the benchmark."""

@@ -16,10 +16,10 @@ EXTRAP_SIZES = 5  # the numbers of ranks that Extra-P's modeler asks for
 
 
 def extrap_lines(document: ScalingDocument) -> list[str]:
-    """Returns the lines of the file: for each size and part of a step the seconds of a step, one value a run.
+    """Returns the lines of the file. Each has the seconds per step of one size and part of a step, one value per run.
 
-    The callpaths are `step` and `step->NAME` for its parts; the parameter is the number of ranks, `p`. A value is the
-    mean over the run's ranks and measured steps; of `step` it is the slowest rank's.
+    The callpaths are `step`, and `step->NAME` for its parts; the parameter is the number of ranks, `p`. A value is the
+    mean over the run's ranks and measured steps; for `step` it is that of the slowest rank.
     """
     by_ranks: dict[int, list[ScalingRun]] = {}
     for run in document.runs:
@@ -32,7 +32,7 @@ def extrap_lines(document: ScalingDocument) -> list[str]:
 
 
 def extrap_notes(document: ScalingDocument) -> list[str]:
-    """Returns what a reader should know before modeling."""
+    """Returns notes that a reader should know before modeling."""
     sizes = len({run.ranks for run in document.runs})
     if sizes < EXTRAP_SIZES:
         return [f"Extra-P asks for at least {EXTRAP_SIZES} numbers of ranks; there are {sizes}"]

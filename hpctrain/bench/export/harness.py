@@ -1,7 +1,7 @@
-"""Writes files with which other people's benchmark harnesses run `hpctrain bench scaling` on their cluster.
+"""Writes files with which benchmark harnesses run `hpctrain bench scaling` on a cluster.
 
-Both start one job for each number of ranks; in it hpctrain starts the ranks and repeats the measurement. Pure, but for
-reading the templates.
+Both harnesses start one job per number of ranks; in it hpctrain starts the ranks and repeats the measurement. Pure,
+except for reading the templates.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from hpctrain.errors import UsageError
 
 
 class Harness(str, Enum):
-    """REFRAME: a Python file of one test (https://reframe-hpc.readthedocs.io). JUBE: an XML file
-    (https://apps.fz-juelich.de/jsc/jube/docu)."""
+    """The harnesses.
+
+    REFRAME: a Python file with one test (https://reframe-hpc.readthedocs.io). JUBE: an XML file
+    (https://apps.fz-juelich.de/jsc/jube/docu).
+    """
 
     REFRAME = "reframe"
     JUBE = "jube"
@@ -28,8 +31,14 @@ class Harness(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportedSweep:
-    """What the harness runs. name: of the recipe's run. recipe: absolute path. folder: absolute path of the folder
-    that the recipe's paths are relative to. program: the `hpctrain` to call."""
+    """The sweep that the harness runs.
+
+    Attributes:
+        name: The name of the recipe's run.
+        recipe: Its absolute path.
+        folder: The absolute path of the folder to which paths in the recipe are relative.
+        program: The `hpctrain` program to call.
+    """
 
     name: str
     recipe: Path
@@ -38,7 +47,7 @@ class ExportedSweep:
     settings: SweepSettings
 
     def options(self) -> list[str]:
-        """Options of `hpctrain bench scaling` that are the same for all sizes."""
+        """Returns the options of `hpctrain bench scaling` that are the same for all sizes."""
         settings = self.settings
         words = ["--steps", str(settings.steps), "--warmup-steps", str(settings.warmup_steps)]
         words += ["--repeats", str(settings.repeats), "--seed", str(settings.seed)]
@@ -50,7 +59,7 @@ class ExportedSweep:
 
 
 def harness_file(sweep: ExportedSweep, harness: Harness) -> str:
-    """Returns the text of the file. Raises UsageError for a path that the harness cannot be given."""
+    """Returns the text of the file. Raises UsageError for a path that the harness does not accept."""
     if harness is Harness.JUBE and "$" in f"{sweep.recipe}{sweep.folder}{sweep.program}":
         raise UsageError("JUBE replaces $ in paths: move the recipe to a folder whose path has none")
     environment = jinja2.Environment(

@@ -1,4 +1,4 @@
-"""Implementation of `hpctrain bench scaling`: makes the runs that are left, and keeps the document up to date."""
+"""The implementation of `hpctrain bench scaling`: makes the missing runs, and keeps the document up to date."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from hpctrain.telemetry import in_words
 
 
 class Starter(Protocol):
-    """Starts the ranks of a run."""
+    """The interface of what starts the ranks of a run."""
 
     def start(self, recipe: Recipe, cell: StepCell, *, directory: Path) -> str | None:
-        """Trains `recipe` to its end on `cell.num_ranks` ranks; its run directory is `directory`/run.
+        """Trains `recipe` to its end on `cell.num_ranks` ranks, with the run directory `directory`/run.
 
         Returns the number of the run's own Slurm job, None if it had none. Raises StoppedEarly if this process was
         asked to stop, else the error class of the run's exit code, with its last lines of output.
@@ -55,7 +55,7 @@ class Starter(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launches:
-    """Starts ranks here: by mpirun, or by srun in this allocation, as `hpctrain launch` does."""
+    """Starts ranks from this process, as `hpctrain launch` does: by mpirun, or by srun in this allocation."""
 
     how: HowToRun
 
@@ -76,11 +76,14 @@ def run_size(
     with_environment: bool,
     keep: Path | None = None,
 ) -> ScalingRun:
-    """Makes one run in `directory`, which is removed at the end. threads: of each rank, unless the recipe says.
+    """Makes one run in `directory`, which is removed at the end.
 
-    with_environment: whether the result has the run's environment.json. keep: folder to which the run directory is
-    moved as `ranks-N` if all went well, instead of the one that is there. Raises the errors of `Starter.start`, and
-    LaunchError if records are missing.
+    Args:
+        threads: The threads of each rank, unless the recipe sets them.
+        with_environment: Whether the result contains the run's environment.json.
+        keep: A folder into which the run directory of a successful run is moved as `ranks-N`, replacing an earlier one.
+
+    Raises the errors of `Starter.start`, and LaunchError if records are missing.
     """
     directory.mkdir(parents=True)
     try:
@@ -119,7 +122,7 @@ def summarize_run(
     job: str | None,
     with_environment: bool,
 ) -> ScalingRun:
-    """Returns the run's entry of the document. steps: of each rank its records of the measured steps. Pure.
+    """Returns the run's entry of the document. `steps` has each rank's records of the measured steps. Pure.
 
     Raises LaunchError if the records have no hash of their samples.
     """
@@ -175,7 +178,7 @@ def _sums(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 LAST_LINES = 20
-# The controller serves all users: it is asked ever more rarely, until the run has written its summary.
+# The controller serves all users: it is asked at growing intervals, until the run has written its summary.
 FIRST_PAUSE_S, LONGEST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0, 1.0
 # Another node's file may be seen late on a network filesystem.
 SEEN_AFTER_S = 30.0
@@ -183,9 +186,12 @@ SEEN_AFTER_S = 30.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Jobs:
-    """Submits one job at a time and waits for its end. ranks_per_node: in all jobs but smaller ones.
+    """Submits one job at a time and waits for its end.
 
-    module_folder: searched for the task, in addition to PYTHONPATH. folder: in which sbatch is called.
+    Attributes:
+        ranks_per_node: The ranks per node in all but smaller jobs.
+        module_folder: A folder that is searched for the task, in addition to PYTHONPATH.
+        folder: The folder in which sbatch is called.
     """
 
     controller: Controller
@@ -236,7 +242,7 @@ class Jobs:
         return recipe.model_copy(update={"slurm": slurm})
 
     def _wait(self, job_id: str, summary: Path) -> str:
-        """Waits until the job has ended. Returns its state, "" if Slurm has forgotten it.
+        """Waits until the job has ended. Returns its state; empty if Slurm no longer knows it.
 
         Raises KeyboardInterrupt if a signal handler does.
         """
@@ -250,7 +256,7 @@ class Jobs:
 
 
 def check_jobs(recipe: Recipe) -> None:
-    """Raises UsageError if no jobs can be made of the recipe, or none can be submitted from here."""
+    """Raises UsageError if the recipe cannot run as jobs, or if no jobs can be submitted from this machine."""
     if "slurm" not in recipe.model_fields_set:
         raise UsageError(
             "--jobs: the recipe has no section [slurm], which says how a job is submitted: add one with time and, if "
@@ -292,8 +298,8 @@ _RULES = {
 def check_samples(runs: Sequence[ScalingRun], *, mode: Mode) -> SamplesCheck | None:
     """Compares the hashes of the samples of each measured step; None without runs.
 
-    In strong scaling all runs must agree; in weak scaling those on the same number of ranks. Raises DataError that
-    names the runs and the step if they do not: then their times are of different work.
+    In strong scaling all runs must agree, in weak scaling those on the same number of ranks. Otherwise their times
+    measure different work, and DataError is raised, naming the runs and the step.
     """
     first: dict[int, ScalingRun] = {}
     for run in runs:
@@ -323,9 +329,15 @@ def check_samples(runs: Sequence[ScalingRun], *, mode: Mode) -> SamplesCheck | N
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepPlace:
-    """Where a sweep runs. launcher: of ranks started here. scratch: for the runs' files; None: chosen. document: the
-    JSON file. recipe_path: as the user named it; its folder is searched for the task. keep: folder in which the run
-    directory of the last run of each size is kept, `ranks-N`; None: all are removed."""
+    """Where a sweep runs and stores its results.
+
+    Attributes:
+        launcher: The launcher for ranks started by this process.
+        scratch: The folder for the runs' files; None: chosen.
+        document: The JSON file.
+        recipe_path: The path as the user gave it; its folder is searched for the task.
+        keep: A folder that keeps the run directory of the last run of each size as `ranks-N`; None: all are removed.
+    """
 
     recipe_path: Path
     document: Path
@@ -336,7 +348,7 @@ class SweepPlace:
 
 @dataclass(kw_only=True, slots=True)
 class _Sweep:
-    """A sweep under way. head: the document's first fields, of when it was begun."""
+    """A sweep in progress. `head` has the document's first fields, from when it was started."""
 
     recipe: Recipe
     settings: SweepSettings
@@ -392,13 +404,13 @@ def measure_sweep(
     resume: bool = False,
     at_most_rounds: int | None = None,
 ) -> ScalingDocument:
-    """Makes the runs of a sweep, and writes the document after each of them. Returns the document.
+    """Makes the runs of a sweep, and writes the document after each run. Returns the document.
 
-    resume: continue what `place.document` holds, if it exists. at_most_rounds: end after so many more rounds.
-    While ranks run, signals are handled as `run_launch` does. The document is valid, and can be resumed, whenever this
-    is interrupted: by StoppedEarly or KeyboardInterrupt after a signal, or by the error class of a run that failed.
-    Raises UsageError before the first run if the sweep cannot be measured or resumed, and DataError if a run saw other
-    samples than those before.
+    resume: whether to continue the document `place.document`, if it exists. at_most_rounds: end after this many further
+    rounds. While ranks run, signals are handled as `run_launch` does. The document is valid and can be resumed whenever
+    this is interrupted: by StoppedEarly or KeyboardInterrupt after a signal, or by the error class of a run that
+    failed. Raises UsageError before the first run if the sweep cannot be measured or resumed, and DataError if a run
+    saw other samples than earlier ones.
     """
     check_settings(settings, batch=recipe.data.global_batch)
     machine = survey_machine()
@@ -420,7 +432,7 @@ def measure_sweep(
 
 
 def _threads(recipe: Recipe, settings: SweepSettings, *, machine: Machine) -> int:
-    """Returns the default of the number of CPU threads of each rank."""
+    """Returns the default number of CPU threads per rank."""
     if settings.start == "jobs":
         return recipe.slurm.cpus_per_task
     return threads_of_a_rank(max(settings.ranks), machine=machine, ranks_per_node=settings.ranks_per_node)

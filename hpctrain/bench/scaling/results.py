@@ -1,4 +1,7 @@
-"""Results of a sweep from its runs: for each size rate, speedup, efficiency, parts of a step; and the laws. Pure."""
+"""Computes the results of a sweep from its runs: rate, speedup, efficiency and parts of a step per size. Pure.
+
+Also fits the scaling laws.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ PARTS = ("input", "compute", "bubble", "exposed_sync", "checkpoint")
 def size_results(
     runs: Sequence[ScalingRun], *, baseline_ranks: int, shared: Callable[[int], bool]
 ) -> list[SizeResult]:
-    """Returns the results of every size that was measured in a round together with the baseline, fewest ranks first.
+    """Returns the results of every size that was measured in the same round as the baseline, fewest ranks first.
 
-    shared: whether that many ranks shared cores.
+    shared: returns whether that many ranks share cores.
     """
     by_ranks: dict[int, dict[int, ScalingRun]] = {}
     for run in runs:
@@ -63,7 +66,7 @@ def _size_result(runs: Sequence[ScalingRun], baseline: Sequence[ScalingRun], *, 
 
 
 def _seconds_of_a_step(runs: Sequence[ScalingRun]) -> dict[str, float]:
-    """Returns seconds of a step by name, mean over ranks and runs. `other` is what no part accounts for."""
+    """Returns the seconds of a step by name, as means over ranks and runs. `other` is the rest that no part covers."""
     means = {
         name: fmean(
             fmean(rank.seconds.get(name, 0.0) for rank in run.by_rank) / len(run.step_s) for run in runs

@@ -19,7 +19,7 @@ from hpctrain.errors import UsageError
 # resumes.
 #
 # Times are seconds, rates samples/s, `started` and `ended` seconds since 1970. A reader that only wants the
-# results needs `sizes` (one entry a number of ranks) and `fits`; one that computes efficiencies of its own
+# results needs `sizes` (one entry per number of ranks) and `fits`; one that computes its own efficiencies
 # needs `runs`, where `by_rank` has every rank's seconds, summed over the measured steps.
 
 
@@ -32,10 +32,10 @@ class _Part(BaseModel):
 
 
 class RankSums(_Part):
-    """One rank in one run. samples, seconds: sums over the measured steps.
+    """The sums over the measured steps of one rank in one run.
 
-    seconds: by name as in metrics/rank-*.jsonl: `step`, and of it `input`, `compute`, `bubble`, `exposed_sync`,
-    `checkpoint`; `sync`, which overlaps them, is the whole time of the reduction.
+    seconds: by name as in metrics/rank-*.jsonl: `step` and its parts `input`, `compute`, `bubble`, `exposed_sync` and
+    `checkpoint`; also `sync`, the whole time of the reduction, which overlaps them.
     """
 
     rank: int
@@ -46,13 +46,18 @@ class RankSums(_Part):
 
 
 class ScalingRun(_Part):
-    """One run: one start of the ranks.
+    """One run, that is, one start of the ranks.
 
-    round: from 0; each round has one run of every size. place: its place in the round, from 0.
-    samples_per_s: samples of all ranks / sum of `step_s`. step_s: of each measured step, on its slowest rank.
-    samples: of all ranks and measured steps. sample_sums: of each measured step a hash of the set of samples that all
-    ranks together had, 16 hexadecimal digits. by_rank: in the order of the ranks. job: Slurm's job, if the run had one
-    of its own. environment: the run's environment.json; null after the first run of a size.
+    Attributes:
+        round: The number of the round, from 0; each round has one run of every size.
+        place: The index in the round, from 0.
+        samples_per_s: The samples of all ranks divided by the sum of `step_s`.
+        step_s: The seconds of each measured step on its slowest rank.
+        samples: The number of samples of all ranks and measured steps.
+        sample_sums: For each measured step a hash of the set of samples of all ranks, 16 hexadecimal digits.
+        by_rank: The sums of each rank.
+        job: The Slurm job, if the run had one of its own.
+        environment: The run's environment.json; null after the first run of a size.
     """
 
     round: int
@@ -72,12 +77,16 @@ class ScalingRun(_Part):
 
 
 class SweepSettings(_Part):
-    """What was asked for. A sweep is resumed with the same, except that `repeats` may grow.
+    """The settings of a sweep. A sweep is resumed with the same settings, but `repeats` may grow.
 
-    nodes: if sizes were given as numbers of nodes. steps, warmup_steps: of each run; the warm-up comes first and is
-    dropped. repeats: rounds. seed: of the order of the sizes within the rounds. threads_per_rank: of every rank, at
-    every size; None before it is decided. start: `launch`: mpirun here, or srun within this allocation; `jobs`: a Slurm
-    job for each run.
+    Attributes:
+        nodes: The numbers of nodes, if sizes were given as such.
+        steps: The measured steps of each run.
+        warmup_steps: The steps before them, which are dropped.
+        repeats: The number of rounds.
+        seed: The seed of the order of sizes within the rounds.
+        threads_per_rank: The threads of every rank, at every size; None before it is decided.
+        start: `launch`: mpirun here, or srun within this allocation; `jobs`: a Slurm job per run.
     """
 
     mode: Mode
@@ -96,13 +105,17 @@ class SweepSettings(_Part):
 class SizeResult(_Part):
     """The results of one number of ranks, over its runs.
 
-    samples_per_s, step_s: `median`, `q1`, `q3`, `min`, `max`, `count`; step_s over all measured steps of all runs.
-    efficiency: samples/s per rank relative to the baseline, of the same rounds: `value` (geometric mean), `low`,
-    `high` (t interval at confidence `level`), `least`, `greatest` (of the rounds), `range_level`, `count`, `paired`.
-    speedup: samples/s relative to the baseline, the same fields. Both 1 without an interval for the baseline itself.
-    seconds: of a step, mean over ranks and runs: `input`, `compute`, `bubble`, `exposed_sync`, `checkpoint`, `other`,
-    `step`.
-    shared_cores: whether ranks had to share cores, so that the figures do not apply where each has its own.
+    Attributes:
+        samples_per_s: `median`, `q1`, `q3`, `min`, `max` and `count` over the runs.
+        step_s: The same fields over all measured steps of all runs.
+        efficiency: Samples/s per rank relative to the baseline in the same rounds: `value` (geometric mean), `low`,
+            `high` (t interval at confidence `level`), `least`, `greatest` (over the rounds), `range_level`, `count`,
+            `paired`.
+        speedup: Samples/s relative to the baseline, with the same fields. For the baseline itself, efficiency and
+            speedup are 1 without an interval.
+        seconds: The seconds of a step, as means over ranks and runs: `input`, `compute`, `bubble`, `exposed_sync`,
+            `checkpoint`, `other`, `step`.
+        shared_cores: Whether ranks had to share cores; the results then do not apply to ranks with cores of their own.
     """
 
     ranks: int
@@ -118,7 +131,13 @@ class SizeResult(_Part):
 
 
 class SamplesCheck(_Part):
-    """What was compared of the samples that the runs had. rule: in words. runs, steps: number of runs, steps each."""
+    """How the samples of the runs were compared.
+
+    Attributes:
+        rule: The rule as text.
+        runs: The number of runs.
+        steps: The number of steps of each.
+    """
 
     rule: str
     runs: int
@@ -128,11 +147,15 @@ class SamplesCheck(_Part):
 class ScalingDocument(_Part):
     """The whole document.
 
-    complete: whether all rounds were measured; else `--resume` continues. recipe: every key with its value.
-    baseline_ranks: the size to which efficiency and speedup are relative. fits: `chosen` (a law's name or null),
-    `why`, and `laws`, each with `law`, `formula`, `rate_1`, `parameters` (`name`, `value`, `error`, `low`, `high`,
-    `at_bound`), `residual`, `aicc`, `checked_by`, `misfit_p`, `peak_ranks`, `efficiency` and `predicted` (by number of
-    ranks); null while fewer than two sizes were measured. runs: in the order in which they were made.
+    Attributes:
+        complete: Whether all rounds were measured; otherwise `--resume` continues.
+        recipe: The recipe, every key with its value.
+        baseline_ranks: The size to which efficiency and speedup are relative.
+        fits: `chosen` (a law's name or null), `why`, and `laws`, each with `law`, `formula`, `rate_1`, `parameters`
+            (`name`, `value`, `error`, `low`, `high`, `at_bound`), `residual`, `aicc`, `checked_by`, `misfit_p`,
+            `peak_ranks`, `efficiency` and `predicted` (by number of ranks); null while fewer than two sizes are
+            measured.
+        runs: All runs, in the order in which they were made.
     """
 
     schema_: Literal["hpctrain.bench.scaling/1"] = Field(SCHEMA, alias="schema")
@@ -156,12 +179,12 @@ class ScalingDocument(_Part):
 
 
 def document_start(*, commit: str | None) -> dict[str, Any]:
-    """Returns the fields that describe this machine and this version. They are kept when a sweep is resumed."""
+    """Returns the fields that describe this machine and this version. They stay when a sweep is resumed."""
     return document_head(SCHEMA, commit=commit)
 
 
 def read_scaling_document(path: Path, *, option: str = "") -> ScalingDocument:
-    """Reads a document. option: what named it, for the message. Raises UsageError if it is not one."""
+    """Reads a document. `option` is the option that named it, for the message. Raises UsageError if it is not valid."""
     named = f"{option} {path}".strip()
     try:
         return ScalingDocument.model_validate_json(path.read_text(encoding="utf-8"))
@@ -182,7 +205,7 @@ def write_scaling_document(path: Path, document: ScalingDocument) -> None:
     write_document(path, document.as_json())
 
 
-# Plans a scaling sweep: its sizes, the order of its runs, and what of it is left to do. Pure.
+# Plans a scaling sweep: its sizes, the order of its runs, and the runs that remain. Pure.
 
 
 LEAST_REPEATS = 5
@@ -190,7 +213,7 @@ LEAST_REPEATS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRun:
-    """One start of the ranks. round, place: from 0."""
+    """A planned start of the ranks. `round` and `place` are counted from 0."""
 
     round: int
     place: int
@@ -208,7 +231,7 @@ def ranks_of_nodes(nodes: Sequence[int], *, ranks_per_node: int | None) -> list[
 
 
 def check_settings(settings: SweepSettings, *, batch: int) -> None:
-    """Raises UsageError if the sweep cannot be measured. batch: the recipe's global batch."""
+    """Raises UsageError if the sweep cannot be measured. `batch` is the recipe's global batch."""
     if settings.repeats < LEAST_REPEATS:
         raise UsageError(
             f"--repeats {settings.repeats}: intervals and comparisons need at least {LEAST_REPEATS} rounds (three "
@@ -232,7 +255,7 @@ def check_settings(settings: SweepSettings, *, batch: int) -> None:
 def cells_of(settings: SweepSettings, *, batch: int) -> list[StepCell]:
     """Returns the sizes of the sweep: each number of ranks with its global batch.
 
-    Strong scaling: the recipe's batch, shared. Weak scaling: that batch for each rank.
+    In strong scaling the ranks share the recipe's batch; in weak scaling each rank has that batch.
     """
     return [
         StepCell(num_ranks=n, global_batch=batch * (n if settings.mode == "weak" else 1))
@@ -241,9 +264,9 @@ def cells_of(settings: SweepSettings, *, batch: int) -> list[StepCell]:
 
 
 def plan_runs(settings: SweepSettings, *, batch: int) -> list[PlannedRun]:
-    """Returns all runs in their order: in each round every size once, shuffled by the seed.
+    """Returns all runs in their order: every size once per round, shuffled by the seed.
 
-    More repeats only add rounds: the order of those before stays.
+    More repeats only add rounds, so that the order of earlier rounds stays.
     """
     cells = cells_of(settings, batch=batch)
     order = order_of_runs(cells, repeats=settings.repeats, seed=settings.seed)
@@ -254,7 +277,7 @@ def plan_runs(settings: SweepSettings, *, batch: int) -> list[PlannedRun]:
 
 
 def remaining_runs(planned: Iterable[PlannedRun], done: Iterable[ScalingRun]) -> list[PlannedRun]:
-    """Returns what has not been measured yet, in order."""
+    """Returns the runs that are not measured yet, in order."""
     measured = {(run.round, run.ranks) for run in done}
     return [run for run in planned if (run.round, run.cell.num_ranks) not in measured]
 
@@ -299,7 +322,7 @@ _PARTS = ("input", "compute", "bubble", "exposed_sync", "other")
 
 
 def scaling_table(document: ScalingDocument) -> Table:
-    """Table with one line per number of ranks; the title states the baseline and what an interval is."""
+    """Returns a table with one row per number of ranks. Its title states the baseline and the kind of interval."""
     settings = document.settings
     sizes = document.sizes
     rounds = max((size.repeats for size in sizes), default=0)
@@ -331,7 +354,7 @@ def scaling_table(document: ScalingDocument) -> Table:
 
 
 def scaling_lines(document: ScalingDocument) -> list[str]:
-    """Lines below the table: fitted laws, which one to use and why, what was checked, notes."""
+    """Returns the lines below the table: fitted laws, which one to use and why, what was checked, notes."""
     lines = []
     if document.fits is not None:
         lines += [_law_line(law, chosen=document.fits["chosen"]) for law in document.fits["laws"]]

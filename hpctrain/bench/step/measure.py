@@ -1,4 +1,4 @@
-"""Implementation of `hpctrain bench step`: from the recipe to the table and the JSON document."""
+"""The implementation of `hpctrain bench step`, from the recipe to the table and the JSON document."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from hpctrain.run import Recipe, working_commit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRow:
-    """A line of the table. Spreads are over the runs; step_s is over all measured steps of all runs.
+    """A row of the table. Spreads are over the runs, that of `step_s` over all measured steps of all runs.
 
-    efficiency: samples/s per rank, divided by samples/s per rank with `baseline_ranks` ranks.
-    exposed_s: seconds per step in which a rank is blocked by communication, mean over steps and ranks.
+    efficiency: samples/s per rank, divided by samples/s per rank with `baseline_ranks` ranks. exposed_s: seconds per
+    step in which a rank is blocked by communication, as the mean over steps and ranks.
     """
 
     mode: Scaling
@@ -65,11 +65,11 @@ class StepRow:
 
 
 def measure_steps(recipe: Recipe, asked: StepAsked, *, how: HowToRun, scratch: Path) -> list[StepRun]:
-    """Performs all runs, one after another, and prints a line to stderr for each.
+    """Makes all runs, one after another, and prints a line to stderr for each.
 
-    scratch: a folder visible on all nodes, for the runs' directories, which are removed afterwards.
-    Raises UsageError before the first run if a configuration is impossible, LaunchError if `scratch` cannot be
-    written, and the errors of `run_once`.
+    scratch: a folder visible on all nodes, for the runs' directories, which are removed afterwards. Raises UsageError
+    before the first run if a configuration is impossible, LaunchError if `scratch` cannot be written, and the errors of
+    `run_once`.
     """
     order = order_of_runs(
         cells_of(asked, batch=recipe.data.global_batch), repeats=asked.repeats, seed=asked.seed
@@ -105,7 +105,7 @@ def _describe(cell: StepCell) -> str:
 
 
 def rows_of(asked: StepAsked, runs: Sequence[StepRun], *, batch: int) -> list[StepRow]:
-    """Returns a row for each mode and number of ranks, from the runs of its cell. batch: the recipe's global batch."""
+    """Returns a row per mode and number of ranks, from the runs of its cell. `batch` is the recipe's global batch."""
     by_cell: dict[StepCell, list[StepRun]] = {}
     for run in runs:
         by_cell.setdefault(run.cell, []).append(run)
@@ -136,7 +136,7 @@ def _median_rate(by_cell: Mapping[StepCell, Sequence[StepRun]], cell: StepCell) 
 
 
 def runs_as_json(runs: Sequence[StepRun]) -> list[dict[str, Any]]:
-    """All runs in the order in which they were made, with the environment of the first run of each cell."""
+    """Returns all runs in the order in which they were made, with the environment of the first run of each cell."""
     reported: set[StepCell] = set()
     found = []
     for run in runs:
@@ -150,7 +150,7 @@ def runs_as_json(runs: Sequence[StepRun]) -> list[dict[str, Any]]:
 
 
 def step_table(rows: Sequence[StepRow], *, title: str) -> Table:
-    """Table with one line per mode and number of ranks: medians, with the quartiles if there are several runs."""
+    """Returns a table with one row per mode and number of ranks: medians, with quartiles if there are several runs."""
     table = Table(title=title, title_justify="left")
     table.add_column("scaling", no_wrap=True)
     for name in ("ranks", "batch", "samples/s", "step, ms", "efficiency", "exposed, ms", "exposed"):
@@ -192,7 +192,7 @@ def bench_step(
     scratch: Path | None,
     json_path: Path | None,
 ) -> Table:
-    """Performs the runs. Returns the table of results; writes the JSON document if `json_path` is given."""
+    """Makes the runs and returns the table of results. Writes the JSON document if `json_path` is given."""
     machine = survey_machine()
     how = HowToRun(
         machine=machine,
@@ -247,7 +247,7 @@ def _document(
     how: HowToRun,
     commit: str | None,
 ) -> dict[str, Any]:
-    """JSON document of `--json`; docs/guides/benchmarks.md describes its fields."""
+    """Returns the JSON document of `--json`, whose fields docs/guides/benchmarks.md describes."""
     largest = max(runs, key=lambda run: run.cell)
     return {
         **document_head(SCHEMA, commit=commit),

@@ -16,7 +16,10 @@ from hpctrain.run import Recipe
 
 
 class Scaling(str, Enum):
-    """STRONG: the recipe's global batch, shared by the ranks. WEAK: the recipe's global batch for each rank."""
+    """The kinds of scaling.
+
+    STRONG: the ranks share the recipe's global batch. WEAK: each rank has that global batch.
+    """
 
     STRONG = "strong"
     WEAK = "weak"
@@ -24,7 +27,7 @@ class Scaling(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class StepCell:
-    """A configuration to measure. With one rank strong and weak scaling are the same configuration, measured once."""
+    """A configuration to measure. With one rank, strong and weak scaling are the same configuration, measured once."""
 
     num_ranks: int
     global_batch: int
@@ -32,9 +35,9 @@ class StepCell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepAsked:
-    """Settings of the measurement. steps, warmup_steps: per run; warm-up steps come first and are not counted.
+    """The settings of the measurement. Raises UsageError for values out of range.
 
-    Raises UsageError for values out of range.
+    steps, warmup_steps: the steps per run; warm-up steps come first and are not counted.
     """
 
     ranks: tuple[int, ...]
@@ -56,7 +59,7 @@ class StepAsked:
             )
 
     def cell(self, mode: Scaling, num_ranks: int, *, batch: int) -> StepCell:
-        """Returns the configuration for a mode and number of ranks. batch: the recipe's global batch."""
+        """Returns the configuration for a mode and a number of ranks. `batch` is the recipe's global batch."""
         factor = num_ranks if mode is Scaling.WEAK else 1
         return StepCell(num_ranks=num_ranks, global_batch=batch * factor)
 
@@ -106,8 +109,8 @@ def order_of_runs(cells: Sequence[StepCell], *, repeats: int, seed: int) -> list
 def recipe_of(recipe: Recipe, cell: StepCell, *, directory: Path, steps: int, threads: int) -> Recipe:
     """Returns the user's recipe changed for measuring: `steps` steps, no evaluation, a checkpoint only at the end.
 
-    directory: run directory of the measured run; its checkpoint is written there, never into the user's directory.
-    threads: CPU threads per rank, unless the recipe sets them.
+    directory: the run directory of the measured run. Its checkpoint is written there, never into the user's directory.
+    threads: the CPU threads per rank, unless the recipe sets them.
     """
     run = recipe.run.model_copy(
         update={
@@ -130,14 +133,15 @@ def recipe_of(recipe: Recipe, cell: StepCell, *, directory: Path, steps: int, th
     )
 
 
-# What the runs of a measurement have in common: threads of a rank, a folder for their files, cores for
+# Settings that the runs of a measurement share: threads per rank, a folder for their files, cores for
 # every rank.
 
 
 def threads_of_a_rank(most_ranks: int, *, machine: Machine, ranks_per_node: int | None) -> int:
-    """Cores per rank at the largest number of ranks, used for all numbers: one rank on all cores is no fair baseline.
+    """Returns the threads per rank for all sizes: OMP_NUM_THREADS or SLURM_CPUS_PER_TASK, else cores per rank.
 
-    OMP_NUM_THREADS or SLURM_CPUS_PER_TASK instead, if set.
+    The cores per rank are those at the largest number of ranks, since one rank on all cores would not be a fair
+    baseline.
     """
     given = os.environ.get("OMP_NUM_THREADS") or os.environ.get("SLURM_CPUS_PER_TASK") or ""
     if given.isdigit() and int(given) > 0:
@@ -147,8 +151,10 @@ def threads_of_a_rank(most_ranks: int, *, machine: Machine, ranks_per_node: int 
 
 
 def scratch_folder(recipe: Recipe, *, shared: bool) -> Path:
-    """Returns a folder for the runs' files: the temporary one, or if all nodes must see it (`shared`) that of the run
-    directory or its nearest existing parent."""
+    """Returns a folder for the runs' files.
+
+    It is the temporary folder or, if all nodes must see it (`shared`), the run directory's nearest existing parent.
+    """
     if not shared:
         return Path(tempfile.gettempdir())
     place = Path(recipe.run.directory).absolute()
@@ -158,7 +164,10 @@ def scratch_folder(recipe: Recipe, *, shared: bool) -> Path:
 
 
 def shares_cores(num_ranks: int, *, machine: Machine, ranks_per_node: int | None) -> bool:
-    """Whether more ranks than cores are on this machine. In a Slurm job False: Slurm has given each rank its cores."""
+    """Returns True if there are more ranks than cores on this machine.
+
+    In a Slurm job it returns False, since Slurm has given each rank its cores.
+    """
     if os.environ.get("SLURM_JOB_ID"):
         return False
     placed = place_ranks(num_ranks, ranks_per_node, environ=os.environ, hosts=(), notes=[])

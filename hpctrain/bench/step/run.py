@@ -24,9 +24,12 @@ _SERVERS, _SERVERS_WAIT_S = f"bench-{os.getpid()}", 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRun:
-    """Records of a run's measured steps, one entry per step.
+    """The records of a run's measured steps, one entry per step.
 
-    step_s: seconds on the slowest rank. exposed_s: mean over the ranks. samples: total of all ranks.
+    Attributes:
+        step_s: The seconds on the slowest rank.
+        exposed_s: The mean over the ranks.
+        samples: The total of all ranks.
     """
 
     cell: StepCell
@@ -54,7 +57,10 @@ class StepRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HowToRun:
-    """Settings common to all runs of a measurement. threads: per rank. module_folder: searched for the task."""
+    """The settings common to all runs of a measurement.
+
+    threads: the threads per rank. module_folder: a folder that is searched for the task.
+    """
 
     machine: Machine
     launcher: Launcher
@@ -69,9 +75,9 @@ def run_once(
 ) -> StepRun:
     """Trains `warmup_steps + steps` steps in `directory`, which is always removed at the end.
 
-    Handles signals while the ranks run, as `run_launch` does: the first Ctrl-C lets the ranks end after their step, a
-    second one ends them at once. Then raises StoppedEarly. If the run fails, raises the error class of its exit code,
-    with its last lines of output.
+    While the ranks run, signals are handled as `run_launch` does: the first Ctrl-C lets the ranks end after their step,
+    a second one ends them at once. Then StoppedEarly is raised. If the run fails, the error class of its exit code is
+    raised, with its last lines of output.
     """
     directory.mkdir(parents=True)
     try:
@@ -129,7 +135,7 @@ def _failure(exit_code: int, *, cell: StepCell, plan_line: str, output: Path) ->
 
 
 def read_run(directory: Path, cell: StepCell, *, first_step: int, last_step: int) -> StepRun:
-    """Reads the records of steps `first_step` to `last_step` of all ranks. Raises LaunchError if any is missing."""
+    """Reads the records of the steps `first_step` to `last_step` of all ranks. Raises LaunchError if any is missing."""
     by_rank = read_steps(directory, num_ranks=cell.num_ranks, first_step=first_step, last_step=last_step)
     at_once = list(zip(*by_rank, strict=True))
     return StepRun(
@@ -146,7 +152,7 @@ def read_run(directory: Path, cell: StepCell, *, first_step: int, last_step: int
 def read_steps(
     directory: Path, *, num_ranks: int, first_step: int, last_step: int
 ) -> list[list[dict[str, Any]]]:
-    """Returns of each rank the records of steps `first_step` to `last_step`. Raises LaunchError if any is missing."""
+    """Returns each rank's records of the steps `first_step` to `last_step`. Raises LaunchError if any is missing."""
     by_rank = []
     for rank in range(num_ranks):
         path = directory / "metrics" / f"rank-{rank:05}.jsonl"

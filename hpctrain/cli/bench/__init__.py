@@ -1,1 +1,1 @@
-"""`hpctrain bench`: the group, and its commands."""
+"""The command group `hpctrain bench`."""

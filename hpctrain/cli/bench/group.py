@@ -1,4 +1,6 @@
-"""`hpctrain bench`: allreduce, step, scaling, compare, export, predict, failures, data, checkpoint, nodes."""
+"""The command group `hpctrain bench`: allreduce, step, scaling, compare, export, predict, failures, data, checkpoint,
+nodes.
+"""
 
 from __future__ import annotations
 
@@ -294,7 +296,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _stop_without_a_trace() -> None:
-    """Makes SIGINT, SIGTERM and SIGUSR1 (`hpctrain launch` sends it for Ctrl-C) end this rank without a traceback."""
+    """Makes SIGINT, SIGTERM and SIGUSR1 end this rank without a traceback.
+
+    `hpctrain launch` sends SIGUSR1 to the ranks after Ctrl-C.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         if identify(os.environ, socket.gethostname()).rank == 0:

@@ -1,4 +1,4 @@
-"""Table of `hpctrain bench nodes`."""
+"""The table of `hpctrain bench nodes`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.topology import Topology
 
 
 def nodes_table(probe: Probe, topology: Topology) -> Table:
-    """Returns a table with one line per node; the columns of the links are left out on one node."""
+    """Returns a table with one row per node. On one node it has no columns about links."""
     table = Table(title=f"nodes: {topology.describe()}, {probe.seconds:.1f} s", title_justify="left")
     columns = ["node", "ranks", "memory, GB/s", "arithmetic, GFLOP/s"]
     if probe.links is not None:

@@ -1,4 +1,4 @@
-"""`hpctrain bench predict` and `failures`: predictions by models."""
+"""The commands `hpctrain bench predict` and `failures`, which predict by models."""
 
 from __future__ import annotations
 

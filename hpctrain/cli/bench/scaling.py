@@ -1,4 +1,4 @@
-"""`hpctrain bench scaling`, `compare` and `export`."""
+"""The commands `hpctrain bench scaling`, `compare` and `export`."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _check_report(path: Path) -> None:
 
 
 def _write_report(path: Path, document: ScalingDocument, kept_runs: Path) -> str:
-    """Writes the page from the sweep and its runs that were kept. Returns what is to be said of it."""
+    """Writes the page from the sweep and its kept runs. Returns a note for the user."""
     from hpctrain.report import make_report, write_html
 
     runs = [kept_runs / f"ranks-{size.ranks}" for size in document.sizes]
@@ -211,7 +211,7 @@ def _settings(
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP interrupt like Ctrl-C, also where no ranks run."""
+    """Makes SIGTERM and SIGHUP act like Ctrl-C within the `with` block, even while no ranks run."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -250,7 +250,7 @@ def compare_command(
     hpctrain bench compare before.json after.json --threshold 0.02 --json
 
     An exact permutation test over the rounds. Measure both in turns (`bench scaling --at-most 1 --resume`), so that a
-    change of the machine between them is no difference. Exit codes: 0 nothing fell; 1 a figure fell; 2 they cannot be
+    change of the machine affects both alike. Exit codes: 0 nothing fell; 1 a figure fell; 2 they cannot be
     compared.
     """
     from hpctrain.scaling import check_scipy
@@ -409,7 +409,7 @@ def _export(
 
 
 def _program() -> str:
-    """Path of this environment's `hpctrain`: a job may not have it on its PATH."""
+    """Returns the path of this environment's `hpctrain`, since a job may not have it on its PATH."""
     installed = Path(sys.executable).parent / "hpctrain"
     return str(installed) if installed.exists() else shutil.which("hpctrain") or "hpctrain"
 

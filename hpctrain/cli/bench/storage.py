@@ -1,4 +1,4 @@
-"""`hpctrain bench checkpoint` and `data`."""
+"""The commands `hpctrain bench checkpoint` and `data`."""
 
 from __future__ import annotations
 
@@ -131,9 +131,9 @@ def _modes(text: str) -> tuple[SaveMode, ...]:
 
 @contextmanager
 def _folder_in(directory: Path, *, session: Session) -> Iterator[Path]:
-    """Makes a new folder and removes it afterwards, also if the measurement is stopped. Collective.
+    """Creates a new folder and removes it afterwards, even if the measurement is stopped. Collective.
 
-    Raises CheckpointError if the folder cannot be made.
+    Raises CheckpointError if the folder cannot be created.
     """
     from hpctrain.comm import on_rank_0
 
@@ -148,8 +148,11 @@ def _folder_in(directory: Path, *, session: Session) -> Iterator[Path]:
     stops = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: hpctrain launch sends it for Ctrl-C
 
     def stop(number: int, frame: FrameType | None) -> None:
-        """Removes the folder, or waits until another rank has removed it. Any rank may have to do it: all receive the
-        signal, but one that waits inside MPI does not run this handler. The launcher kills the rest when one exits."""
+        """Removes the folder, or waits until another rank has removed it.
+
+        Any rank may have to remove it: all receive the signal, but a rank that waits inside MPI does not run this
+        handler, and the launcher kills the other ranks when one exits.
+        """
         for one in stops:
             signal.signal(one, signal.SIG_IGN)
         gone = folder.with_name(f"{folder.name}.stopped")

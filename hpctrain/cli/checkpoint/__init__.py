@@ -1,1 +1,1 @@
-"""`hpctrain checkpoint`: the group, and its commands."""
+"""The command group `hpctrain checkpoint`."""

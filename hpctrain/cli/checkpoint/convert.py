@@ -1,4 +1,4 @@
-"""`hpctrain checkpoint export`, `import`, `export-dcp` and `import-dcp`: other formats of checkpoints."""
+"""The commands `hpctrain checkpoint export`, `import`, `export-dcp` and `import-dcp`, for other formats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def print_export(done: Exported, *, as_json: bool) -> None:
-    """Prints what was exported, and where to: one line of text, or a JSON object."""
+    """Prints what was exported and where to, as one line of text or a JSON object."""
     if as_json:
         about = {
             "path": str(done.path),
@@ -119,8 +119,8 @@ def import_command(
 ) -> None:
     """Make a checkpoint from a safetensors file or a state dict, for `checkpoint.weights_from` in a recipe.
 
-    No code in the file can run: nothing is unpickled but tensors and plain containers, and of other objects, as
-    Lightning's checkpoints have them, nothing is made. Files are mapped, not read into memory; ranks share the work. Do
+    No code in the file can run: only tensors and plain containers are unpickled, and other objects, as in Lightning's
+    checkpoints, are not created. Files are mapped, not read into memory; ranks share the work. Do
     not import into the directory of a running run.
 
     \b
@@ -153,7 +153,7 @@ def import_command(
 
 
 def _refuse_existing(target: Path, *, replace: bool, world: World) -> None:
-    """Raises UsageError on every rank if `target` exists and `replace` is false. Collective; rank 0 checks."""
+    """Raises UsageError on every rank if `target` exists and `replace` is False. Rank 0 checks. Collective."""
     from hpctrain.comm import on_rank_0
 
     if not replace and on_rank_0(world, target.exists, os_error=CheckpointError):

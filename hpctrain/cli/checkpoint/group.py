@@ -1,4 +1,4 @@
-"""`hpctrain checkpoint`: the group of checkpoint commands, and `verify`, `copy`, `prune` and `request`."""
+"""The command group `hpctrain checkpoint`, with its commands `verify`, `copy`, `prune` and `request`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpctrain checkpoint list`, `show` and `diff`."""
+"""The commands `hpctrain checkpoint list`, `show` and `diff`."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _row(path: Path) -> dict[str, Any]:
 
 
 def _quality(metadata: Metadata) -> dict[str, float]:
-    """Metrics of the last evaluation before the save, by name. Skips invalid entries: the file is not trusted."""
+    """Returns the metrics of the last evaluation before the save, by name. Invalid entries of the file are skipped."""
     found = metadata.document.get("quality")
     if not isinstance(found, dict):
         return {}
@@ -285,7 +285,7 @@ def _as_json(found: Difference) -> dict[str, Any]:
 
 
 def _shown(name: str) -> str:
-    """Escapes a name as JSON: one in a crafted file must not send control characters to the terminal."""
+    """Escapes a name as JSON, so that a crafted file cannot send control characters to the terminal."""
     return json.dumps(name)[1:-1]
 
 

@@ -1,1 +1,1 @@
-"""What a rank computes with: its device, the model's dtype, deterministic algorithms, torch without its compiler."""
+"""How a rank computes: its device, the model's dtype, deterministic algorithms and the start of PyTorch."""

@@ -1,4 +1,4 @@
-"""The device of each rank, and the precision in which it computes."""
+"""Chooses the device of each rank, and the precision in which it computes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hpctrain.run.compute.device_names import DEVICE_NAMES
 # Chooses the device of each rank: every rank proposes one, and all ranks agree whether these are used.
 #
 # Each rank receives 8 bytes from every rank of its machine and takes part in two small all-reduces,
-# whatever the number of ranks. Only where the proposals cannot be used are texts exchanged.
+# whatever the number of ranks. Texts are exchanged only if the proposals cannot be used.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposal:
-    """The device that one rank could use. index: number of its CUDA device; None with a `problem` if there is none."""
+    """The CUDA device that a rank could use. `index` is None if there is none; `problem` then says why."""
 
     index: int | None
     uuid: str = ""
@@ -32,9 +32,9 @@ class Proposal:
 
 
 def propose(*, host_rank: int, number: int | None = None) -> Proposal:
-    """Returns this rank's CUDA device: the one with its rank on this machine, or the only one that it can see.
+    """Returns this rank's CUDA device: the one with its rank on this machine as index, or the only visible one.
 
-    number: the device given in the recipe, to use instead.
+    number: the index that the recipe gives, used instead.
     """
     if not torch.cuda.is_available():
         return Proposal(index=None, problem="torch finds no CUDA device")
@@ -52,7 +52,9 @@ def propose(*, host_rank: int, number: int | None = None) -> Proposal:
 
 
 def _identity_of(index: int) -> str:
-    """Returns an identifier that is unique on this machine, even if processes number the devices differently."""
+    """Returns an identifier of the device that is unique on this machine, even if processes number the devices
+    differently.
+    """
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     if uuid is not None:
         return str(uuid)
@@ -63,7 +65,7 @@ def _identity_of(index: int) -> str:
 
 
 def numbered(asked: str) -> int | None:
-    """Returns the N of `cuda:N`; None for the other names."""
+    """Returns N for the device name `cuda:N`; None for other names."""
     name, _, number = asked.partition(":")
     return int(number) if name == "cuda" and number else None
 
@@ -71,7 +73,7 @@ def numbered(asked: str) -> int | None:
 def has_own_gpu(uuid: str, *, comm: Collective, host_ranks: Sequence[int]) -> bool:
     """Returns True if no other rank of this machine proposes the device `uuid`. Collective.
 
-    host_ranks: the ranks of this machine, each of which receives 8 bytes from every other.
+    host_ranks: the ranks of this machine. Each receives 8 bytes from every other one.
     """
     counts = [0] * comm.num_ranks
     for rank in host_ranks:
@@ -84,7 +86,7 @@ def has_own_gpu(uuid: str, *, comm: Collective, host_ranks: Sequence[int]) -> bo
 
 
 def _lowest_with_problem(comm: Collective, problem: str) -> int | None:
-    """Returns the lowest rank that has a problem; None if none has. Collective."""
+    """Returns the lowest rank that has a problem; None if no rank has one. Collective."""
     lowest = torch.tensor([-comm.rank if problem else -comm.num_ranks], dtype=torch.int64)
     comm.all_reduce(lowest, op=ReduceOp.MAX)
     return None if -int(lowest) == comm.num_ranks else -int(lowest)
@@ -93,10 +95,10 @@ def _lowest_with_problem(comm: Collective, problem: str) -> int | None:
 def agree_on_gpus(
     mine: Proposal, *, asked: str, comm: Collective, host: str, host_ranks: Sequence[int]
 ) -> str | None:
-    """Returns None if each rank uses what it proposes; else why all use the CPU, "" if no rank has a GPU. Collective.
+    """Returns None if each rank uses the device that it proposes, else why all ranks use the CPU. Collective.
 
-    asked: `auto`, `cuda` or `cuda:N`. If `cuda` or `cuda:N` cannot be used, raises LaunchError on every rank instead,
-    naming all ranks that have a problem.
+    The reason is empty if no rank has a GPU. asked: `auto`, `cuda` or `cuda:N`. Raises LaunchError on every rank,
+    naming all ranks that have a problem, if `cuda` or `cuda:N` cannot be used.
     """
     problem = mine.problem
     lowest = _lowest_with_problem(comm, problem)
@@ -119,10 +121,9 @@ def agree_on_gpus(
 def choose_device(asked: str, *, comm: Collective, hosts: Sequence[str]) -> tuple[torch.device, str | None]:
     """Returns this rank's device, and the reason if it is the CPU although there are GPUs. Collective.
 
-    asked: `cpu`, `cuda`, `cuda:N` (device N on each machine, which its ranks share), or `auto`, which is CUDA if
-    every rank has a separate device. NCCL does not work between ranks that share a device; MPI does.
-    hosts: the machine of each rank of `comm`.
-    Raises LaunchError on every rank, naming all those that do not have the requested device.
+    asked: `cpu`; `cuda`; `cuda:N`, device N of each machine, which its ranks share; or `auto`, which takes CUDA if
+    every rank has a GPU of its own. NCCL does not work between ranks that share a device; MPI does. hosts: the machine
+    of each rank. Raises LaunchError on every rank, naming all ranks that lack the requested device.
     """
     if re.fullmatch(DEVICE_NAMES, asked) is None:
         raise LaunchError(f"device {asked!r}: give auto, cpu, cuda, or a numbered one such as cuda:0")
@@ -159,7 +160,7 @@ AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast_for(precision: str, *, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Returns a context manager factory for forward. Raises RecipeError if the device does not support `precision`."""
+    """Returns a function that creates the context of forward. Raises RecipeError if the device lacks `precision`."""
     dtype = AUTOCAST_DTYPE.get(precision)
     if dtype is None:
         return nullcontext
@@ -169,16 +170,16 @@ def autocast_for(precision: str, *, device: torch.device) -> Callable[[], Abstra
 
 
 def _has_bf16(device: torch.device) -> bool:
-    """True if the GPU computes in bfloat16 in hardware.
+    """Returns True if the GPU computes in bfloat16 in hardware.
 
-    `torch.cuda.is_bf16_supported` is also true (from torch 2.4 on) if bfloat16 is emulated, which is slower than
-    float32, and it checks the current device only.
+    `torch.cuda.is_bf16_supported` is also True (since torch 2.4) if bfloat16 is emulated, which is slower than float32,
+    and it checks the current device only.
     """
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def loss_scale_for(precision: str, *, wire: str, max_skipped_in_row: int) -> LossScale:
-    """Returns a dynamic loss scale for float16, in forward or on the wire, else a constant one of 1."""
+    """Returns a dynamic loss scale if forward or the wire uses float16, else a constant scale of 1."""
     if precision == "fp16":
         return LossScale(value=2.0**16, dynamic=True, max_skipped_in_row=max_skipped_in_row)
     if wire == "fp16":

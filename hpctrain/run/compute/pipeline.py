@@ -1,4 +1,4 @@
-"""Puts a run's model in a pipeline, with the layers that the task names."""
+"""Divides the model of a run into pipeline stages, by the layers that the task names."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def put_in_stages(
     device: torch.device,
     timeout_s: float,
 ) -> bool:
-    """Leaves in `model` and `optimizer`, in place, this rank's stages of a pipeline. Collective.
+    """Reduces `model` and `optimizer`, in place, to this rank's pipeline stages. Collective.
 
-    task: whose `pipeline_layers` says what the model's layers are. The rest is as for `put_in_pipeline`, whose result
-    this returns.
+    The layers are those of the task's `pipeline_layers`. The other arguments and the result are those of
+    `put_in_pipeline`.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     opens = put_in_pipeline(
@@ -41,7 +41,7 @@ def put_in_stages(
 
 
 def layers_of(task: Task, model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Returns the layers of `model`, in order, as the task's `pipeline_layers` says. Raises UsageError if it cannot."""
+    """Returns the layers of `model`, in order, from the task's `pipeline_layers`. Raises UsageError if it fails."""
     method = getattr(task, "pipeline_layers", None)
     if not callable(method):
         raise UsageError(

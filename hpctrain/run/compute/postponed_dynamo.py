@@ -1,7 +1,7 @@
-"""Postpones the import of torch's compiler, which the first optimizer of a process would load: 0.8 s of every start.
+"""Postpones the import of torch's compiler, which otherwise takes 0.8 s of every start.
 
-`torch.optim` imports `torch._dynamo` for two functions that do nothing outside of compiled code. Until something else
-of that module is used, as `torch.compile` does, a stand-in has these two.
+The first optimizer of a process imports `torch._dynamo` for two functions that do nothing outside compiled code. A
+stand-in provides these two until another attribute of the module is used, as `torch.compile` does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _PostponedDynamo(ModuleType):
-    """Stands in for `torch._dynamo`; any other attribute than these two loads the module itself."""
+    """The stand-in for `torch._dynamo`. Any attribute but these two imports the real module."""
 
     def __init__(self) -> None:
         super().__init__(NAME)
@@ -28,10 +28,10 @@ class _PostponedDynamo(ModuleType):
 
     @staticmethod
     def graph_break(*args: object, **options: object) -> None:
-        """Nothing is being compiled."""
+        """Does nothing, since nothing is being compiled."""
 
     def disable(self, fn: F, *args: object, **options: object) -> F:
-        """Returns `fn`. torch keeps the result in `fn.__dynamo_disable`."""
+        """Returns `fn` unchanged. torch stores the result in `fn.__dynamo_disable`."""
         self._disabled.append(fn)
         return fn
 
@@ -51,16 +51,19 @@ class _PostponedDynamo(ModuleType):
 
 
 def postpone_dynamo() -> None:
-    """Puts the stand-in in place, unless the module is loaded already."""
+    """Installs the stand-in, unless the module is imported already."""
     if NAME not in sys.modules:
         sys.modules[NAME] = torch._dynamo = _PostponedDynamo()
 
 
 def set_deterministic() -> None:
-    """Asks torch for deterministic algorithms, with a warning where there is none; in compiled code too once loaded."""
+    """Turns on torch's deterministic algorithms. Operations without one only warn.
+
+    Applies to compiled code too once the compiler is imported.
+    """
     if isinstance(sys.modules.get(NAME), _PostponedDynamo):
         torch._C._set_deterministic_algorithms(True, warn_only=True)
     else:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    # Else every new buffer would first be filled with NaN.
+    # Otherwise every new buffer would first be filled with NaN.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

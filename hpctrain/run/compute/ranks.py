@@ -1,4 +1,4 @@
-"""The number of ranks that a recipe asks for, and the threads of each."""
+"""Checks the number of ranks, sets their threads, and arranges them on the axes of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.topology import Axis, ParallelMesh, Topology
 
 
 def check_num_ranks(identity: RankIdentity, *, ranks: int | None) -> None:
-    """Raises TopologyError if `ranks` is given and another number was started."""
+    """Raises TopologyError if `ranks` is given and differs from the number of ranks started."""
     if ranks is not None and identity.num_ranks != ranks:
         raise TopologyError(
             f"the recipe asks for {ranks} ranks, {identity.launcher} started {identity.num_ranks}: start it with "
@@ -24,19 +24,19 @@ def check_num_ranks(identity: RankIdentity, *, ranks: int | None) -> None:
 
 
 def set_threads(asked: int | None, share: Fraction) -> None:
-    """Sets torch's threads: `asked`, else OMP_NUM_THREADS, else this rank's share of the cores it may run on."""
+    """Sets the number of torch's threads: `asked`, else OMP_NUM_THREADS, else this rank's share of its cores."""
     if asked is not None:
         torch.set_num_threads(asked)
     elif not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, math.floor(share)))
 
 
-# Which samples a rank computes: its place on the data axis. Nothing here communicates.
+# Which samples a rank computes: its index on the data axis. Does not communicate.
 
 
 @final
 class RankAxes:
-    """The axes of a run for one rank. At first all ranks are data parallel."""
+    """The axes of a run as one rank sees them. Until `arrange`, all ranks are data parallel. Does not communicate."""
 
     def __init__(self, topology: Topology, *, rank: int) -> None:
         self._topology = topology
@@ -46,16 +46,21 @@ class RankAxes:
 
     @property
     def data(self) -> Axis:
-        """The ranks that train on different samples, and this rank's index among them. All ranks, unless the model is
-        split: then the ranks of one tensor group or one pipeline have the same index, and train on the same samples."""
+        """The ranks that train on different samples, and this rank's index among them.
+
+        If the model is split, the ranks of one tensor group or pipeline have the same index and train on the same
+        samples.
+        """
         if self._mesh is None:
             return Axis("data", tuple(range(self._topology.num_ranks)), self._rank)
         return self._mesh.data_axis(self._rank)
 
     @property
     def counts_samples(self) -> bool:
-        """True on one rank of each tensor group, and of each pipeline on the one with the last stage, which has the
-        loss: what is summed over samples counts there, and is 0 on the others."""
+        """True if this rank counts its samples: one rank per tensor group, in a pipeline that with the last stage.
+
+        Sums over samples are 0 on the other ranks. The last stage has the loss.
+        """
         if self._mesh is None:
             return True
         pipeline = self._mesh.pipeline_axis(self._rank)
@@ -63,8 +68,10 @@ class RankAxes:
 
     @property
     def drawing(self) -> Axis:
-        """The ranks that draw different random numbers, for dropout and the like: as `data`, but each stage of a
-        pipeline draws its own."""
+        """The ranks that draw different random numbers, for dropout and the like.
+
+        They are those of `data`, except that each pipeline stage draws its own numbers.
+        """
         if self._mesh is None:
             return self.data
         stages = [self._mesh.data_axis(rank) for rank in self._mesh.pipeline_axis(self._rank).ranks]
@@ -74,16 +81,15 @@ class RankAxes:
         )
 
     def places(self) -> dict[int, dict[str, int]]:
-        """Returns, by rank, its index on the axes `pipeline` (its stage), `data` and `tensor`; {} if all ranks are data
-        parallel."""
+        """Returns by rank its index on the axes `pipeline`, `data` and `tensor`; {} if all ranks are data parallel."""
         return {} if self._mesh is None else self._mesh.places()
 
     def arrange(self, *, tensor: int = 1, pipeline: int = 1) -> None:
-        """Places the ranks on the axes pipeline, data and tensor. tensor: the ranks of a tensor group. pipeline: the
-        ranks that hold the stages of one copy of the model.
+        """Arranges the ranks on the axes pipeline, data and tensor.
 
-        Raises TopologyError, on every rank, if that does not divide the ranks (tensor: those of each node); UsageError
-        if a loader was made for other axes.
+        tensor: the number of ranks per tensor group. pipeline: the number of ranks that hold the stages of one copy of
+        the model. Raises TopologyError if `pipeline` does not divide the ranks, or `tensor` the ranks of each node;
+        UsageError if a loader was made for other axes.
         """
         shape = {"tensor": 1, "pipeline": 1} if self._mesh is None else self._mesh.shape
         if (tensor, pipeline) == (shape["tensor"], shape["pipeline"]):
@@ -97,6 +103,6 @@ class RankAxes:
         self._mesh = ParallelMesh.plan(self._topology, tensor=tensor, pipeline=pipeline)
 
     def for_loader(self) -> Axis:
-        """Returns the data axis for a loader, after which it stays as it is."""
+        """Returns the data axis for a loader, and fixes the axes from now on."""
         self._used = True
         return self.data

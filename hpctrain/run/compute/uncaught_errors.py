@@ -1,4 +1,4 @@
-"""An error that a program does not catch on one rank, or its exit with an error code, ends all ranks."""
+"""Ends all ranks when one rank does not catch an error or exits with an error code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class UncaughtErrors:
-    """Ends all ranks of a session because of an error. close: closes the session; collective."""
+    """Ends all ranks of a session after an error. `close` closes the session; it is collective."""
 
     def __init__(self, world: World, *, close: Callable[[], object]) -> None:
         self._world = world
@@ -30,7 +30,7 @@ class UncaughtErrors:
         self._hook_before: Callable[..., object] | None = None
 
     def watch(self) -> None:
-        """Makes an uncaught error end all ranks, not only this one, and so an exit with another code than 0."""
+        """Makes an uncaught error, or an exit with another code than 0, end all ranks instead of this one only."""
         self._hook_before = sys.excepthook
         if self._world.num_ranks == 1:
             print_uncaught()
@@ -56,7 +56,7 @@ class UncaughtErrors:
             end_all_on_error(None)
 
     def end_all(self, error: BaseException) -> None:
-        """Ends this rank and all others because of `error`. Returns only if there are no others."""
+        """Ends all ranks because of `error`. Returns only if there is one rank."""
         rank = self._world.rank
         if self._world.num_ranks == 1:
             return
@@ -89,8 +89,10 @@ class UncaughtErrors:
 
 
 def uncaught_as_message(function: Callable[P, T]) -> Callable[P, T]:
-    """Has an HpctrainError that `function` raises, and that the program does not catch, printed as for a command of
-    `hpctrain`: as a message without a traceback, and with the error's exit code."""
+    """Decorates a function so that its uncaught HpctrainErrors end the program as `hpctrain` commands end.
+
+    The program prints the message without a traceback, and exits with the exit code of the error.
+    """
 
     @functools.wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> T:
@@ -104,8 +106,10 @@ def uncaught_as_message(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def print_uncaught() -> None:
-    """Has any HpctrainError that this program does not catch printed as a message. Not where someone types, and reads
-    what happened: the interpreter goes on there."""
+    """Prints any uncaught HpctrainError of this program as a message, without a traceback.
+
+    Does nothing in an interactive interpreter, which continues after an error.
+    """
     before = sys.excepthook
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return
@@ -123,13 +127,13 @@ def print_uncaught() -> None:
 
 
 def _leave(leave: SystemExit) -> NoReturn:
-    """Exits as asked: a hook cannot choose the exit code otherwise."""
+    """Exits with the code of `leave`, which a hook cannot set in another way."""
     sys.stdout.flush()
     os._exit(_kept(leave.code))
 
 
 def _kept(code: object) -> int:
-    """Returns the exit code of `SystemExit(code)`: the system keeps 8 bits, of which an error must not become 0."""
+    """Returns the exit code of `SystemExit(code)`. Systems keep 8 bits of it; an error must not become 0."""
     if not isinstance(code, int):
         return 0 if code is None else 1
     return code & 0xFF or int(code != 0)

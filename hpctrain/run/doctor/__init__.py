@@ -1,1 +1,1 @@
-"""Implementation of `hpctrain doctor`: facts gathered on each rank, and findings about all ranks."""
+"""The implementation of `hpctrain doctor`: gathers facts on each rank, and derives findings about all ranks."""

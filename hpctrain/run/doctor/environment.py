@@ -1,4 +1,4 @@
-"""What the doctor reads and judges of a host: its environment, cores, clock, and the time of a start."""
+"""Reads and judges a host for the doctor: its environment, cores, clock, and the time that a start takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.launch import RankCores, core_share, read_cores, seconds_since_sta
 from hpctrain.run.doctor.finding import Facts, Finding, ok, warning
 from hpctrain.storage import filesystem_of, hash_of
 
-# What must not differ between ranks without anyone noticing: variables, packages, kernel and processor.
+# What must not differ between ranks unnoticed: variables, packages, kernel and processor.
 
 
 # Of launchers only the variables that users set: others name the rank, and differ by design.
@@ -32,9 +32,9 @@ _LONG_CHARS = 120
 
 
 def read_environment(environ: Mapping[str, str], *, search_path: Iterable[str] = sys.path) -> dict[str, Any]:
-    """Returns the variables that change how a rank runs, without secrets, and what the node and its packages are.
+    """Returns the variables that change how a rank runs, without secrets, and facts about the node and its packages.
 
-    Long values are given by their hash: every rank's facts travel to all.
+    Long values are replaced by their hashes, since the facts of every rank are sent to all ranks.
     """
     variables = {
         name: text
@@ -75,7 +75,7 @@ def _processor() -> str:
 
 
 def judge_variables(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """Returns one warning for each variable that is not the same on all ranks. Pure."""
+    """Returns one warning per variable that differs between ranks. Pure."""
     by_rank = [facts.get("environment", {}).get("variables", {}) for facts in facts_by_rank]
     findings = []
     for name in sorted({name for variables in by_rank for name in variables}):
@@ -103,9 +103,9 @@ _SLOW_LOCAL_S = 30.0
 
 
 def read_start(*, proc: Path = Path("/proc")) -> dict[str, Any]:
-    """Returns the seconds since this process was started, and the filesystem of its Python environment.
+    """Returns the seconds since this process started, and the filesystem of its Python environment.
 
-    To be called as soon as the imports are done.
+    Call it as soon as the imports are done.
     """
     filesystem = filesystem_of(Path(sys.prefix))
     facts: dict[str, Any] = {"kind": filesystem.kind, "is_shared": filesystem.is_shared, "prefix": sys.prefix}
@@ -118,7 +118,7 @@ def read_start(*, proc: Path = Path("/proc")) -> dict[str, Any]:
 
 
 def judge_start(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """Returns the finding about the slowest rank. Entry r of `facts_by_rank` is from rank r. Pure."""
+    """Returns the finding about the slowest start. Entry r of `facts_by_rank` is from rank r. Pure."""
     seconds = {
         rank: facts["start"]["seconds"]
         for rank, facts in enumerate(facts_by_rank)
@@ -151,7 +151,7 @@ TOPIC = "cores"
 
 
 def probe_cores(environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, Any]:
-    """Returns the hardware threads and cores that this rank may use, its CPU limit, and the NUMA nodes they are on."""
+    """Returns the hardware threads and cores that this rank may use, its CPU limit, and the NUMA nodes of the cores."""
     mine = read_cores(root)
     nodes = {path.name: (path / "cpulist") for path in (root / "sys/devices/system/node").glob("node[0-9]*")}
     return {
@@ -174,7 +174,7 @@ def _cpus(cpulist: Path) -> frozenset[int]:
 def judge_cores(facts_of_host: Sequence[Facts], *, ranks: Sequence[int]) -> Finding:
     """Returns the finding about the cores of one host. Pure.
 
-    ranks: the ranks on it, in the order of `facts_of_host`.
+    ranks: the ranks on the host, in the order of `facts_of_host`.
     """
     num_ranks = len(facts_of_host)
     usable = {cpu for facts in facts_of_host for cpu in facts["cores"]["usable"]}
@@ -216,7 +216,7 @@ def judge_cores(facts_of_host: Sequence[Facts], *, ranks: Sequence[int]) -> Find
 
 
 def _crowded(facts_of_host: Sequence[Facts], ranks: Sequence[int]) -> list[int]:
-    """Returns the ranks with less than a core each, on a host that has at least a core for every rank."""
+    """Returns the ranks with less than one core, on a host that has at least one core per rank."""
     shares = _shares(facts_of_host)
     if len(shares) < len(ranks) or len(frozenset().union(*(share.cores for share in shares))) < len(ranks):
         return []
@@ -239,7 +239,7 @@ _MAX_SKEW_S = 1.0
 
 
 def sample_clock(comm: Collective) -> list[tuple[float, float]]:
-    """Returns this node's time right before and right after each of several barriers, in seconds. Collective."""
+    """Returns this node's time before and after each of several barriers, in seconds. Collective."""
     samples = []
     for _ in range(_ROUNDS):
         before_s = time.time()
@@ -251,10 +251,10 @@ def sample_clock(comm: Collective) -> list[tuple[float, float]]:
 def skew_bounds(
     mine: Sequence[tuple[float, float]], reference: Sequence[tuple[float, float]]
 ) -> tuple[float, float]:
-    """Returns the least and the greatest possible lead of this clock over the reference's, in seconds. Pure.
+    """Returns the lower and upper bound of this clock's lead over the reference clock, in seconds. Pure.
 
-    In true time every rank leaves a barrier after every rank has entered it, so my entry, less my lead, is not after
-    the other's exit; and the other way round.
+    In true time, every rank leaves a barrier after every rank has entered it. Therefore one clock's entry, less its
+    lead, is not after the other clock's exit, and vice versa.
     """
     least = max(before - other_after for (before, _), (_, other_after) in zip(mine, reference, strict=True))
     greatest = min(
@@ -264,7 +264,7 @@ def skew_bounds(
 
 
 def judge_clocks(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """Returns the finding about the clocks of the hosts, compared with that of rank 0's host. Pure."""
+    """Returns the finding about the hosts' clocks, compared with the clock of rank 0's host. Pure."""
     samples = {facts["host"]: facts["clock"] for facts in reversed(facts_by_rank) if facts.get("clock")}
     reference = facts_by_rank[0]["host"]
     if len(samples) < 2 or reference not in samples:

@@ -1,7 +1,7 @@
 """Prints a message for this rank even if a call ends the process or never returns.
 
-If MPI cannot start, it ends the process without running Python code; and a rank that waits for missing ranks waits in
-C code that holds the GIL, so that no Python thread runs. The message is therefore passed beforehand to a small helper
+If MPI cannot start, it ends the process without running Python code. A rank that waits for missing ranks waits in C
+code that holds the GIL, so that no Python thread runs. The message is therefore sent in advance to a small helper
 process, which prints it if this process ends or does not answer in time.
 """
 
@@ -51,10 +51,10 @@ _END = signal.Signals(int(ExitCode.LAUNCH))
 
 @final
 class LastWords:
-    """Prints `words` to stderr if this process ends within the `with` block, or after `timeout_s` seconds in it.
+    """Prints `words` to stderr if this process ends inside the `with` block, or stays in it for `timeout_s` seconds.
 
-    After `timeout_s` the process is also ended, with the exit code of a failed launch, even if it is blocked.
-    Leaving the block, normally or by an exception, withdraws the words.
+    After `timeout_s` seconds the process is also ended, with the exit code of a failed launch, even if it is blocked.
+    Leaving the block, normally or by an exception, cancels the message.
     """
 
     def __init__(self, words: str, *, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The values that the doctor's judgement consists of: findings, their levels, and the facts they are made from."""
+"""The doctor's findings, their levels, and the facts from which they are derived."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Facts = Mapping[str, Any]
 
 
 class Severity(str, Enum):
-    """Level of a finding of the doctor."""
+    """The level of a finding of the doctor."""
 
     OK = "ok"
     WARNING = "warning"
@@ -21,7 +21,7 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the doctor's report. `remedy` is empty if there is nothing to do."""
+    """One line of the doctor's report. `remedy` is empty if nothing has to be done."""
 
     topic: str
     level: Severity
@@ -45,13 +45,13 @@ def problem(topic: str, text: str, remedy: str) -> Finding:
 
 
 def worst_severity(findings: list[Finding]) -> Severity:
-    """Returns the worst level among the findings; OK if there are none."""
+    """Returns the highest level among the findings; OK if there are none."""
     order = (Severity.OK, Severity.WARNING, Severity.PROBLEM)
     return max((finding.level for finding in findings), key=order.index, default=Severity.OK)
 
 
 def size_text(num_bytes: int) -> str:
-    """Returns a size for people, such as `1.5 GB`."""
+    """Returns a size as text, such as `1.5 GB`."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Findings of `hpctrain doctor`: those about each rank, merged into one report of all ranks."""
+"""Merges the doctor's findings about each rank into one report on all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SMALL_SHM_BYTES = 64 * 2**20
 
 
 def judge_rank(facts: Facts) -> list[Finding]:
-    """Returns the findings about one rank, regardless of other ranks."""
+    """Returns the findings about one rank that do not depend on other ranks."""
     return [
         _python(facts),
         _torch(facts),
@@ -251,7 +251,7 @@ def _packages(environment: Facts) -> str:
 
 
 def _fold(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """Each rank's own findings, equal ones once. A finding of some ranks only is prefixed with these ranks.
+    """Merges equal findings of several ranks. If only some ranks have a finding, their numbers precede its text.
 
     Of OK findings with different texts (free space, for example) only that of the lowest rank is kept.
     """
@@ -322,7 +322,7 @@ def _placement(facts_by_rank: Sequence[Facts]) -> list[Finding]:
 
 
 def _tcp(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """Warns of BBR as TCP's congestion control, which delays short bursts between nodes."""
+    """Warns of TCP congestion control by BBR, which delays short bursts between nodes."""
     # Missing in the facts of an older hpctrain, which some rank may have.
     names = [facts.get("tcp", {}).get("congestion_control") for facts in facts_by_rank]
     ranks = [rank for rank, name in enumerate(names) if name == "bbr"]
@@ -334,7 +334,7 @@ def _tcp(facts_by_rank: Sequence[Facts]) -> list[Finding]:
 
 
 def _where(ranks: Sequence[int], facts_by_rank: Sequence[Facts]) -> str:
-    """The ranks and their hosts, for example `ranks 0-2 (a, b)`."""
+    """Returns the ranks and their hosts as text, for example `ranks 0-2 (a, b)`."""
     hosts = list(dict.fromkeys(facts_by_rank[rank]["host"] for rank in ranks))
     shown = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
     return f"{describe_ranks(ranks)} ({shown})"

@@ -1,4 +1,4 @@
-"""InfiniBand and other RDMA networks: whether MPI uses them, and whether forked processes are safe there."""
+"""Checks InfiniBand and other RDMA networks: whether MPI uses them, and whether processes may fork there."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SAFE_FORK = "start processes afresh (multiprocessing_context='spawn'), as hpctr
 def read_network(environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, Any]:
     """Returns the ports of RDMA devices, whether this process may open the devices, and variables about transports.
 
-    root: the directory that has `sys` and `dev`.
+    root: the directory that contains `sys` and `dev`.
     """
     ports = []
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
@@ -59,7 +59,7 @@ def read_network(environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[
 
 
 def judge_network(facts: Facts) -> list[Finding]:
-    """Returns the findings about RDMA networks of one rank's node: TCP although there is one, and forking. Pure."""
+    """Returns the findings about the RDMA network of a rank's node: use of TCP instead of it, and forking. Pure."""
     network = facts.get("network")  # missing in the facts of an older hpctrain
     if network is None:
         return []
@@ -105,7 +105,7 @@ def _transport(shown: str, network: Mapping[str, Any], transports: list[str]) ->
 
 
 def keeps_to_tcp(variables: Mapping[str, str]) -> str | None:
-    """Returns the setting, as NAME=VALUE, that keeps MPI from using an RDMA network; None if there is none. Pure."""
+    """Returns the setting, as NAME=VALUE, that keeps MPI from using an RDMA network; None if none does. Pure."""
     pml, btl = variables.get("OMPI_MCA_pml", ""), variables.get("OMPI_MCA_btl", "")
     if pml == "ob1" and btl and not btl.startswith("^") and not _RDMA_BTLS & set(btl.split(",")):
         return f"OMPI_MCA_pml={pml} with OMPI_MCA_btl={btl}"
@@ -138,7 +138,7 @@ def _fork(network: Mapping[str, Any], mpi: Mapping[str, Any]) -> Finding:
 
 
 def kernel_version(release: str) -> tuple[int, int]:
-    """Returns major and minor version of a kernel's release, such as (5, 14) of `5.14.0-427.el9`. Pure."""
+    """Returns the major and minor version of a kernel release: (5, 14) for `5.14.0-427.el9`. Pure."""
     found = re.match(r"(\d+)\.(\d+)", release)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -158,7 +158,7 @@ _RAISE = "LimitNOFILE of slurmd's unit, or /etc/security/limits.conf"
 
 
 def read_limits() -> dict[str, Any]:
-    """Returns the soft and hard limits, None for no limit, and the memory of this machine in bytes."""
+    """Returns this process's soft and hard limits, None for unlimited, and the memory of this machine in bytes."""
     return {
         "open_files": _limit(resource.RLIMIT_NOFILE),
         "locked_bytes": _limit(resource.RLIMIT_MEMLOCK),

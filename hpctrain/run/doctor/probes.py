@@ -1,4 +1,4 @@
-"""Probes of `hpctrain doctor`: facts about this rank, as JSON values. Nothing here communicates or starts MPI."""
+"""Gathers the facts about this rank for `hpctrain doctor`, as JSON values. Neither communicates nor starts MPI."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def inspect_rank(
     num_checkpoints: int = 3,
     checkpoint_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the facts of this rank by topic. A component that is missing or broken has the key `error`.
+    """Returns the facts about this rank by topic. A missing or broken component has the key `error`.
 
-    To be called as soon as the imports are done, since they are timed. num_checkpoints, checkpoint_bytes: see
+    Call it as soon as the imports are done, since they are timed. num_checkpoints, checkpoint_bytes: see
     `read_run_directory`.
     """
     start = read_start()
@@ -66,7 +66,7 @@ def inspect_rank(
 
 
 def identity_of(facts: Mapping[str, Any]) -> RankIdentity | None:
-    """Converts the launcher's facts back to a RankIdentity; None if the launcher's variables are contradictory."""
+    """Returns the RankIdentity in the launcher's facts; None if the launcher's variables contradict each other."""
     launcher = facts["launcher"]
     return None if "error" in launcher else RankIdentity(**launcher)
 

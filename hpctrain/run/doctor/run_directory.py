@@ -1,4 +1,4 @@
-"""The run directory: whether it can be written, its filesystem and stripe layout, and room for the checkpoints."""
+"""Checks the run directory: whether it can be written, its filesystem and striping, and space for the checkpoints."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _LOW_SPACE_BYTES = 5 * 10**9
 _IN_MEMORY = ("tmpfs", "ramfs")
 _LFS_TIMEOUT_S = 5.0
 _VISIBLE_WITHIN_S = 5.0
-_MAX_RUNS = 100  # of a folder with many runs, at most so many are searched for checkpoints
+_MAX_RUNS = 100  # runs of a folder that are searched for checkpoints, at most
 
 
 def read_run_directory(
     directory: Path, *, num_checkpoints: int = 3, checkpoint_bytes: int | None = None
 ) -> dict[str, Any]:
-    """Returns facts about the filesystem where `directory` is or would be made; `error` if it cannot be written.
+    """Returns facts about the filesystem of `directory`, which need not exist yet; `error` if it cannot be written.
 
-    num_checkpoints: how many are kept. checkpoint_bytes: size of one; None: that of the newest one found there.
+    num_checkpoints: the number of checkpoints that are kept. checkpoint_bytes: the size of one; None: the size of the
+    newest checkpoint found there.
     """
     facts: dict[str, Any] = {"path": str(directory), "num_checkpoints": num_checkpoints}
     try:
@@ -58,7 +59,7 @@ def read_run_directory(
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    """Returns the checkpoints of this run, or of the most recent one of the runs in this folder, the newest last."""
+    """Returns the checkpoints of this run, or of the latest run in this folder, the newest last."""
     places = [directory / "checkpoints"]
     if not places[0].is_dir():
         runs = [path for path, _ in zip(directory.glob("*/checkpoints"), range(_MAX_RUNS), strict=False)]
@@ -72,7 +73,7 @@ def _size(checkpoint: Path) -> int:
 
 
 def _stripes(place: Path) -> dict[str, Any]:
-    """Returns the number of servers that new files in `place` are striped over, from Lustre's own tool."""
+    """Returns the number of servers over which new files in `place` are striped, from Lustre's own tool."""
     program = shutil.which("lfs")
     if program is None:
         return {"lfs": False}
@@ -87,15 +88,15 @@ def _stripes(place: Path) -> dict[str, Any]:
 
 
 def stripe_count(text: str) -> int | None:
-    """Returns the stripe count in the output of `lfs getstripe -d`, -1 for all servers; None without one. Pure."""
+    """Returns the stripe count in the output of `lfs getstripe -d`: -1 for all servers, None if there is none. Pure."""
     found = re.search(r"stripe_count:\s*(-?\d+)", text)
     return int(found[1]) if found else None
 
 
 def look_for_rank_0s_file(world: World, facts: dict[str, Any], *, checks: bool) -> None:
-    """Adds `seen` to this rank's facts: whether a file that rank 0 makes in the run directory is visible. Collective.
+    """Adds to this rank's facts as `seen` whether it sees a file that rank 0 creates in the run directory. Collective.
 
-    checks: this rank looks for it; one rank of each node suffices.
+    checks: whether this rank looks for the file; one rank per node suffices.
     """
     disk = facts["run_directory"]
     made = None
@@ -159,7 +160,7 @@ def _space(disk: dict[str, Any]) -> Finding:
         if disk["free_bytes"] < _LOW_SPACE_BYTES:
             return warning(TOPIC, text, "checkpoints may not fit: free space, or give another directory")
         return ok(TOPIC, text)
-    # One more than are kept is there while a save replaces the oldest.
+    # While a save replaces the oldest checkpoint, there is one more than are kept.
     missing = max(1, disk["num_checkpoints"] + 1 - disk["num_existing"])
     needed = missing * size
     them = "checkpoint of {} needs {}" if missing == 1 else "checkpoints of {} need {}"
@@ -183,7 +184,7 @@ def _striping(disk: dict[str, Any]) -> Finding:
 
 
 def judge_visibility(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """Returns a problem if some nodes do not see what rank 0 makes in the run directory. Pure."""
+    """Returns a problem if some nodes do not see a file that rank 0 creates in the run directory. Pure."""
     blind = [r for r, facts in enumerate(facts_by_rank) if facts["run_directory"].get("seen") is False]
     if not blind:
         return []

@@ -1,4 +1,6 @@
-"""Slurm's settings that decide whether a run ends with its state saved and comes back: asked once, by rank 0.
+"""Checks the Slurm settings that decide whether a stopped run has its state saved and is requeued.
+
+Asked once, by rank 0.
 
 Meaning of each setting: slurm.conf(5) and cgroup.conf(5).
 """
@@ -16,7 +18,7 @@ from hpctrain.run.doctor.finding import Finding, ok, warning
 
 _TIMEOUT_S = 5.0
 _DEFAULT_KILL_WAIT_S = 30
-# Of all settings those that are judged, or that explain a judgement in the JSON report.
+# The settings that are judged, or that explain a judgement in the JSON report.
 _SETTINGS = (
     "SLURM_VERSION", "JobRequeue", "KillWait", "MpiDefault", "ProctrackType", "TaskPlugin", "PreemptMode",
     "PreemptType", "SlurmctldParameters", "SlurmdTimeout", "UnkillableStepTimeout", "PropagateResourceLimits",
@@ -25,9 +27,9 @@ _SETTINGS = (
 
 
 def ask_slurm(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Returns Slurm's settings, this job's partition and the job; empty where there is no Slurm.
+    """Returns Slurm's settings, and this job and its partition; {} without Slurm.
 
-    At most three short questions to the controller. `error` where it does not answer.
+    It takes at most three short requests to the controller. `error` is set if the controller does not answer.
     """
     job, partition = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_PARTITION")
     if shutil.which("scontrol") is None:
@@ -63,7 +65,7 @@ def _scontrol(*words: str) -> str:
 
 
 def read_config(text: str) -> dict[str, str]:
-    """Returns the settings in the output of `scontrol show config`, those of cgroup.conf included. Pure."""
+    """Returns the settings in the output of `scontrol show config`, including those of cgroup.conf. Pure."""
     return {name: value.strip() for name, value in re.findall(r"(?m)^(\S+)[ \t]*= ?(.*)$", text)}
 
 
@@ -73,7 +75,10 @@ def read_pairs(text: str) -> dict[str, str]:
 
 
 def judge_slurm(facts: Mapping[str, Any] | None, *, mpi_library: str = "") -> list[Finding]:
-    """Returns the findings about Slurm's settings. Pure. mpi_library: as MPI names itself."""
+    """Returns the findings about Slurm's settings.
+
+    `mpi_library` is the name that the MPI library gives itself. Pure.
+    """
     if not facts:
         return []
     if "error" in facts and facts["job_id"] is None:
@@ -209,7 +214,7 @@ def _containment(config: Mapping[str, str]) -> list[Finding]:
 
 
 def _seconds(text: str | None) -> int | None:
-    """Returns the number of `30 sec`, or of a grace time such as `00:05:00` or `1-00:00:00`; None for other texts."""
+    """Returns the seconds of `30 sec`, or of a grace time such as `00:05:00` or `1-00:00:00`; None for other texts."""
     days, _, clock = (text or "").rpartition("-")
     parts = clock.split()[0].split(":") if clock.split() else []
     if not parts or not all(part.isdigit() for part in [*parts, *([days] if days else [])]):

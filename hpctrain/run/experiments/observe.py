@@ -1,4 +1,4 @@
-"""The experiments on a subject, from the first trial to the observations. Collective."""
+"""Runs the experiments on a subject, from the first trial to the observations. Collective."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from hpctrain.run.experiments.subject import Subject, Trial
 from hpctrain.run.experiments.trials import Conditions, Ran, Trials
 
 TOLERANCE = 1e-12
-# float32 keeps 7 digits, which sums in another order and a few steps of training blur.
+# float32 has 7 digits, some of which are lost by sums in another order and a few steps of training.
 TOLERANCE_FLOAT32 = 2e-5
 STEPS = 4
 _SHOWN = 4
@@ -59,7 +59,7 @@ _TAMPERED = {True: 1e-9, False: 1e-3}
 
 @final
 class Experiments:
-    """Observes a subject on one rank and on all ranks of `session`. say: shows a line of progress, on rank 0."""
+    """Runs experiments with a subject on one rank and on all ranks of `session`. `say` prints progress on rank 0."""
 
     def __init__(
         self, subject: Subject, session: Any, *, steps: int = STEPS, say: Callable[[str], None]
@@ -74,7 +74,7 @@ class Experiments:
     # ------------------------------------------------------------------ the experiments
 
     def observe(self) -> Observations:
-        """Does all experiments. Raises the error of a first trial on one rank, which trains as a run would."""
+        """Runs all experiments. Raises the error of the first trial on one rank, which trains as a run would."""
         first_state = OwnState.of(self._subject.variables())
         one = self._first(first_state)
         if isinstance(one, Failure):
@@ -130,9 +130,9 @@ class Experiments:
         )  # fmt: skip
 
     def _first(self, first_state: OwnState) -> Ran | Failure:
-        """Runs the reference: on one rank, in float64 where the model computes in it.
+        """Runs the reference trial: on one rank, in float64 if the model supports it.
 
-        Returns the failure instead if hpctrain refuses a step and says why.
+        Returns the failure instead if hpctrain refuses a step for a known cause.
         """
         for double in (True, False):
             self._tolerance = TOLERANCE if double else TOLERANCE_FLOAT32
@@ -173,7 +173,7 @@ class Experiments:
         return ran
 
     def _with_losses(self, trace: RunTrace, *, on_ranks: bool) -> RunTrace:
-        """Gives each step its loss over all ranks."""
+        """Replaces the loss of each step by the loss over all ranks."""
         if not on_ranks:
             return trace
         mine = [[step.loss, len(step.rows.hashes)] for step in trace.steps]
@@ -193,7 +193,7 @@ class Experiments:
     def _compared(
         self, reference: Ran, other: Ran, *, samples: bool = True, from_step: int = 1
     ) -> Comparison:
-        """Compares on each rank, and merges what the ranks found."""
+        """Compares two trials on each rank, and merges the results."""
         mine = compare(
             reference.trace, other.trace, tolerance=self._tolerance, samples=samples, from_step=from_step
         )
@@ -202,7 +202,10 @@ class Experiments:
         )
 
     def _draws(self, trace: RunTrace) -> list[str]:
-        """Returns the generators that a rank used. Collective: threads that read ahead draw at other times on each."""
+        """Returns the generators that any rank used.
+
+        Collective, since threads that read ahead draw at different times.
+        """
         mine = sorted({name for step in trace.steps for name in step.draws})
         return sorted({name for names in all_gather_json(self._session.world, mine) for name in names})
 
@@ -227,7 +230,7 @@ class Experiments:
         )
 
     def _own_draws_matter(self, one: Ran, generators: Sequence[str]) -> bool:
-        """Whether training differs when the user's own generators, which it changes, draw other numbers."""
+        """Returns True if training differs when the user's own generators draw other numbers."""
         if not any(all_gather_json(self._session.world, bool(generators))):
             return False
         self._say("1 rank, with other numbers of own generators")
@@ -282,8 +285,7 @@ class Experiments:
         return _OnRanks(natural, observed)
 
     def _tampered(self, trace: RunTrace) -> tuple[int, Residual] | None:
-        """Returns the first step whose gradients at the optimizer are no multiple of the sum of backward's. "
-        "Collective."""
+        """Returns the first step whose gradients are not a multiple of the sum of backward's gradients. Collective."""
         counts = all_gather_json(self._session.world, len(trace.steps))
         names = all_gather_json(self._session.world, [sorted(s.own_gradients) for s in trace.steps])
         for number in range(min(counts)):
@@ -304,7 +306,7 @@ class Experiments:
     # ------------------------------------------------------------------ samples and probes
 
     def _not_finite(self, one: Ran, natural: Ran) -> list[str]:
-        """Returns what is first not finite: on one rank with the module that makes it so, else on all ranks."""
+        """Returns what is first not finite, as text: on one rank with the module that causes it, else on all ranks."""
         found = first_not_finite(one.trace)
         if any(all_gather_json(self._session.world, bool(found))):
             with self._trials.open(on_ranks=False) as trial:
@@ -335,7 +337,7 @@ class Experiments:
             batch = trial.cleaned(_first_batch(trial))
             num_rows = len(trial.rows(batch).hashes)
             loss = None
-            with contextlib.suppress(Exception):  # a step that takes no batches of other sizes
+            with contextlib.suppress(Exception):  # the step may not accept batches of other sizes
                 loss = probe_loss(trial, batch, num_rows=num_rows, tolerance=tolerance, divisions=divisions)
         apart: dict[str, float] = {}
         differs = any(all_gather_json(self._session.world, bool(evaluation and evaluation.differs)))
@@ -346,7 +348,7 @@ class Experiments:
         return evaluation, apart, loss, self._poisoned()
 
     def _low_precision(self) -> list[LowPrecision]:
-        """Returns where a model computes in less than float64, whose rounding is then allowed."""
+        """Returns where a float64 model computes in a shorter dtype; the tolerance is then that of float32."""
         if not self._trials.double:
             return []
         with self._trials.open(on_ranks=False) as trial:
@@ -357,7 +359,7 @@ class Experiments:
         return [entry for entry in low if self._subject.asks_double or not entry.is_mixed]
 
     def _poisoned(self) -> list[str]:
-        """Returns what is not finite after a step on a batch with NaN, and after a sound step that follows it."""
+        """Returns what is not finite after a step on a batch with NaN and a following normal step."""
         with self._trials.open(on_ranks=False) as trial:
             batch = trial.cleaned(_first_batch(trial))
             bad = trial.poisoned(batch)
@@ -367,7 +369,7 @@ class Experiments:
                 losses = [trial.step(batch)]
                 before = _names_not_finite(trial)
                 losses += [trial.step(bad), trial.step(batch)]
-            except Exception:  # the run refuses the batch, or ends as diverged: nothing goes on with it
+            except Exception:  # the run refuses the batch, or ends as diverged
                 return []
             found = [name for name in _names_not_finite(trial) if name not in before]
             if not found and math.isfinite(losses[0]) and not math.isfinite(losses[2]):
@@ -396,12 +398,12 @@ def _first_batch(trial: Trial) -> Any:
 
 
 def _names_cause(failure: Failure | None) -> bool:
-    """True for an error of hpctrain's own, in a step, that names a cause."""
+    """Returns True for an hpctrain error in a step that names a cause."""
     return failure is not None and cause_of_error(f"{failure.kind}:") is not Cause.REFUSED
 
 
 def _all_zero(trace: RunTrace) -> bool:
-    """True if there are gradients and all are 0 in every step."""
+    """Returns True if there are gradients and all of them are 0 in every step."""
     kept = [step.gradients for step in trace.steps if step.gradients is not None and step.gradients.values]
     return bool(kept) and not any(bool(t.any()) for gradients in kept for t in gradients.values.values())
 
@@ -412,7 +414,7 @@ def _is_of_dtypes(text: str) -> bool:
 
 
 def _names_not_finite(trial: Trial) -> list[str]:
-    """Returns the parameters, buffers and values of the user's own with NaN or infinities."""
+    """Returns the parameters, buffers and values of the user that contain NaN or infinity."""
     trial.updater.wait_for_parameters()
     named = [*trial.model.named_parameters(), *trial.model.named_buffers()]
     found = [name for name, t in named if t.is_floating_point() and not bool(t.isfinite().all())]
@@ -428,7 +430,7 @@ def _is_not_finite(value: object) -> bool:
 
 
 def _digests(trace: RunTrace) -> dict[str, Any]:
-    """Returns hashes and options of a trace, as JSON values, for `find_drift`."""
+    """Returns the hashes and options of a trace as JSON values, for `find_drift`."""
     steps = [
         {
             "before": dict(s.parameters_before.hashes) if s.parameters_before else None,

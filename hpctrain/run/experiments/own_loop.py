@@ -1,4 +1,4 @@
-"""A loop of the user's as the subject of experiments: `Session.check`."""
+"""A user's own training loop as the subject of experiments, for `Session.check`."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ from hpctrain.run.experiments.trials import sum_exactly
 from hpctrain.topology import Axis
 from hpctrain.train import Stateful, check_also, seed_generators
 
-_UNKNOWN = 1 << 30  # batches of an epoch, of a loader that does not say
+_UNKNOWN = 1 << 30  # batches per epoch of a loader without a length
 _LOOKED_AT = 64  # samples of a sampler, to see whether it shuffles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnLoop:
-    """What a function given to `Session.check` returns: a training that it has built.
+    """The training that a function given to `Session.check` has built.
 
-    batches: this rank's batches, as an iterable or a function of the epoch. A batch is a tensor, a tuple, list or
-    mapping of tensors with the samples along dimension 0, or an `hpctrain.Batch`.
-    step: trains on one batch and returns its mean loss. It may take a keyword argument `micro_batches`, the number of
-    parts in which it accumulates gradients.
-    evaluate: returns metrics by name, of all ranks. None: evaluation is not checked.
-    also: other objects that the loop gives to `Session.save_state` and `load_state`, by name, such as schedulers.
+    Attributes:
+        batches: This rank's batches, as an iterable or a function of the epoch. A batch is a tensor, a tuple, list or
+            mapping of tensors with the samples along dimension 0, or an `hpctrain.Batch`.
+        step: A function that trains on one batch and returns its mean loss. It may take a keyword argument
+            `micro_batches`, the number of parts over which it accumulates gradients.
+        evaluate: A function that returns metrics of all ranks by name; None: evaluation is not checked.
+        also: Other objects that the loop passes to `Session.save_state` and `load_state`, by name, such as schedulers.
     """
 
     batches: Iterable[Any] | Callable[[int], Iterable[Any]]
@@ -53,13 +54,19 @@ Build = Callable[[Any], OwnLoop]
 
 
 def check_loop(session: Any, build: Build, *, steps: int, show: bool, scratch: Path) -> CheckReport:
-    """Compares the training that `build` makes with itself, on 1 rank and on all, and names causes. Collective.
+    """Compares the training that `build` creates with itself, on one rank and on all ranks. Collective.
 
-    build: called with a session, which it uses instead of this one, builds model, updater and batches, and returns
-    `(batches, step)`, `(batches, step, evaluate)` or `(batches, step, evaluate, also)`: see `OwnLoop` and
-    guides/check.md. show: rank 0 prints the result. scratch: a folder that all nodes share, for a few checkpoints,
-    which are removed. Raises UsageError on every rank if the training fails on 1 rank, LaunchError if no folder can be
-    made in `scratch`, and CheckpointError if the checkpoints cannot be written there.
+    Returns the causes of the differences.
+
+    Args:
+        build: A function that is called with a session, which it uses instead of this one. It builds model, updater and
+            batches, and returns `(batches, step)`, `(batches, step, evaluate)` or `(batches, step, evaluate, also)`;
+            see `OwnLoop` and guides/check.md.
+        show: Whether rank 0 prints the result.
+        scratch: A folder that all nodes share, for a few checkpoints, which are removed.
+
+    Raises UsageError on every rank on fewer than two ranks, or if the training fails on one rank; LaunchError if no
+    folder can be created in `scratch`; CheckpointError if the checkpoints cannot be written there.
     """
     name = getattr(build, "__name__", type(build).__name__)
 
@@ -82,7 +89,7 @@ def check_loop(session: Any, build: Build, *, steps: int, show: bool, scratch: P
 
 @final
 class LoopSubject:
-    """See `Subject`."""
+    """A user's loop as a `Subject`."""
 
     asks_double = False
     splits = True
@@ -105,14 +112,14 @@ class LoopSubject:
 
 @final
 class LoopTrial:
-    """See `Trial`."""
+    """A `Trial` of a user's loop."""
 
     def __init__(self, subject: LoopSubject, session: Any, setting: Setting) -> None:
         self.session = session
         self._double = setting.double
         self._subject = subject
         sum_exactly(session)
-        seed_generators(setting.seed_change)  # a loop that seeds nothing is to differ for no other reason
+        seed_generators(setting.seed_change)  # so that a loop without seeds does not differ for that reason
         with self._dtype():
             loop = subject.build(session)
         self._loop = loop if isinstance(loop, OwnLoop) else OwnLoop(**_as_parts(loop))
@@ -138,7 +145,7 @@ class LoopTrial:
 
     @contextlib.contextmanager
     def _dtype(self) -> Iterator[None]:
-        """In a check in float64 new tensors are float64, unless the code says otherwise."""
+        """Makes new tensors float64 in a check in float64, unless the code chooses another dtype."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64 if self._double else before)
         try:
@@ -225,7 +232,7 @@ class LoopTrial:
         return _mapped(batch, lambda t: torch.nan_to_num(t) if t.is_floating_point() else t)
 
     def loss(self, batch: Any) -> tuple[float, float | None]:
-        return self.step(batch), None  # the caller puts everything back
+        return self.step(batch), None  # the caller restores everything
 
     def evaluate(self) -> Mapping[str, float] | None:
         if self._loop.evaluate is None:
@@ -241,7 +248,7 @@ class LoopTrial:
         }  # fmt: skip
 
     def close(self) -> None:
-        """Nothing: the session ends the updater."""
+        """Does nothing, since the session ends the updater."""
 
 
 def _as_parts(loop: Any) -> dict[str, Any]:
@@ -262,7 +269,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, copies: int = 1) -> Any:
-    """Returns a batch with each tensor changed."""
+    """Returns a batch in which `change` is applied to each tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Batch):
@@ -284,14 +291,13 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, copie
 
 
 def _with_epochs(batches: Any) -> list[Any]:
-    """Returns what a loop tells the epoch before it reads a DataLoader: its sampler or dataset, if they want to "
-    "know."""
+    """Returns the sampler and dataset of a DataLoader that must be told the epoch before it is read."""
     holders = [getattr(batches, name, None) for name in ("sampler", "batch_sampler", "dataset")]
     return [holder for holder in [batches, *holders] if callable(getattr(holder, "set_epoch", None))]
 
 
 def _is_shuffled(batches: Any) -> bool | None:
-    """Says whether a DataLoader's sampler should give epochs other orders; None if that is not known."""
+    """Returns whether a DataLoader's sampler should order each epoch differently; None if unknown."""
     if callable(batches):
         try:
             batches = batches(0)

@@ -15,7 +15,7 @@ from hpctrain.run.experiments.measuring.trace import RunTrace
 from hpctrain.run.experiments.subject import Rows, Trial
 from hpctrain.run.experiments.trials import Trials, closable
 
-# Batches of an epoch that are read; the rest is taken to be like them.
+# The number of batches of an epoch that are read; the others are assumed to be like them.
 MAX_BATCHES = 64
 _LEFT_AFTER = 2
 _SHOWN = 5
@@ -30,11 +30,18 @@ def pass_over_samples(
     is_shuffled: bool | None,
     resumes_equal: bool = True,
 ) -> SampleFacts:
-    """resumes_equal: a resumed run on one rank equals the one that was not stopped."""
+    """Reads the samples of an epoch in one process and on all ranks, and returns what differs. Collective.
+
+    Args:
+        one: The trace of a run in one process.
+        again: The trace of its repetition.
+        ranks: The trace of the run on all ranks.
+        resumes_equal: Whether a resumed run on one rank equals the one that was not stopped.
+    """
     world = trials.session.world
     with trials.open(on_ranks=False) as trial:
         whole, complete = _read(trial, 0, MAX_BATCHES)
-        # Without numbers a repeated sample looks like two equal ones; but these each epoch has as often.
+        # Without indices a repeated sample looks like two equal samples, but those occur equally often in each epoch.
         repeated_one = repeats(_names(whole))
         is_ambiguous = bool(repeated_one) and whole[0].indices is None
         second, _ = _read(trial, 1, MAX_BATCHES if is_ambiguous else _LEFT_AFTER)
@@ -44,7 +51,7 @@ def pass_over_samples(
     history = False
     if has_epochs:
         with trials.open(on_ranks=False) as trial:
-            _read(trial, 0, _LEFT_AFTER)  # left early: what comes next may continue it
+            _read(trial, 0, _LEFT_AFTER)  # left early: the next reading may continue it
             after_early_end, _ = _read(trial, 1, _LEFT_AFTER)
         with trials.open(on_ranks=False) as trial:
             fresh, _ = _read(trial, 1, _LEFT_AFTER)
@@ -129,8 +136,7 @@ def _content(rows: Sequence[Rows]) -> dict[int, int]:
 
 
 def _changes(one: RunTrace, again: RunTrace) -> tuple[list[int], bool]:
-    """Returns samples whose content differs between two runs, though they are the same in the same steps, and whether
-    two runs get other samples in the same step."""
+    """Returns the samples whose content differs between two runs, and whether steps of the two have other samples."""
     found, unlike = [], False
     for first, second in zip(one.steps, again.steps, strict=False):
         if first.rows.names() != second.rows.names():
@@ -143,7 +149,7 @@ def _changes(one: RunTrace, again: RunTrace) -> tuple[list[int], bool]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnRandom:
-    """Random state of a dataset's own; see `SampleFacts`."""
+    """Facts about random state of a dataset's own; see `SampleFacts`."""
 
     changes: Sequence[int] = ()
     unstable: Sequence[int] = ()
@@ -152,9 +158,9 @@ class OwnRandom:
 
 
 def _own_random(trials: Trials, whole: Sequence[Rows], *, may_compare: bool) -> OwnRandom:
-    """Reads epoch 0 in a new trial, twice, and compares with `whole`, which another trial has read. Collective.
+    """Reads epoch 0 twice in a new trial, and compares it with `whole`, which another trial has read. Collective.
 
-    may_compare: samples without numbers are the same in each reading of the epoch, but for the order.
+    may_compare: whether samples without numbers are the same in each reading of the epoch, except for their order.
     """
     with trials.open(on_ranks=False) as trial:
         with GeneratorWatch(trial.session.device) as watch:
@@ -172,7 +178,7 @@ def _own_random(trials: Trials, whole: Sequence[Rows], *, may_compare: bool) -> 
 
 
 def _contents_apart(first: Sequence[Rows], second: Sequence[Rows], *, may_compare: bool) -> list[int]:
-    """Returns samples whose content differs between two readings."""
+    """Returns the samples whose content differs between two readings."""
     if not first or not second:
         return []
     if first[0].indices is not None:
@@ -187,7 +193,9 @@ def _contents_apart(first: Sequence[Rows], second: Sequence[Rows], *, may_compar
 
 
 def _other_steps(one: RunTrace, by_rank: Sequence[Sequence[Sequence[int]]]) -> tuple[int, tuple[int, int]]:
-    """Returns the first step in which the ranks together get other samples than one process, and both numbers."""
+    """Returns the first step in which the ranks together get other samples than one process, and both numbers of
+    samples.
+    """
     for number in range(min(len(one.steps), *(len(rank) for rank in by_rank))):
         alone = sorted(one.steps[number].rows.names())
         together = sorted(name for rank in by_rank for name in rank[number])

@@ -1,4 +1,4 @@
-"""`Subject`, what the experiments train: a recipe or a loop of the user's."""
+"""`Subject`, the interface of what the experiments train: a recipe or a user's own loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from hpctrain.train import Stateful
 class Rows:
     """The samples of a batch on one rank, by row.
 
-    indices: number in the dataset; None if unknown. hashes: of the content. not_finite: (row, field) with NaN or inf.
+    Attributes:
+        indices: The indices of the samples in the dataset; None if unknown.
+        hashes: Hashes of the samples' content.
+        not_finite: (row, field) for rows with NaN or infinity.
     """
 
     indices: Sequence[int] | None
@@ -30,13 +33,15 @@ class Rows:
     not_finite: Sequence[tuple[int, str]] = ()
 
     def names(self) -> list[int]:
-        """Returns what tells the samples apart: their numbers in the dataset, or else the hashes of their content."""
+        """Returns the identifiers of the samples: their indices in the dataset, else the hashes of their content."""
         return list(self.hashes if self.indices is None else self.indices)
 
 
 class Trial(Protocol):
-    """One training from its beginning, with objects of its own. Methods are collective over `session`, a
-    `hpctrain.run.Session`, which is in a higher layer."""
+    """One training from its start, with its own objects.
+
+    Methods are collective over `session`, a `hpctrain.run.Session`, whose type is in a higher layer.
+    """
 
     session: Any
     model: torch.nn.Module
@@ -55,10 +60,10 @@ class Trial(Protocol):
     def batches_per_epoch(self) -> int: ...
     @property
     def has_epochs(self) -> bool:
-        """Whether `batches` can begin with any epoch; else each call goes on to the next one."""
+        """True if `batches` can start with any epoch. Otherwise each call continues with the next epoch."""
 
     def batches(self, epoch: int, *, skip: int = 0) -> Iterator[Any]:
-        """Returns this rank's batches of an epoch, after the first `skip`. Closing the iterator ends it early."""
+        """Yields this rank's batches of an epoch, after the first `skip`. Closing the iterator ends it early."""
 
     def step(self, batch: Any, *, micro_batches: int = 1) -> float:
         """Trains one step. Returns the mean loss of this rank's samples; see `Subject.loss_is_share`."""
@@ -66,44 +71,56 @@ class Trial(Protocol):
     def rows(self, batch: Any) -> Rows: ...
 
     def part(self, batch: Any, rows: Sequence[int]) -> Any:
-        """Returns the given rows of a batch, which may be repeated."""
+        """Returns some rows of a batch. A row may occur several times."""
 
     def repeated(self, batch: Any, copies: int) -> Any:
-        """Returns a batch that each of `copies` ranks computes completely: its share is 1/copies on each."""
+        """Returns a batch that each of `copies` ranks computes completely, with a share of 1/copies on each."""
 
     def poisoned(self, batch: Any) -> Any | None:
         """Returns the batch with one NaN in each floating-point field; None if it has no such field."""
 
     def cleaned(self, batch: Any) -> Any:
-        """Returns the batch with 0 for each NaN or infinity."""
+        """Returns the batch with each NaN or infinity replaced by 0."""
 
     def loss(self, batch: Any) -> tuple[float, float | None]:
-        """Returns the mean loss of a batch, without training, and the weight that the task gives it, in any unit; None
-        if losses count by samples. Not collective on one rank."""
+        """Returns the mean loss of a batch without training, and the weight that the task gives it.
+
+        The weight is in any unit; None if losses count by samples. Not collective on one rank.
+        """
 
     def evaluate(self) -> Mapping[str, float] | None:
         """Returns the metrics of an evaluation as in a run; None if there is none."""
 
     def roots(self) -> Mapping[str, Any]:
-        """Returns the user's objects, by name, in which state outside of the checkpoint may be."""
+        """Returns the user's objects by name, which may hold state that is not in the checkpoint."""
 
     def close(self) -> None:
-        """Ends the trial's updater, loaders and groups, not the communication."""
+        """Ends the trial's updater, loaders and groups. Communication stays open."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """How a trial differs from the run. double: compute in float64. seed_change: added to the generators' seed."""
+    """How a trial differs from the run.
+
+    double: whether it computes in float64. seed_change: the number that is added to the generators' seed.
+    """
 
     double: bool = True
     seed_change: int = 0
 
 
 class Subject(Protocol):
-    """Makes trials. asks_double: the user's own run computes in float64. can_split: micro-batches are possible.
-    splits: the user's own run uses them. repeats_samples: the order draws samples with replacement, so that repeated
-    samples are intended. is_shuffled: whether epochs should have other orders; None: unknown. loss_is_share: `step`
-    returns the loss times the rank's share of the global batch. scratch: a folder that all ranks see."""
+    """Creates trials of a user's training.
+
+    Attributes:
+        splits: Whether the user's run uses micro-batches.
+        can_split: Whether micro-batches are possible.
+        asks_double: Whether the user's run computes in float64.
+        repeats_samples: Whether samples are drawn with replacement, so that repetitions are intended.
+        is_shuffled: Whether epochs should have different orders; None: unknown.
+        loss_is_share: Whether `step` returns the loss times the rank's share of the global batch.
+        scratch: A folder that all ranks see.
+    """
 
     name: str
     splits: bool
@@ -115,10 +132,10 @@ class Subject(Protocol):
     scratch: Path
 
     def open(self, session: Any, setting: Setting) -> Trial:
-        """Builds a trial. Collective over the session."""
+        """Creates a trial. Collective over the session."""
 
     def variables(self) -> Mapping[str, Any]:
-        """Returns the variables of the user's modules, by name, which a new process would begin with anew."""
+        """Returns the variables of the user's modules by name, which a new process would initialise again."""
 
 
 # A folder for the checkpoints of a check, removed afterwards.
@@ -126,7 +143,7 @@ class Subject(Protocol):
 
 @contextmanager
 def scratch_folder(parent: Path, *, comm: Collective) -> Iterator[Path]:
-    """Makes a folder in `parent`, which all nodes see, and removes it after the block. Collective."""
+    """Creates a folder in `parent`, which all nodes see, and removes it after the `with` block. Collective."""
     made = on_rank_0(comm, lambda: tempfile.mkdtemp(prefix=".hpctrain-check-", dir=parent))
     folder = Path(made)
     make_shared_folder(folder, comm=comm)

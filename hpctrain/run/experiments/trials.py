@@ -1,4 +1,4 @@
-"""Runs trials: the same training from its beginning, under chosen conditions."""
+"""Runs trials: the same training from its start, under chosen conditions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from hpctrain.train import (
 
 
 def alone(session: Any) -> Any:
-    """Returns a session of one rank, on this rank's device, that communicates with no other."""
+    """Returns a session of one rank, on this rank's device, that does not communicate."""
     cores = session.gather_cores()[session.rank]
     world = Monitored(SerialWorld(), timeout_s=session.world.limits.settings.timeout_s)
     topology = Topology.from_node_names([session.identity.node_name])
@@ -47,7 +47,7 @@ def alone(session: Any) -> Any:
 
 
 def together(session: Any) -> Any:
-    """Returns a new session of all ranks over the communication of `session`. Collective."""
+    """Returns a new session of all ranks that uses the communication of `session`. Collective."""
     return type(session)(
         identity=session.identity, world=session.world, topology=session.topology, device=session.device,
         cores=session.gather_cores(),
@@ -55,9 +55,9 @@ def together(session: Any) -> Any:
 
 
 def sum_exactly(session: Any) -> None:
-    """Has the session's updaters sum gradients in their own dtype, by an algorithm that is not measured first.
+    """Makes the session's updaters sum gradients in their own dtype, by a fixed algorithm.
 
-    They do not compare the ranks: the trials go on after a difference, and the check measures where it begins.
+    The updaters do not compare the ranks, since trials continue after a difference and the check finds where it starts.
     """
     session.distributed_optimizer = partial(_exact_updater, session.distributed_optimizer)
 
@@ -68,7 +68,7 @@ def _exact_updater(make: Any, model: torch.nn.Module, *args: Any, **options: Any
 
 
 def sum_during_backward(session: Any) -> None:
-    """Has gradients summed on a thread while backward goes on, also where ranks have no core for it."""
+    """Makes updaters sum gradients on a thread during backward, even if ranks have no spare core for it."""
     session.reductions.overlap = lambda *, spare_core: True
 
 
@@ -81,11 +81,17 @@ _MAX_TEXT = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
-    """Of a trial. on_ranks: on all ranks; else each rank trains alone. delayed: ranks compute later than others,
-    each in other steps, and gradients are summed during backward. whole: every rank computes all samples. stop_at:
-    stopped after so many steps and resumed, with a new model. carried: `generator` or `value`: values of this kind
-    outside of the checkpoint are carried over. stirred: so many numbers are drawn
-    from the user's own generators before the first step."""
+    """The conditions of a trial.
+
+    Attributes:
+        on_ranks: Whether it runs on all ranks; otherwise each rank trains alone.
+        delayed: Whether each rank is delayed in different steps, and gradients are summed during backward.
+        whole: Whether every rank computes all samples.
+        stop_at: The step at which the trial is stopped, then resumed with a new model.
+        carried: `generator` or `value`, the kind of values outside the checkpoint that are carried over into the
+            resumed trial.
+        stirred: How many numbers are drawn from the user's own generators before the first step.
+    """
 
     on_ranks: bool = False
     micro_batches: int = 1
@@ -100,9 +106,16 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
-    """trace: of all steps, or of those after the resumption. began, ended: the user's own state. schedulers: of a
-    trial on all ranks, what its learning rate schedulers hold at its end. no_storage: the error of a storage that
-    failed."""
+    """The result of a trial.
+
+    Attributes:
+        trace: The record of all steps, or of those after the resumption.
+        began: The user's own state at the start.
+        ended: The user's own state at the end.
+        carried: The values that were carried over.
+        schedulers: For a trial on all ranks, the values of its learning rate schedulers at the end.
+        no_storage: The error of a storage that failed.
+    """
 
     trace: RunTrace
     began: OwnState
@@ -115,7 +128,7 @@ class Ran:
 
 @final
 class Trials:
-    """Runs trials of a subject. `run` and `open` are collective over all ranks, also for trials of one rank."""
+    """Runs trials of a subject. `run` and `open` are collective over all ranks, even for trials of one rank."""
 
     def __init__(
         self, subject: Subject, session: Any, *, steps: int, double: bool, first_state: OwnState
@@ -130,7 +143,7 @@ class Trials:
 
     @contextlib.contextmanager
     def open(self, *, on_ranks: bool, seed_change: int = 0, overlapped: bool = False) -> Iterator[Trial]:
-        """Builds a trial, and closes it after the block. overlapped: gradients are summed during backward."""
+        """Creates a trial and closes it after the `with` block. `overlapped`: gradients are summed during backward."""
         session = together(self.session) if on_ranks else alone(self.session)
         if overlapped:
             sum_during_backward(session)
@@ -148,13 +161,13 @@ class Trials:
                     session.world.close()
 
     def _as_at_first(self) -> None:
-        """Gives the variables of the user's modules the values that they had before the first trial."""
+        """Restores the variables of the user's modules to their values before the first trial."""
         now = OwnState.of(self.subject.variables())
         self._first_state.put_into(self.subject.variables(), now.changed_since(self._first_state))
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
-        """Shows what the user's code prints in the first trial only."""
+        """Suppresses what the user's code prints, except in the first trial."""
         if not self._has_shown:
             self._has_shown = True
             yield
@@ -163,7 +176,7 @@ class Trials:
             yield
 
     def run(self, conditions: Conditions) -> Ran:
-        """Trains under the conditions. An error that ends the training is in the trace.
+        """Trains under the conditions. An error that ends the training is recorded in the trace.
 
         Raises CheckpointError on every rank if the storage fails while a trial is stopped and resumed.
         """
@@ -283,7 +296,7 @@ class Trials:
                 if number == first:
                     return Failure(kind="DataError", text=f"epoch {epoch} has no batches", step=number + 1)
                 if number < stop:
-                    per_epoch = skip + number - first  # of a loader that does not say how many it has
+                    per_epoch = skip + number - first  # for a loader without a length
         except Exception as error:  # the user's code may raise anything
             return _failure(error, step=number + 1)
         return None
@@ -298,7 +311,7 @@ class Trials:
         ).finish()
 
     def _load(self, trial: Trial, state: TrainingState, folder: Path) -> None:
-        # A new process has used its generators otherwise.
+        # A new process has drawn other numbers from its generators.
         torch.rand(1), np.random.rand(), random.random()
         resume(state, source=folder, named=True, comm=trial.session.world, identity={})
 
@@ -308,7 +321,7 @@ def _failure(error: Exception, *, step: int) -> Failure:
 
 
 def _error_of_storage(error: HpctrainError, folder: Path) -> CheckpointError | None:
-    """Returns the error for the user if the storage has caused `error`, which then says nothing about the training."""
+    """Returns the error for the user if the storage caused `error`, which then says nothing about the training."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
@@ -322,7 +335,7 @@ def _error_of_storage(error: HpctrainError, folder: Path) -> CheckpointError | N
 
 
 def closable(batches: Iterator[Any]) -> Generator[Any, None, None]:
-    """Returns the iterator as a generator, whose `close` ends the iterator too."""
+    """Returns the iterator as a generator, whose `close` also closes the iterator."""
     try:
         yield from batches
     finally:

@@ -1,1 +1,1 @@
-"""How much memory a rank needs, and what it sends, for each way to split a recipe's model: `hpctrain plan`."""
+"""`hpctrain plan`: the memory and traffic of a rank for each way to split a recipe's model."""

@@ -1,4 +1,4 @@
-"""Calculates, for a recipe and a number of ranks, what each way to split the model needs. Does not communicate."""
+"""Calculates the memory of each way to split a recipe's model over a number of ranks. Does not communicate."""
 
 from __future__ import annotations
 
@@ -64,9 +64,12 @@ from hpctrain.train import Task, TensorParallelTask, import_task
 class Way:
     """One way to split the model.
 
-    choices: numbers of micro-batches to try, ascending, the first one unless memory is short; empty if the run would
-    refuse it, with the reason in `refused`. needs: by number of micro-batches. drops_reduction: whether the recipe's
-    section [reduction] has to go. is_current: whether the recipe asks for it now.
+    Attributes:
+        choices: The numbers of micro-batches to try, ascending; the first one is used unless memory is short. Empty if
+            a run would refuse this way; `refused` then says why.
+        needs: A function that calculates the memory for a number of micro-batches.
+        drops_reduction: Whether the recipe's section [reduction] must be removed.
+        is_current: Whether the recipe uses this way now.
     """
 
     plan: ParallelPlan
@@ -83,7 +86,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A way with a number of micro-batches, and what a rank then needs."""
+    """A way with a number of micro-batches, and the memory that a rank then needs."""
 
     way: Way
     micro_batches: int
@@ -95,23 +98,23 @@ class Fit:
 
     @property
     def waiting(self) -> float:
-        """Part of a step in which a rank of the pipeline waits; of `zero-bubble` it is less."""
+        """The fraction of a step in which a pipeline rank waits; an upper bound for `zero-bubble`."""
         return waiting(self.way.plan, micro_batches=self.micro_batches)
 
 
 def usual_fit(way: Way) -> Fit | None:
-    """Returns the way with the micro-batches to begin with; None if the run would refuse it."""
+    """Returns the way with its first choice of micro-batches; None if a run would refuse it."""
     if way.needs is None or not way.choices:
         return None
     return Fit(way=way, micro_batches=way.choices[0], needs=way.needs(way.choices[0]))
 
 
 def fit_of(way: Way, *, memory: int) -> Fit | None:
-    """Returns the way with as few micro-batches as fit into `memory` bytes; None if none do, or it is refused."""
+    """Returns the way with the fewest micro-batches that fit into `memory` bytes; None if none do or it is refused."""
     usual, needs = usual_fit(way), way.needs
     if usual is None or needs is None or usual.needs.total <= memory:
         return usual
-    # From the second on more micro-batches never need more.
+    # From the second choice on, more micro-batches never need more memory.
     others = way.choices[1:]
     place = bisect_left(others, True, key=lambda parts: needs(parts).total <= memory)
     if place == len(others):
@@ -120,16 +123,16 @@ def fit_of(way: Way, *, memory: int) -> Fit | None:
 
 
 def first_that_fits(ways: Iterable[Way], *, memory: int) -> Fit | None:
-    """Returns the first of the ways that fits into `memory` bytes, with more micro-batches if it must be so."""
+    """Returns the first way that fits into `memory` bytes, with more micro-batches if necessary; None if none does."""
     fits = (fit_of(way, memory=memory) for way in ways)
     return next((fit for fit in fits if fit is not None), None)
 
 
 def best_of_families(ways: Iterable[Way], *, memory: int | None) -> list[Way]:
-    """Returns of ways that differ only in activation checkpointing and schedule the first that fits.
+    """Returns one way per family, the ways that differ only in activation checkpointing and schedule.
 
-    If none does, that which needs least; without `memory`, the first that is not refused. The recipe's own way is there
-    in any case.
+    It is the first that fits; if none does, the one that needs least; without `memory`, the first that is not refused.
+    The recipe's own way is always included.
     """
     families: dict[tuple[object, ...], list[Way]] = {}
     for way in ways:
@@ -157,7 +160,7 @@ def _least(fit: Fit) -> int:
 
 
 def cost_of(fit: Fit) -> str:
-    """Returns what the way costs besides messages, for example `computes a third more; waits 27 %`; may be empty."""
+    """Returns what the way costs besides messages as text, such as `computes a third more; waits 27 %`."""
     plan, costs = fit.way.plan, []
     again = COMPUTED_AGAIN[plan.activation_checkpointing]
     if again is None:
@@ -176,9 +179,9 @@ def cost_of(fit: Fit) -> str:
 
 
 def recipe_lines(fit: Fit, *, micro_batches: int) -> list[str]:
-    """Returns the lines to write into the recipe. Empty: it needs neither [parallel] nor other micro-batches.
+    """Returns the lines to write into the recipe; [] if it needs neither [parallel] nor other micro-batches.
 
-    micro_batches: that the recipe's section [data] has.
+    micro_batches: the number in the recipe's section [data].
     """
     plan, usual, lines = fit.plan, ParallelPlan(), []
     for key in (*FAMILY_KEYS, "schedule", "micro_batches", "activation_checkpointing"):
@@ -200,9 +203,12 @@ def recipe_lines(fit: Fit, *, micro_batches: int) -> list[str]:
 class MemoryPlan:
     """All ways to split a recipe's model, in the order in which to try them.
 
-    device: `cpu` or `cuda`, where the run would train. own: the recipe's plan, which one of the ways has. memory: bytes
-    that each rank has; None if it was not said. chosen: the first way that fits; None if none does. notes: what was not
-    measured, or assumed.
+    Attributes:
+        device: `cpu` or `cuda`, where the run would train.
+        own: The recipe's own plan, which is one of the ways.
+        memory: The bytes per rank; None if unknown.
+        chosen: The first way that fits; None if none does.
+        notes: What was assumed or could not be measured.
     """
 
     topology: Topology
@@ -226,10 +232,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """Returns what each way to split the recipe's model needs on `num_ranks` ranks.
 
-    The model is counted on the meta device. Activations are measured with it on this process's CPU, with training data,
-    if both are there. ranks_per_node: absent, that of the section [slurm] if it is set there, else all on one node.
-    memory: bytes of a rank. Raises RecipeError if the recipe's task, model or optimizer cannot be made, or a run would
-    refuse every way.
+    The model is counted on the meta device. Its activations are measured on this process's CPU with training data, if
+    both are available. ranks_per_node: None: that of the section [slurm] if it is set there, else all ranks are on one
+    node. memory: the bytes per rank. Raises RecipeError if the recipe's task, model or optimizer cannot be created, or
+    if a run would refuse every way.
     """
     notes: list[str] = []
     topology = _topology(recipe, num_ranks, ranks_per_node)
@@ -313,7 +319,7 @@ def _on_gpu(recipe: Recipe) -> bool:
 
 
 def _tensor_plan(task: Task, *, note: Callable[[str], None]) -> TensorPlan:
-    """Returns how the task says that its layers are split; empty if it does not."""
+    """Returns the task's plan for splitting its layers; {} if it has none."""
     if not isinstance(task, TensorParallelTask):
         return {}
     try:
@@ -326,25 +332,25 @@ def _tensor_plan(task: Task, *, note: Callable[[str], None]) -> TensorPlan:
 
 
 def _own_plan(recipe: Recipe, task: Task, tensor_plan: TensorPlan) -> tuple[ParallelPlan, str]:
-    """Returns the recipe's own plan, and why there can be none if it splits layers and the task does not say how."""
+    """Returns the recipe's own plan. If it splits layers and the task has no tensor plan, also returns that reason."""
     keys, reason = recipe.parallel.model_dump(), ""
     if recipe.parallel.tensor > 1 and not tensor_plan:
         try:
             tensor_plan_of(recipe, task)
         except RecipeError as error:
             reason = str(error)
-        tensor_plan = {"*": "column"}  # which nobody looks at
+        tensor_plan = {"*": "column"}  # a placeholder that is never read
     return ParallelPlan(**keys, tensor_plan=tensor_plan if recipe.parallel.tensor > 1 else {}), reason
 
 
 def _check_some(verdicts: Sequence[Verdict]) -> None:
-    """Raises RecipeError, with the reason of the first, if all ways are refused."""
+    """Raises RecipeError with the reason of the first way if all ways are refused."""
     if all(verdict.refused for verdict in verdicts):
         raise RecipeError(verdicts[0].refused)
 
 
 def _savings(judge: Judge) -> list[Checkpointing]:
-    """Returns the kinds of activation checkpointing that the model allows."""
+    """Returns the kinds of activation checkpointing that the model supports."""
     return [
         saving
         for saving in get_args(Checkpointing)
@@ -360,7 +366,7 @@ def _data_of(recipe: Recipe, topology: Topology, *, note: Callable[[str], None])
 def _reductions(
     recipe: Recipe, model: torch.nn.Module, topology: Topology, *, on_gpu: bool
 ) -> Mapping[Shard, ReductionNeeds]:
-    """Returns what the reductions need that are not FSDP2's. Where the recipe's are refused, the usual ones count."""
+    """Returns the memory of the reductions that FSDP2 does not do. Refused settings are replaced by the usual ones."""
     asked = reduction_plan(recipe)
     trained = [p for p in model.parameters() if p.requires_grad]
     bucket_bytes = asked.bucket_bytes or DEFAULT_BUCKET_BYTES
@@ -386,7 +392,7 @@ def _reductions(
 
 
 def _sharded_sum(recipe: Recipe, *, on_gpu: bool) -> tuple[str, str]:
-    """Returns algorithm and wire format by which sharded gradients are summed."""
+    """Returns the algorithm and wire format by which sharded gradients are summed."""
     asked = recipe.reduction.algorithm, recipe.reduction.wire
     known = asked[0] in SHARDED_ALGORITHMS and asked[1] in SHARDED_WIRES and not on_gpu
     return asked if known else (AUTO, "fp32")

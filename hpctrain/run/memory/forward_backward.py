@@ -1,4 +1,4 @@
-"""Measures forward and backward of a recipe's task for all ways to split its model, on the CPU of this process."""
+"""Measures the memory of forward and backward of a recipe's task on the CPU, for all ways to split its model."""
 
 from __future__ import annotations
 
@@ -43,15 +43,21 @@ from hpctrain.train import Task, TaskRunner, derive_seed, seed_generators
 # Measures what forward and backward of a micro-batch hold at once, on the CPU of this process.
 
 
-# Twice as many samples take at most this times as much memory, with a margin.
+# The largest growth of memory, with a margin, if the number of samples doubles.
 _GROWTH = 2.5
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts, as a context manager, the memory of the tensors that operations make within it, until it is freed.
+    """Counts the memory of tensors that operations create within the `with` block, until it is freed.
 
-    Views share their memory, which counts once. known: tensors whose memory does not count. now: bytes that are alive;
-    most: the most at any time.
+    Views share their memory, which counts once.
+
+    Args:
+        known: Tensors whose memory is not counted.
+
+    Attributes:
+        now: The bytes that are alive.
+        most: The largest number of bytes alive at any time.
     """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
@@ -71,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def _count(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
-        if tensor.layout is not torch.strided:  # it has no memory of its own, but that of its parts
+        if tensor.layout is not torch.strided:  # its memory is that of its parts
             return
         storage = tensor.untyped_storage()
         number = id(storage)
@@ -88,9 +94,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def most_bytes(runner: TaskRunner, batch: Batch) -> int:
-    """Returns the most bytes at once in forward and backward of `batch`, without parameters, buffers and the batch.
+    """Returns the peak bytes of forward and backward of `batch`, without parameters, buffers and the batch itself.
 
-    A gradient counts until it is complete, since training moves it into a bucket then.
+    A gradient counts until it is complete, since training then moves it into a bucket.
     """
     known = [*runner.model.parameters(), *runner.model.buffers(), *batch.fields.values()]
     live = LiveBytes(known)
@@ -122,11 +128,12 @@ def measure_activations(
     memory: int,
     sizes: Sequence[int] = (),
 ) -> dict[Checkpointing, dict[int, int]]:
-    """Returns for each of the ways the bytes of two micro-batches, by their samples; of a batch of one sample, of one.
+    """Returns, for each kind of activation checkpointing, the peak bytes for two numbers of samples.
 
-    The first samples of `batch` are taken. For the first way, unless `sizes` says how many: 2, then twice as many as
-    before, while there are as many and the next ones are expected to take less than `memory` bytes; of these the two
-    largest count, which are taken for the other ways too. make_runner: with a new model.
+    A batch with one sample gives one number. The first samples of `batch` are used. Unless `sizes` gives the numbers,
+    the first kind is measured with 2, 4, 8, ... samples, while the batch has as many and the next measurement is
+    expected to take less than `memory` bytes; the two largest numbers are then used for the other kinds. make_runner:
+    creates a runner with a new model.
     """
     measured: dict[Checkpointing, dict[int, int]] = {}
     for way in ways:
@@ -156,13 +163,13 @@ def first_of(batch: Batch, samples: int) -> Batch:
 # CPU.
 
 
-# Makes the task's runner with another model.
+# Creates the task's runner with another model.
 RunnerOf = Callable[[nn.Module], TaskRunner]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Bytes:
-    """Of one layer: kept for backward, at most beyond that, and the output's."""
+    """The bytes of one layer: kept for backward, the peak beyond these, and the output."""
 
     kept: int
     more: int
@@ -172,9 +179,9 @@ class _Bytes:
 def measure_layers(
     runner_of: RunnerOf, layers: Sequence[nn.Module], batch: Batch, *, sizes: Sequence[int]
 ) -> LayerActivations:
-    """Returns what the layers and the loss hold, from micro-batches of so many of the first samples of `batch`.
+    """Returns the memory of the layers and the loss, measured with `sizes` of the first samples of `batch`.
 
-    The task's loss is to call its model once, with one tensor, from which the layers are called one after another.
+    The task's loss must call its model once, with one tensor, from which the layers are called one after another.
     """
     measured = {samples: _measured(runner_of, layers, first_of(batch, samples)) for samples in sizes}
     found = [dict(zip(measured, of_layer, strict=True)) for of_layer in zip(*measured.values(), strict=True)]
@@ -202,7 +209,7 @@ def _measured(runner_of: RunnerOf, layers: Sequence[nn.Module], batch: Batch) ->
 
 
 class _Given(nn.Module):
-    """Returns the same output for any input."""
+    """A model that returns the same output for any input."""
 
     def __init__(self, output: torch.Tensor) -> None:
         super().__init__()
@@ -213,7 +220,10 @@ class _Given(nn.Module):
 
 
 class _OneByOne(nn.Module):
-    """Measures forward and backward of one layer after another. output: of the last layer, cut off from its graph."""
+    """Measures forward and backward of one layer after another.
+
+    `output` is the last output, detached from its graph.
+    """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -236,7 +246,7 @@ class _OneByOne(nn.Module):
         return self.output
 
 
-# The parts of layers that one rank of a tensor group holds, so that what it needs can be measured on one
+# The parts of layers that one rank of a tensor group holds, so that its memory can be measured on one
 # rank.
 
 
@@ -248,7 +258,7 @@ _WEIGHT_DIMS = {
     (nn.Embedding, "column-gathered"): 1,
     (nn.Embedding, "row"): 0,
 }
-# Of a module's input and of its output, how often the ranks of a group sum it in forward and in backward; what is
+# For a module's input and output: the number of sums over the group in forward and in backward. What is
 # gathered or scattered counts half.
 _Shares: TypeAlias = tuple[tuple[float, float], tuple[float, float]]
 _SUMMED: dict[str, _Shares] = {
@@ -266,10 +276,7 @@ _SUMMED_ON_PARTS: dict[str, _Shares] = {
 
 
 def split_dimensions(model: nn.Module, plan: TensorPlan) -> dict[str, int]:
-    """Returns the dimension along which each parameter is split, by name; without those that are not.
-
-    `plan` has passed `check_plan`.
-    """
+    """Returns the dimension along which each split parameter is split, by name. `plan` has passed `check_plan`."""
     found = {}
     for name, how in tensor_styles(model, plan).items():
         module = model.get_submodule(name)
@@ -280,10 +287,10 @@ def split_dimensions(model: nn.Module, plan: TensorPlan) -> dict[str, int]:
 
 
 def leave_one_part(model: nn.Module, plan: TensorPlan, *, tensor: int, sequence: bool = False) -> None:
-    """Leaves in `model`, in place, what the first of `tensor` ranks has, which computes without the others.
+    """Reduces `model`, in place, to what the first of `tensor` ranks holds, so that it computes without the others.
 
-    sequence: of what lies between split layers it has its part of the sequence. Shapes are those of that rank; the
-    numbers are wrong: a part is taken for the sum over the ranks, and repeated for what is gathered.
+    Shapes are those of that rank. The values are wrong: a part stands for the sum over the ranks, and gathered tensors
+    are repetitions of a part. sequence: whether layers between split layers hold a part of the sequence.
     """
     dims = split_dimensions(model, plan)
     for name, how in tensor_styles(model, plan).items():
@@ -311,7 +318,7 @@ def leave_one_part(model: nn.Module, plan: TensorPlan, *, tensor: int, sequence:
 
 
 def _on_parts(model: nn.Module, plan: TensorPlan) -> dict[str, str]:
-    """Returns how each module is computed that has a part of the sequence, by name."""
+    """Returns how each module that has a part of the sequence is computed, by name."""
     found = {}
     for how in ("sequence", "sequence-gathered"):
         # By their patterns alone: those of layers that are split are found in the same way.
@@ -336,7 +343,7 @@ def _change_output(module: nn.Module, change: _Change) -> None:
 
 
 def _repeated(part: torch.Tensor, *, times: int, dim: int) -> torch.Tensor:
-    """Returns a tensor of the shape that the ranks' parts have once they are gathered."""
+    """Returns a tensor of the shape that results from gathering the parts of all ranks."""
     return torch.cat([part] * times, dim=dim)
 
 
@@ -354,11 +361,11 @@ def _weight_dim(module: nn.Module, how: str) -> int:
 def counted_messages(
     model: nn.Module, plan: TensorPlan, *, samples: int, sequence: bool = False
 ) -> Iterator[Callable[[], TensorMessages]]:
-    """Counts, in a forward of `samples` within the `with` block, what the ranks of a tensor group would sum.
+    """Counts what the ranks of a tensor group would sum in a forward of `samples` samples within the `with` block.
 
-    The value is a function that returns the sums afterwards. A `row` module's output is summed in forward, the gradient
-    of a `column` module's input in backward. With `sequence` both are scattered or gathered in both directions, which
-    is half a sum each.
+    Yields a function that returns the sums afterwards. The output of a `row` module is summed in forward, the gradient
+    of the input of a `column` module in backward. With `sequence` both are scattered or gathered in both directions
+    instead, which counts half a sum each.
     """
     blocks = repeated_blocks(model)
     sums = {"forward": 0.0, "in_blocks": 0.0, "backward": 0.0}
@@ -409,11 +416,15 @@ def measure_forward_backward(
     besides: int,
     note: Callable[[str], None],
 ) -> Measured:
-    """Returns what forward and backward of the first samples of `batch` hold.
+    """Returns the memory of forward and backward for the first samples of `batch`.
 
-    savings: kinds of activation checkpointing that the model allows. plans: which are to be measured: of those with
-    split layers, and of those with sequences too, the one with the fewest ranks. besides: bytes of a sample that do not
-    count here, but on the run's device. What fails is left out, with a note.
+    A measurement that fails is left out, with a note.
+
+    Args:
+        savings: The kinds of activation checkpointing that the model supports.
+        plans: The ways to split it. Of those with split layers, and of those that also split sequences, the one with
+            the fewest ranks is measured.
+        besides: Bytes per sample that do not count here but occupy the run's device.
     """
     free = psutil.virtual_memory().available
     model_bytes = _COPIES * sizes.num_bytes + sizes.buffer_bytes
@@ -479,7 +490,7 @@ def _layers(
     savings: Sequence[Checkpointing],
     sizes: Sequence[int],
 ) -> dict[Checkpointing, LayerActivations]:
-    """Returns what the layers hold that the task names for pipelines."""
+    """Returns the memory of the layers that the task names for pipelines."""
     found = {}
     for saving in savings:
         runner = make_runner(saving)
@@ -490,7 +501,7 @@ def _layers(
 
 
 def _messages(runner: TaskRunner, plan: ParallelPlan, batch: Batch) -> TensorMessages:
-    """Returns what the ranks of a tensor group send each other. runner: of the whole model."""
+    """Returns what the ranks of a tensor group send each other. `runner` has the whole model."""
     counting = counted_messages(
         runner.model, plan.tensor_plan, samples=batch.num_samples, sequence=plan.sequence
     )
@@ -500,14 +511,14 @@ def _messages(runner: TaskRunner, plan: ParallelPlan, batch: Batch) -> TensorMes
 
 
 class _Makers:
-    """Makes runners of the recipe's task on the CPU."""
+    """Creates runners of the recipe's task on the CPU."""
 
     def __init__(self, recipe: Recipe, make_task: Callable[[], Task]) -> None:
         self._recipe = recipe
         self._make_task = make_task
 
     def runner(self, saving: Checkpointing, *, split_as: ParallelPlan | None = None) -> TaskRunner:
-        """Returns one with a new model, or with what one of the ranks has of it that hold its layers."""
+        """Returns a runner with a new model, or with the part of it that one rank of a tensor group holds."""
         seed_generators(derive_seed(self._recipe.run.seed, "model"))
         task = self._make_task()
         model = build_model(self._recipe, task, device=_CPU)

@@ -1,4 +1,4 @@
-"""Which ways there are to split a model over the ranks, in the order in which to try them, and what they cost. Pure."""
+"""Lists the ways to split a model over the ranks, in the order in which to try them, and their costs. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import get_args
 from hpctrain.distributed import Checkpointing, ParallelPlan, Schedule, Shard, TensorPlan, Within
 from hpctrain.topology import Topology
 
-# What backward computes again, as a part of all computing; of `selective` it is not known, but little.
+# The share of all computing that backward repeats; for `selective` it is unknown, but small.
 COMPUTED_AGAIN: dict[Checkpointing, float | None] = {"none": 0.0, "selective": None, "blocks": 1 / 3}
 # The keys of [parallel] in which ways differ, but for the number of micro-batches; and those in which ways differ of
 # which a table shows more than one.
 FAMILY_KEYS = ("shard", "shard_within", "tensor", "sequence", "offload", "pipeline")
 KEYS = (*FAMILY_KEYS, "schedule", "activation_checkpointing")
-# So many micro-batches for each rank keep the stages of a pipeline busy.
+# The number of micro-batches per rank that keeps the stages of a pipeline busy.
 _MICRO_BATCHES_A_RANK = 4
 
 
@@ -28,14 +28,18 @@ def ways_to_split(
     stages_of_parts: Sequence[tuple[int, int]] = (),
     offload: bool = False,
 ) -> list[ParallelPlan]:
-    """Returns the ways in the order in which to try them: what usually costs least time first.
+    """Returns the ways to split a model, those that usually cost least time first.
 
-    tensor_plan: of the task; None: its layers cannot be split. in_stages: whether it says what its layers are.
-    stages_of_parts: sizes of pipelines and of tensor groups that are to be combined. offload: whether ranks have GPUs.
-    Whole parameters come first, with more and more activations computed again, then sharded ones, which are sent once
-    more, within nodes if a node's ranks share them; then split layers, which send activations within a node, and
-    sequences between them if the task says how; then pipelines, whose ranks wait for each other, and these with split
-    layers; last, what has to be copied from host memory.
+    Args:
+        tensor_plan: The task's plan; None: its layers cannot be split.
+        in_stages: Whether the task names its layers.
+        stages_of_parts: Pairs of pipeline size and tensor group size to combine.
+        offload: Whether ranks have GPUs.
+
+    The order: whole parameters, with more and more activations recomputed; sharded parameters, which are sent once
+    more, within nodes if the ranks of a node can share them; split layers, which send activations within a node, then
+    also split sequences if the task supports that; pipelines, whose ranks wait for each other; pipelines with split
+    layers; last, offload, which copies from host memory.
     """
     found = _sharded(topology)
     if tensor_plan:
@@ -67,17 +71,17 @@ def ways_to_split(
 
 
 def tensor_sizes(topology: Topology) -> list[int]:
-    """Returns the sizes above 1 that tensor groups may have, which lie on a node, ascending."""
+    """Returns the possible sizes above 1 of tensor groups, which must lie on one node, ascending."""
     return _divisors(math.gcd(*map(len, topology.ranks_by_node)))
 
 
 def pipeline_sizes(topology: Topology) -> list[int]:
-    """Returns the sizes above 1 that pipelines may have, ascending."""
+    """Returns the possible sizes above 1 of pipelines, ascending."""
     return _divisors(topology.num_ranks)
 
 
 def splits_sequences(tensor_plan: TensorPlan) -> bool:
-    """Returns whether the task says how sequences are split between its layers."""
+    """Returns True if the task says how sequences are split between its layers."""
     words = (how if isinstance(how, str) else how[0] for how in tensor_plan.values())
     return any(word in ("sequence", "sequence-gathered") for word in words)
 
@@ -102,7 +106,7 @@ def _sharded(topology: Topology) -> list[ParallelPlan]:
 
 
 def _split_shards(topology: Topology, *, tensor: int) -> list[tuple[Shard, Within]]:
-    """Returns how parameters may be sharded over the ranks that hold the same parts of layers."""
+    """Returns how parameters can be sharded over the ranks that hold the same parts of layers."""
     found: list[tuple[Shard, Within]] = [("none", "world")]
     if topology.num_ranks > tensor:
         sizes = set(map(len, topology.ranks_by_node))
@@ -113,7 +117,7 @@ def _split_shards(topology: Topology, *, tensor: int) -> list[tuple[Shard, Withi
 
 
 def _stage_shards(topology: Topology, *, pipeline: int, tensor: int) -> list[tuple[Shard, Within]]:
-    """Returns what of a stage may be sharded over its data-parallel ranks, and whether within nodes."""
+    """Returns what of a stage can be sharded over its data-parallel ranks, and whether within nodes."""
     found: list[tuple[Shard, Within]] = [("none", "world")]
     replicas = topology.num_ranks // (pipeline * tensor)
     if replicas == 1:
@@ -140,10 +144,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def micro_batch_choices(plan: ParallelPlan, *, samples: int, at_least: int) -> Sequence[int]:
-    """Returns the numbers of micro-batches of a rank's `samples` to try, ascending; empty if there are none.
+    """Returns the numbers of micro-batches to try for a rank's `samples`, ascending; empty if there are none.
 
-    at_least: what the recipe has, 1 if it says nothing. Micro-batches of a pipeline are of one size; if the recipe says
-    nothing, there are enough to keep its ranks busy, or as many as there can be.
+    at_least: the number in the recipe; 1 if it has none. All micro-batches of a pipeline have the same size. If the
+    recipe has no number, there are enough to keep the pipeline's ranks busy, or as many as possible.
     """
     if plan.pipeline == 1:
         return list(_without_pipeline(samples=samples, at_least=at_least))
@@ -154,7 +158,7 @@ def micro_batch_choices(plan: ParallelPlan, *, samples: int, at_least: int) -> S
 
 
 def _without_pipeline(*, samples: int, at_least: int) -> Iterator[int]:
-    """Yields the smallest number of micro-batches for each size that their largest one can have."""
+    """Yields, for each possible size of the largest micro-batch, the smallest number of micro-batches."""
     yield at_least
     size = math.ceil(samples / at_least)
     while size > 1:
@@ -172,12 +176,12 @@ def _can_have(plan: ParallelPlan, micro_batches: int) -> bool:
 
 
 def with_micro_batches(plan: ParallelPlan, micro_batches: int) -> ParallelPlan:
-    """Returns the plan with so many micro-batches in its pipeline, if it has one."""
+    """Returns the plan with this number of micro-batches, if it has a pipeline."""
     return replace(plan, micro_batches=micro_batches) if plan.pipeline > 1 else plan
 
 
 def waiting(plan: ParallelPlan, *, micro_batches: int) -> float:
-    """Returns the part of a step in which a rank of the pipeline waits; of `zero-bubble` it is less."""
+    """Returns the fraction of a step in which a pipeline rank waits; an upper bound for `zero-bubble`."""
     if plan.pipeline == 1:
         return 0.0
     others = plan.pipeline - 1
@@ -185,7 +189,7 @@ def waiting(plan: ParallelPlan, *, micro_batches: int) -> float:
 
 
 def name_of(plan: ParallelPlan) -> str:
-    """For example `parameters within node, tensor 2, blocks` or `pipeline 4 1f1b, optimizer`."""
+    """Returns a short name, such as `parameters within node, tensor 2, blocks` or `pipeline 4 1f1b, optimizer`."""
     sharded = plan.shard + (" within node" if plan.shard_within == "node" else "")
     if plan.pipeline > 1:
         words = [f"pipeline {plan.pipeline} {plan.schedule}", *([sharded] if plan.shard != "none" else [])]
@@ -200,10 +204,10 @@ def name_of(plan: ParallelPlan) -> str:
 
 
 def family_of(plan: ParallelPlan) -> tuple[object, ...]:
-    """Returns what ways have in common that differ only in activation checkpointing and schedule."""
+    """Returns a key that is equal for ways that differ only in activation checkpointing and schedule."""
     return tuple(getattr(plan, key) for key in FAMILY_KEYS)
 
 
 def is_same_way(plan: ParallelPlan, other: ParallelPlan) -> bool:
-    """Returns whether two plans differ at most in the number of micro-batches."""
+    """Returns True if two plans differ at most in the number of micro-batches."""
     return all(getattr(plan, key) == getattr(other, key) for key in KEYS)

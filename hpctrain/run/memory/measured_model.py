@@ -1,4 +1,4 @@
-"""Counts a model's parameters and state, and reads the first samples of its training data."""
+"""Counts a model's parameters and optimizer state, and reads the first samples of its training data."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from hpctrain.train import Task
 
 
 META = torch.device("meta")
-# Each dimension of the parameters that an optimizer is tried with if it cannot step on the meta device.
+# The size of each dimension of the parameters with which an optimizer is tried if it cannot step on the meta device.
 _SMALL = 4
 
 
 class StateSize(NamedTuple):
-    """Optimizer state of one parameter: bytes of tensors of its shape, and of others."""
+    """The optimizer state of one parameter: bytes of the tensors that have its shape, and of the others."""
 
     like_parameter: int
     other: int
@@ -39,7 +39,7 @@ def model_on_meta(
 ) -> torch.nn.Module:
     """Returns the task's model on the meta device. Raises RecipeError if the task cannot build it.
 
-    note: reports a line if the model had to be built on the CPU first, which takes its memory.
+    note: reports if the model had to be built on the CPU first, which takes its memory.
     """
     try:
         with META:
@@ -57,7 +57,7 @@ def count_model(
     tensor_plan: TensorPlan | None = None,
     note: Callable[[str], None],
 ) -> ModelSizes:
-    """Returns the sizes of `model`, which is on the meta device. note: reports what was not measured."""
+    """Returns the sizes of `model`, which is on the meta device. `note` reports what could not be measured."""
     blocks = repeated_blocks(model)
     split = split_dimensions(model, tensor_plan) if tensor_plan else {}
     states = optimizer_state(model, section, note=note)
@@ -82,10 +82,10 @@ def count_model(
 def optimizer_state(
     model: torch.nn.Module, section: OptimizerSection, *, note: Callable[[str], None]
 ) -> dict[torch.Tensor, StateSize]:
-    """Returns the optimizer's state of each trainable parameter after a step, which runs on the meta device.
+    """Returns the size of the optimizer state of each trainable parameter, after a step on the meta device.
 
-    An optimizer that must see values is tried on small parameters of as many dimensions. Raises RecipeError if it
-    cannot be made.
+    An optimizer that needs values is tried with small parameters of the same number of dimensions. Raises RecipeError
+    if it cannot be created.
     """
     optimizer = build_optimizer(model, section)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -139,7 +139,7 @@ _LEAST_SAMPLES, _MOST_SAMPLES = 4, 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingData:
-    """The first samples, and sizes for the loader."""
+    """The first samples of the training data, and the sizes for the loader."""
 
     first: Batch
     loader: LoaderSizes
@@ -148,7 +148,7 @@ class TrainingData:
 def read_training_data(
     recipe: Recipe, *, micro_batch: int, note: Callable[[str], None]
 ) -> TrainingData | None:
-    """Returns the first samples of the training data, about `micro_batch` of them. None, with a note, if that fails."""
+    """Returns about `micro_batch` samples of the training data; None, with a note, if they cannot be read."""
     section = recipe.data
     try:
         io = "auto" if section.io == "collective" else section.io

@@ -1,4 +1,4 @@
-"""What a rank needs for each way to split a model: memory and traffic, by formulas. Pure.
+"""Calculates memory and traffic of a rank for each way to split a model, by formulas. Pure.
 
 The sources of the formulas are Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, Shoeybi et al. 2019 (tensor
 parallelism), arXiv:1909.08053, Narayanan et al. 2021 (pipelines), arXiv:2104.04473, and what FSDP2 allocates.
@@ -27,11 +27,11 @@ def stage_activations(
     samples: int,
     micro_batches: int,
 ) -> int:
-    """Returns the bytes that a rank of a pipeline has at once besides parameters and gradients.
+    """Returns the peak bytes of a pipeline rank besides parameters and gradients.
 
-    place: of the rank, whose first stage has this number. samples: of a micro-batch. Forward of a micro-batch keeps
-    what its stage needs for backward, and for each micro-batch PyTorch has memory for what arrives: activations from
-    the stage before, and gradients from the one after.
+    Forward of a micro-batch keeps what its stage needs for backward. For each micro-batch PyTorch also holds buffers
+    for what arrives: activations from the stage before, and gradients from the stage after. place: the rank's index in
+    the pipeline, which is also the number of its first stage. samples: the samples per micro-batch.
     """
     own = [layers_of for number, layers_of in enumerate(stages.layers) if number % plan.pipeline == place]
     kept = [sum(layers.kept[layer].at(samples) for layer in of_stage) for of_stage in own]
@@ -46,9 +46,9 @@ def stage_activations(
 
 
 def chunks_in_flight(plan: ParallelPlan, *, place: int, micro_batches: int) -> int:
-    """Returns of how many micro-batches, times stages of the rank, forward has run and backward has not, at most.
+    """Returns the largest number of forwards whose backward has not run yet, over micro-batches and the rank's stages.
 
-    As in the schedules of torch.distributed.pipelining: the forwards before the first backward, and one more.
+    It follows the schedules of torch.distributed.pipelining: the forwards before the first backward, and one more.
     """
     after = plan.pipeline - 1 - place
     if plan.schedule == "gpipe":
@@ -62,12 +62,12 @@ def chunks_in_flight(plan: ParallelPlan, *, place: int, micro_batches: int) -> i
 
 
 def boundary_bytes(stages: StageSizes, layers: LayerActivations) -> list[float]:
-    """Returns the bytes for one sample that each stage but the last gives to the next one."""
+    """Returns the bytes per sample that each stage but the last sends to the next one."""
     return [layers.output_bytes[of_stage[-1]] for of_stage in stages.layers[:-1]]
 
 
 def _arriving(plan: ParallelPlan, stages: StageSizes, layers: LayerActivations, *, place: int) -> float:
-    """Returns the bytes for one sample that the rank receives."""
+    """Returns the bytes per sample that the rank receives."""
     between = boundary_bytes(stages, layers)
     numbers: Sequence[int] = range(place, len(stages.layers), plan.pipeline)
     found = 0.0
@@ -77,14 +77,14 @@ def _arriving(plan: ParallelPlan, stages: StageSizes, layers: LayerActivations, 
     return found
 
 
-# What a rank sends in a step for each way to split a model. Pure.
+# The bytes that a rank sends per step for each way to split a model. Pure.
 
 
 NOTHING = Sent(0.0, 0.0)
 
 
 def sent_in_a_step(plan: ParallelPlan, model: ModelSizes, run: RunSizes, *, micro_batches: int) -> Sent:
-    """Returns the bytes that a rank sends, the mean of the ranks. Unmeasured activations count as nothing."""
+    """Returns the bytes that a rank sends per step, as the mean over the ranks. Unmeasured activations count as 0."""
     if plan.pipeline > 1:
         return _of_pipeline(plan, model, run)
     if plan.shard == "parameters":
@@ -101,10 +101,10 @@ def sent_in_a_step(plan: ParallelPlan, model: ModelSizes, run: RunSizes, *, micr
 
 
 def _of_shards(plan: ParallelPlan, model: ModelSizes, run: RunSizes) -> Sent:
-    """Sharded parameters, in a micro-batch.
+    """Returns what a rank sends per micro-batch with sharded parameters.
 
-    Blocks are gathered in forward and, but for the last one, in backward, and the rest in forward; all gradients are
-    reduced.
+    Blocks are gathered in forward and, except for the last one, in backward; the remaining parameters in forward. All
+    gradients are reduced.
     """
     local = model.part(plan.tensor)
     blocks = local.blocks()
@@ -126,7 +126,7 @@ def _of_shards(plan: ParallelPlan, model: ModelSizes, run: RunSizes) -> Sent:
 def _gathered_and_summed(
     plan: ParallelPlan, run: RunSizes, *, parameters: int, gradients: int, place: int = 0
 ) -> Sent:
-    """Parameters gathered over the ranks that share them, and gradients summed to their owners, as FSDP2 does."""
+    """Returns what a rank sends to gather parameters and to sum gradients to their owners, as FSDP2 does."""
     within_node = plan.shard_within == "node"
     found = run.groups.ring(plan, place=place, within=within_node).times(parameters + gradients)
     if within_node:
@@ -137,13 +137,16 @@ def _gathered_and_summed(
 
 
 def _within_tensor_groups(plan: ParallelPlan, model: ModelSizes, run: RunSizes) -> Sent:
-    """Activations of a step, and the gradients of what every rank of a group holds. A group lies on one node."""
+    """Returns what a rank sends within its tensor group, which lies on one node, per step.
+
+    These are activations, and the gradients of parameters that every rank of the group holds.
+    """
     tensor = plan.tensor
     if tensor == 1:
         return NOTHING
     alike = sum(p.num_bytes for p in model.trained if p.tensor_dim is None)
     averaged = alike / run.groups.num_data_ranks(plan) if plan.shard == "parameters" else alike
-    # What was computed on parts of the sequence is summed before it is averaged.
+    # Gradients that were computed on parts of the sequence are summed before they are averaged.
     summed = averaged + (alike if plan.sequence else 0)
     part = run.measured.part(plan)
     messages = part.messages if part is not None else None
@@ -156,8 +159,11 @@ def _within_tensor_groups(plan: ParallelPlan, model: ModelSizes, run: RunSizes) 
 
 
 def _of_pipeline(plan: ParallelPlan, model: ModelSizes, run: RunSizes) -> Sent:
-    """Activations and their gradients between stages, and the sum of the gradients over the replicas; of a sharded
-    optimizer to their owners, who send as many bytes of parameters. Sharded parameters are gathered once."""
+    """Returns what a rank of a pipeline sends per step.
+
+    These are activations and their gradients between stages, and the sum of gradients over the replicas. With a sharded
+    optimizer gradients go to their owners, who send as many bytes of parameters. Sharded parameters are gathered once.
+    """
     stages = run.stages[plan.pipeline * plan.stages_per_rank]
     found = []
     for place in range(plan.pipeline):
@@ -190,20 +196,31 @@ def _between_stages(plan: ParallelPlan, stages: StageSizes, run: RunSizes) -> Se
 # What a rank needs for each way to split a model.
 
 
-# Gradients of split layers and of a sharded stage are summed in copies of so many bytes.
+# The bytes per copy in which gradients of split layers and of a sharded stage are summed.
 _SUMMED_AT_ONCE = 25_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Bytes of the rank that needs most, with one number of micro-batches.
+    """The bytes that the rank with the highest need holds, for one number of micro-batches.
 
-    reduction: messages, and gradients that are on their way. gathered, gathered_gradients: of blocks that are whole
-    while they are computed. accumulated: gradients that wait whole for the last micro-batch. activations: at their
-    most, at the begin of backward; late_activations: at its end; None and 0 if they were not measured. update:
-    temporary tensors of the optimizer's step. start: of the whole model before it is split.
-    gradients_stay: whether there is memory for gradients at the begin of backward too. host: of a rank with a GPU that
-    keeps its parts in host memory, bytes there, which do not count in the GPU's. sent: to other ranks in a step.
+    Attributes:
+        parameters: The rank's parameters.
+        gradients: The rank's gradients.
+        optimizer: The rank's optimizer state.
+        reduction: Messages, and gradients in transit.
+        gathered: Parameters of blocks that are whole while they are computed.
+        gathered_gradients: Gradients of blocks that are whole while they are computed.
+        accumulated: Gradients that stay whole until the last micro-batch.
+        data: The batches in memory.
+        snapshot: The copy of the state for a save in the background.
+        activations: The peak of the activations, at the start of backward; None if not measured.
+        late_activations: The activations at the end of backward.
+        update: Temporary tensors of the optimizer's step.
+        start: The whole model before it is split.
+        gradients_stay: Whether the gradients also occupy memory at the start of backward.
+        host: For a GPU rank with offload, the bytes in host memory, which do not count as GPU memory.
+        sent: What the rank sends to other ranks per step.
     """
 
     parameters: int
@@ -231,7 +248,7 @@ class Needs:
 
     @property
     def other(self) -> int:
-        """Bytes of what has no name of its own in tables; not all of it is there at the same time."""
+        """Bytes that have no column of their own in tables. They are not all held at the same time."""
         return (
             self.buffers
             + self.gathered
@@ -243,7 +260,7 @@ class Needs:
 
     @property
     def total(self) -> int:
-        """The most bytes at any time: at the begin or end of backward, in the optimizer's step, or at the start."""
+        """The peak bytes: at the start or end of backward, in the optimizer's step, or at the start of the run."""
         always = self.parameters + self.optimizer + self.reduction + self.buffers + self.data + self.snapshot
         begin = always + (self.activations or 0) + self.gathered + self.accumulated
         begin += self.gradients if self.gradients_stay else 0
@@ -252,11 +269,11 @@ class Needs:
 
 
 def needs_of(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micro_batches: int) -> Needs:
-    """Returns what a rank needs to train `model` as `plan` says, with so many micro-batches of its samples."""
+    """Returns what a rank needs to train `model` as `plan` says, with `micro_batches` micro-batches per step."""
     found = _without_averages(plan, model, run, micro_batches)
     if not run.averages:
         return found
-    # As large as what the rank holds of the parameters, and where they are.
+    # Averages are as large as the rank's parameters, and in the same memory.
     averages = _without_averages(replace(plan, offload=False), model, run, micro_batches).parameters
     if plan.offload:
         return replace(found, host=found.host + averages)
@@ -281,7 +298,7 @@ def _without_averages(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micr
     parameters = _bytes(local.parameters, parts)
     updated = _update(local, run, parts=parts)
     if split:
-        # The norms and what else every rank of a tensor group holds is summed too, and so is all without FSDP2.
+        # Parameters that every rank of a tensor group holds, such as norms, are summed too; without FSDP2 all are.
         updated = max(updated, min(_SUMMED_AT_ONCE, _bytes(local.trained, parts)))
     activations, late = _activations(plan, model, run, samples=samples)
     found = Needs(
@@ -303,7 +320,7 @@ def _without_averages(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micr
         sent=sent_in_a_step(plan, model, run, micro_batches=micro_batches),
     )
     if plan.offload:
-        # The optimizer steps where its state is.
+        # The optimizer steps in the memory of its state.
         return replace(
             found, parameters=0, gradients=0, optimizer=0, update=0, host=found.held + found.update
         )
@@ -341,7 +358,7 @@ def _of_sharded_optimizer(
 def _of_stages(
     plan: ParallelPlan, model: ModelSizes, run: RunSizes, *, place: int, micro_batches: int
 ) -> Needs:
-    """Returns what the rank with the stages `place`, and `place + pipeline` if it has two, needs."""
+    """Returns what the rank with the stage `place`, and `place + pipeline` if it has two, needs."""
     stages = run.stages[plan.pipeline * plan.stages_per_rank]
     own = model.on_place(place, stages=stages, pipeline=plan.pipeline).part(plan.tensor)
     samples = run.samples(ranks_of_a_sample=plan.pipeline * plan.tensor) // micro_batches
@@ -393,7 +410,7 @@ def _of_stages(
 def _activations(
     plan: ParallelPlan, model: ModelSizes, run: RunSizes, *, samples: int
 ) -> tuple[int | None, int]:
-    """Returns the bytes at the begin of backward, None if they were not measured, and at its end."""
+    """Returns the bytes of activations at the start of backward, None if not measured, and at its end."""
     found = run.measured.activation_bytes(plan, samples=samples)
     num_blocks = len(model.blocks().keys() - {""})
     return found, (found or 0) // (num_blocks + 1)
@@ -408,7 +425,7 @@ def _optimizer(model: ModelSizes, parts: int) -> int:
 
 
 def _start(model: ModelSizes, *, parts: int = 0) -> int:
-    """Returns the bytes of the whole model, and of the parts that are made of it, or of copies that rank 0 sends."""
+    """Returns the bytes of the whole model plus those of the parts made from it, or of the copies that rank 0 sends."""
     largest = max((p.num_bytes for p in model.parameters), default=0)
     copies = min(model.num_bytes, max(largest, MESSAGE_BYTES))
     return model.num_bytes + model.buffer_bytes + max(parts, copies)
@@ -436,11 +453,11 @@ def _snapshot(model: ModelSizes, run: RunSizes) -> int:
 
 
 def _whole_blocks(model: ModelSizes) -> tuple[int, int]:
-    """Returns the bytes of parameters, and of gradients, that FSDP2 holds whole at most in backward.
+    """Returns the peak bytes of parameters, and of gradients, that FSDP2 holds whole in backward.
 
-    What is in no block stays whole from forward on, and gets its gradients until backward ends. Of a block there are
-    the parameters and gradients, the parameters of the next one, and the gradients of the one before, in the buffer
-    that is sent.
+    Parameters outside blocks stay whole from forward on, and get their gradients until backward ends. For a block these
+    are its parameters and gradients, the parameters of the next block, and the gradients of the block before in the
+    buffer that is sent.
     """
     blocks = model.blocks()
     rest, rest_trained = blocks.pop("", (0, 0))

@@ -1,4 +1,4 @@
-"""Which ways to split a model a run would refuse, and why. Does not communicate."""
+"""Finds the ways to split a model that a run would refuse, and why. Does not communicate."""
 
 from __future__ import annotations
 
@@ -27,8 +27,13 @@ from hpctrain.topology import ParallelMesh, Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """refused: why a run would refuse the plan; empty if it would not. drops_reduction: whether it would only without
-    the recipe's section [reduction]. choices: numbers of micro-batches to try."""
+    """Whether a run would accept a plan.
+
+    Attributes:
+        refused: Why it would refuse the plan; empty if it accepts it.
+        drops_reduction: Whether it accepts the plan only without the recipe's section [reduction].
+        choices: The numbers of micro-batches to try.
+    """
 
     refused: str = ""
     drops_reduction: bool = False
@@ -37,10 +42,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """Judges plans for one recipe and its model, on the meta device. What many plans have in common is checked once.
+    """Judges plans for one recipe and its model, on the meta device. Checks that several plans share are run once.
 
-    own: the recipe's plan. layers: calls the task's `pipeline_layers`. stages: those that plans were found to have, by
-    their number; filled by `judge`. reasons: why what was checked is refused, by what it was; filled too.
+    Attributes:
+        own: The recipe's own plan.
+        layers: A function that calls the task's `pipeline_layers`.
+        stages: The divisions into stages, by number of stages; filled by `judge`.
+        reasons: The results of the checks; filled by `judge`.
     """
 
     recipe: Recipe
@@ -54,7 +62,7 @@ class Judge:
     reasons: dict[tuple[object, ...], str] = field(default_factory=dict)
 
     def judge(self, plan: ParallelPlan) -> Verdict:
-        """Returns whether a run of the recipe with `plan` would start."""
+        """Returns whether a run of the recipe would start with `plan`."""
         refused = self._of_samples(plan) or self.of_model(plan) or self._of_ranks(plan)
         if refused:
             return Verdict(refused=refused)
@@ -68,7 +76,7 @@ class Judge:
         return Verdict(drops_reduction=drops, choices=choices)
 
     def of_model(self, plan: ParallelPlan) -> str:
-        """Returns why the model cannot be split so, on any ranks; empty if it can."""
+        """Returns why the model cannot be split by `plan` on any ranks; empty if it can."""
         sharded, stages = plan.shard == "parameters", plan.pipeline * plan.stages_per_rank
         key = ("model", plan.activation_checkpointing, plan.tensor, plan.sequence, sharded)
         found = self._once(key, lambda: check_plan(self.model, plan))
@@ -77,7 +85,7 @@ class Judge:
         return found
 
     def stages_of_parts(self, tensor_plan: TensorPlan) -> list[tuple[int, int]]:
-        """Returns sizes of pipelines and of tensor groups that the model allows and that go together on these ranks."""
+        """Returns the pairs of pipeline size and tensor group size that the model and these ranks allow."""
         tensors = [
             size
             for size in tensor_sizes(self.topology)
@@ -102,7 +110,7 @@ class Judge:
         return ""
 
     def _of_ranks(self, plan: ParallelPlan) -> str:
-        """Returns why these ranks, which compute on CPUs or GPUs, cannot be the plan's; empty if they can."""
+        """Returns why `plan` does not fit these ranks and their devices; empty if it does."""
         if plan.offload and not self.on_gpu:
             return "offload = true keeps what a GPU holds in host memory; these ranks compute on CPUs: leave it out"
         sizes = {"pipeline": plan.pipeline, "tensor": plan.tensor}
@@ -113,7 +121,7 @@ class Judge:
         return found
 
     def _once(self, key: tuple[object, ...], check: Callable[[], object]) -> str:
-        """Returns the reason with which `check` refuses, which runs once for each key; empty if it does not."""
+        """Returns the reason with which `check` refuses; empty if it does not. `check` runs once per key."""
         if key not in self.reasons:
             try:
                 check()
@@ -123,7 +131,10 @@ class Judge:
         return self.reasons[key]
 
     def _check_recipe(self, plan: ParallelPlan) -> bool:
-        """Returns True if the section [reduction] has to go. Raises RecipeError if the plan is refused even then."""
+        """Returns True if the section [reduction] must be removed.
+
+        Raises RecipeError if the plan is refused even then.
+        """
         changed = self.recipe.reduction != ReductionSection()
         if plan.shard == "none" and plan.tensor == plan.pipeline == 1:
             changed = False  # it stays in any case

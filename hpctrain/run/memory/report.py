@@ -1,4 +1,4 @@
-"""The ways to split a model as a table, lines of text, and JSON. Pure."""
+"""Shows the ways to split a model as a table, lines of text, and JSON. Pure."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _SIZES = ("parameters", "gradients", "optimizer", "reduction", "activations", "o
 
 
 def memory_table(plan: MemoryPlan, *, every: bool = False) -> Table:
-    """Returns one line for each way, with the micro-batches with which it fits, if it does.
+    """Returns a table with one row per way, with the number of micro-batches with which it fits.
 
-    GB, as in all of hpctrain, are 10^9 bytes. every: also ways that differ from another one only in activation
-    checkpointing or schedule; otherwise of these the first that fits.
+    GB, as everywhere in hpctrain, are 10^9 bytes. every: whether all ways are listed; otherwise, of ways that differ
+    only in activation checkpointing or schedule, the first that fits.
     """
     from rich.table import Table
 
@@ -80,7 +80,7 @@ def _title(plan: MemoryPlan) -> str:
 
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
-    """Returns what was assumed or refused, and what to write into the recipe if the memory was said."""
+    """Returns lines about assumptions and refusals, and the lines for the recipe if the memory is known."""
     lines = ["* as the recipe is now", *(f"note: {note}" for note in plan.notes)]
     lines += _refusals(plan.ways)
     if plan.memory is None:
@@ -115,9 +115,9 @@ def _recommendation(plan: MemoryPlan, chosen: Fit) -> Iterator[str]:
 
 
 def _refusals(ways: Iterable[Way]) -> Iterator[str]:
-    """Yields why ways are refused, each reason once; of split layers and of pipelines one reason.
+    """Yields the reasons why ways are refused, each once; for split layers and for pipelines only the first reason.
 
-    Of the recipe's own way its reason comes in any case.
+    The reason of the recipe's own way is always included.
     """
     reasons: dict[str, list[str]] = {}
     of_kind: dict[str, str] = {}
@@ -135,7 +135,7 @@ def _refusals(ways: Iterable[Way]) -> Iterator[str]:
 
 
 def memory_document(plan: MemoryPlan) -> dict[str, Any]:
-    """Returns the plan as JSON values; all sizes in bytes."""
+    """Returns the plan as JSON values. All sizes are in bytes."""
     run = plan.run
     return {
         "schema": SCHEMA,

@@ -1,4 +1,4 @@
-"""Sizes of a model, its activations and a run, from which needs are calculated. Pure."""
+"""The sizes of a model, its activations and a run, from which the memory needs are calculated. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from hpctrain.topology import ParallelMesh, Topology
 
 @final
 class RankGroups:
-    """The groups of one topology. Each is found once: there may be 100,000 ranks, and many ways to split a model."""
+    """The rank groups of one topology.
+
+    Each is computed once: there may be 100,000 ranks and many ways to split a model.
+    """
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -30,15 +33,15 @@ class RankGroups:
         self._far = cache(self._crossings)
 
     def mesh(self, plan: ParallelPlan) -> ParallelMesh:
-        """Returns where the ranks stand. Raises TopologyError if they do not fit."""
+        """Returns the mesh of the ranks for `plan`. Raises TopologyError if they do not fit."""
         return self._mesh(plan.pipeline, plan.tensor)
 
     def num_data_ranks(self, plan: ParallelPlan) -> int:
-        """Returns the number of ranks that compute different samples with the same stages and parts of layers."""
+        """Returns the number of ranks that hold the same stages and parts of layers and compute different samples."""
         return self._topology.num_ranks // (plan.pipeline * plan.tensor)
 
     def num_parts(self, plan: ParallelPlan) -> int:
-        """Returns the number of ranks that share a copy of the parameters, or of their part of the layers."""
+        """Returns the number of ranks over which a copy of the parameters, or of one part of the layers, is sharded."""
         if plan.shard != "parameters":
             return 1
         if plan.shard_within == "node":
@@ -46,15 +49,17 @@ class RankGroups:
         return self.num_data_ranks(plan)
 
     def ring(self, plan: ParallelPlan, *, place: int = 0, within: bool = False, across: bool = False) -> Sent:
-        """Returns what a rank sends to gather a byte over the data-parallel ranks of the stage `place`.
+        """Returns the bytes that a rank sends to gather one byte over the data-parallel ranks of the stage `place`.
 
-        within: over those of one node. across: over one on each node.
+        within: only over the ranks of one node. across: only over one rank per node.
         """
         return self._ring_of(plan.pipeline, plan.tensor, place, within, across)
 
     def far_messages(self, plan: ParallelPlan) -> tuple[int, ...]:
-        """Returns for each rank of a pipeline how many pipelines have the next rank on another node; after the last
-        comes the first."""
+        """Returns, for each index in a pipeline, in how many pipelines the next rank is on another node.
+
+        The first rank follows the last one.
+        """
         return self._far(plan.pipeline, plan.tensor)
 
     def _placed(self, pipeline: int, tensor: int) -> ParallelMesh:
@@ -81,10 +86,13 @@ class RankGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSize:
-    """A parameter. block: name of the repeated block that it is in, empty outside of all.
+    """The size of a parameter.
 
-    state_bytes: of the optimizer's tensors of the parameter's shape; other_state_bytes: of its other tensors, which
-    are not split. tensor_dim: the dimension along which the task's `tensor_plan` splits it; None: it does not.
+    Attributes:
+        block: The repeated block that contains it; empty outside all blocks.
+        state_bytes: The bytes of the optimizer's tensors that have the parameter's shape.
+        other_state_bytes: The bytes of the optimizer's other tensors, which are not split.
+        tensor_dim: The dimension along which the task's `tensor_plan` splits it; None: not split.
     """
 
     shape: tuple[int, ...]
@@ -101,13 +109,13 @@ class ParameterSize:
         return math.prod(self.shape) * self.itemsize
 
     def share(self, num_parts: int) -> float:
-        """Returns the largest part's share if the first dimension is split into `num_parts`, as FSDP2 does."""
+        """Returns the fraction of the largest shard if the first dimension is split into `num_parts`, as FSDP2 does."""
         if num_parts == 1 or not self.shape or self.shape[0] == 0:
             return 1.0
         return math.ceil(self.shape[0] / num_parts) / self.shape[0]
 
     def part(self, tensor: int) -> ParameterSize:
-        """Returns what one of `tensor` ranks has that hold a layer."""
+        """Returns the part that one of `tensor` ranks holds of the parameter."""
         if self.tensor_dim is None or tensor == 1:
             return self
         dim = self.tensor_dim
@@ -117,7 +125,7 @@ class ParameterSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """parameters: each one once. buffer_bytes: of all buffers."""
+    """The sizes of a model. Each parameter is listed once; `buffer_bytes` is the size of all buffers."""
 
     parameters: tuple[ParameterSize, ...]
     buffer_bytes: int = 0
@@ -128,12 +136,12 @@ class ModelSizes:
 
     @property
     def num_bytes(self) -> int:
-        """Of the parameters."""
+        """The bytes of the parameters."""
         return sum(p.num_bytes for p in self.parameters)
 
     @property
     def state_bytes(self) -> int:
-        """Of parameters and optimizer, which a checkpoint holds."""
+        """The bytes of parameters and optimizer state, which a checkpoint holds."""
         return sum(p.num_bytes + p.state_bytes + p.other_state_bytes for p in self.parameters)
 
     @property
@@ -141,7 +149,7 @@ class ModelSizes:
         return tuple(p for p in self.parameters if p.trainable)
 
     def blocks(self) -> dict[str, tuple[int, int]]:
-        """Returns bytes of all and of the trainable parameters for each block, and with the name "" of the rest."""
+        """Returns the bytes of all and of the trainable parameters by block; under "" those outside all blocks."""
         found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
         for p in self.parameters:
             whole, trainable = found[p.block]
@@ -149,45 +157,50 @@ class ModelSizes:
         return dict(found)
 
     def part(self, tensor: int) -> ModelSizes:
-        """Returns what one of `tensor` ranks has that hold a layer."""
+        """Returns the part of the model that one of `tensor` ranks holds."""
         if tensor == 1:
             return self
         return replace(self, parameters=tuple(p.part(tensor) for p in self.parameters))
 
     def on_place(self, place: int, *, stages: StageSizes, pipeline: int) -> ModelSizes:
-        """Returns what the ranks of a pipeline have whose first stage is `place`, with all buffers."""
+        """Returns what the pipeline ranks with index `place` hold, with all buffers."""
         own = tuple(p for p in self.parameters if stages.stage_of[p.name] % pipeline == place)
         return replace(self, parameters=own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """Bytes alive at once in forward and backward, besides parameters and their gradients: a straight line."""
+    """The peak bytes of forward and backward besides parameters and gradients, as a linear function of samples."""
 
     fixed_bytes: float
     sample_bytes: float
 
     def at(self, samples: int) -> int:
-        """Returns the bytes for a micro-batch of `samples`."""
+        """Returns the bytes for a micro-batch of `samples` samples."""
         return max(0, math.ceil(self.fixed_bytes + samples * self.sample_bytes))
 
 
 def line_through(measured: Mapping[int, int], *, besides: int = 0) -> Activations:
-    """Returns the line through the bytes measured for two numbers of samples; with one number, through the origin.
+    """Returns the line through the bytes measured for two numbers of samples; through the origin if there is one.
 
-    besides: bytes of a sample that were not measured.
+    besides: the bytes per sample that were not measured.
     """
     (few, few_bytes), (many, many_bytes) = min(measured.items()), max(measured.items())
     slope = (many_bytes - few_bytes) / (many - few) if many > few else many_bytes / many
-    # At each moment some bytes are fixed: that they are fewer than none is noise.
+    # Some bytes do not depend on the samples; a negative number of them is noise.
     slope = min(slope, many_bytes / many)
     return Activations(fixed_bytes=many_bytes - slope * many, sample_bytes=slope + besides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerActivations:
-    """Of the layers of a pipeline and, last, of the loss: what each keeps from forward to backward, its output
-    included, what its backward needs beyond that at its most, and the bytes of the output for one sample."""
+    """The memory of the layers of a pipeline and, as the last entry, of the loss.
+
+    Attributes:
+        kept: The bytes that each layer keeps from forward to backward, including its output.
+        more: The peak bytes of each layer's backward beyond these.
+        output_bytes: The bytes of each layer's output per sample.
+    """
 
     kept: tuple[Activations, ...]
     more: tuple[Activations, ...]
@@ -196,8 +209,13 @@ class LayerActivations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMessages:
-    """Bytes for one sample that the ranks of a tensor group sum: in forward, of it within repeated blocks, and in
-    backward. What is gathered counts half."""
+    """The bytes per sample that the ranks of a tensor group sum. Gathered bytes count half.
+
+    Attributes:
+        forward: The bytes in forward.
+        backward: The bytes in backward.
+        in_blocks: The share of `forward` within repeated blocks.
+    """
 
     forward: float
     in_blocks: float
@@ -206,9 +224,9 @@ class TensorMessages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPart:
-    """What was measured, by activation checkpointing, of what one of `ranks` ranks has that hold a layer.
+    """What one of `ranks` ranks holds of split layers, as measured, by kind of activation checkpointing.
 
-    layers: for pipelines; empty where they were not measured.
+    layers: the layers of a pipeline; empty if not measured.
     """
 
     ranks: int
@@ -217,9 +235,10 @@ class MeasuredPart:
     messages: TensorMessages | None = None
 
     def of_one(self, whole: Activations, part: Activations, *, tensor: int) -> Activations:
-        """Returns what one of `tensor` ranks has: some is the same with any number of ranks, the rest is divided.
+        """Returns what one of `tensor` ranks holds, from measurements of whole layers and of one of `ranks` parts.
 
-        whole: without split layers. part: with `ranks` of them.
+        One share of the bytes is the same for any number of ranks; the rest is divided. whole: the measurement without
+        split layers. part: the measurement with layers split over `ranks` ranks.
         """
 
         def bytes_of(most: float, less: float) -> float:
@@ -234,9 +253,12 @@ class MeasuredPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What was measured of forward and backward, by activation checkpointing; empty where it was not.
+    """The measurements of forward and backward, by kind of activation checkpointing; empty where not measured.
 
-    layers: for pipelines. split: with split layers. sequence: with split layers and sequences.
+    Attributes:
+        layers: The measurements of the layers of a pipeline.
+        split: The measurements with split layers.
+        sequence: The measurements with split layers and split sequences.
     """
 
     whole: Mapping[Checkpointing, Activations] = field(default_factory=dict)
@@ -245,11 +267,13 @@ class Measured:
     sequence: MeasuredPart | None = None
 
     def part(self, plan: ParallelPlan) -> MeasuredPart | None:
-        """Returns what was measured of the layers as `plan` splits them."""
+        """Returns the measurement of the layers as `plan` splits them."""
         return self.sequence if plan.sequence else self.split
 
     def activation_bytes(self, plan: ParallelPlan, *, samples: int) -> int | None:
-        """Returns the bytes of a micro-batch on a rank that has all layers, or parts of all; None if not measured."""
+        """Returns the bytes of a micro-batch on a rank with all layers, or with parts of all layers; None if not
+        measured.
+        """
         saving, part = plan.activation_checkpointing, self.part(plan)
         whole = self.whole.get(saving)
         if whole is None or plan.tensor == 1:
@@ -259,7 +283,7 @@ class Measured:
         return part.of_one(whole, part.whole[saving], tensor=plan.tensor).at(samples)
 
     def layers_of(self, plan: ParallelPlan) -> LayerActivations | None:
-        """Returns what the layers of a pipeline hold, or a rank's parts of them; None if not measured."""
+        """Returns the memory of a pipeline's layers, or of a rank's parts of them; None if not measured."""
         saving, part = plan.activation_checkpointing, self.part(plan)
         whole = self.layers.get(saving)
         if whole is None or plan.tensor == 1:
@@ -276,7 +300,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSizes:
-    """Of the training data, on the host: bytes and number of samples, of batches read ahead, and of a cache."""
+    """The sizes of the training data in host memory: samples, batches that are read ahead, and a cache."""
 
     sample_bytes: int = 0
     num_samples: int | None = None
@@ -284,7 +308,10 @@ class LoaderSizes:
     cache_bytes: int = 0
 
     def held(self, *, samples: int, data_ranks: int) -> int:
-        """Returns what a rank holds that computes `samples` in a step, one of `data_ranks` with different samples."""
+        """Returns the bytes that a rank holds.
+
+        samples: the samples per step of the rank. data_ranks: the number of ranks with different samples.
+        """
         ahead = self.prefetch_bytes
         if self.num_samples is not None:
             ahead = min(ahead, math.ceil(self.num_samples / data_ranks) * self.sample_bytes)
@@ -293,8 +320,10 @@ class LoaderSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSizes:
-    """A model as stages of a pipeline. layers: of each stage, its numbers among the model's layers. stage_of: by name
-    of a parameter."""
+    """A division of a model into pipeline stages.
+
+    layers: for each stage, the indices of its layers in the model. stage_of: the stage of each parameter, by its name.
+    """
 
     layers: tuple[Sequence[int], ...]
     stage_of: Mapping[str, int]
@@ -302,14 +331,19 @@ class StageSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSizes:
-    """What besides the model decides what a rank needs.
+    """What decides the needs of a rank besides the model.
 
-    micro_batches: of the recipe's section [data]. reductions: of gradients that are not reduced by FSDP2, by what is
-    sharded. sharded_sum: algorithm and wire format of those that are. stages: by number of stages. loader: None: not in
-    this memory. snapshot: whether a save in the background keeps a copy of the rank's share of the state in this
-    memory. update_at_once: whether the optimizer's step makes temporary tensors of all parameters at once, as on GPUs,
-    or of one after the other. averages: whether there are averages of the parameters (`optimizer.ema`). groups: of the
-    topology.
+    Attributes:
+        micro_batches: The number of micro-batches in the recipe's section [data].
+        reductions: The memory of the reductions that FSDP2 does not do, by what is sharded.
+        sharded_sum: Algorithm and wire format of sums of sharded gradients.
+        stages: The divisions of the model, by number of stages.
+        loader: The sizes of the data; None: they are not in this memory.
+        snapshot: Whether a save in the background copies the rank's share of the state into this memory.
+        update_at_once: Whether the optimizer's step creates temporary tensors for all parameters at once, as on GPUs,
+            or for one after the other.
+        averages: Whether the run averages its parameters (`optimizer.ema`).
+        groups: The rank groups of the topology.
     """
 
     topology: Topology
@@ -329,12 +363,12 @@ class RunSizes:
         object.__setattr__(self, "groups", RankGroups(self.topology))
 
     def samples(self, *, ranks_of_a_sample: int = 1) -> int:
-        """Returns the samples of a rank in a step, if so many ranks compute the same ones."""
+        """Returns the samples of a rank per step if `ranks_of_a_sample` ranks compute the same samples."""
         return math.ceil(self.global_batch / (self.topology.num_ranks // ranks_of_a_sample))
 
 
 def in_decimal_units(num_bytes: float) -> str:
-    """For example `1.23 GB`, `45 MB`."""
+    """Returns bytes as text, for example `1.23 GB` or `45 MB`."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
         if abs(num_bytes) >= unit:
             number = num_bytes / unit

@@ -1,4 +1,4 @@
-"""Validates recipes, and reports all their faults."""
+"""Reads recipes from TOML, validates them and reports all their faults at once."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ else:
 
 # Reads a recipe file and applies overrides from the command line, without validating it.
 #
-# Loads neither torch nor the schema, for programs that need a single key.
+# Does not import torch or the schema, for programs that need a single key.
 
 
 def read_recipe_document(path: Path, *, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the recipe as nested dictionaries, with the overrides applied.
+    """Returns the recipe of a file as nested dictionaries, with the overrides applied. It is not validated.
 
-    overrides: `section.key=value`, the value as in TOML; a bare word counts as a string.
-    Raises RecipeError if the file cannot be read, is not TOML, or an override does not fit.
+    overrides: texts `section.key=value`, with the value as in TOML; a bare word counts as a string. Raises RecipeError
+    if the file cannot be read or is not TOML, or if an override does not fit.
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -62,17 +62,25 @@ def _apply(document: dict[str, Any], override: str) -> None:
 
 
 def load_recipe(path: Path, *, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads and validates a recipe. Relative paths in it are relative to the working directory.
+    """Reads and validates a recipe.
 
-    overrides: `section.key=value`, the value as in TOML; a bare word counts as a string.
-    Raises RecipeError, which lists all faults.
+    Args:
+        path: The TOML file. Relative paths in it are relative to the working directory.
+        overrides: Texts `section.key=value` that replace values of the file, with the value as in TOML; a bare word
+            counts as a string.
+
+    Returns:
+        The recipe, with every default filled in.
+
+    Raises:
+        RecipeError: If the file cannot be read or the recipe is not valid. The message lists all faults.
     """
     document = read_recipe_document(path, overrides=overrides)
     return parse_recipe(document, source=str(path))
 
 
 def parse_recipe(document: dict[str, Any], *, source: str = "recipe") -> Recipe:
-    """Validates a recipe given as nested dictionaries. Raises RecipeError, which lists all faults."""
+    """Validates a recipe given as nested dictionaries. Raises RecipeError, whose message lists all faults."""
     try:
         return Recipe.model_validate(document)
     except ValidationError as error:
@@ -95,7 +103,7 @@ def _faults(error: ValidationError) -> Iterator[str]:
 
 
 def _nearest(location: tuple[int | str, ...]) -> str:
-    """`; did you mean …?`, or the list of valid keys; empty if the section is not known."""
+    """Returns `; did you mean ...?` or the list of valid keys, for the message; empty if the section is unknown."""
     section: type[BaseModel] = Recipe
     for part in location[:-1]:
         annotation = section.model_fields[str(part)].annotation
@@ -108,7 +116,7 @@ def _nearest(location: tuple[int | str, ...]) -> str:
 
 
 def to_toml(recipe: Recipe) -> str:
-    """Returns the recipe, with every default filled in, as TOML that `load_recipe` reads back as an equal recipe."""
+    """Returns the recipe as TOML, with every default filled in. `load_recipe` reads it back as an equal recipe."""
     lines: list[str] = []
     for name, section in recipe.model_dump().items():
         lines.append(f"[{name}]")

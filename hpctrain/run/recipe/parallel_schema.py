@@ -1,4 +1,4 @@
-"""The recipe's section [parallel]."""
+"""The schema of the recipe's section [parallel]."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ParallelSection(Section):
 
 
 def check_enough_samples(*, global_batch: int, ranks: int, ranks_of_a_sample: int) -> None:
-    """Raises ValueError if there is not a sample for each of the data-parallel ranks."""
+    """Raises ValueError if the global batch has fewer samples than there are data-parallel ranks."""
     if global_batch * ranks_of_a_sample < ranks:
         raise ValueError(
             f"data.global_batch = {global_batch} cannot be split over run.ranks = {ranks}: every rank needs at least "
@@ -105,9 +105,13 @@ def check_parallel(
     changed: Sequence[str],
     ranks: int | None,
 ) -> None:
-    """Raises ValueError for what a model that is split as `parallel` says cannot be combined with in other sections.
+    """Raises ValueError if settings of other sections cannot be combined with the way `parallel` splits the model.
 
-    algorithm, wire: of the reduction. changed: its keys that are not as usual. ranks: None: not known yet.
+    Args:
+        algorithm: The algorithm of the reduction.
+        wire: The wire format of the reduction.
+        changed: The keys of [reduction] that differ from their defaults.
+        ranks: The number of ranks; None: not known yet.
     """
     for name, size in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
         if ranks is not None and ranks % size:
@@ -157,9 +161,9 @@ def _check_sharding(parallel: ParallelSection, *, algorithm: str, wire: str, cha
 
 
 def _check_sharded_reduction(*, algorithm: str, wire: str, others: Sequence[str], within: Within) -> None:
-    """Raises ValueError for keys of [reduction] that FSDP2, which reduces sharded gradients, does not follow.
+    """Raises ValueError for keys of [reduction] that FSDP2 ignores, which reduces sharded gradients.
 
-    others: keys that are set besides algorithm and wire.
+    others: the keys that are set besides algorithm and wire.
     """
     for key, value, known in (
         ("algorithm", algorithm, SHARDED_ALGORITHMS),

@@ -203,7 +203,7 @@ class DataSection(Section):
         return self
 
 
-# Keys of the section [optimizer] that say nothing of an optimizer of the user's.
+# Keys of the section [optimizer] that do not apply to a user's own optimizer.
 OF_NAMED_OPTIMIZERS = frozenset({"name", "momentum", "betas", "weight_decay"})
 
 
@@ -370,11 +370,11 @@ class Recipe(Section):
 
     @property
     def micro_batches(self) -> int:
-        """Parts in which a rank computes its share of a batch."""
+        """The number of parts in which a rank computes its share of a batch."""
         return self.parallel.micro_batches if self.parallel.pipeline > 1 else self.data.micro_batches
 
     def _check_pipeline(self) -> None:
-        """Raises ValueError for what a pipeline cannot be combined with, outside of its section."""
+        """Raises ValueError if settings of other sections cannot be combined with a pipeline."""
         if self.data.micro_batches != 1:
             raise ValueError("data.micro_batches: with parallel.pipeline set parallel.micro_batches instead")
         if self.data.on_damage == "skip":

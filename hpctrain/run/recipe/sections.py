@@ -1,4 +1,4 @@
-"""Sections of the recipe: [checkpoint], [guards], [limits], [stop], [stragglers], [telemetry]."""
+"""The schemas of the recipe's sections [checkpoint], [guards], [limits], [stop], [stragglers] and [telemetry]."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.scaling import parse_trace_steps
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, no unknown keys, no implicit type conversion."""
+    """The base of all sections: immutable, without unknown keys and implicit type conversions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 

@@ -1,4 +1,4 @@
-"""Section [slurm] of the recipe."""
+"""The schema of the recipe's section [slurm]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the figures of two measurements, round by round, and says which fell by more than noise explains."""
+"""Compares two measurements round by round, and finds which figures fell by more than noise explains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hpctrain.scaling.statistics.intervals import (
 #
 # Under the hypothesis that nothing changed, the labels of the measurements may be exchanged. Where the two
 # groups were measured in turns, the two values of a round may be exchanged, which flips the sign of the
-# difference; else all values may be dealt anew to the two groups. A round's labels are exchanged for all
+# difference; otherwise all values may be divided anew into two groups. A round's labels are exchanged for all
 # figures together, so figures may depend on each other. The p of a figure is the share of arrangements
 # whose largest statistic of ANY figure reaches that of this figure: the probability of one false alarm
 # among all figures is at most the chosen level.
@@ -43,8 +43,14 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PermutationTest:
-    """p: of each figure, adjusted for all of them. arrangements: number that were evaluated, the actual one among them.
-    exact: whether these are all there are; else they were drawn at random. least_p: the smallest p that is possible."""
+    """The result of a permutation test.
+
+    Attributes:
+        p: The p-value of each figure, adjusted for all of them.
+        arrangements: The number of arrangements evaluated, including the actual one.
+        exact: Whether these are all arrangements; otherwise they were drawn at random.
+        least_p: The smallest possible p-value.
+    """
 
     p: tuple[float, ...]
     arrangements: int
@@ -58,8 +64,8 @@ class PermutationTest:
 def paired_decrease(differences: NDArray[np.float64], *, seed: int = 0) -> PermutationTest:
     """Tests whether the mean of each column is below zero by more than noise.
 
-    differences: shape (rounds, figures), second minus first value of a round. All 2^rounds signs are enumerated up to
-    `ALL_UP_TO`; beyond that `DRAWS` are drawn with `seed`. With five rounds no p is below 1/32.
+    differences: shape (rounds, figures), the second value of a round minus the first. All 2^rounds signs are enumerated
+    up to `ALL_UP_TO`; beyond that `DRAWS` are drawn with `seed`. With five rounds no p-value is below 1/32.
     """
     rounds = len(differences)
     exact = 2**rounds <= ALL_UP_TO
@@ -80,9 +86,9 @@ def unpaired_decrease(
 ) -> PermutationTest:
     """Tests whether the mean of each column is lower in `second` than in `first` by more than noise.
 
-    first, second: shapes (rounds, figures); the numbers of rounds may differ. All ways to deal the rounds to two groups
-    are enumerated up to `ALL_UP_TO`; beyond that `DRAWS` are drawn with `seed`. With five rounds in each group no p is
-    below 1/252, with three 1/20.
+    first, second: shape (rounds, figures); the numbers of rounds may differ. All divisions of the rounds into two
+    groups are enumerated up to `ALL_UP_TO`; beyond that `DRAWS` are drawn with `seed`. No p-value is below 1/252 with
+    five rounds in each group, or below 1/20 with three.
     """
     values = np.concatenate([first, second])
     total, taken = len(values), len(second)
@@ -108,7 +114,10 @@ def unpaired_decrease(
 
 
 def _adjusted(statistic: NDArray[np.float64], *, exact: bool) -> PermutationTest:
-    """statistic: shape (arrangements, figures), the actual arrangement first; large values: lower in the second."""
+    """Returns the test with p-values adjusted for the number of figures.
+
+    statistic: shape (arrangements, figures), the actual arrangement first. Large values mean lower in the second.
+    """
     largest = statistic.max(axis=1)
     actual = statistic[0]
     reached = largest[:, None] >= actual[None, :] - _TOLERANCE * np.abs(actual)[None, :]
@@ -127,12 +136,18 @@ POWER = 0.95
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FigureComparison:
-    """A figure of two measurements; higher is better. Figure `ALL_FIGURES` is the geometric mean of the others.
+    """The comparison of one figure, of which higher values are better.
 
-    ratio: new / old with its interval. p_fell, p_rose: adjusted for all figures, one-sided.
-    noise: standard deviation of one repeat, relative. detectable: relative decrease that a comparison with this noise
-    and as many repeats finds in 95% of cases (normal theory, without the adjustment for several figures).
-    fell: the figure fell by more than its noise, and by more than the threshold.
+    `ALL_FIGURES` is the geometric mean of the others.
+
+    Attributes:
+        ratio: New / old with its interval.
+        p_fell: The one-sided p-value of a decrease, adjusted for all figures.
+        p_rose: The one-sided p-value of an increase, adjusted for all figures.
+        noise: The relative standard deviation of one repeat.
+        detectable: The relative decrease that a comparison with this noise and number of repeats finds in 95% of cases
+            (normal theory, without the adjustment for several figures).
+        fell: Whether the figure fell by more than its noise and by more than the threshold.
     """
 
     name: str
@@ -150,7 +165,14 @@ class FigureComparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """paired: whether the rounds alternated. exact, arrangements: of the permutation test; least_p: its smallest p."""
+    """The comparison of two measurements.
+
+    Attributes:
+        paired: Whether the rounds alternated.
+        exact: As in `PermutationTest`.
+        arrangements: As in `PermutationTest`.
+        least_p: As in `PermutationTest`.
+    """
 
     figures: tuple[FigureComparison, ...]
     paired: bool
@@ -178,10 +200,15 @@ def compare_rounds(
     level: float = LEVEL,
     seed: int = 0,
 ) -> Comparison:
-    """Compares figure -> value of each round, in the order of the rounds; higher values are better.
+    """Compares the figures of two measurements, of which higher values are better.
 
-    Both must have the same figures, each with a value of every round; with `paired` round r of both belong together.
-    threshold: relative decrease that is tolerated. alpha: probability of a false alarm among all figures.
+    Args:
+        old: The first measurement: the values of each round by figure, in the order of the rounds.
+        new: The second measurement, with the same figures and a value for every round of its own.
+        paired: Whether round r of both belong together.
+        threshold: The relative decrease that is tolerated.
+        alpha: The probability of a false alarm among all figures.
+
     Raises ValueError if there are fewer than two rounds, figures differ, or a value is not positive.
     """
     if not old or set(old) != set(new):

@@ -1,4 +1,4 @@
-"""Fits of scaling laws to the rates of a sweep, with standard errors, and the choice among them."""
+"""Fits scaling laws to the rates of a sweep, with standard errors, and chooses among them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEAK = "weak"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A parameter of a law: where its fit starts, and the bounds within which it has a meaning."""
+    """A parameter of a law: the start value of its fit, and the bounds within which it is meaningful."""
 
     name: str
     start: float
@@ -36,10 +36,13 @@ class Parameter:
 class ScalingLaw:
     """A law that can be fitted to a sweep.
 
-    formula: for readers, S(N) is the speedup over one rank. parameters: besides the rate of one rank, which every fit
-    has. speedup: S at each number of ranks; its second argument are the parameters in their order.
-    modes: scalings (`strong`, `weak`) for which the law was made.
-    peak: returns the number of ranks with the highest rate, from the parameters; None if the rate grows for ever.
+    Attributes:
+        formula: The law as text, where S(N) is the speedup over one rank.
+        parameters: The parameters besides the rate of one rank, which every fit has.
+        speedup: A function that returns S for numbers of ranks and the parameters in their order.
+        modes: The kinds of scaling (`strong`, `weak`) for which the law is meant.
+        peak: A function that returns the number of ranks with the highest rate, from the parameters; None if the rate
+            grows for ever.
     """
 
     name: str
@@ -53,7 +56,7 @@ class ScalingLaw:
 def laws_of(mode: str) -> tuple[ScalingLaw, ...]:
     """Returns the laws for `strong` or `weak` scaling, those with fewer parameters first.
 
-    Another law, such as a model of the machine, is fitted by adding it: `fit_laws(..., laws=(*laws_of(mode), mine))`.
+    Another law, such as a model of the machine, is fitted by `fit_laws(..., laws=(*laws_of(mode), mine))`.
     """
     return tuple(law for law in _LAWS if mode in law.modes)
 
@@ -100,9 +103,9 @@ _MISFIT = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedParameter:
-    """A parameter's value, its standard error, and its t interval, clipped to the parameter's range.
+    """A parameter's value, its standard error, and its t interval, clipped to the parameter's bounds.
 
-    All but the value are None for a parameter on its bound, where the errors of least squares do not hold, and where
+    Error and interval are None if the parameter is on its bound, where the errors of least squares are invalid, or if
     no degree of freedom is left.
     """
 
@@ -118,14 +121,19 @@ class FittedParameter:
 class LawFit:
     """A law fitted to the logarithms of all measured rates.
 
-    rate_1: rate of one rank, in the unit of the rates. residual: standard deviation of measured / fitted rates around
-    1, with the degrees of freedom taken off; None if none are left. aicc: Akaike's criterion, corrected for few
-    values; lower is better, only differences count; None if there are too few values for it.
-    checked_by: number of sizes beyond the number of parameters. At 0 the law goes through the means whatever they are.
-    misfit_p: probability of means this far from the law if the law holds (F test of the lack of fit against the spread
-    of repeats); None if it cannot be tested. peak_ranks: number of ranks with the highest rate, None if it grows for
-    ever. efficiency: of each measured size by this law, relative to the smallest size; predicted: the same beyond the
-    largest size, where nothing was measured.
+    Attributes:
+        rate_1: The rate of one rank, in the unit of the rates.
+        residual: The standard deviation of measured / fitted rates around 1, corrected for the degrees of freedom; None
+            if none are left.
+        aicc: Akaike's criterion, corrected for few values; lower is better, and only differences count; None if there
+            are too few values.
+        checked_by: The number of sizes beyond the number of parameters; if it is 0, the law passes through the means
+            whatever they are.
+        misfit_p: The probability of means this far from the law if the law holds (F test of the lack of fit against the
+            spread of repeats); None if it cannot be tested.
+        peak_ranks: The number of ranks with the highest rate; None if it grows for ever.
+        efficiency: The efficiency of each measured size by this law, relative to the smallest size.
+        predicted: The efficiency beyond the largest size, where nothing was measured.
     """
 
     law: str
@@ -149,8 +157,10 @@ class LawFit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitChoice:
-    """All fits, and which law to use. chosen: None if the sizes are too few to prefer one, or contradict
-    all; why: the reason in words."""
+    """All fits, and the law to use.
+
+    chosen: None if there are too few sizes to prefer a law, or if they contradict all laws. why: the reason as text.
+    """
 
     fits: tuple[LawFit, ...]
     chosen: str | None
@@ -167,10 +177,14 @@ def fit_laws(
     laws: Sequence[ScalingLaw] | None = None,
     level: float = LEVEL,
 ) -> FitChoice:
-    """Fits the laws to the rates of all repeats, by number of ranks, and chooses one by AICc.
+    """Fits the laws to the rates of all repeats, and chooses one by AICc.
 
-    rates: number of ranks -> samples/s of each repeat. mode: `strong` or `weak`. laws: None for those of the mode. A
-    law with more parameters than there are sizes is left out. Raises ValueError if there is no rate.
+    Args:
+        rates: The samples/s of each repeat by number of ranks.
+        mode: `strong` or `weak`.
+        laws: The laws to fit; None: those of the mode. A law with more parameters than there are sizes is left out.
+
+    Raises ValueError if there is no rate.
     """
     if not rates or not all(rates.values()):
         raise ValueError("no rates to fit")
@@ -247,7 +261,7 @@ def _fit(law: ScalingLaw, ranks: NDArray[np.float64], logs: NDArray[np.float64],
 def _errors(
     jacobian: NDArray[np.float64], fixed: NDArray[np.bool_], *, squares: float, freedom: int
 ) -> NDArray[np.float64]:
-    """Returns the standard errors of the parameters that are not `fixed`; nan for the others."""
+    """Returns the standard errors of the parameters that are not `fixed`; NaN for the others."""
     errors = np.full(len(fixed), np.nan)
     free = jacobian[:, ~fixed]
     if freedom > 0:
@@ -257,7 +271,10 @@ def _errors(
 
 
 def _aicc(squares: float, *, count: int, num_parameters: int) -> float | None:
-    """Source: Hurvich and Tsai 1989, doi:10.1093/biomet/76.2.297. The variance counts as a parameter too."""
+    """Returns AICc, in which the variance counts as a parameter too; None if there are too few values.
+
+    Source: Hurvich and Tsai 1989, doi:10.1093/biomet/76.2.297.
+    """
     estimated = num_parameters + 1
     if count <= estimated + 1:
         return None
@@ -281,8 +298,9 @@ def _misfit(
 
 
 def _choose(fits: tuple[LawFit, ...], *, num_sizes: int) -> FitChoice:
-    """The law with the lowest AICc among those that at least one size more than their parameters can check, unless the
-    sizes' means contradict it."""
+    """Returns the law with the lowest AICc among those with fewer parameters than sizes, unless the means contradict
+    it.
+    """
     known = [fit for fit in fits if fit.aicc is not None and fit.checked_by >= 1]
     if not known:
         return FitChoice(

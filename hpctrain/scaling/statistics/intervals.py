@@ -1,8 +1,8 @@
-"""Ratios of measured rates with confidence intervals that hold for few repeats.
+"""Ratios of measured rates, with confidence intervals that are valid for few repeats.
 
-Rates are compared by their logarithms: noise multiplies a rate, so that the logarithms are closer to a normal
-distribution, and a ratio and its inverse have the same interval. The intervals are Student's t; nothing is resampled,
-since a bootstrap of three repeats can only return mixtures of these three.
+Rates are compared by their logarithms. Noise multiplies a rate, so that logarithms are closer to a normal distribution,
+and a ratio and its inverse have the same interval. The intervals are Student's t. Nothing is resampled, since a
+bootstrap of three repeats can only return mixtures of these three.
 """
 
 from __future__ import annotations
@@ -22,11 +22,16 @@ LEVEL = 0.95
 class RatioEstimate:
     """A ratio with its two-sided confidence interval, dimensionless.
 
-    value: the geometric mean. low, high: bounds at confidence `level`; None if there are too few repeats for any.
-    count: number of repeats, of the smaller group if the repeats are not paired. paired: whether numerator and
-    denominator were measured in the same rounds.
-    least, greatest: the smallest and the largest ratio of a round; None if not paired. range_level: the confidence at
-    which these two enclose the median ratio, exactly and for every distribution: 1 - 2^(1 - count).
+    Attributes:
+        value: The geometric mean.
+        low: The lower bound at confidence `level`; None if there are too few repeats.
+        high: The upper bound at confidence `level`; None if there are too few repeats.
+        count: The number of repeats; if they are not paired, of the smaller group.
+        paired: Whether numerator and denominator were measured in the same rounds.
+        least: The smallest ratio of a round; None if not paired.
+        greatest: The largest ratio of a round; None if not paired.
+        range_level: The confidence with which these two enclose the median ratio, exact for every distribution: 1 -
+            2^(1 - count).
     """
 
     value: float
@@ -40,7 +45,7 @@ class RatioEstimate:
     range_level: float | None = None
 
     def scaled(self, factor: float) -> RatioEstimate:
-        """Returns the estimate of `factor` times the ratio."""
+        """Returns the estimate of the ratio times `factor`."""
 
         def times(value: float | None) -> float | None:
             return None if value is None else factor * value
@@ -59,7 +64,7 @@ def paired_ratio(
 ) -> RatioEstimate:
     """Returns the mean ratio of values measured in the same rounds: element r of both is from round r.
 
-    What a round has in common (another user's job, a warm machine) cancels. The interval is Student's t of the
+    Influences on a whole round (another user's job, a warm machine) cancel. The interval is Student's t of the
     logarithms of the ratios. Raises ValueError if the lengths differ or a value is not positive.
     """
     logs = [_log(a) - _log(b) for a, b in zip(numerators, denominators, strict=True)]

@@ -1,4 +1,4 @@
-"""Says in plain words that scipy, an optional dependency, is missing."""
+"""Checks that scipy, an optional dependency, is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hpctrain.errors import UsageError
 
 
 def check_scipy() -> None:
-    """Raises UsageError if scipy is not installed. To be called before what computes with it is imported."""
+    """Raises UsageError if scipy is not installed. Call it before importing what needs scipy."""
     if importlib.util.find_spec("scipy") is None:
         raise UsageError(
             "intervals and fits need scipy, which is not installed: pip install 'hpctrain[scaling]'"

@@ -1,1 +1,1 @@
-"""Traces of chosen steps: clock offsets between nodes, and Chrome JSON."""
+"""Traces of chosen steps: clock offsets between nodes, and Chrome's JSON format."""

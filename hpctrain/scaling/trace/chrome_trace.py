@@ -1,4 +1,4 @@
-"""Traces of steps: the ranks' spans and Horovod's timeline are read, and written in the format of Chrome."""
+"""Reads the ranks' traces of steps and Horovod's timeline, and writes them in Chrome's format."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from hpctrain.errors import UsageError
 from hpctrain.scaling.trace.trace_steps import TRACE_FOLDER
 from hpctrain.telemetry import read_records
 
-# Reads the spans that the ranks wrote of traced steps, and puts them on rank 0's clock.
+# Reads the ranks' spans of traced steps, and converts their times to rank 0's clock.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """begin_s, end_s: seconds since 1970 by rank 0's clock. bucket: whose reduction it is; None: of the main thread."""
+    """A named interval. `begin_s` and `end_s` are in seconds since 1970 by rank 0's clock.
+
+    bucket: the bucket whose reduction it is; None: a span of the main thread.
+    """
 
     step: int
     name: str
@@ -30,7 +33,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
-    """The spans of one rank in one range of steps. error_s: how far they may be off rank 0's clock."""
+    """The spans of one rank in one range of steps. `error_s` is the largest error of its clock relative to rank 0's."""
 
     rank: int
     node: str
@@ -39,9 +42,9 @@ class RankTrace:
 
 
 def read_traces(directory: Path) -> list[RankTrace]:
-    """Returns what all ranks of the run in `directory` traced, of every range of steps.
+    """Returns the traces of all ranks of the run in `directory`, for every range of steps.
 
-    Raises UsageError if there is none, or if it cannot be read.
+    Raises UsageError if there is no trace or it cannot be read.
     """
     folders = sorted((directory / TRACE_FOLDER).glob("step-*"))
     found = [trace for folder in folders for trace in _read_range(folder)]
@@ -102,10 +105,11 @@ _MAIN = 0
 def chrome_trace(
     traces: Sequence[RankTrace], *, horovod: Sequence[dict[str, Any]] = (), until_margin_s: float = 0.1
 ) -> dict[str, Any]:
-    """Returns one trace: a process for each rank, with its main thread and as many rows as buckets are in flight.
+    """Returns one trace with a process per rank. A process has a row for its main thread and one per bucket in flight.
 
-    Times are microseconds since the first span. horovod: events of Horovod's timeline, with times in microseconds since
-    1970; those from the first span to the last are added, with a margin on both sides. At least one span.
+    Times are in microseconds since the first span; there must be at least one span. horovod: events of Horovod's
+    timeline, with times in microseconds since 1970. Those between the first and the last span, with a margin on both
+    sides, are added.
     """
     spans = [span for trace in traces for span in trace.spans]
     zero_s = min(span.begin_s for span in spans)
@@ -136,7 +140,7 @@ def _rank_events(trace: RankTrace, *, zero_s: float) -> Iterable[dict[str, Any]]
     yield _named("thread_name", "main", rank=trace.rank)
     for span in sorted((s for s in trace.spans if s.bucket is None), key=lambda s: s.begin_s):
         yield _event(span, rank=trace.rank, row=_MAIN, zero_s=zero_s)
-    rows: list[float] = []  # until when each row is taken: spans of a row must not overlap
+    rows: list[float] = []  # the end of each row's last span: spans of a row must not overlap
     for span in sorted((s for s in trace.spans if s.bucket is not None), key=lambda s: s.begin_s):
         free = [row for row, until_s in enumerate(rows) if until_s <= span.begin_s]
         row = free[0] if free else len(rows)
@@ -169,10 +173,11 @@ _EPOCH = "start_time_since_epoch_in_micros"
 
 
 def read_horovod_timeline(path: Path) -> list[dict[str, Any]]:
-    """Returns the events with `ts` in microseconds since 1970 by the clock of rank 0's node, where it was written.
+    """Returns the events of Horovod's timeline, with `ts` in microseconds since 1970.
 
-    The end may be missing. Raises UsageError if the file cannot be read, or does not say when it began (Horovod before
-    0.21). Source of the format: horovod/common/timeline.cc of Horovod 0.28.1.
+    The clock is that of rank 0's node, where the file was written. The end of the file may be missing. Raises
+    UsageError if it cannot be read or does not contain its start time (Horovod before 0.21). Source of the format:
+    horovod/common/timeline.cc of Horovod 0.28.1.
     """
     try:
         events = _events(path.read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""How far the nodes' monotonic clocks are apart, by messages that go there and back.
+"""Measures the offsets between the nodes' monotonic clocks with messages that travel there and back.
 
-Source: F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989: the clock was read halfway
-through a round trip, give or take half of it, and the shortest of several trips has the smallest error.
+Source: F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989. The other clock was read
+halfway through a round trip, with an error of at most half of it; the shortest of several trips has the smallest error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _WHAT = "a message that compares the clocks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockOffset:
-    """At `clock_s` of this rank's `time.perf_counter` rank 0's was `offset_s` more, give or take `error_s`."""
+    """The offset of rank 0's clock: at `clock_s` of this rank's `time.perf_counter` it was `offset_s` ahead.
+
+    error_s: the largest error of the offset.
+    """
 
     clock_s: float
     offset_s: float
@@ -30,9 +33,9 @@ class ClockOffset:
 def measure_clock_offset(world: World, topology: Topology) -> ClockOffset:
     """Compares this rank's clock with rank 0's. Collective.
 
-    The ranks of a node share its clock (`CLOCK_MONOTONIC` on Linux), so the first rank of each compares it with rank 0,
-    one after another, and all ranks of the node use its result. Exact, 0, on one node, and with a backend that has no
-    messages.
+    The ranks of a node share its clock (`CLOCK_MONOTONIC` on Linux). The first rank of each node compares it with rank
+    0, one after another, and all ranks of the node use the result. The offset is exactly 0 on one node, and with a
+    backend without messages.
     """
     here = ClockOffset(clock_s=time.perf_counter(), offset_s=0.0, error_s=0.0)
     if topology.num_nodes == 1 or (transport := world.transport(topology)) is None:

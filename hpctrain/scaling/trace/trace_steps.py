@@ -1,4 +1,4 @@
-"""Which steps are traced, as in the recipe's `telemetry.trace_steps`. Pure."""
+"""Parses which steps are traced, as in the recipe's `telemetry.trace_steps`. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ TRACE_FOLDER = "trace"  # in the run directory
 
 
 def parse_trace_steps(text: str) -> tuple[range, ...]:
-    """Returns the ranges of steps of e.g. `100-105,2000`: ascending, with a step between two of them.
+    """Returns the ranges of steps in a text such as `100-105,2000`. They ascend, with a gap between two ranges.
 
-    Raises ValueError for anything else.
+    Raises ValueError for any other text.
     """
     found: list[range] = []
     for part in text.split(","):

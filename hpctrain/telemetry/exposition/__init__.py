@@ -1,1 +1,1 @@
-"""A run's metrics by name, and how monitoring systems get them."""
+"""A run's metrics by name, and how monitoring systems receive them."""

@@ -1,7 +1,7 @@
-"""Catalogue of the metrics that a running process exposes: names, types, units, labels, and what each is for.
+"""The catalogue of the metrics that a running process exposes: names, types, units, labels and purposes.
 
 Names follow Prometheus' rules (prometheus.io/docs/practices/naming): base units, `_total` for counters. The guide
-`docs/guides/metrics-out.md` has this table; a test compares the two.
+`docs/guides/metrics-out.md` contains this table; a test compares the two.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 class MetricType(enum.Enum):
-    """Type of a metric, by Prometheus' names."""
+    """The type of a metric, by Prometheus' names."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -19,10 +19,10 @@ class MetricType(enum.Enum):
 
 
 class Scope(enum.Enum):
-    """Which processes expose a metric.
+    """The processes that expose a metric.
 
-    RUN: rank 0 only; it is a figure of the whole run. RANK: the first rank of each node, if it records its steps; the
-    label `rank` says which one it is.
+    RUN: rank 0 only, since the metric describes the whole run. RANK: the first rank of each node, if it records its
+    steps; the label `rank` is its number.
     """
 
     RUN = "run"
@@ -33,8 +33,10 @@ class Scope(enum.Enum):
 class Metric:
     """One metric.
 
-    labels: besides `rank`, which all metrics of `Scope.RANK` have. serves: of M1 to M15. buckets: upper bounds of
-    a histogram's buckets, ascending, without infinity.
+    Attributes:
+        labels: Its labels besides `rank`, which all metrics of `Scope.RANK` have.
+        serves: The purposes, of M1 to M15, that it serves.
+        buckets: The upper bounds of a histogram's buckets, ascending, without infinity.
     """
 
     name: str
@@ -51,7 +53,7 @@ class Metric:
         return (*(("rank",) if self.scope is Scope.RANK else ()), *self.labels)
 
 
-# What distinguishes the series of two runs: labels of the scrape target, or of every series in a text file.
+# The labels that distinguish the series of two runs: of the scrape target, or of every series in a text file.
 # `run_id` is a hash of the run directory, so it stays the same over restarts and requeues.
 RUN_LABELS = ("run", "run_id")
 INFO_LABELS = (
@@ -70,7 +72,7 @@ STEP_PARTS = (
     "other",
 )
 
-# Six a decade: a quantile that is interpolated within one is wrong by a fifth of its value at most.
+# Six bounds per decade: a quantile that is interpolated between two is wrong by at most a fifth of its value.
 STEP_BUCKETS_S = tuple(
     float(f"{digit}e{exponent}") for exponent in range(-3, 2) for digit in (1, 1.5, 2, 3, 5, 7)
 )

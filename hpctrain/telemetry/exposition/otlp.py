@@ -19,13 +19,12 @@ _UNITS = {"seconds": "s", "bytes": "By", "joules": "J", "ratio": "1", "": ""}
 
 @final
 class OtlpSink:
-    """Sends all metrics of this process to `endpoint` every `every_s` seconds, on a thread of its own.
+    """Sends all metrics of this process to `endpoint` every `every_s` seconds, on its own thread.
 
-    endpoint: such as `http://127.0.0.1:4318`, without `/v1/metrics`. OTEL_EXPORTER_OTLP_HEADERS and the other variables
-    of OpenTelemetry's exporter hold, so that keys need not be in a recipe. resource: attributes of this process.
-    When the collector does not take the metrics there is one warning; nothing is lost while it is away, since counters
-    are sums from the beginning of the process.
-    Raises ImportError if OpenTelemetry's packages are not installed.
+    endpoint: a URL such as `http://127.0.0.1:4318`, without `/v1/metrics`. OTEL_EXPORTER_OTLP_HEADERS and the other
+    variables of OpenTelemetry's exporter apply, so that keys need not be in a recipe. resource: attributes of this
+    process. If the collector does not accept the metrics, there is one warning. Nothing is lost meanwhile, since
+    counters are sums since the start of the process. Raises ImportError if OpenTelemetry's packages are not installed.
     """
 
     name = "OpenTelemetry export"
@@ -65,7 +64,7 @@ class OtlpSink:
         self._metrics.receive(record)
 
     def close(self) -> None:
-        """Sends for the last time, in 5 s at most."""
+        """Sends the metrics a last time, in at most 5 s."""
         self._closed.set()
         self._thread.join(_REQUEST_S + 1)
         self._exporter.shutdown()
@@ -93,7 +92,7 @@ class OtlpSink:
 
 
 class _Log(logging.Handler):
-    """Keeps the first message since `text` was emptied."""
+    """Keeps the first log message since `text` was cleared."""
 
     text = ""
 
@@ -102,9 +101,10 @@ class _Log(logging.Handler):
 
 
 def metrics_data(metrics: RunMetrics, *, resource: Any, started_ns: int) -> Any:
-    """Returns the metrics that have values now, as OpenTelemetry's `MetricsData`. resource: OpenTelemetry's `Resource`.
+    """Returns the metrics that have values as OpenTelemetry's `MetricsData`.
 
-    Names are those of the catalogue without `_total`, which Prometheus appends again.
+    Names are those of the catalogue without `_total`, which Prometheus appends again. resource: OpenTelemetry's
+    `Resource`.
     """
     from opentelemetry.sdk.metrics import export
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope

@@ -1,4 +1,4 @@
-"""Prometheus: an HTTP endpoint that it scrapes, or a text file that node exporter reads."""
+"""Exposes metrics to Prometheus: over an HTTP endpoint that it scrapes, or in a text file that node exporter reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CLOSING_MAY_TAKE_S = 5.0
 
 
 def missing_prometheus_client() -> str | None:
-    """Returns what to do if the package prometheus-client is not installed; None if it is."""
+    """Returns what to install if the package prometheus-client is missing, else None."""
     if importlib.util.find_spec("prometheus_client") is not None:
         return None
     return "needs prometheus-client, which is not installed: pip install 'hpctrain[metrics]'"
@@ -27,9 +27,9 @@ def missing_prometheus_client() -> str | None:
 
 @final
 class PrometheusEndpoint:
-    """Sink: exposes `metrics` at `http://address:port/metrics`, from threads of its own.
+    """A sink that exposes `metrics` at `http://address:port/metrics`, from its own threads.
 
-    port: 0 for one that is free. Raises OSError if the port is in use or the address is not this machine's.
+    port: 0 chooses a free port. Raises OSError if the port is in use or the address is not of this machine.
     """
 
     name = "Prometheus endpoint"
@@ -55,10 +55,11 @@ class PrometheusEndpoint:
 
 @final
 class PrometheusTextFile:
-    """Sink: replaces `path` by a new file with all metrics every `every_s` seconds, on a thread of its own.
+    """A sink that replaces the file `path` with all metrics every `every_s` seconds, on its own thread.
 
     Every series has the labels `labels`, so that node exporter can merge the files of several runs. The file is removed
-    at the end: node exporter would show the values of a dead run for ever. Raises OSError if it cannot be written.
+    at the end, since node exporter would otherwise show the values of a dead run for ever. Raises OSError if it cannot
+    be written.
     """
 
     name = "Prometheus text file"
@@ -113,7 +114,7 @@ def _registry(metrics: RunMetrics, *, labels: Mapping[str, str] | None = None) -
 
 
 class _Collector:
-    """prometheus_client's view of the metrics. labels: of every series besides its own."""
+    """Gives prometheus_client the metrics. `labels` are added to every series."""
 
     def __init__(self, metrics: RunMetrics, *, labels: Mapping[str, str]) -> None:
         self._metrics = metrics
@@ -149,9 +150,10 @@ def _family(metric: Metric, series: Sequence[Series], *, labels: Mapping[str, st
 
 @final
 class TargetsFile:
-    """Sink that passes over all records: its file is there as long as the run. For rank 0.
+    """A sink that ignores all records and keeps a file of targets for Prometheus while the run lasts. For rank 0.
 
-    targets: `host:port` of each endpoint. labels: of every target. Raises OSError if the file cannot be written.
+    targets: `host:port` of each endpoint. labels: the labels of every target. Raises OSError if the file cannot be
+    written.
     """
 
     name = "file with Prometheus' targets"

@@ -1,4 +1,4 @@
-"""The values of a run's metrics, from its records. Knows no monitoring system; a sink hands the records on."""
+"""Computes the values of a run's metrics from its records. Sinks pass them on to monitoring systems."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.telemetry.exposition.catalogue import (
     Scope,
 )
 
-# Returns a value that is read when it is asked for; None: there is none now. Called on the thread that asks.
+# Returns a value at the moment of the request, on the requesting thread; None: there is no value now.
 Probe = Callable[[], float | None]
 # Name, label values (without the rank), value.
 Value = tuple[str, tuple[str, ...], float]
@@ -32,9 +32,12 @@ _KNOWN_LABELS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One series of a metric. labels: values, in the order of `Metric.all_labels`. value: a histogram's sum.
+    """One series of a metric.
 
-    counts: a histogram's observations in each bucket; the last one is above all bounds.
+    Attributes:
+        labels: Its label values, in the order of `Metric.all_labels`.
+        value: The value; for a histogram the sum of the observations.
+        counts: A histogram's number of observations per bucket; the last bucket is above all bounds.
     """
 
     labels: tuple[str, ...]
@@ -59,10 +62,12 @@ class _Histogram:
 
 @final
 class RunMetrics:
-    """Values of the metrics that this process exposes. `receive` may be called on one thread, `snapshot` on others.
+    """The values of the metrics that this process exposes. `receive` and `snapshot` may be called on different threads.
 
-    rank: of this process; metrics of the whole run are exposed on rank 0 only. given: values that are known before
-    training. probes: by name of the metric, those that are read when they are asked for.
+    Args:
+        rank: The rank of this process; metrics of the whole run are exposed on rank 0 only.
+        given: Values that are known before training.
+        probes: Functions that read a value when it is requested, by name of the metric.
     """
 
     def __init__(
@@ -110,14 +115,14 @@ class RunMetrics:
         }
 
     def receive(self, record: Mapping[str, Any]) -> None:
-        """Adds a record. Kinds that say nothing of the metrics are passed over."""
+        """Updates the values from a record. Records of kinds without metrics are ignored."""
         handler = self._handlers.get(record["kind"])
         if handler is not None:
             with self._lock:
                 handler(record)
 
     def snapshot(self) -> list[tuple[Metric, list[Series]]]:
-        """Returns the metrics of this process that have values now, in the order of the catalogue."""
+        """Returns the metrics of this process that have values, in the order of the catalogue."""
         probed = {name: probe() for name, probe in self._probes.items()}
         found = []
         with self._lock:
@@ -249,5 +254,8 @@ _ABSENT_AT_FIRST = frozenset({"hpctrain_device_compute_seconds_total"})
 
 
 def stop_reason(text: str) -> str:
-    """Returns the label of a stop. text: `reason` of a record `stopped`, the names of signals or of a limit."""
+    """Returns the label for a stop.
+
+    `text` is the field `reason` of a record `stopped`: names of signals, or a limit.
+    """
     return "signal" if text.startswith("SIG") else "time_limit"

@@ -1,1 +1,1 @@
-"""The flow of a run: the loop, its saves and evaluations, what it records."""
+"""The training loop of a recipe, with its saves, evaluations and records."""

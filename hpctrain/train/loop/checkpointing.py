@@ -31,9 +31,9 @@ from hpctrain.train.loop.settings import CheckpointPolicy
 
 
 def with_quality(state: State, *, quality: Mapping[str, float], step: int | None) -> State:
-    """Returns `state` with the newest evaluation in its document, from which the best checkpoint is determined.
+    """Adds the metrics of the newest evaluation to the document of `state`, from which the best checkpoint is chosen.
 
-    NaN and infinities are left out, since JSON does not have them; such a checkpoint is not the best.
+    NaN and infinities are left out, since JSON does not have them. A checkpoint without the metric is never the best.
     """
     finite = {name: value for name, value in quality.items() if math.isfinite(value)}
     if not finite:
@@ -43,13 +43,21 @@ def with_quality(state: State, *, quality: Mapping[str, float], step: int | None
 
 @final
 class Checkpointing:
-    """A run's checkpoints. The ranks agree through the sums of a step: `votes` are summed, `after_step` reads the sums.
+    """The checkpoints of a run. A context manager: on exit a save in flight is committed, also after an agreed error.
 
-    A context manager: a save in flight is committed on exit, also after an error that all ranks share.
-    say: prints a line for the user, on rank 0. clock: receives the time for which training is blocked, and as
-    `own_write` the time in which this rank wrote its part of a checkpoint that was committed.
-    saved_step: step whose state is already on disk. begin: starts a save; None to save into the policy's directory.
-    times: how long the newest saves took until they were committed.
+    The ranks agree through the sums of a step: each contributes `votes`, and `after_step` reads the sums.
+
+    Args:
+        policy: When and where to save.
+        say: A function that prints a line for the user, on rank 0.
+        clock: The clock that receives the time for which training is blocked, and as `own_write` the time in which this
+            rank wrote its part of a committed checkpoint.
+        requests: The user's requests to save now.
+        saved_step: The step whose state is already on disk.
+        begin: A function that starts a save; None: one into the policy's directory.
+
+    Attributes:
+        times: The seconds that the newest saves took until they were committed.
     """
 
     def __init__(
@@ -88,7 +96,10 @@ class Checkpointing:
     # ------------------------------------------------------------------ in the loop
 
     def votes(self) -> dict[str, float]:
-        """This rank's contributions to the sums of a step. Not collective; the same names on every rank."""
+        """Returns this rank's contributions to the sums of a step. Not collective.
+
+        The names are the same on every rank.
+        """
         by_time = (
             self._comm.rank == 0
             and not self._saver.would_skip
@@ -102,7 +113,7 @@ class Checkpointing:
     def after_step(self, step: int, sums: Mapping[str, float]) -> bool:
         """Advances the save in flight. Returns True if a checkpoint is due after `step`. Collective.
 
-        sums: the summed votes. Errors of the background save are raised on every rank.
+        sums: the summed votes. An error of a background save is raised on every rank.
         """
         if sums.get("saved", 0.0) == self._comm.num_ranks:
             with self._saving():
@@ -121,13 +132,15 @@ class Checkpointing:
         return True
 
     def num_saves_until_stop(self, step: int) -> int:
-        """Returns how many saves a run that trains on after `step` has to wait for if it stops at the next step."""
+        """Returns the number of saves for which the run must wait if it trains on after `step` and stops one step
+        later.
+        """
         return 1 + (self._saver.in_flight_step is not None) + self._policy.due_by_step(step)
 
     def save(self, step: int, *, capture: Callable[[], State], again: bool = False) -> None:
-        """Saves the state that `capture` returns, or starts saving it; first waits for a save in flight. Collective.
+        """Saves the state that `capture` returns, or starts to. Waits for a save in flight first. Collective.
 
-        Does nothing if the state of this step is already saved or in flight, unless `again`.
+        Does nothing if the state of this step is saved or in flight already, unless `again` is True.
         """
         if self._saved_step == step and not again:
             return
@@ -140,7 +153,7 @@ class Checkpointing:
         self._last_save_s = time.monotonic()
 
     def finish(self) -> None:
-        """Waits until no save is in flight. Collective."""
+        """Waits until the save in flight has ended. Collective."""
         with self._saving():
             self._saver.finish()
 
@@ -154,7 +167,7 @@ class Checkpointing:
                 raise
 
     def verify_newest(self) -> None:
-        """Reads the newest checkpoint back. Collective. Raises CheckpointError on every rank if it is damaged."""
+        """Reads the newest checkpoint back. Raises CheckpointError on every rank if it is damaged. Collective."""
         if self._newest is None:
             return
         with in_section(self._comm, Section.LOAD):

@@ -1,4 +1,4 @@
-"""Metrics over a held-out dataset, exact for any number of ranks."""
+"""Evaluates a task's metrics on a held-out dataset, exactly for any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def agreed_batches(
     waited: Callable[[float], None] = lambda seconds: None,
     counts_samples: bool = True,
 ) -> Iterator[Batch]:
-    """Yields `batches` with `global_skipped` set, so that `weight` is right on all ranks. Collective for each batch.
+    """Yields `batches` with `global_skipped` set, so that `Batch.weight` is right on all ranks.
 
-    Costs an all-reduce of two numbers per batch; `waited` is called with the seconds that it took. counts_samples:
-    False on ranks that read the samples of another one, which counts them.
-    Raises the same error on every rank if reading a batch failed on any; DataError if all samples of a global batch
-    are damaged.
+    Each batch is collective.
+
+    Each batch needs an all-reduce of two numbers; `waited` is called with its seconds. counts_samples: False on ranks
+    that read the same samples as another rank, which counts them. Raises the same error on every rank if a rank cannot
+    read a batch, and DataError if all samples of a global batch are damaged.
     """
     iterator = iter(batches)
     while True:
@@ -69,13 +70,13 @@ def evaluate(
 ) -> dict[str, float]:
     """Returns the means of the task's metrics over the samples of `loader`, each used once. Collective.
 
-    If the task gives weights, the means are sum(weight x metric) / sum(weight); metrics of weight 0 are not used.
-    max_samples: use only the first batches that together have this many samples; the same on every rank.
-    Damaged samples that the loader leaves out are not in the means.
-    Sums are added in rank order in float64, so the result is the same on every rank.
-    Raises UsageError on every rank if only some metrics come with weights; DataError if there are no samples or all
-    have weight 0; with a model that is split over the ranks also if the first
-    batch has none for a rank.
+    With weights from the task, a mean is sum(weight x metric) / sum(weight), where metrics of weight 0 are ignored.
+    Samples that the loader skips as damaged are not in the means. Sums are added in rank order in float64, so that the
+    result is the same on every rank.
+
+    max_samples: stop after the first batches that together have so many samples; the same on every rank. Raises
+    UsageError on every rank if only some metrics come with weights. Raises DataError if there are no samples, if all
+    have weight 0, or if the model is split and a rank has no samples in the first batch.
     """
     # Metrics may draw random numbers; training must not depend on whether there was an evaluation.
     model = runner.model
@@ -106,7 +107,7 @@ def evaluate(
                     num_samples += batch.num_samples
                     weights += weight or 0.0
                 previous = batch
-            elif previous is not None and together:  # computes again what it had before
+            elif previous is not None and together:  # computes its previous batch again
                 runner.metrics(previous)
             if max_samples is not None and batch.stop >= max_samples:
                 break
@@ -140,7 +141,10 @@ def evaluate(
 
 
 def _check_first(batch: Batch, *, comm: Collective, num_shares: int) -> None:
-    """Raises DataError on every rank if the first batch has no samples for one: what could it compute? Collective."""
+    """Raises DataError on every rank if a rank has no samples in the first batch. Collective.
+
+    Such a rank could not take part in forward.
+    """
     if not is_true_everywhere(comm, batch.num_samples > 0):
         raise DataError(
             "the first evaluation batch has no samples for a rank, which must take part in forward of a split model: "

@@ -1,4 +1,4 @@
-"""What protects a run from its own steps: divergence, memory that runs out, ranks with unequal shares of the data."""
+"""Protects a run against divergence, lack of memory and unequal shares of the data."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from hpctrain.train.task.loss_weights import LOSS_WEIGHT, with_mean_loss
 
 @final
 class DataBalance:
-    """Counts this rank's samples and their bytes, and compares the ranks at the end of an epoch.
+    """Counts this rank's samples and their bytes, and compares the ranks at the end of each epoch.
 
-    most_excess: a rank that has more than the mean by more than this fraction is reported, once.
+    most_excess: the fraction by which a rank may exceed the mean; more is reported, once.
     """
 
     def __init__(
@@ -55,7 +55,10 @@ class DataBalance:
         self._num_bytes += batch.num_bytes
 
     def epoch_ended(self, epoch: int, *, step: int) -> None:
-        """Compares the ranks after `step`, the last of `epoch`; counts anew. Collective: 16 bytes from each rank."""
+        """Compares the ranks after `step`, the last of `epoch`, and resets the counts.
+
+        Collective, 16 bytes from each rank.
+        """
         num_ranks = self._comm.num_ranks
         if num_ranks == 1:
             return
@@ -75,7 +78,7 @@ class DataBalance:
 
 
 def describe_excess(counts: Sequence[int], *, what: str, most_excess: float) -> str | None:
-    """Returns a text about the rank with the most if it has too many; None if the counts, by rank, are balanced."""
+    """Returns a message about the rank with the highest count; None if the counts, by rank, are balanced."""
     mean, most = sum(counts) / len(counts), max(counts)
     if most <= mean * (1 + most_excess):
         return None
@@ -88,7 +91,7 @@ def describe_excess(counts: Sequence[int], *, what: str, most_excess: float) -> 
 
 
 def _spread(counts: Sequence[int]) -> dict[str, float]:
-    """Returns least, mean and most, and the ranks that have the least and the most."""
+    """Returns the lowest, mean and highest count, and the ranks with the lowest and the highest."""
     least, most = min(counts), max(counts)
     return {
         "least": least, "least_rank": counts.index(least), "mean": sum(counts) / len(counts),
@@ -101,15 +104,15 @@ def _spread(counts: Sequence[int]) -> dict[str, float]:
 
 T = TypeVar("T")
 
-# In the run directory: how large micro-batches may be.
+# The file in the run directory with the largest size of micro-batches.
 MICRO_BATCH = "micro-batch.json"
 _VOTE = "out_of_memory"
 
 
 def largest_micro_batch(directory: Path, *, comm: Collective) -> int | None:
-    """Returns how many samples a micro-batch may have, as an earlier start of the run found out; None: any. Collective.
+    """Returns the largest number of samples per micro-batch that an earlier start recorded. Collective.
 
-    Raises LaunchError on every rank if the file cannot be read.
+    None: no limit. Raises LaunchError on every rank if the file cannot be read.
     """
 
     def read() -> int | None:
@@ -130,17 +133,22 @@ def largest_micro_batch(directory: Path, *, comm: Collective) -> int | None:
 
 @final
 class MemoryGuard:
-    """The number of micro-batches of a rank's share, and its change after a rank ran out of memory.
+    """Holds the number of micro-batches per step, and doubles it after a rank ran out of memory.
 
-    The ranks agree through the sums of a step: `votes` are summed, `ran_out` reads the sums. A rank that ran out takes
-    part in all reductions of the step with what it has; no rank uses their result (`DistributedOptimizer.step`,
-    accepts). So the buckets that other ranks have sent by then do no harm.
+    The ranks agree through the sums of a step: each contributes `votes`, and `ran_out` reads the sums. A rank that ran
+    out still takes part in all reductions of the step, with what it has. No rank uses their results
+    (`DistributedOptimizer.step`, accepts), so buckets that other ranks have already sent do no harm.
 
-    directory: of the run. recovers: False ends the run instead. rows: the most samples of a global batch on any rank.
-    micro_batches: of the recipe. largest: samples of a micro-batch, from an earlier start. short_attempt: number of the
-    attempt of `hpctrain supervise` before this one, if that ended out of memory (as a rule because the kernel killed a
-    rank, which could not divide anything then): the micro-batches are divided at once. say: prints on rank 0.
-    Making one is collective if there is a `short_attempt`.
+    Args:
+        directory: The run directory.
+        recovers: False ends the run instead of doubling.
+        rows: The largest number of samples of a global batch on any rank.
+        micro_batches: The number of micro-batches in the recipe.
+        largest: The result of `largest_micro_batch`.
+        short_attempt: The number of the previous attempt of `hpctrain supervise`, if it ended out of memory. As a rule
+            the kernel killed a rank then, which could not divide anything, so the number is doubled at once; the
+            constructor is then collective.
+        say: A function that prints a line, on rank 0.
     """
 
     def __init__(
@@ -162,7 +170,7 @@ class MemoryGuard:
         self._rows = rows
         self._say = say
         self._records = records
-        self._shortage: str | None = None  # of this rank, in this step: what it asked for in vain
+        self._shortage: str | None = None  # the allocation that failed on this rank in this step
         self._has_updated = False
         self.num_shortages = 0
         self.num_parts = micro_batches
@@ -185,16 +193,16 @@ class MemoryGuard:
 
     @property
     def largest(self) -> int:
-        """The most samples in a micro-batch."""
+        """The largest number of samples in a micro-batch."""
         return -(-self._rows // self.num_parts)
 
     @property
     def is_short(self) -> bool:
-        """True if this rank's last `attempt` ran out of memory. Not collective."""
+        """True if this rank's last `attempt` ran out of memory."""
         return self._shortage is not None
 
     def attempt(self, compute: Callable[[int], float]) -> float:
-        """Returns `compute(num_parts)`: the loss of this rank's share. 0 if memory was short. Not collective."""
+        """Returns `compute(num_parts)`, the loss of this rank's share, or 0 if memory ran out. Not collective."""
         self._shortage = None
         try:
             return compute(self.num_parts)
@@ -211,9 +219,11 @@ class MemoryGuard:
         return 0.0
 
     def update(self, step: Callable[[], T]) -> T:
-        """Returns `step()`, the reduction and the optimizer's step. Raises OutOfMemory, on this rank, if that was short
-        of memory: smaller micro-batches would not help. The first one makes the optimizer's state, and what is free
-        between its tensors is given back then."""
+        """Returns `step()`, which reduces the gradients and steps the optimizer.
+
+        Raises OutOfMemory, on this rank only, if it runs out of memory, since smaller micro-batches would not help. The
+        first call creates the optimizer's state; free memory between its tensors is then returned to the system.
+        """
         try:
             found = step()
         except (RuntimeError, MemoryError) as error:
@@ -227,7 +237,7 @@ class MemoryGuard:
         return found
 
     def votes(self) -> dict[str, float]:
-        """This rank's contribution to the sums of a step. Not collective."""
+        """Returns this rank's contribution to the sums of a step. Not collective."""
         return {_VOTE: float(self._shortage is not None)}
 
     def ran_out(self, sums: Mapping[str, float]) -> bool:
@@ -237,7 +247,7 @@ class MemoryGuard:
     def divide(self, step: int) -> None:
         """Doubles the number of micro-batches after `ran_out`. Collective.
 
-        Raises OutOfMemory on every rank if they have one sample already.
+        Raises OutOfMemory on every rank if a micro-batch has one sample already.
         """
         who, asked = self._who()
         if self.largest == 1:
@@ -260,14 +270,17 @@ class MemoryGuard:
     # ------------------------------------------------------------------ details
 
     def _double(self, event: dict[str, Any]) -> None:
-        """Doubles the number of micro-batches, and remembers that with `event`, what made it necessary. Collective."""
+        """Doubles the number of micro-batches, and records it with its cause `event`. Collective."""
         self.num_parts *= 2
         event |= {"micro_batches": self.num_parts, "samples": self.largest}
         self._records.write({"kind": "out_of_memory", **event})
         on_rank_0(self._comm, lambda: self._remember(event))
 
     def _who(self) -> tuple[str, str]:
-        """Returns the ranks that ran out with their hosts, and what the first of them asked for. Collective."""
+        """Returns the ranks that ran out of memory with their hosts, and the allocation that failed. Collective.
+
+        It is that of the first of these ranks.
+        """
         mine = None if self._shortage is None else [socket.gethostname(), self._shortage]
         values, value_of_rank = all_gather_distinct(self._comm, mine)
         short = [rank for rank, number in enumerate(value_of_rank) if values[number] is not None]
@@ -300,10 +313,12 @@ RollBack = Callable[[Callable[[list[int]], int | None]], Resumed | None]
 
 @final
 class Guards:
-    """The guards of a run. Decisions follow from sums over the ranks, so they are the same on every rank.
+    """The guards of a run. Their decisions follow from sums over the ranks, so that they are the same on every rank.
 
-    roll_back: restores an older state. skips_data: after a roll-back the run continues with the data that
-    follow those on which it diverged, instead of repeating them. say: prints a line, on rank 0.
+    Args:
+        roll_back: A function that restores an older state.
+        skips_data: Whether a rolled-back run continues after the data on which it diverged instead of repeating them.
+        say: A function that prints a line, on rank 0.
     """
 
     def __init__(
@@ -327,8 +342,10 @@ class Guards:
         self._why_not: str | None = None  # of the step that the updater makes
 
     def accepts(self, grad_norm: float, sums: Mapping[str, float]) -> bool:
-        """For `DistributedOptimizer.step`: False if a rank ran out of memory, if the loss is not finite or jumps, or
-        if no loss counts."""
+        """Returns False if a step must be dropped; `DistributedOptimizer.step` calls it.
+
+        That is so if a rank ran out of memory, if the loss is not finite or jumps, or if all losses have weight 0.
+        """
         if self.memory.ran_out(sums):
             return False
         if sums.get(LOSS_WEIGHT) == 0:
@@ -339,7 +356,10 @@ class Guards:
         return self._why_not is None
 
     def after_update(self, step: int, outcome: StepOutcome) -> None:
-        """Notes the outcome of `step`. Not collective. Raises DivergedError on every rank if too many were dropped."""
+        """Records the outcome of `step`.
+
+        Raises DivergedError on every rank if too many steps were dropped. Not collective.
+        """
         divergence, why_not = self.divergence, self._why_not
         if why_not is not None:
             if divergence.skipped_in_row == 0:
@@ -356,7 +376,10 @@ class Guards:
         return self.divergence.skipped_in_row == 0
 
     def roll_back(self) -> Resumed | None:
-        """Restores an older state, and lowers the learning rate. Collective. Returns None if that is not possible."""
+        """Restores an older state and lowers the learning rate.
+
+        Returns None if no roll-back is possible. Collective.
+        """
         if not self.divergence.may_roll_back:
             return None
         resumed = self._roll_back(self.divergence.choose)

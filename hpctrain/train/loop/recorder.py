@@ -1,4 +1,4 @@
-"""What a run reports: a record for each step, the progress line, and the totals at the end. Does not communicate."""
+"""Writes a run's records: one per step, the progress line and the totals at the end. Does not communicate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DamageLog:
         self._written = [0] * len(self._checkers)
 
     def write(self, *, step: int) -> None:
-        """Records the blocks found since the last call; prints the first _TOLD of the run. step: for the records."""
+        """Records the damaged blocks found since the last call under `step`, and prints the first _TOLD of the run."""
         for place, checker in enumerate(self._checkers):
             for damage in checker.damages[self._written[place] :]:
                 self._written[place] += 1
@@ -48,12 +48,12 @@ class DamageLog:
                     tell(f"rank {self._rank}: damaged data in {checker.directory}: {damage.describe()}{more}")
 
 
-# Records what the energy counters of this rank's node count.
+# Records the energy counters of this rank's node.
 
 
 @final
 class EnergyLog:
-    """Writes the readings of `meter` as records. joules: of all readings so far, by source."""
+    """Writes the readings of an energy meter as records. `joules` is the sum of all readings, by source."""
 
     def __init__(self, records: RecordWriter, meter: EnergyMeter) -> None:
         self._records = records
@@ -64,14 +64,14 @@ class EnergyLog:
         self._meter.start()
 
     def write(self, *, step: int) -> None:
-        """Records the readings since the last call. step: the last one that ended."""
+        """Records the readings since the last call. `step` is the last step that has ended."""
         for record in self._meter.take():
             for source, joules in record["joules"].items():
                 self.joules[source] += joules
             self._records.write({**record, "step": step})
 
     def close(self, *, step: int) -> None:
-        """Reads for the last time."""
+        """Records the last readings and closes the meter."""
         self._meter.close()
         self.write(step=step)
 
@@ -80,9 +80,12 @@ class EnergyLog:
 
 
 class ProgressLine:
-    """Prints step, loss, samples/s and remaining time. Prints nothing if `silent`, as on all ranks but rank 0.
+    """Prints step, loss, samples/s and remaining time on rank 0.
 
-    every_s: seconds between lines. on_terminal: True if the user sees the output on a terminal.
+    Args:
+        every_s: The seconds between lines.
+        silent: True on all other ranks.
+        on_terminal: Whether the user sees the output on a terminal, where the line is updated in place.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class ProgressLine:
         self._history: deque[tuple[float, int, int]] = deque(maxlen=200)
 
     def step(self, *, step: int, epoch: int, loss: float, lr: float, num_samples: int) -> None:
-        """Reports a step. step: number of steps done; num_samples: samples of this step over all ranks."""
+        """Reports a step. `step` is the number of steps done, `num_samples` the samples of this step over all ranks."""
         if self._silent:
             return
         now = time.monotonic()
@@ -149,18 +152,21 @@ def _duration(seconds: float) -> str:
 # What a run reports.
 
 
-# Between two records of the buckets' mean times.
+# Steps between two records of the buckets' mean times.
 BUCKETS_EVERY_STEPS = 100
 
 
 @final
 class RunRecorder:
-    """Records one run on one rank.
+    """Records one run on one rank. A context manager, during which the energy meter is read.
 
-    clock: the seconds of the current step by name; whatever takes time adds to it. world: whose messages about a rank
-    that hangs name the step. counts_samples: False on ranks whose samples another rank counts: their records have none.
-    meter: of this node's energy, which is read while the recorder is entered as
-    a context manager; None if this rank reads none.
+    Args:
+        world: The communicator, whose messages about a rank that hangs name the step.
+        counts_samples: False on ranks whose samples another rank counts; their records have none.
+        meter: The energy meter of this node; None on ranks that do not read it.
+
+    Attributes:
+        clock: The seconds of the current step by name, to which everything that takes time adds.
     """
 
     def __init__(
@@ -220,11 +226,13 @@ class RunRecorder:
         })  # fmt: skip
 
     def begins(self, step: int) -> None:
-        """Step number `step`, counted from 1, begins."""
+        """Sets the step that is about to run, counted from 1."""
         self._world.step = step
 
     def reduced(self, outcome: StepOutcome, *, seconds: float) -> None:
-        """Records the updater's step, which took `seconds`, whether it was applied or skipped."""
+        """Records the reduction and the optimizer's step, which took `seconds` together, whether it was applied or
+        skipped.
+        """
         now = time.perf_counter()
         sync_ended = now - outcome.update_s
         self.clock.add("sync", seconds=outcome.sync_s)
@@ -242,7 +250,7 @@ class RunRecorder:
     def ends(
         self, batch: Batch, outcome: StepOutcome, *, position: Position, lr: float
     ) -> Mapping[str, float]:
-        """The step that led to `position` has ended, with its save and evaluation. Returns its seconds by name."""
+        """Records the step that led to `position`, after its save and evaluation. Returns its seconds by name."""
         self._loss = outcome.sums["loss"]
         self._steps += 1
         self._bucket_times.add(outcome.times)
@@ -285,7 +293,7 @@ class RunRecorder:
     def rolled_back(
         self, resumed: Resumed, *, step: int, why: str, num_roll_backs: int, lr_factor: float
     ) -> None:
-        """The run was rolled back while it did `step`; that step has no record."""
+        """Records that the run was rolled back during `step`. That step has no record of its own."""
         self._add(self.clock.lap())
         self.records.write({
             "kind": "roll_back", "time": time.time(), "step": step, "to_step": resumed.position.step,
@@ -317,12 +325,15 @@ class RunRecorder:
         })  # fmt: skip
 
     def finished(self, quality: Mapping[str, float]) -> None:
-        """Records the end of the run, after the last evaluation and save. quality: the metrics of that evaluation."""
+        """Records the end of the run, after the last evaluation and save.
+
+        `quality` holds the metrics of that evaluation.
+        """
         self.final_quality = quality
         self._add({"checkpoint": self.clock.lap().get("checkpoint", 0.0)})
 
     def totals(self, position: Position, *, num_checkpoints: int) -> Totals:
-        """Returns what was done so far, by this process."""
+        """Returns the totals of this process so far."""
         resumed = self._resumed
         return Totals(
             position=position,
@@ -347,7 +358,7 @@ class RunRecorder:
 
 @final
 class _BucketTimes:
-    """Collects `BackwardTimes` of steps with the same buckets; other buckets begin anew."""
+    """Averages the `BackwardTimes` of steps with the same buckets. Other buckets start a new average."""
 
     def __init__(self) -> None:
         self._sizes: tuple[int, ...] = ()
@@ -368,7 +379,7 @@ class _BucketTimes:
         self._steps += 1
 
     def take(self) -> dict[str, Any]:
-        """Returns the means as fields of a record, and begins anew. At least one step was added."""
+        """Returns the means as fields of a record and starts a new average. At least one step must have been added."""
         means = [total / self._steps for total in self._sums]
         found = {
             "steps": self._steps, "backward_s": means[0], "update_s": means[1], "bytes": list(self._sizes),

@@ -1,4 +1,4 @@
-"""Settings and results of the training loop."""
+"""The settings of the training loop and the totals that it returns."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from hpctrain.train.state.training_state import Position
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointPolicy:
-    """When and where state is saved. It is also saved at the end and when the run is asked to stop.
+    """When and where a training is saved. It is also saved at its end and when it is asked to stop.
 
-    failures_per_day: of the whole job; if given, the save interval that loses the least time is printed.
-    by_advice: save at that interval, computed from measured costs; needs failures_per_day.
+    Attributes:
+        every_steps: The interval between saves in steps; None: not by steps.
+        every_minutes: The interval between saves in minutes; None: not by time.
+        failures_per_day: The expected number of failures of the whole job; if given, the interval that loses the least
+            time is printed.
+        by_advice: Whether that interval, computed from the measured cost of a save, is also used.
     """
 
     directory: Path
@@ -29,11 +33,14 @@ class CheckpointPolicy:
     options: SaveOptions = field(default_factory=SaveOptions)
 
     def due_by_step(self, step: int) -> bool:
-        """True after every `every_steps`-th step."""
+        """Returns True after every `every_steps`-th step."""
         return self.every_steps is not None and step % self.every_steps == 0
 
     def due_by_time(self, seconds_since_last: float, *, advice: Advice | None = None) -> bool:
-        """True if a save is due by time. advice: computed from the cost of the checkpoints so far; None if unknown."""
+        """Returns True if a save is due by time.
+
+        advice: the interval computed from the cost of the saves so far; None if none was measured yet.
+        """
         due = self.every_minutes is not None and seconds_since_last >= 60 * self.every_minutes
         if self.by_advice:
             due |= seconds_since_last >= (advice.interval_s if advice is not None else FIRST_AFTER_S)
@@ -46,13 +53,13 @@ class CheckpointPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopSettings:
-    """Settings of the training loop."""
+    """The settings of the training loop."""
 
     total_steps: int
     checkpoint: CheckpointPolicy
     metrics_every_steps: int
     evaluate_every_steps: int | None
-    sample_sums: bool = False  # of each step are recorded
+    sample_sums: bool = False  # whether hashes of each step's samples are recorded
     evaluation_samples: int | None = None  # None: all of them
     progress_every_s: float
     on_terminal: bool = False  # the user sees rank 0's output on a terminal
@@ -60,13 +67,13 @@ class LoopSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """What the loop did on this rank, from its start or the checkpoint that it resumed from to its end."""
+    """What the loop did on this rank, from its start, or the checkpoint from which it resumed, to its end."""
 
     position: Position
     last_loss: float
     quality: dict[str, float]
     seconds: dict[str, float]
-    steps: int  # done by this loop; `position.step` counts from the beginning of the run
+    steps: int  # done by this loop; `position.step` counts from the start of the run
     samples: int  # over all ranks, by this loop
     skipped_steps: int
     skipped_samples: int  # damaged ones, over all ranks, by this loop
@@ -75,7 +82,7 @@ class Totals:
     micro_batches: int = 1  # in use at the end
     out_of_memory: int = 0  # how often a rank ran out of memory in this loop
     roll_backs: int = 0  # of the whole run
-    lr_factor: float = 1.0  # of the learning rate, after the roll-backs
+    lr_factor: float = 1.0  # factor of the learning rate after the roll-backs
     stopped_by: str | None = None  # why it stopped before its last step
     time_left_s: float | None = (
         None  # until its end when it stopped; None if it did not, or no limit is known

@@ -1,4 +1,4 @@
-"""When a run stops before its last step: because a rank was asked to, or because its time is nearly over."""
+"""Decides when a run stops before its last step: after a signal, or when its time limit is near."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from hpctrain.comm import Collective, all_gather_distinct, describe_ranks, on_ra
 from hpctrain.errors import ExitCode
 from hpctrain.resilience import StopPlan, StopRequest, WallClock
 
-# Reading a checkpoint back must not take the time in which the ranks are to leave.
+# Reading a checkpoint back must leave the ranks time to end.
 _VERIFY_AT_MOST_S = 60.0
 _LEAVING_TAKES_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stopped:
-    """Why a run stopped; the same on every rank. time_left_s: until its end; None if no limit is known."""
+    """Why a run stopped, the same on every rank.
+
+    `time_left_s` is the time until its limit; None if no limit is known.
+    """
 
     reason: str
     time_left_s: float | None
@@ -25,10 +28,15 @@ class Stopped:
 
 @final
 class Stopping:
-    """A run's stop. The ranks agree through the sums of a step: `votes` are summed, `agreed` reads the sums.
+    """Decides when the run stops.
 
-    request: what signals ask of this rank. plan: how long a stop takes; used on the rank that has the `clock`.
-    clock: on one rank, the others have None, so that clocks that differ do not matter. say: prints a line, on rank 0.
+    The ranks agree through the sums of a step: each contributes `votes`, `agreed` reads them.
+
+    Args:
+        request: What signals ask of this rank.
+        plan: The time that a stop takes.
+        clock: The clock of the time limit, on one rank only, so that different clocks do not matter.
+        say: A function that prints a line, on rank 0.
     """
 
     def __init__(
@@ -48,12 +56,12 @@ class Stopping:
         self._time_was_up = False
 
     def say_news(self) -> None:
-        """Prints when the run has to have ended, once that is known, and whenever it has changed. Not collective."""
+        """Prints the time at which the run must end, when it becomes known or changes. Not collective."""
         if self._clock is not None and (news := self._clock.news()) is not None:
             self._say(news)
 
     def votes(self, *, num_saves: int = 1, evaluates: bool = False) -> dict[str, float]:
-        """This rank's contributions to the sums of a step. Not collective. See `StopPlan.needed_s`."""
+        """Returns this rank's contributions to the sums of a step; see `StopPlan.needed_s`. Not collective."""
         time_up = False
         if self._clock is not None:
             self.say_news()
@@ -67,11 +75,14 @@ class Stopping:
         return self._time_was_up or sums["stop"] > 0
 
     def saved(self) -> None:
-        """The state is saved: from now on a second signal ends this rank with the code that says so."""
+        """Records that the state is saved.
+
+        From now on a second signal ends this rank with the exit code for a saved stop.
+        """
         self._request.leave_code = int(ExitCode.STOPPED_EARLY)
 
     def has_time_to_verify(self) -> bool:
-        """Returns True if the checkpoint can be read back before the run has to leave. Collective."""
+        """Returns True if there is time to read the checkpoint back before the run must end. Collective."""
 
         def has_time() -> bool:
             left_s = self._clock.time_left_s() if self._clock is not None else None
@@ -83,7 +94,7 @@ class Stopping:
         return bool(on_rank_0(self._comm, has_time))
 
     def why(self) -> Stopped:
-        """Returns why the run stops: which ranks got which signal, or the time limit. Collective."""
+        """Returns why the run stops: the signals and the ranks that received them, or the time limit. Collective."""
         names, name_of_rank = all_gather_distinct(self._comm, self._request.signal_name)
         reasons = []
         for number, name in enumerate(names):

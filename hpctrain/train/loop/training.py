@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop of a recipe."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from hpctrain.train.watch import WINDOW_ENDS, DataFaults, EfficiencyWatch, StepT
 
 
 LIMITS_FILE = "limits.json"
-# The limits are recorded anew when one has changed by this factor.
+# The limits are recorded again when one has changed by this factor.
 _RECORDED_AT_FACTOR = 1.5
 
 
 @final
 class SectionTimes:
-    """Measures the sections of steps, and has `limits` follow from them. The same on every rank.
+    """Measures the sections of steps (step, input, save), from which the time limits of waits are derived.
 
-    A step's sum carries the times of the step before, each rank's as its share of the mean: ranks meet in every step
-    and save, so that the mean is nearly the longest. limits: of this rank's waits. directory: of the run, where rank 0
-    records them.
+    The results are the same on every rank: the sums of a step carry each rank's times of the step before, divided by
+    the number of ranks. The mean is close to the longest time, since the ranks meet in every step and save. limits: the
+    limits of this rank's waits. directory: the run directory, where rank 0 records them.
     """
 
     def __init__(self, limits: SectionLimits, *, comm: Collective, directory: Path) -> None:
@@ -57,14 +57,17 @@ class SectionTimes:
         self._recorded: dict[Section, float] = {}
 
     def votes(self) -> dict[str, float]:
-        """This rank's contributions to the sums of a step. Not collective; the same names on every rank."""
+        """Returns this rank's contributions to the sums of a step. Not collective.
+
+        The names are the same on every rank.
+        """
         measured = (Section.STEP, Section.INPUT, Section.SAVE)
         return {
             f"{section.value}_s": self._mine.get(section, 0.0) / self._comm.num_ranks for section in measured
         }
 
     def agreed(self, sums: Mapping[str, float], *, step: int) -> None:
-        """Takes the times from the summed votes. Not collective."""
+        """Updates the limits from the summed votes. Not collective."""
         for section in (Section.STEP, Section.INPUT, Section.SAVE):
             if (seconds := sums[f"{section.value}_s"]) > 0:
                 self.limits.measure(section, seconds)
@@ -72,8 +75,11 @@ class SectionTimes:
         self._mine = {}
 
     def step_ended(self, seconds: Mapping[str, float], *, is_usual: bool) -> None:
-        """Notes what this rank has measured in a step. is_usual: the same on every rank; False for a first step, which
-        compiles and fills caches: its duration does not predict later ones."""
+        """Stores this rank's times of a step.
+
+        is_usual: False for a first step, which compiles and fills caches, so that its duration does not predict later
+        steps. The same on every rank.
+        """
         if is_usual:
             self._mine[Section.STEP] = seconds["step"] - seconds["checkpoint"] - seconds["evaluation"]
             self._mine[Section.INPUT] = seconds["input"]
@@ -82,7 +88,10 @@ class SectionTimes:
             self._mine[Section.SAVE] = save_s
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields `batches`, with the limit of the input for each but the first, for which an epoch is opened."""
+        """Yields `batches` under the time limit of the input.
+
+        The first has no limit, since the epoch is opened for it.
+        """
         iterator = iter(batches)
         section: Section | None = None
         while True:
@@ -94,7 +103,7 @@ class SectionTimes:
             section = Section.INPUT
 
     def _record(self, section: Section, step: int) -> None:
-        """Writes `limits.json` when what follows from a section's slowest time has changed much."""
+        """Writes `limits.json` if the limit that follows from a section's slowest time has changed much."""
         slowest_s, num_measured = self.limits.slowest(section)
         if self._path is None or num_measured < RULES[section].least_measured:
             return
@@ -111,7 +120,7 @@ class SectionTimes:
 
 
 def read_slowest(directory: Path) -> dict[str, float]:
-    """Returns the slowest times that earlier attempts in a run directory have recorded; none if there is no record."""
+    """Returns the slowest times that earlier attempts have recorded in a run directory; {} if there are none."""
     try:
         sections = json.loads((directory / LIMITS_FILE).read_text(encoding="utf-8"))["sections"]
         return {name: float(found["slowest_s"]) for name, found in sections.items() if found["slowest_s"]}
@@ -124,12 +133,20 @@ def read_slowest(directory: Path) -> dict[str, float]:
 
 @final
 class Training:
-    """Trains until the last step, or until it has to stop. Every method is collective but `totals`.
+    """Trains until the last step, or until it has to stop. All methods are collective, except `totals`.
 
-    state: what is trained and saved; `runner` computes with its model. identity: what a position in the data belongs
-    to. stopping: when it has to stop. guards: against divergence and want of memory. stragglers: compares the ranks;
-    None: they are not compared. efficiency: adds up where the ranks' time goes. trace: of chosen steps. times: of
-    the sections, for the limits of waits. resumed: where to begin.
+    Args:
+        runner: The runner that computes losses and gradients with the model of `state`.
+        state: What is trained and saved.
+        held_out: The loader for evaluations.
+        identity: The data, order and seed to which a position belongs.
+        stopping: The object that decides when to stop early.
+        guards: The guards against divergence and lack of memory.
+        stragglers: The watch that compares the ranks; None: they are not compared.
+        efficiency: The watch that adds up how the ranks spend their time.
+        trace: The trace of chosen steps.
+        times: The measurement of sections, for the limits of waits.
+        resumed: The position and checkpoint from which to start.
     """
 
     def __init__(
@@ -168,7 +185,7 @@ class Training:
         self._efficiency = efficiency
         self._trace = trace
         self._times = times
-        self._is_usual = False  # of the next step: it is no first one
+        self._is_usual = False  # whether the next step is not a first one
         self._identity = identity
         self._data_faults = DataFaults(comm=comm, say=recorder.say)
         self._finite = FiniteCheck(comm=comm, say=recorder.say)
@@ -178,7 +195,7 @@ class Training:
         self._quality_step: int | None = None
 
     def run(self) -> None:
-        """Trains to the end. Raises StoppedEarly, with the state saved, if it stops before. Collective."""
+        """Trains to the end. Raises StoppedEarly, after the state is saved, if it has to stop before. Collective."""
         with self._checkpoints, self._recorder:
             self._run()
 
@@ -202,7 +219,7 @@ class Training:
         self._recorder.finished(self._quality)
 
     def totals(self) -> Totals:
-        """Returns what this process has done so far. Not collective."""
+        """Returns the totals of this process so far. Not collective."""
         memory, divergence = self._guards.memory, self._guards.divergence
         totals = replace(
             self._recorder.totals(self._position, num_checkpoints=self._checkpoints.num_committed),
@@ -218,7 +235,7 @@ class Training:
     # ------------------------------------------------------------------ one step
 
     def _train_on(self, batches: Batches) -> None:
-        """Trains to the end of the epoch or of the run, or until it is rolled back. Collective."""
+        """Trains to the end of the epoch or run, or until it is rolled back. Collective."""
         waited_s = self._loader.wait_s
         self._is_usual = False
         for batch in self._times.batches(self._agreed(batches)):
@@ -233,7 +250,10 @@ class Training:
         self._position = self._position.next_epoch()
 
     def _agreed(self, batches: Batches) -> Iterable[Batch]:
-        """If data are checked for damage, the ranks exchange what they found before they compute. Collective."""
+        """Yields the batches.
+
+        If data are checked for damage, the ranks first exchange what each has skipped. Collective.
+        """
         if self._loader.checker is None:
             yield from batches
             return
@@ -256,7 +276,7 @@ class Training:
             ) from error
 
     def _step(self, batch: Batch) -> bool:
-        """Returns False if the run was rolled back instead: then other batches follow. Collective."""
+        """Trains one step. Returns False if the run was rolled back instead, and other batches follow. Collective."""
         recorder = self._recorder
         next_step = self._position.step + 1
         recorder.begins(next_step)
@@ -299,7 +319,7 @@ class Training:
         return True
 
     def _votes(self, num_saves: int, *, evaluates: bool) -> dict[str, float]:
-        """This rank's contributions to the sums of a step, besides the loss. Not collective."""
+        """Returns this rank's contributions to the sums of a step, without the loss. Not collective."""
         votes = self._stopping.votes(num_saves=num_saves, evaluates=evaluates) | self._checkpoints.votes()
         votes |= self._times.votes()
         if self._stragglers is not None:
@@ -307,7 +327,9 @@ class Training:
         return votes | self._guards.memory.votes()
 
     def _update(self, batch: Batch, *, votes: Callable[[], dict[str, float]]) -> StepOutcome:
-        """Computes the gradients and updates the parameters; again, in smaller parts, if memory was short. Collective.
+        """Computes the gradients and updates the parameters.
+
+        If memory ran out, repeats it in smaller parts. Collective.
 
         Raises DivergedError on every rank.
         """
@@ -343,9 +365,10 @@ class Training:
             memory.divide(step)
 
     def _roll_back(self, batch: Batch, error: DivergedError) -> None:
-        """Continues from an older checkpoint, with a lower learning rate. Collective.
+        """Continues from an older checkpoint with a lower learning rate. Collective.
 
-        batch: on which the run diverged. Raises DivergedError if there is no such checkpoint, or the limit is reached.
+        batch: the batch on which the run diverged. Raises DivergedError if there is no such checkpoint, or after too
+        many roll-backs.
         """
         self._checkpoints.finish()
         divergence = self._guards.divergence
@@ -428,7 +451,7 @@ class Training:
         )
 
     def _verify(self) -> None:
-        """Reads the saved state back; if it is damaged, saves it once more. Collective."""
+        """Reads the saved checkpoint back. If it is damaged, saves once more. Collective."""
         try:
             self._checkpoints.verify_newest()
         except CheckpointError as error:
@@ -440,7 +463,7 @@ class Training:
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Begins the message of a UsageError with `where`: what the task returns may be wrong on one rank, at any time."""
+    """Prefixes the message of a UsageError with `where`, since the user's task may fail on any rank at any time."""
     try:
         yield
     except UsageError as error:

@@ -1,1 +1,1 @@
-"""What a run must save to continue to the bit, and how it is restored."""
+"""The state of a training: what must be saved so that it continues to the bit, and how it is restored."""

@@ -1,4 +1,4 @@
-"""The user's objects that are saved in a run's checkpoint: schedulers, averaged models, gradient scalers."""
+"""Saves and restores the user's own objects in a checkpoint: schedulers, averaged models, gradient scalers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _EXTRA_STATE = "_extra_state"
 
 
 def check_state(saved: Mapping[str, Any], mine: Mapping[str, Any], *, where: str) -> None:
-    """Raises CheckpointError, with the differences, unless both have the same names, dtypes and shapes.
+    """Raises CheckpointError, listing the differences, unless both states have the same names, dtypes and shapes.
 
-    where: begins the message.
+    where: the beginning of the message.
     """
     faults = [f"{name} is missing there" for name in mine if name not in saved]
     faults += [f"{name} is unknown here" for name in saved if name not in mine]
@@ -41,7 +41,7 @@ def check_state(saved: Mapping[str, Any], mine: Mapping[str, Any], *, where: str
 
 
 def kind_of(value: Any) -> str:
-    """Returns the dtype and shape of a tensor, the type of another value."""
+    """Returns the dtype and shape of a tensor, or the type of another value, as text."""
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
     return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
@@ -55,7 +55,7 @@ _NOT_IN_NAMES = ("/", "::")
 
 
 class HasStateDict(Protocol):
-    """Anything with torch's two methods for its state."""
+    """Any object with torch's two methods for its state."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any) -> Any: ...
@@ -65,8 +65,11 @@ Stateful: TypeAlias = HasStateDict | torch.Generator
 
 
 def check_also(also: Mapping[str, Stateful | None]) -> None:
-    """Raises UsageError for names or objects that `also` cannot have, and CheckpointError, with the place and the type,
-    for states that cannot be stored. Not collective."""
+    """Raises an error if `also` cannot be saved. Not collective.
+
+    It is a UsageError for an invalid name or object, and a CheckpointError, naming place and type, for a state that
+    cannot be stored.
+    """
     for name, value in also.items():
         if not isinstance(name, str) or not name or any(part in name for part in _NOT_IN_NAMES):
             raise UsageError(f"also: {name!r} is no name for an object: give text without '/' and '::'")
@@ -80,10 +83,10 @@ def check_also(also: Mapping[str, Stateful | None]) -> None:
 
 
 def also_items(also: Mapping[str, Stateful | None]) -> tuple[dict[str, Any], list[Item]]:
-    """Returns the JSON of each object's state, by name, and the items of the tensors in it, `also/NAME/KEY::KEY`.
+    """Returns each object's state as JSON, by name, and its tensors as items named `also/NAME/KEY::KEY`.
 
-    Tensors are the same on every rank, but the buffers of modules: of these rank 0's are taken. Raises CheckpointError
-    for a state that cannot be stored.
+    The tensors must be the same on every rank, except the buffers of modules, of which rank 0's are saved. Raises
+    CheckpointError for a state that cannot be stored.
     """
     document: dict[str, Any] = {}
     items: list[Item] = []
@@ -106,7 +109,7 @@ def also_items(also: Mapping[str, Stateful | None]) -> tuple[dict[str, Any], lis
 
 
 def also_tensors(also: Mapping[str, Stateful | None]) -> dict[str, torch.Tensor]:
-    """Returns the tensors that the objects hold now, by their names in a checkpoint."""
+    """Returns the objects' current tensors, by their names in a checkpoint."""
     found: dict[str, torch.Tensor] = {}
 
     def noted(own: str, tensor: torch.Tensor) -> list[Item]:
@@ -120,10 +123,10 @@ def also_tensors(also: Mapping[str, Stateful | None]) -> dict[str, torch.Tensor]
 
 
 def check_same_on_ranks(document: Mapping[str, Any], *, comm: Collective) -> None:
-    """Raises CheckpointError on every rank, with the object and the first value that differs, unless the objects'
-    states are the same on all ranks, up to the content of tensors, which the save compares. Collective.
+    """Raises CheckpointError on every rank, naming the first value that differs, if objects differ between ranks.
 
-    document: as `also_items` returns it.
+    The contents of tensors are not compared here; the save does that. document: the JSON that `also_items` returned.
+    Collective.
     """
     theirs = on_rank_0(comm, lambda: dict(document))
     if is_true_everywhere(comm, document == theirs):
@@ -149,9 +152,10 @@ def also_states(
     *,
     where: str,
 ) -> dict[str, Any]:
-    """Returns the saved state of each object. document: of the checkpoint. where: its path.
+    """Returns the saved state of each object.
 
-    Raises CheckpointError if the checkpoint has other objects than `also`, or a module other tensors.
+    document: the objects' JSON in the checkpoint. where: the path of the checkpoint. Raises CheckpointError if the
+    checkpoint has other objects than `also`, or other tensors of a module.
     """
     missing = [name for name, value in also.items() if value is not None and name not in document]
     if missing:
@@ -177,7 +181,7 @@ def also_states(
 
 
 def load_also(also: Mapping[str, Stateful | None], states: Mapping[str, Any], *, comm: Collective) -> None:
-    """Has each object load its state. Collective: raises the same CheckpointError on every rank if one fails."""
+    """Loads each object's state. Raises the same CheckpointError on every rank if one fails. Collective."""
     error: CheckpointError | None = None
     for name, state in states.items():
         value = also[name]
@@ -203,7 +207,7 @@ def _where(name: str) -> str:
 
 
 def _buffers(value: object) -> set[str]:
-    """Returns the names of a module's entries that are no parameters."""
+    """Returns the names of a module's state entries that are not parameters."""
     if not isinstance(value, torch.nn.Module):
         return set()
     return value.state_dict().keys() - {name for name, _ in value.named_parameters(remove_duplicate=False)}

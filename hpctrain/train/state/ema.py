@@ -14,21 +14,31 @@ import torch
 from hpctrain.distributed import local_part
 from hpctrain.errors import UsageError
 
-_UPDATES = "n_averaged"  # names of entries as AveragedModel has them
+_UPDATES = "n_averaged"  # names of entries in AveragedModel
 _MODULE = "module."
 _HALF = (torch.float16, torch.bfloat16)
 
 
 @final
 class Ema:
-    """Averages of the parameters of `model`: ema = decay * ema + (1 - decay) * parameter; at the first update copies.
+    """The exponential moving averages of a model's parameters. Does not communicate.
 
-    Each rank averages what it holds of the parameters, whole tensors or its parts of them (FSDP2, split layers, stages
-    of a pipeline), without communication. Averages have the parameters' dtypes, float32 of half types: bfloat16 would
-    round small changes away. Buffers are not averaged: those of the average are the model's.
+    At each update, average = decay * average + (1 - decay) * parameter; the first update copies the parameters. Each
+    rank averages the parameters that it holds: whole tensors, or its parts of them (FSDP2, split layers, pipeline
+    stages). Averages have the dtypes of the parameters, but float32 for half types, since bfloat16 would round small
+    changes away. Buffers are not averaged: the averaged model has the buffers of the model.
 
-    Make it after `parallelize`, and after the updater of an own loop. Raises UsageError for another decay than one
-    between 0 and 1.
+    Create it after `parallelize`, and after the updater of a loop of your own.
+
+    Args:
+        model: The model.
+        decay: The weight of the old average, between 0 and 1.
+
+    Attributes:
+        num_updates: The number of updates so far.
+
+    Raises:
+        UsageError: If `decay` is not between 0 and 1.
     """
 
     def __init__(self, model: torch.nn.Module, *, decay: float = 0.999) -> None:
@@ -50,9 +60,9 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the present parameters into the averages. Call it after each step that was applied. Not collective.
+        """Updates the averages from the current parameters. Call it after each step that was applied.
 
-        With sharded optimizers call `updater.wait_for_parameters()` before.
+        With a sharded optimizer, call `updater.wait_for_parameters()` before.
         """
         pairs = [(local_part(self._averages[name]), local_part(p)) for name, p in self._parameters.items()]
         pairs = [(average, now.to(average.dtype)) for average, now in pairs]
@@ -67,10 +77,10 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within it the model has the averages as its parameters; before the first update it stays as it is.
+        """Gives the model its averages as parameters inside the `with` block, for evaluation. Every rank enters it.
 
-        Do not train within it. Evaluate a model with sharded parameters under `torch.no_grad()`. Every rank enters it
-        together; it does not communicate.
+        Before the first update the model keeps its parameters. Do not train inside the block. Evaluate a model with
+        sharded parameters under `torch.no_grad()`.
         """
         if not self.num_updates:
             yield
@@ -83,7 +93,7 @@ class Ema:
             self._put(before)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the entries of the model's state dict, with the averages in place of the parameters."""
+        """Returns the tensors of the model's state dict, with the averages instead of the parameters."""
         entries = {}
         for name, value in self._model.state_dict().items():
             entries[name] = self._averages[self._names[name]] if name in self._names else value
@@ -91,23 +101,31 @@ class Ema:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor], *, num_updates: int) -> None:
-        """Restores what `tensors` returned. Raises KeyError, with nothing changed, if an average is missing."""
+        """Restores averages that `tensors` returned.
+
+        Args:
+            tensors: The averages by parameter name.
+            num_updates: The number of updates that they contain.
+
+        Raises:
+            KeyError: With nothing changed, if an average is missing.
+        """
         found = {name: tensors[name] for name in self._averages}
         for name, average in self._averages.items():
             local_part(average).copy_(local_part(found[name]))
         self.num_updates = num_updates
 
     def begin_again(self) -> None:
-        """Forgets the averages: the next update copies the parameters."""
+        """Restarts the averages: the next update copies the parameters."""
         self.num_updates = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the averages with the names that `torch.optim.swa_utils.AveragedModel` gives them."""
+        """Returns the averages under the names of `torch.optim.swa_utils.AveragedModel`."""
         count = torch.tensor(self.num_updates, dtype=torch.int64)
         return {_UPDATES: count, **{f"{_MODULE}{name}": tensor for name, tensor in self.tensors().items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned, or that of an AveragedModel of the same model."""
+        """Restores a `state_dict` of this class, or of an AveragedModel of the same model."""
         under = {name[len(_MODULE) :]: t for name, t in state_dict.items() if name.startswith(_MODULE)}
         self.load(under, num_updates=int(state_dict[_UPDATES]))
 

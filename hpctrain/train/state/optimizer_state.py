@@ -1,4 +1,4 @@
-"""The state of an optimizer, by the names of its parameters: captured for a checkpoint, and restored."""
+"""Captures the state of an optimizer under the names of its parameters for a checkpoint, and restores it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ from hpctrain.checkpoint import (
 from hpctrain.distributed import ElementShard, element_shard, pipeline_of
 from hpctrain.errors import CheckpointError
 
-# What of a training state belongs to this rank's stages of a pipeline. Without a pipeline, all of it does.
+# Which parts of a training state belong to this rank's pipeline stages. Without a pipeline, all of it does.
 
 
 _OF_PARAMETERS = ("model", "optimizer", "ema")  # kinds of tensors that belong to one parameter or buffer
 
 
 def saved_by_stage(model: torch.nn.Module, item: Item) -> Item | None:
-    """Returns what this rank saves of the model or the optimizer in a pipeline: what only its stage has, as the one box
-    of a tensor, or None. Boxes of split tensors, everything else, and all without a pipeline, as it is."""
+    """Returns what this rank saves of an item of the model or optimizer, which may be None in a pipeline.
+
+    In a pipeline, exactly one rank saves each tensor that belongs to a stage, as one shard that is the whole tensor.
+    Shards of split tensors and all other items are returned unchanged, as is everything without a pipeline.
+    """
     pipeline, (kind, _, path) = pipeline_of(model), item.name.partition("/")
     if pipeline is None or kind not in _OF_PARAMETERS or isinstance(item, Shard):
         return item
@@ -46,7 +49,7 @@ def saved_by_stage(model: torch.nn.Module, item: Item) -> Item | None:
 
 
 def is_elsewhere(model: torch.nn.Module, name: str) -> bool:
-    """Returns True if a checkpoint's tensor belongs to stages of a pipeline that this rank has not."""
+    """Returns True if a tensor of a checkpoint belongs only to pipeline stages of other ranks."""
     pipeline, (kind, _, path) = pipeline_of(model), name.partition("/")
     if pipeline is None or kind not in _OF_PARAMETERS:
         return False
@@ -54,7 +57,7 @@ def is_elsewhere(model: torch.nn.Module, name: str) -> bool:
 
 
 def nothing_of_other_stages(model: torch.nn.Module, checkpoint: Checkpoint) -> Regions:
-    """Returns an empty box of each of the checkpoint's tensors of which this rank needs nothing."""
+    """Returns an empty box for each tensor of the checkpoint that this rank does not need."""
     return {
         name: ((0,) * len(stored.shape), (0,) * len(stored.shape))
         for name, stored in checkpoint.tensors.items()
@@ -66,9 +69,9 @@ def nothing_of_other_stages(model: torch.nn.Module, checkpoint: Checkpoint) -> R
 
 
 OPTIMIZER = "optimizer/"
-# Of an optimizer's state that belongs to no parameter; no parameter is called so.
+# The prefix of optimizer state that belongs to no parameter; no parameter has this name.
 _OF_NONE = f"{OPTIMIZER}{SEPARATOR}"
-# What torch's schedulers read from the groups, and change there.
+# The options that torch's schedulers read and change in the groups.
 _LEARNING_RATES = ("lr", "initial_lr")
 
 Options = list[dict[str, Any]]  # of each group, as JSON
@@ -77,7 +80,7 @@ Options = list[dict[str, Any]]  # of each group, as JSON
 def options_of(optimizer: torch.optim.Optimizer) -> Options:
     """Returns the options of each parameter group as JSON with exact types, without the parameters.
 
-    Raises CheckpointError for an option that cannot be stored, by name.
+    Raises CheckpointError, naming the option, if one cannot be stored.
     """
     return [
         {
@@ -92,9 +95,9 @@ def options_of(optimizer: torch.optim.Optimizer) -> Options:
 def parameters_outside(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.nn.Parameter]:
-    """Returns the optimizer's parameters that are not in the model, by the names that a checkpoint gives them.
+    """Returns the optimizer's parameters that are not in the model, by their names in a checkpoint.
 
-    Named by the optimizer if it was made of named parameters, else by group and place: `outside/0.2`.
+    The name is the optimizer's own if it was made from named parameters, else group and place, such as `outside/0.2`.
     """
     own = set(map(id, model.parameters()))
     found = {}
@@ -111,8 +114,8 @@ def parameters_outside(
 class OptimizerState:
     """What a checkpoint holds of an optimizer.
 
-    outside: its parameters that are not in the model, by name. made_with: its options when the run began, before they
-    were restored or a step changed them; None: not known.
+    outside: the optimizer's parameters that are not in the model, by name. made_with: the optimizer's options when the
+    run began, before they were restored or changed by a step; None: unknown.
     """
 
     optimizer: torch.optim.Optimizer
@@ -121,12 +124,12 @@ class OptimizerState:
     made_with: Options | None = None
 
     def held(self) -> dict[str, ElementShard]:
-        """Returns of which elements of each parameter this rank has the optimizer's state; empty if of all of them."""
+        """Returns the elements of each parameter whose optimizer state this rank holds; {} if it holds all of it."""
         found = {name: element_shard(parameter) for name, parameter in self._parameters().items()}
         return {name: shard for name, shard in found.items() if shard is not None}
 
     def capture(self) -> tuple[dict[str, Any], list[Item]]:
-        """Returns the optimizer's entry of the document, and the tensors. Not collective. Raises CheckpointError."""
+        """Returns the optimizer's entry of the document, and its tensors. Raises CheckpointError. Not collective."""
         items: list[Item] = []
         scalars: dict[str, Any] = {}
         held, names = self.held(), self._names()
@@ -168,10 +171,10 @@ class OptimizerState:
         return document, items
 
     def state_dict(self, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Returns the saved state in the layout of `Optimizer.load_state_dict`: parameters by number.
+        """Returns the saved state in the layout of `Optimizer.load_state_dict`, where parameters are numbered.
 
-        saved: the optimizer's entry of the document. tensors: of the checkpoint, as this rank needs them. Raises
-        CheckpointError, KeyError, TypeError or ValueError.
+        saved: the optimizer's entry of the document. tensors: the checkpoint's tensors, as far as this rank needs them.
+        Raises CheckpointError, KeyError, TypeError or ValueError.
         """
         if saved["class"] != type(self.optimizer).__name__:
             raise CheckpointError(
@@ -221,9 +224,9 @@ class OptimizerState:
         return {"state": state, "param_groups": groups}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned, with the types and dtypes that it has.
+        """Loads a result of `state_dict` without changing its types and dtypes.
 
-        An option that is a tensor here stays the same object: compiled steps and schedulers may refer to it.
+        An option that is a tensor stays the same object, since compiled steps and schedulers may refer to it.
         """
         before = [dict(group) for group in self.optimizer.param_groups]
         # Copied: an optimizer may keep what it is given.
@@ -246,7 +249,7 @@ class OptimizerState:
         return {**parts, **{id(p): name for name, p in self._parameters().items()}}
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Returns the parameters' names and the options of each group; in a pipeline the names of all stages."""
+        """Returns the parameter names and the options of each group; in a pipeline, the names of all stages."""
         names, pipeline = self._names(), pipeline_of(self.model)
         groups = []
         for number, (group, options) in enumerate(
@@ -266,7 +269,7 @@ class OptimizerState:
         return groups
 
     def _begun(self, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the options that the run began with, of those that are others now."""
+        """Returns the options with which the run began, where they have changed since."""
         made_with = (self.made_with or [])[number : number + 1]
         return {
             key: value
@@ -275,11 +278,12 @@ class OptimizerState:
         }
 
     def _chosen(self, begun: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the options of a group: as saved, but those that this run was made with in another way than the saved
-        run, so that a changed recipe takes effect. Learning rates are as saved.
+        """Returns the options to load for a group.
 
-        begun: those of this run. theirs: the group in the document. An older checkpoint does not say what its run was
-        made with: of its options only learning rates and those that the optimizer adds while it steps are taken.
+        The saved options are taken, except those that this run was made with differently than the saved run, so that a
+        changed recipe takes effect. Learning rates are always taken as saved. begun: the options that this run was made
+        with. theirs: the group in the document. Older checkpoints do not say what their run was made with; of these
+        only learning rates and options that the optimizer adds while it steps are taken.
         """
         saved = theirs["options"]
         if "made_with" in theirs:
@@ -291,7 +295,7 @@ class OptimizerState:
         return {**begun, **{key: value for key, value in saved.items() if key in taken}}
 
     def _check_groups(self, saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> None:
-        """Raises CheckpointError, with the difference, unless the groups have the same parameters in the same order."""
+        """Raises CheckpointError, naming the difference, unless the groups have equal parameters in equal order."""
         theirs, own = ([list(group["parameters"]) for group in groups] for groups in (saved, mine))
         if theirs != own:
             raise CheckpointError(
@@ -300,7 +304,7 @@ class OptimizerState:
 
 
 def difference_of_groups(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> str:
-    """Returns words for how the parameters of two optimizers' groups differ: names, groups or order. Pure."""
+    """Returns a text that says how two optimizers' parameter groups differ: in names, groups or order."""
     all_there, all_here = (list(chain.from_iterable(groups)) for groups in (there, here))
     missing = [name for name in all_here if name not in set(all_there)]
     unknown = [name for name in all_there if name not in set(all_here)]
@@ -325,7 +329,7 @@ def difference_of_groups(there: Sequence[Sequence[str]], here: Sequence[Sequence
 
 
 class _Used(dict[str, torch.Tensor]):
-    """Tensors by name, which notes the names that are looked up."""
+    """Tensors by name. `names` collects the names that were looked up."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(tensors)
@@ -337,7 +341,7 @@ class _Used(dict[str, torch.Tensor]):
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the entries of nested plain dicts with text keys, each with its path; anything else is an entry."""
+    """Yields the entries of nested dicts with text keys, each with its path. Any other value is one entry."""
     if type(value) is dict and value and all(type(key) is str and SEPARATOR not in key for key in value):
         for key, item in value.items():
             yield from _leaves(f"{path}{SEPARATOR}{key}", item)
@@ -346,7 +350,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _as_before(old: Any, new: Any) -> Any:
-    """Returns `new` with the type of `old`, and as the same object if that is a tensor."""
+    """Returns `new` with the type of `old`; if `old` is a tensor, the same object with the new value."""
     if isinstance(old, torch.Tensor):
         if isinstance(new, torch.Tensor) and new.shape != old.shape:
             return new
@@ -361,7 +365,7 @@ def _as_before(old: Any, new: Any) -> Any:
 
 
 def _restore_types(loaded: Any, saved: Any) -> None:
-    """Puts back what `Optimizer.load_state_dict` converts: tensors to the parameter's dtype, and text."""
+    """Undoes the conversions of `Optimizer.load_state_dict`: of tensors to the parameter's dtype, and of text."""
     for key, value in saved.items() if isinstance(saved, dict) else ():
         found = loaded.get(key)
         if isinstance(value, dict) and isinstance(found, dict):
@@ -376,7 +380,7 @@ def _restore_types(loaded: Any, saved: Any) -> None:
 
 
 def _to_device_of(found: Any, saved: Any) -> Any:
-    """Returns `saved` with its tensors on the devices that `load_state_dict` has chosen."""
+    """Returns `saved` with its tensors moved to the devices that `load_state_dict` has chosen."""
     if isinstance(saved, torch.Tensor):
         return saved.to(found.device) if isinstance(found, torch.Tensor) else saved
     if type(saved) in (list, tuple) and isinstance(found, (list, tuple)) and len(found) == len(saved):

@@ -1,4 +1,4 @@
-"""Random generators: seeding, and saving and restoring their exact state."""
+"""Seeds random generators, and saves and restores their exact state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.errors import CheckpointError
 
 
 def derive_seed(seed: int, *labels: str | int) -> int:
-    """Derives a 63-bit seed from the run's seed and `labels`, which name its purpose. The same on every machine."""
+    """Returns a 63-bit seed derived from the run's seed and labels of its purpose; equal on every machine."""
     text = ":".join(map(str, (seed, *labels)))
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
@@ -26,10 +26,10 @@ def seed_generators(seed: int) -> None:
 
 
 def capture_generators(device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns the state of this rank's generators as 1-d integer tensors, with the same shapes on every rank.
+    """Returns the state of this rank's generators as 1-d integer tensors, of the same shapes on every rank.
 
-    device: the run's device. Its CUDA generator is captured, but none if the run uses the CPU although this rank has a
-    GPU: the ranks would otherwise save different sets of tensors if one machine has no GPU.
+    device: the run's device. The state of its CUDA generator is included. A run on the CPU never includes CUDA, even on
+    a rank with a GPU: otherwise the ranks would save different sets of tensors if one machine has no GPU.
     """
     twister: dict[str, Any] = np.random.get_state(legacy=False)
     numpy_state = np.concatenate([
@@ -51,8 +51,8 @@ def capture_generators(device: torch.device) -> dict[str, torch.Tensor]:
 def restore_generators(states: dict[str, torch.Tensor], *, device: torch.device, otherwise: int) -> None:
     """Restores this rank's generators to a captured state. Raises CheckpointError if the state is invalid.
 
-    device: the run's device. otherwise: seed for its CUDA generator if none was captured, because that run used the
-    CPU.
+    device: the run's device. otherwise: the seed of its CUDA generator if the state has none, since it was captured on
+    a CPU.
     """
     try:
         torch.set_rng_state(states["torch"])

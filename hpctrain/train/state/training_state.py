@@ -1,4 +1,4 @@
-"""The state of a run: captured for a checkpoint, and restored from one on any number of ranks."""
+"""Captures the state of a training for a checkpoint, and restores it on any number of ranks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """Progress of the run: `step` optimizer steps done, `start` samples of `epoch` used (over all ranks)."""
+    """The progress of a training, as a checkpoint stores it.
+
+    Attributes:
+        step: The number of optimizer steps done.
+        epoch: The current epoch, from 0.
+        start: The number of samples of this epoch that are used, over all ranks.
+        samples: The number of samples used in all epochs, over all ranks.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -80,21 +87,26 @@ class Position:
         )
 
     def next_epoch(self) -> Position:
-        """Returns the same position, at the beginning of the next epoch."""
+        """Returns this position moved to the start of the next epoch."""
         return replace(self, epoch=self.epoch + 1, start=0)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """What must be saved so that a resumed run gives the same bits as one that never stopped.
+    """The state that must be saved so that a resumed run gives the same bits as a run that never stopped.
 
-    The learning rate is a function of the step, which is in the position. Random generators are per rank: on
-    the same number of ranks their state is restored exactly; on another number each rank is seeded from the
-    run's seed, the step and its rank, since there is no state for it. drawing: the ranks that draw different random
-    numbers, all by default; ranks with one index in it draw the same. Only rank 0's model buffers (running
-    statistics) are saved and restored: if forward in training reads buffers that differ between ranks, the
-    resumed run is not bit-identical.
-    outside, made_with: see `OptimizerState`. also: the user's objects, by name. ema: averages of the parameters.
+    The learning rate is not part of it, since it is a function of the step in the position. Random generators are
+    restored exactly on the same number of ranks. On another number, each rank is seeded from the run's seed, the step
+    and its rank. Only rank 0's model buffers (running statistics) are saved: if forward in training reads buffers that
+    differ between ranks, a resumed run is not bit-identical.
+
+    Attributes:
+        drawing: The ranks that draw different random numbers; None: all ranks. Ranks with the same index draw the same
+            numbers.
+        outside: The optimizer's parameters that are not in the model; see `OptimizerState`.
+        made_with: The optimizer's options when the run began; see `OptimizerState`.
+        also: The user's objects, by name.
+        ema: The averages of the parameters.
     """
 
     model: torch.nn.Module
@@ -115,10 +127,10 @@ class TrainingState:
         identity: Mapping[str, Any],
         parent: Mapping[str, Any] | None = None,
     ) -> State:
-        """The state as named global tensors and a JSON document. Not collective.
+        """Returns the state as named global tensors and a JSON document. Not collective.
 
-        identity: the data and their order, compared on restore. parent: step and id of the checkpoint that the run
-        resumed from.
+        identity: the dataset and its order, which `restore` compares. parent: step and id of the checkpoint from which
+        the run resumed.
         """
         items: list[Item] = model_items(self.model, prefix="model/")
         optimizer, found = self._optimizer.capture()
@@ -152,7 +164,7 @@ class TrainingState:
         return State(items=items, document=document, parent=parent)
 
     def regions(self, checkpoint: Checkpoint, *, rank: int) -> Regions:
-        """Returns what `restore` needs of the tensors of which ranks have parts of their own. Not collective."""
+        """Returns the boxes that `restore` needs of tensors of which this rank needs only a part. Not collective."""
         stored = _under(_UPDATER, checkpoint.tensors)
         state = checkpoint.document.get("updater")
         found: dict[str, list[Box]] = {}
@@ -166,7 +178,10 @@ class TrainingState:
         return {**generator_rows(checkpoint, rank=rank), **found, **sharded, **elements, **nothing}
 
     def _sharded(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-        """Returns the checkpoint's tensors of which this rank holds a part, each with the parameter split like it."""
+        """Returns, by tensor of the checkpoint, the parameter that is split in the same way.
+
+        Only split tensors are included.
+        """
         # Of the state, not of the module: after a forward without backward FSDP2 holds some parameters whole.
         parameters = {name: p for name, p in self.model.state_dict().items() if is_sharded_tensor(p)}
         found: dict[str, torch.Tensor] = {}
@@ -190,7 +205,7 @@ class TrainingState:
         return OptimizerState(self.optimizer, self.model, self.outside, self.made_with)
 
     def _split(self, checkpoint: Checkpoint) -> dict[str, ElementShard]:
-        """Returns the checkpoint's tensors of optimizer state of which this rank needs only its elements."""
+        """Returns, by tensor of the optimizer's state in the checkpoint, the elements of it that this rank needs."""
         held = self._optimizer.held()
         found: dict[str, ElementShard] = {}
         for name, stored in checkpoint.tensors.items() if held else ():
@@ -208,10 +223,10 @@ class TrainingState:
         comm: Collective,
         identity: Mapping[str, Any],
     ) -> Position:
-        """Restores the state and returns the position. Collective. Changes nothing unless all of it fits on all ranks.
+        """Restores the state and returns the position. Changes nothing unless all of it fits on all ranks. Collective.
 
-        tensors: every tensor of the checkpoint, by name, with its saved shape and dtype; those in `regions` only in
-        these parts. Raises CheckpointError on every rank if the checkpoint is of another model, optimizer or dataset.
+        tensors: every tensor of the checkpoint by name, with its saved shape and dtype; of those in `regions` only
+        these boxes. Raises CheckpointError on every rank if the checkpoint is of another model, optimizer or dataset.
         """
         document = checkpoint.document
         error: CheckpointError | None = None
@@ -237,7 +252,7 @@ class TrainingState:
             position = _position_in(document)
             saved_ranks, updater_state = int(document["num_ranks"]), document["updater"]
             saved_drawing = int(document.get("num_drawing", saved_ranks))
-            updater_state["loss_scale"]  # without it nothing is changed either
+            updater_state["loss_scale"]  # a KeyError here also leaves everything unchanged
         except CheckpointError as found:
             error = found
         except (KeyError, TypeError, ValueError) as found:
@@ -270,7 +285,7 @@ class TrainingState:
     # ------------------------------------------------------------------ details
 
     def _averages(self) -> list[Item]:
-        """Returns the items of the averages: a whole state dict, `ema/NAME`, with the model's buffers."""
+        """Returns the averages as items of a whole state dict, `ema/NAME`, with the model's buffers."""
         items: list[Item] = []
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         for name, tensor in (self.ema.tensors() if self.ema is not None else {}).items():
@@ -282,7 +297,10 @@ class TrainingState:
     def _saved_averages(
         self, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, where: str
     ) -> dict[str, torch.Tensor]:
-        """Returns the saved averages; none if the saved run had none. Raises CheckpointError for another model's."""
+        """Returns the saved averages; {} if the saved run had none.
+
+        Raises CheckpointError if they are of another model.
+        """
         if self.ema is None or "ema" not in document:
             return {}
         if not isinstance(document["ema"]["num_updates"], int):
@@ -316,9 +334,9 @@ Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, shape)
 
 
 def generator_rows(checkpoint: Checkpoint, *, rank: int) -> Regions:
-    """Returns the row of `rank` in each tensor of the generators' states: all that this rank reads of them.
+    """Returns the box of row `rank` of each generator state in the checkpoint, the only row that this rank reads.
 
-    A checkpoint of fewer ranks has no such row; its last row is read then and not used.
+    If the checkpoint was saved on fewer ranks there is no such row; its last row is read and ignored.
     """
     return {
         name: [_rows_of(stored.shape, min(rank, stored.shape[0] - 1), min(rank, stored.shape[0] - 1) + 1)]
@@ -328,12 +346,12 @@ def generator_rows(checkpoint: Checkpoint, *, rank: int) -> Regions:
 
 
 def _rows_of(shape: tuple[int, ...], first: int, stop: int) -> Box:
-    """Returns the box of the rows from `first` to before `stop` of a tensor of this shape."""
+    """Returns the box of rows `first` to before `stop` of a tensor of this shape."""
     return (first, *(0 for _ in shape[1:])), (stop - first, *shape[1:])
 
 
 def _position_in(document: Mapping[str, Any]) -> Position:
-    """Reads the position. Raises KeyError, TypeError or ValueError unless it is four integers of at least 0."""
+    """Returns the position in a document. Raises KeyError, TypeError or ValueError unless it is four integers >= 0."""
     found = {field.name: document["position"][field.name] for field in fields(Position)}
     wrong = {name: n for name, n in found.items() if isinstance(n, bool) or not isinstance(n, int) or n < 0}
     if wrong:
@@ -342,7 +360,7 @@ def _position_in(document: Mapping[str, Any]) -> Position:
 
 
 def _saved(held: StateTensor) -> Replicated | Shard:
-    """Converts a reducer's tensor for the checkpoint: replicated if a rank holds all of it, else a shard."""
+    """Converts a tensor of the updater to a checkpoint item: replicated if the rank holds all of it, else a shard."""
     name = f"{_UPDATER}{held.name}"
     if tuple(held.tensor.shape) == held.global_shape:
         return Replicated(name=name, tensor=held.tensor)
@@ -350,12 +368,15 @@ def _saved(held: StateTensor) -> Replicated | Shard:
 
 
 def _under(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
-    """The tensors whose names begin with `prefix`, by the rest of their names."""
+    """Returns the tensors whose names begin with `prefix`, by the rest of their names."""
     return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def _value_of_rank_0(item: Item, *, rank: int) -> Item | None:
-    """Returns a part of a module's extra state as rank 0's alone; as text its length may differ between ranks."""
+    """Returns an item of a module's extra state on rank 0, else None, since its length may differ between ranks.
+
+    Other items are returned unchanged.
+    """
     if not isinstance(item, FromRank0) or SEPARATOR not in item.name:
         return item
     shape = tuple(item.tensor.shape)
@@ -364,7 +385,10 @@ def _value_of_rank_0(item: Item, *, rank: int) -> Item | None:
 
 
 def _outside(name: str, parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Returns the saved value of a parameter that is not in the model. Raises CheckpointError."""
+    """Returns the saved value of a parameter that is not in the model.
+
+    Raises CheckpointError if it is missing or differs.
+    """
     if name not in tensors or (tensors[name].shape, tensors[name].dtype) != (
         parameter.shape,
         parameter.dtype,
@@ -383,7 +407,7 @@ def _outside(name: str, parameter: torch.nn.Parameter, tensors: Mapping[str, tor
 
 @final
 class FiniteCheck:
-    """say: prints a line for the user, on rank 0."""
+    """Warns once when a checkpoint is about to hold values that are not finite. `say` prints a line, on rank 0."""
 
     def __init__(self, *, comm: Collective, say: Callable[[str], None]) -> None:
         self._comm = comm
@@ -391,7 +415,10 @@ class FiniteCheck:
         self._said = False
 
     def before_save(self, model: torch.nn.Module, *, step: int) -> None:
-        """Checks what the checkpoint of `step` will hold of `model`. Collective; each rank reads a part of it."""
+        """Checks the parameters and buffers that the checkpoint of `step` will hold.
+
+        Collective; each rank reads a share.
+        """
         if self._said:
             return
         comm = self._comm
@@ -415,9 +442,15 @@ class FiniteCheck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """path: the checkpoint that was loaded; None if the run starts at step 0. parent: the checkpoint's step and id.
-    divergence: what the run had noted of its divergence (`hpctrain.resilience.Divergence.state`). loss_unit: see
-    `hpctrain.train.task.loss_weights`; None if the losses counted by samples."""
+    """Where a run starts.
+
+    Attributes:
+        path: The checkpoint that was loaded; None if the run starts at step 0.
+        parent: Step and id of that checkpoint.
+        divergence: The state of `hpctrain.resilience.Divergence` in it.
+        loss_unit: The unit of the loss weights, see `hpctrain.train.task.loss_weights`; None if losses count by
+            samples.
+    """
 
     position: Position
     path: Path | None
@@ -431,9 +464,9 @@ def resume(
 ) -> Resumed:
     """Restores `state` from `source`, a checkpoint or a folder of checkpoints. Collective.
 
-    From a folder the newest good checkpoint is loaded; newer damaged ones are reported. named: the user gave this
-    source, so it is an error if it has no checkpoint; otherwise the run then starts at step 0.
-    Raises CheckpointError on every rank.
+    From a folder the newest good checkpoint is loaded; newer damaged ones are reported. named: whether the user named
+    this source. If so, a source without a checkpoint is an error; otherwise the run then starts at step 0. Raises
+    CheckpointError on every rank.
     """
     regions = partial(state.regions, rank=comm.rank)
     if on_rank_0(comm, lambda: is_checkpoint(source)):

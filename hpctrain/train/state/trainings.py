@@ -1,4 +1,4 @@
-"""The trainings of a session: of each updater its model and optimizer, and how their state is saved and loaded."""
+"""The trainings of a session: the model and optimizer of each updater, and how their state is saved and loaded."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from hpctrain.train.state.also import Stateful, check_also, check_same_on_ranks
 from hpctrain.train.state.optimizer_state import Options, options_of, parameters_outside
 from hpctrain.train.state.training_state import Position, TrainingState, resume
 
-# What a position in the data belongs to: dataset, order and handling of the last batch.
+# The identity of a position in the data: dataset, order and handling of the last batch.
 
 
 def data_identity(loader: Loader, *, fingerprint: str | None) -> dict[str, Any]:
-    """Returns what a position in the data belongs to; a checkpoint stores it, and `TrainingState.restore` compares it.
+    """Returns what a position in the data depends on. A checkpoint stores it, and `TrainingState.restore` compares it.
 
-    fingerprint: of the dataset's content; None for samples that have no manifest: then their number is compared.
+    fingerprint: the fingerprint of the dataset's content. None for samples without a manifest, of which the number of
+    samples is compared.
     """
-    # The two simple orders have the names that they had before there were others.
+    # The two simple orders keep the names from before others were added.
     plain = isinstance(loader.order, Sequential)
     return {
         **({"dataset": fingerprint} if fingerprint is not None else {"samples": loader.dataset.num_samples}),
@@ -47,9 +48,15 @@ SessionUpdater: TypeAlias = AllReduceUpdater | ScatterUpdater | ShardedUpdater |
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class TrainingParts:
-    """outside: the optimizer's parameters that are not in the model, by name. made_with: the optimizer's options at the
-    first `load_state`, or when the updater was made. trained: the ids of the parameters that the updater trains.
-    has_begun: the options may have changed since. noted: see `Trainings`."""
+    """The parts of one training: what the session must know of an updater to save and load it.
+
+    Attributes:
+        outside: The optimizer's parameters that are not in the model, by name.
+        made_with: The optimizer's options at the first `load_state`, or when the updater was made.
+        trained: The ids of the trained parameters.
+        has_begun: Whether `load` has set `made_with`.
+        noted: Whether the user was told that a scheduler is not saved.
+    """
 
     model: torch.nn.Module
     outside: Mapping[str, torch.nn.Parameter]
@@ -60,8 +67,11 @@ class TrainingParts:
 
     @classmethod
     def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainingParts:
-        """Returns them for an updater that is about to be made. Raises UsageError for a model or options that no
-        checkpoint can hold, and for parameters outside of a model that is split over the ranks."""
+        """Returns the parts for an updater that is about to be made.
+
+        Raises UsageError if no checkpoint can hold the model or the options, and if a model that is split over the
+        ranks does not contain all parameters.
+        """
         outside = parameters_outside(model, optimizer)
         if outside and (is_sharded(model) or pipeline_of(model) is not None):
             _refuse_outside(optimizer, outside)
@@ -86,8 +96,13 @@ class TrainingParts:
 
 @final
 class Trainings:
-    """See the module. world: all ranks. drawing: returns those that draw different random numbers (`TrainingState`).
-    note: prints a note."""
+    """The trainings of a session, by updater.
+
+    Args:
+        world: The communicator of all ranks.
+        drawing: A function that returns the ranks that draw different random numbers (see `TrainingState`).
+        note: A function that prints a note for the user.
+    """
 
     def __init__(
         self, world: Collective, *, drawing: Callable[[], Axis], note: Callable[[str], None]
@@ -102,8 +117,11 @@ class Trainings:
         return list(self._parts)
 
     def parts_for(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainingParts:
-        """Returns the parts of an updater that is about to be made. Raises UsageError as `TrainingParts.of` does, and
-        if another updater, that is not closed, trains some of its parameters: both would sum their gradients."""
+        """Returns the parts for an updater that is about to be made.
+
+        Raises UsageError as `TrainingParts.of` does, and if another open updater trains some of the parameters, since
+        both would sum their gradients.
+        """
         parts = TrainingParts.of(model, optimizer)
         both = {
             i for u, of in self._parts.items() if u.step_watch is not None for i in of.trained & parts.trained
@@ -135,7 +153,7 @@ class Trainings:
     ) -> TrainingState:
         """Returns what a checkpoint holds of an updater's training. Not collective.
 
-        seed: of the run. also: see `Session.save_state`. Raises UsageError for an updater of another session.
+        seed: the seed of the run. also: see `Session.save_state`. Raises UsageError for an updater of another session.
         """
         parts = self._parts_of(updater)
         return TrainingState(
@@ -153,7 +171,7 @@ class Trainings:
         options: SaveOptions | None,
         also: Mapping[str, Stateful | None],
     ) -> Path:
-        """See `Session.save_state`."""
+        """Saves an updater's training; see `Session.save_state`. Collective."""
         state, identity = self._state_of(updater, loader, also)
         saved = agreed(
             self._world,
@@ -175,7 +193,7 @@ class Trainings:
         loader: Loader | None,
         also: Mapping[str, Stateful | None],
     ) -> Position:
-        """See `Session.load_state`."""
+        """Restores an updater's training; see `Session.load_state`. Collective."""
         parts = self._parts.get(updater)
         if parts is not None and not parts.has_begun:
             # By now the user has made the schedulers, which change options when they are made.
@@ -186,7 +204,10 @@ class Trainings:
         return resumed.position
 
     def _note_scheduler(self, updater: SessionUpdater, also: Mapping[str, Stateful | None]) -> None:
-        """Notes once that a scheduler, which has left its mark in the optimizer's groups, is not saved."""
+        """Notes once that the state of a scheduler is not saved.
+
+        A scheduler is recognised by its mark in the parameter groups.
+        """
         parts = self._parts[updater]
         if (
             not also
@@ -203,7 +224,7 @@ class Trainings:
     def _state_of(
         self, updater: SessionUpdater, loader: Loader | None, also: Mapping[str, Stateful | None]
     ) -> tuple[TrainingState, dict[str, Any]]:
-        """What to save of an updater's training, and what the position in its data belongs to. Collective."""
+        """Returns what to save of an updater's training, and the identity of its data. Collective."""
         agreed(self._world, lambda: check_also(also), os_error=UsageError)
         state = self.state(updater, seed=loader.seed if loader is not None else 0, also=also)
         if loader is None:
@@ -215,8 +236,11 @@ class Trainings:
 
 
 def _refuse_outside(optimizer: torch.optim.Optimizer, outside: Mapping[str, torch.nn.Parameter]) -> None:
-    """Raises UsageError for parameters outside of a split model; does nothing if all are, as of an optimizer that was
-    made before the model was split, which the updater refuses."""
+    """Raises UsageError if a split model lacks some of the optimizer's parameters.
+
+    Does nothing if it lacks all of them, as when the optimizer was made before the model was split: the updater refuses
+    that case.
+    """
     if len(outside) < sum(len(group["params"]) for group in optimizer.param_groups):
         first = next(iter(outside.values()))
         raise UsageError(

@@ -1,1 +1,1 @@
-"""What is trained: the user's task on its device, the learning rate, batch norm over all ranks."""
+"""The user's task on one rank: computation of batches, loss weights, learning rate, batch normalisation."""

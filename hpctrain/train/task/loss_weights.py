@@ -1,4 +1,4 @@
-"""How much the loss of a micro-batch counts, for tasks whose loss is a mean over something other than samples."""
+"""Weights the losses of micro-batches, for tasks whose loss is a mean over something other than samples."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ from hpctrain.train.task.task import Task, has_valid
 
 @final
 class LossWeights:
-    """The weights of a task's losses on this rank: those that the task gives, or numbers of samples.
+    """The weights of a task's losses on this rank: weights that the task gives, or numbers of samples.
 
     A task gives weights if it has a method `weight`, or if its `loss` returns a pair. In the first step the ranks agree
-    whether it does, as a rank may have no samples, and on a unit: gradients then have about the size that they have
-    with weights by samples, which matters for float16. The unit is a power of two and rounds nothing.
+    whether it does, as a rank may have no samples. They also agree on a unit, with which gradients have about the size
+    that they would have with weights by samples; this matters for float16. The unit is a power of two, so that it
+    rounds nothing.
 
-    With `every_step` they agree on a unit in each step, so that its weights add up to about 1 over the ranks: exactly,
-    if the task has a method `weight` or a step has one micro-batch. Error feedback needs that: what was left unsent is
-    added to the gradients of the next step, whose sum of weights both are then divided by.
+    With `every_step` they agree on a unit in each step, so that the weights add up to about 1 over the ranks; exactly
+    to 1 if the task has a method `weight` or a step has one micro-batch. Error feedback needs this: what was left
+    unsent is added to the gradients of the next step, and both are divided by the sum of weights of that step.
 
-    comm: all ranks; None: this rank is alone. counts: False on ranks whose samples another rank counts. unit: of an
-    earlier start of this run; None: the ranks find it.
+    Args:
+        comm: The communicator of all ranks; None: there is one rank.
+        counts: False on ranks whose samples another rank counts.
+        unit: The unit of an earlier start of this run; None: the ranks choose it.
     """
 
     def __init__(
@@ -51,25 +54,27 @@ class LossWeights:
         self._every_step = every_step
         self._given: bool | None = True if self._method is not None else None  # None: not known yet
         self._agreed = False
-        self._asks = False  # in this step the ranks will agree, and have not yet
+        self._asks = False  # whether the ranks have still to agree in this step
         self._sum = 0.0
         self._seen = (0.0, 0)  # weights and samples of this step, until the ranks agree
         self.has_method = self._method is not None
 
     @property
     def may_be_given(self) -> bool:
-        """False if the task does not weigh its losses, which then count by samples."""
+        """False if it is known that the task gives no weights, so that losses count by samples."""
         return self._given is not False
 
     @property
     def unit(self) -> float | None:
-        """The weight of a sample that counts as 1, for a checkpoint; None if losses count by samples."""
+        """The weight from the task that counts as one sample, for a checkpoint; None if losses count by samples."""
         return self._unit if self._given else None
 
     @property
     def total(self) -> float | None:
-        """The sum of this rank's weights in the last step, in the unit, over the samples of the global batch; 0 if
-        another rank counts them; None if losses count by samples."""
+        """The sum of this rank's weights in the last step, divided by the unit and by the samples of the global batch.
+
+        0 if another rank counts them; None if losses count by samples.
+        """
         if not self._given:
             return None
         return self._sum if self._counts else 0.0
@@ -80,11 +85,14 @@ class LossWeights:
         self._asks = not self._agreed or (self._every_step and not plain)
 
     def end_step(self) -> None:
-        """Takes part in the agreement on a rank that had nothing to weigh. Collective where ranks agree."""
+        """Takes part in the agreement on a rank that had nothing to weight.
+
+        Collective in a step in which the ranks agree.
+        """
         self._agree(given=self._given)
 
     def of_fields(self, part: Batch) -> float:
-        """Returns the weight that the method `weight` gives a micro-batch. Raises UsageError for a wrong one."""
+        """Returns the weight of a micro-batch by the task's method `weight`. Raises UsageError for an invalid one."""
         assert self._method is not None
         if part.num_samples == 0:
             return 0.0
@@ -95,7 +103,7 @@ class LossWeights:
     def agree_before(self, parts: Iterable[Batch]) -> None:
         """Agrees on the weights of a whole step before its losses are computed, if the task has a method `weight`.
 
-        Collective in a step in which the ranks agree. Raises UsageError for a wrong weight, on all ranks.
+        Collective in a step in which the ranks agree. Raises UsageError on all ranks for an invalid weight.
         """
         if not self._asks or self._method is None:
             return
@@ -109,12 +117,12 @@ class LossWeights:
         self._agree(given=True, error=error)
 
     def weigh(self, returned: Any, part: Batch, *, agrees: bool = True) -> tuple[torch.Tensor, float]:
-        """Returns a loss, and its weight for `DistributedOptimizer.backward`. Collective where ranks agree, if it
-        `agrees`.
+        """Returns a loss and its weight for `DistributedOptimizer.backward`.
 
-        returned: by the task's `loss` for `part`, which has samples. agrees: False where other ranks cannot take part
-        now; the unit then stays 1, and `end_step` agrees on the rest. Raises UsageError for what is no weight, on all
-        ranks in the first step, and if only some ranks' losses have one.
+        Collective in a step in which the ranks agree, if `agrees` is True. returned: the result of the task's `loss`
+        for `part`, which has samples. agrees: False where other ranks cannot take part now; the unit is then 1, and
+        `end_step` agrees on the rest. Raises UsageError for an invalid weight, in the first step on all ranks, and if
+        the losses of only some ranks have weights.
         """
         loss, weight, error = returned, 0.0, None
         given = self._given
@@ -147,7 +155,7 @@ class LossWeights:
         return loss, factor
 
     def _agree(self, *, given: bool | None, error: HpctrainError | None = None) -> None:
-        """Agrees whether losses are weighed, and on the unit. Collective where ranks agree, in a step with samples."""
+        """Agrees whether the task gives weights, and on the unit. Collective in a step in which the ranks agree."""
         if not self._asks:
             return
         self._asks = False
@@ -188,9 +196,9 @@ class LossWeights:
 def metrics_and_weight(
     returned: Any, *, weights: LossWeights, part: Batch
 ) -> tuple[Mapping[str, float], float | None]:
-    """Returns metrics, and their weight; None: they are means over samples.
+    """Returns the metrics and their weight; the weight is None if they are means over samples.
 
-    returned: by the task's `metrics` for the samples of `part`. Raises UsageError for what is no weight.
+    returned: the result of the task's `metrics` for the samples of `part`. Raises UsageError for an invalid weight.
     """
     if isinstance(returned, tuple):
         if len(returned) != 2 or not isinstance(returned[0], Mapping):
@@ -203,7 +211,7 @@ def metrics_and_weight(
 
 
 class OutputsOf:
-    """Gathers what a model returns, for a backward that is collective although its loss counts nothing."""
+    """Collects the outputs of a model, for a backward that is collective although its loss has weight 0."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -211,7 +219,7 @@ class OutputsOf:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keeps the model's outputs within the `with` block."""
+        """Collects the model's outputs within the `with` block."""
 
         def keep(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
             self._outputs += [leaf for leaf in _pytree.tree_leaves(output) if _has_graph(leaf)]
@@ -223,9 +231,9 @@ class OutputsOf:
             hook.remove()
 
     def zero(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns a loss of 0 with the graph of the outputs, or NaN-free `loss` if the model was not called as a whole.
+        """Returns a loss of 0 whose graph contains the outputs. Without outputs, returns `loss` times 0, without NaN.
 
-        The mean over nothing is NaN, and so would be its gradient, times 0.
+        The mean over no values is NaN, and so would be its gradient, even times 0.
         """
         if not self._outputs:
             return torch.nan_to_num(loss) * 0.0
@@ -237,7 +245,10 @@ def _has_graph(leaf: Any) -> bool:
 
 
 def loss_and_weight(returned: Any) -> tuple[torch.Tensor, float | None]:
-    """Returns what a task's `loss` has returned as a pair; the weight is None if there is none. Raises UsageError."""
+    """Splits the result of a task's `loss` into loss and weight; the weight is None if there is none.
+
+    Raises UsageError.
+    """
     if isinstance(returned, torch.Tensor):
         return returned, None
     if not isinstance(returned, tuple):
@@ -252,7 +263,7 @@ def loss_and_weight(returned: Any) -> tuple[torch.Tensor, float | None]:
 
 
 def _checked(weight: Any, *, of: str) -> float:
-    """Returns a weight as a number. Waits for the device if it is a tensor there."""
+    """Returns a weight as a number. If it is a tensor on a device, waits for the device."""
     is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
     if isinstance(weight, torch.Tensor):
         if weight.dim() != 0 or weight.is_complex() or weight.dtype == torch.bool:
@@ -274,12 +285,12 @@ def _checked(weight: Any, *, of: str) -> float:
 # The mean loss of a step, from its sums over the ranks.
 
 
-# Among the sums of a step, if the task weighs its losses: see `LossWeights.total`.
+# The name of `LossWeights.total` among the sums of a step, if the task gives weights.
 LOSS_WEIGHT = "loss_weight"
 
 
 def with_mean_loss(sums: Mapping[str, float]) -> dict[str, float]:
-    """Returns the sums of a step with the mean in place of the sum under "loss"; 0 if nothing was counted."""
+    """Returns the sums of a step with the sum under "loss" replaced by the mean; 0 if nothing was counted."""
     weight = sums.get(LOSS_WEIGHT)
     if weight is None:
         return dict(sums)

@@ -1,4 +1,4 @@
-"""The user's task on one rank of a pipeline: forward and backward of its stages, and metrics."""
+"""Computes the user's task on one rank of a pipeline: forward and backward of its stages, and metrics."""
 
 from __future__ import annotations
 
@@ -22,14 +22,22 @@ from hpctrain.train.task.task_runner import row_of_zeros
 
 @final
 class PipelineRunner:
-    """`Runner` of a task whose model is in stages. All methods are collective over the world.
+    """A `Runner` of a task whose model is divided into pipeline stages. All methods are collective over the world.
 
-    The ranks of a pipeline have the same batches. rows: samples of a micro-batch; one with fewer is padded, and the
-    loss is of its samples alone, so that all of a step have one shape. scaled: weights a loss, as
-    `ShardedUpdater.scaled` does. dtype, autocast, counts_samples, comm, loss_unit, units_every_step: as for
-    `TaskRunner`, but units are agreed on in every step only if the task has a method `weight`, as weights that a loss
-    returns come within the schedule; only ranks with the last stage, which has the loss, count samples. The task's
-    `loss` and `metrics` must call their model once, with one tensor.
+    All ranks of a pipeline have the same batches. The task's `loss` and `metrics` must call their model once, with one
+    tensor. Only ranks with the last stage, which has the loss, count samples.
+
+    Args:
+        rows: The samples per micro-batch. A smaller micro-batch is padded, so that all have one shape; its loss covers
+            its samples only.
+        scaled: A function that multiplies a loss by its weight, as `ShardedUpdater.scaled` does.
+        dtype: As for `TaskRunner`.
+        autocast: As for `TaskRunner`.
+        counts_samples: As for `TaskRunner`.
+        comm: As for `TaskRunner`.
+        loss_unit: As for `TaskRunner`.
+        units_every_step: As for `TaskRunner`, but used only if the task has a method `weight`, since weights that a
+            loss returns are only known within the schedule.
     """
 
     device_s = 0.0
@@ -70,13 +78,16 @@ class PipelineRunner:
 
     @property
     def bubbles(self) -> Sequence[tuple[float, float]]:
-        """See `Runner.bubbles`: whenever this rank's stages did not compute."""
+        """The intervals in which this rank's stages did not compute; see `Runner.bubbles`."""
         return self._pipeline.bubbles
 
     def forward_backward(
         self, batch: Batch, updater: DistributedOptimizer, *, micro_batches: int = 1
     ) -> float:
-        """See `Runner.forward_backward`. updater: not called; the schedule runs backward."""
+        """Computes a batch; see `Runner.forward_backward`.
+
+        `updater` is not called, since the schedule runs backward.
+        """
         parts = [part.to(self.device, dtype=self._dtype) for part in batch.real().split(micro_batches)]
         losses: list[torch.Tensor] = []
 
@@ -100,7 +111,7 @@ class PipelineRunner:
         return float(torch.stack(losses).sum()) if losses and self.counts_samples else 0.0
 
     def metrics(self, batch: Batch) -> tuple[Mapping[str, float], float | None] | None:
-        """See `Runner.metrics`: None except on ranks with the last stage."""
+        """Evaluates a batch; see `Runner.metrics`. Returns None except on ranks with the last stage."""
         real = batch.real().to(self.device, dtype=self._dtype)
         parts = -(-real.num_samples // self._rows)
         with self._draws_as_before():
@@ -118,9 +129,9 @@ class PipelineRunner:
         return self.task.loss(model, part.fields)
 
     def _inputs(self, parts: Sequence[Batch]) -> torch.Tensor:
-        """Returns what the task gives its model for all micro-batches, each with as many rows; see `_asked`.
+        """Returns the model inputs of all micro-batches, each padded to the same number of rows; see `_asked`.
 
-        The last row of a micro-batch is repeated, and for one without samples that of another one.
+        Padding repeats the last row of a micro-batch; one without samples takes a row of another micro-batch.
         """
         with self._draws_as_before():
             found = [self._asked(part) if part.num_samples > 0 else None for part in parts]
@@ -138,7 +149,7 @@ class PipelineRunner:
         return self._joined([inputs if inputs is not None else filling for inputs in found], rows=self._rows)
 
     def _joined(self, each: Sequence[torch.Tensor], *, rows: int) -> torch.Tensor:
-        """Returns inputs one after another, the last row of each repeated up to `rows` rows."""
+        """Concatenates inputs, each padded to `rows` rows by repeating its last row."""
         last = each[0][-1:]
         if not self._pipeline.has_first:
             return torch.empty((rows * len(each), *last.shape[1:]), dtype=last.dtype, device="meta")
@@ -147,14 +158,14 @@ class PipelineRunner:
         )
 
     def _row_without_samples(self, part: Batch) -> torch.Tensor:
-        """Returns a row of inputs for a batch without samples: its output has no loss."""
+        """Returns a row of inputs for a batch without samples. Its output enters no loss."""
         if self._row is None:
             return self._asked(row_of_zeros(part))
         shape, dtype = self._row
         return torch.zeros(shape, dtype=dtype, device=self.device if self._pipeline.has_first else "meta")
 
     def _asked(self, part: Batch) -> torch.Tensor:
-        """Returns what the task gives its model; on ranks without the first stage on the meta device."""
+        """Returns the tensor with which the task calls its model; without the first stage, on the meta device."""
         asked = _Asked()
         try:
             self._loss(asked, part)
@@ -171,7 +182,7 @@ class PipelineRunner:
 
     @contextmanager
     def _draws_as_before(self) -> Iterator[None]:
-        """Undoes what the `with` block draws of random numbers, on ranks that need the shapes of inputs alone."""
+        """Restores the random generators after the `with` block, on ranks that only need the shapes of the inputs."""
         if self._pipeline.has_first:
             yield
             return
@@ -189,7 +200,7 @@ class _InputsFound(Exception):  # ends the task's loss once its inputs are known
 
 
 class _Asked(torch.nn.Module):
-    """In place of the model, on the rank with the first stage: for what the task calls it with."""
+    """Stands in for the model on the rank with the first stage, to find the tensor with which the task calls it."""
 
     def forward(self, *arguments: Any, **options: Any) -> torch.Tensor:
         if options or len(arguments) != 1 or not isinstance(arguments[0], torch.Tensor):
@@ -198,7 +209,7 @@ class _Asked(torch.nn.Module):
 
 
 class _Given(torch.nn.Module):
-    """In place of the model, on the rank with the last stage: the pipeline's output."""
+    """Stands in for the model on the rank with the last stage, and returns the pipeline's output."""
 
     def __init__(self, output: torch.Tensor) -> None:
         super().__init__()

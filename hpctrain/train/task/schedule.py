@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step only, so that nothing needs to be saved for a resume."""
+"""The learning rate as a function of the step alone, so that a resume needs no saved state for it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Decay(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Linear warm-up to `peak_lr`, then constant, cosine or step decay, or a function of the user.
+    """The learning rate schedule: linear warm-up, then constant, cosine or step decay, or a user's function.
 
-    decay: a function is called with the number of steps since the warm-up, and with their number in the whole run; it
-    returns the factor of `peak_lr`. Source of scaling and warm-up: Goyal et al. 2017, arXiv:1706.02677. Of cosine
-    decay: Loshchilov and Hutter 2017, arXiv:1608.03983.
+    decay: a function is called with the number of steps since the warm-up and the number of all steps after the
+    warm-up; it returns the factor of `peak_lr`. Source of scaling and warm-up: Goyal et al. 2017, arXiv:1706.02677; of
+    cosine decay: Loshchilov and Hutter 2017, arXiv:1608.03983.
     """
 
     peak_lr: float
@@ -40,7 +40,7 @@ class Schedule:
     step_factor: float = 1.0
 
     def lr(self, step: int) -> float:
-        """Learning rate of the optimizer step `step`, counted from 0."""
+        """Returns the learning rate of optimizer step `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
         if self.decay is Decay.CONSTANT:
@@ -64,7 +64,7 @@ def scaled_lr(lr: float, *, scaling: str, global_batch: int, reference_batch: in
 
 
 def set_lr(group: dict[str, Any], lr: float) -> None:
-    """Sets the learning rate of a parameter group. One that is a tensor stays the same: compiled steps refer to it."""
+    """Sets the learning rate of a parameter group. A tensor is changed in place, since compiled steps refer to it."""
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(lr)
     else:

@@ -1,7 +1,7 @@
 """Batch normalisation over the samples of all ranks.
 
-A layer normalises with the mean and variance of the global batch, so that N ranks train as one rank does with all
-the samples. Its parameters and buffers have torch's names: checkpoints are those of the original model.
+A layer normalises with the mean and variance of the global batch, so that N ranks train as one rank does with all the
+samples. Parameters and buffers have torch's names, so that checkpoints fit the original model.
 
 Formula for combining the ranks' variances: Chan, Golub and LeVeque 1983, doi:10.1080/00031305.1983.10483115.
 """
@@ -21,7 +21,10 @@ from hpctrain.errors import UsageError
 
 @final
 class _Ranks:
-    """Holds the communicator of the layers. A deep copy of the model shares it, since it cannot be copied."""
+    """Holds the communicator of the layers.
+
+    A deep copy of the model shares it, since a communicator cannot be copied.
+    """
 
     def __init__(self, comm: Collective) -> None:
         self.comm = comm
@@ -32,16 +35,16 @@ class _Ranks:
 
 @final
 class SyncBatchNorm(_BatchNorm):
-    """`torch.nn.BatchNorm1d` to `3d` over the ranks of a communicator. Made by `convert_sync_batch_norm`.
+    """`torch.nn.BatchNorm1d` to `3d` over the ranks of a communicator. `convert_sync_batch_norm` creates it.
 
-    Input: shape (n, channels, ...); n may differ between ranks and may be 0. In training, forward and backward are
-    collective: every rank must call them equally often, a rank without samples with an empty batch. In evaluation
-    nothing is sent: a layer without running statistics then normalises each rank's batch separately. Running
-    statistics are bit-identical on every rank.
+    Input: shape (n, channels, ...), where n may differ between ranks and may be 0. In training, forward and backward
+    are collective: every rank must call them equally often, a rank without samples with an empty batch. Evaluation does
+    not communicate; a layer without running statistics then normalises each rank's batch separately. Running statistics
+    are bit-identical on every rank.
     """
 
     def __init__(self, like: _BatchNorm, *, ranks: _Ranks) -> None:
-        """Uses the parameters and buffers of `like`: the same tensors, not copies."""
+        """Takes over the parameters and buffers of `like`: the same tensors, not copies."""
         super().__init__(like.num_features, like.eps, like.momentum, affine=False, track_running_stats=False)
         self.affine, self.track_running_stats = like.affine, like.track_running_stats
         for name in ("weight", "bias"):
@@ -77,7 +80,10 @@ class SyncBatchNorm(_BatchNorm):
         return _Normalize.apply(input, self.weight, self.bias, mean, inverse, count, comm)
 
     def _track(self, count: int, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Updates the running statistics as torch does, with the unbiased variance. Arguments: shape (channels,)."""
+        """Updates the running statistics as torch does, with the unbiased variance.
+
+        `mean` and `variance`: shape (channels,).
+        """
         if self.running_mean is None or self.running_var is None or count == 0:
             return
         share = self.momentum
@@ -90,7 +96,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _sum_dtype(values: torch.Tensor) -> torch.dtype:
-    """Dtype to sum in: float32, also for half-precision values, which lose bits in additions; float64 for float64."""
+    """Returns the dtype for sums: float64 for float64, else float32, since half types lose bits in additions."""
     return torch.float64 if values.dtype is torch.float64 else torch.float32
 
 
@@ -104,11 +110,10 @@ def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def global_statistics(values: torch.Tensor, *, comm: Collective) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Returns the number of values per channel over all ranks, and their mean and biased variance.
+    """Returns the number of values per channel over all ranks, and their mean and biased variance. Collective.
 
-    Collective over `comm`. values: floating point, shape (n, channels, ...). Mean and variance: float64, shape
-    (channels,), 0 if there are no values. The ranks' parts are combined in rank order, so the result is bit-identical
-    on every rank.
+    values: floating point, shape (n, channels, ...). Mean and variance are float64 of shape (channels,), 0 if there are
+    no values. The ranks' parts are combined in rank order, so that the result is bit-identical on every rank.
     """
     channels = values.shape[1]
     count = values.numel() // channels if channels else 0
@@ -140,7 +145,7 @@ def global_statistics(values: torch.Tensor, *, comm: Collective) -> tuple[int, t
 class _Normalize(torch.autograd.Function):
     """Computes (x - mean) * inverse * weight + bias, where mean and inverse depend on the x of all ranks.
 
-    backward is collective over `comm`.
+    Backward is collective over `comm`.
     """
 
     @staticmethod
@@ -189,11 +194,11 @@ class _Normalize(torch.autograd.Function):
 
 
 def convert_sync_batch_norm(model: torch.nn.Module, comm: Collective) -> torch.nn.Module:
-    """Replaces every batch normalisation in `model` by one over the ranks of `comm`. Not collective.
+    """Replaces every batch normalisation layer in `model` by one over the ranks of `comm`. Not collective.
 
-    comm: a separate communicator, used by the thread that runs forward and backward. Layers are replaced in place and
-    keep their parameters, buffers and names. Returns `model`, or a new layer if `model` itself is a batch norm layer.
-    Raises UsageError for a lazy layer that is not initialised.
+    Layers are replaced in place and keep their parameters, buffers and names. Returns `model`, or a new layer if
+    `model` itself is a batch normalisation layer. comm: a separate communicator, used by the thread that runs forward
+    and backward. Raises UsageError for a lazy layer that is not initialised.
     """
     return _converted(model, ranks=_Ranks(comm), done={})
 
@@ -222,5 +227,5 @@ def _converted(
 
 
 def communicates_in_forward(model: torch.nn.Module) -> bool:
-    """True if forward and backward are collective, so that a rank without samples must run them too."""
+    """Returns True if forward and backward are collective, so that a rank without samples must run them too."""
     return is_sharded(model) or any(isinstance(module, SyncBatchNorm) for module in model.modules())

@@ -1,4 +1,4 @@
-"""What computes a batch: the interface between it and the training loop, and the user's task on one rank."""
+"""Computes a batch of the user's task on one rank, and defines `Runner`, the interface of it to the training loop."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hpctrain.train.task.loss_weights import (
 from hpctrain.train.task.sync_batch_norm import SyncBatchNorm, communicates_in_forward
 from hpctrain.train.task.task import Task, takes_valid
 
-# A sample of zeros, for what a rank must compute although it has no samples.
+# A sample of zeros, for ranks that must compute although they have no samples.
 
 
 def row_of_zeros(batch: Batch) -> Batch:
-    """Returns a batch of one sample, zeros in fields of the same sample shapes and dtypes as those of `batch`."""
+    """Returns a batch with one sample of zeros, in fields of the same sample shapes and dtypes as those of `batch`."""
     fields = {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in batch.fields.items()}
     return replace(batch, fields=fields, num_samples=1, num_padded=0, indices=None)
 
@@ -37,12 +37,15 @@ def row_of_zeros(batch: Batch) -> Batch:
 
 @final
 class TaskRunner:
-    """`Runner` of a task with its whole model.
+    """A `Runner` of a task whose model is whole on each rank, or sharded or split without a pipeline.
 
-    dtype: the floating-point fields of a batch are given to the task in it; None: as they are stored. autocast: makes
-    the context in which forward runs. counts_samples: False on ranks whose samples another rank counts, because both
-    hold parts of the same layers. comm: all ranks; None: this rank is alone. loss_unit, units_every_step: `unit`
-    and `every_step` of `LossWeights`.
+    Args:
+        dtype: The dtype to which the floating-point fields of a batch are converted; None: they keep theirs.
+        autocast: A function that creates the context in which forward runs.
+        counts_samples: False on ranks whose samples another rank counts, because both hold parts of the same layers.
+        comm: The communicator of all ranks; None: there is one rank.
+        loss_unit: The `unit` of `LossWeights`.
+        units_every_step: The `every_step` of `LossWeights`.
     """
 
     device_s = 0.0
@@ -84,7 +87,7 @@ class TaskRunner:
     def forward_backward(
         self, batch: Batch, updater: DistributedOptimizer, *, micro_batches: int = 1
     ) -> float:
-        """See `Runner.forward_backward`."""
+        """Computes the gradients of a batch; see `Runner.forward_backward`."""
         self.weights.begin_step()
         try:
             with self._device_timed():
@@ -115,7 +118,10 @@ class TaskRunner:
     def _backward(
         self, part: Batch, updater: DistributedOptimizer, *, last: bool
     ) -> tuple[torch.Tensor | None, float]:
-        """Forward and backward of a micro-batch with samples. Returns its loss and weight; None if the weight is 0."""
+        """Runs forward and backward of a micro-batch with samples.
+
+        Returns loss and weight; the loss is None if the weight is 0.
+        """
         outputs = OutputsOf(self.model)
         with self._autocast():
             of_part = part.to(self.device, dtype=self._dtype)
@@ -125,16 +131,16 @@ class TaskRunner:
         if weight > 0:
             updater.backward(loss, weight=weight, last=last)
             return loss, weight
-        # A mean over nothing, as a rule NaN. Only backward that is collective must run.
+        # A mean over no values, usually NaN. Backward must run only if it is collective.
         if self._communicates:
             updater.backward(outputs.zero(loss), weight=0.0, last=last)
         return None, 0.0
 
     def _take_part(self, part: Batch, updater: DistributedOptimizer, *, last: bool) -> None:
-        """Forward and backward with weight 0, as those of the ranks that have samples are collective.
+        """Runs forward and backward with weight 0 on a rank without samples, since they are collective.
 
-        Of samples that were computed before, or of zeros: the mean over no samples is NaN, and so would be the gradient
-        of what multiplies it. Running statistics, other buffers and the random numbers of later steps stay as they are.
+        It computes samples that were computed before, or zeros, since a mean over no samples would be NaN and so would
+        its gradient. Running statistics, other buffers and random generators are restored afterwards.
         """
         if self._takes_empty:
             self._backward_of_nothing(part, updater, last=last)
@@ -158,7 +164,7 @@ class TaskRunner:
 
     @contextmanager
     def _device_timed(self) -> Iterator[None]:
-        """Sets `device_s` from events before and after the work that the `with` block puts on the GPU's stream."""
+        """Sets `device_s` to the GPU's time for the `with` block, measured with events on its stream."""
         if self.device.type != "cuda":
             yield
             return
@@ -170,7 +176,7 @@ class TaskRunner:
         self.device_s = begin.elapsed_time(end) / 1e3
 
     def loss(self, part: Batch) -> torch.Tensor:
-        """Returns the mean loss of a micro-batch, shape (), with its graph; not its weight."""
+        """Returns the mean loss of a micro-batch, shape (), with its graph, without its weight."""
         with self._autocast():
             return loss_and_weight(self._loss(part.to(self.device, dtype=self._dtype)))[0]
 
@@ -184,13 +190,13 @@ class TaskRunner:
             return loss, weight
 
     def _loss(self, part: Batch) -> Any:
-        """Returns what the task returns for the valid samples; one that takes `valid` leaves out the padding itself."""
+        """Returns the result of the task's `loss`. A loss with a parameter `valid` leaves out the padding itself."""
         if self._takes_valid:
             return self.task.loss(self.model, part.fields, valid=part.valid)  # type: ignore[call-arg]
         return self.task.loss(self.model, part.real().fields)
 
     def metrics(self, batch: Batch) -> tuple[Mapping[str, float], float | None]:
-        """See `Runner.metrics`."""
+        """Evaluates a batch; see `Runner.metrics`."""
         real = batch.real().to(self.device, dtype=self._dtype)
         with self._autocast():
             return metrics_and_weight(
@@ -202,13 +208,16 @@ class TaskRunner:
 
 
 class Runner(Protocol):
-    """A task with its model, or this rank's stages of it.
+    """The interface of a task with its model, or with this rank's stages of it.
 
-    device_s: on a GPU, its time for the last `forward_backward`. communicates: forward is collective. counts_samples:
-    False on ranks whose samples another rank counts, because both hold parts of one copy of the model.
-    weights: of the losses, see `LossWeights`.
-    bubbles: when, in the last `forward_backward`, this rank's stages of a pipeline waited for others: begin and end of
-    each wait, by `time.perf_counter`; none without a pipeline.
+    Attributes:
+        device_s: The GPU's seconds for the last `forward_backward`.
+        communicates: Whether forward is collective.
+        counts_samples: False on ranks whose samples another rank counts, because both hold parts of one copy of the
+            model.
+        weights: The weights of the losses.
+        bubbles: The start and end, by `time.perf_counter`, of each interval of the last `forward_backward` in which
+            this rank's pipeline stages waited for others; empty without a pipeline.
     """
 
     @property
@@ -231,11 +240,14 @@ class Runner(Protocol):
     ) -> float:
         """Computes the gradients of this rank's share of a batch, in `micro_batches` parts.
 
-        Returns the loss of the share times its weight, or 0 if another rank counts the samples; over all ranks these
-        add up to the mean loss of the batch, times the sum of `weights.total` if the task weighs its losses. In the
-        first step collective over the world, as the ranks agree whether it does.
+        Returns the loss of the share times its weight, or 0 if another rank counts the samples. Over all ranks these
+        add up to the mean loss of the batch; if the task gives weights, times the sum of `weights.total`. Collective
+        over the world in the first step, in which the ranks agree whether it does.
         """
 
     def metrics(self, batch: Batch) -> tuple[Mapping[str, float], float | None] | None:
-        """Returns the means of the task's metrics over the batch's samples, at least one, and the weight of these
-        means, None for the number of samples; None if another rank does."""
+        """Returns the means of the task's metrics over the samples of the batch, and the weight of these means.
+
+        The batch has at least one sample. The weight is None if it is the number of samples. Returns None if another
+        rank counts the samples.
+        """

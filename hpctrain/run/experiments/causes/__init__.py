@@ -1,1 +1,1 @@
-"""From what was observed to causes and words. Pure."""
+"""Derives causes, and the texts about them, from what the experiments observed. Pure."""

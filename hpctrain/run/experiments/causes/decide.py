@@ -1,4 +1,4 @@
-"""Decides from what was observed which causes the differences have. Pure."""
+"""Decides which causes explain the differences that the experiments observed. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CAUSES_OF_ERRORS = {
 
 
 def decide(seen_: Observations) -> list[Finding]:
-    """Returns the causes, the most probable first; empty if all that was compared is equal."""
+    """Returns the causes, the most probable first; [] if everything that was compared is equal."""
     if seen_.refused is not None:
         text = "the run ends with an error, on 1 rank already"
         return [
@@ -57,7 +57,7 @@ def decide(seen_: Observations) -> list[Finding]:
 
 
 def _idle(seen_: Observations) -> Iterator[Finding]:
-    """No step that was applied: runs are equal because none of them trains."""
+    """Yields a finding if no step was applied. All runs are then equal because none of them trains."""
     if not seen_.is_idle:
         return
     steps = seen_.again.steps
@@ -78,7 +78,7 @@ def _idle(seen_: Observations) -> Iterator[Finding]:
 
 
 def _steps_left_out(seen_: Observations, found: list[Finding]) -> Iterator[Finding]:
-    """Steps that are applied in some runs only, or in none."""
+    """Yields a finding about steps that are applied in some runs only, or in no run."""
     if seen_.is_idle:
         return
     for what, comparison in seen_.compared().items():
@@ -133,7 +133,7 @@ def _one_process(seen_: Observations) -> Iterator[Finding]:
 
 
 def _ranks(seen_: Observations) -> Iterator[Finding]:
-    """Causes that make ranks differ from each other, or sums go wrong."""
+    """Yields causes that make ranks differ from each other or sums go wrong."""
     apart = not seen_.ranks.equal or not seen_.ranks_again.equal
     if seen_.tampered is not None and apart:
         step, residual = seen_.tampered
@@ -222,12 +222,15 @@ def _schedules(apart: Drift) -> Finding:
 
 
 def cause_of_error(failure: str) -> Cause:
-    """Returns the cause of a run's error; REFUSED for one that names none. failure: the name of its class, then `:`."""
+    """Returns the cause that an error names; REFUSED if it names none.
+
+    `failure` starts with the error's class and `:`.
+    """
     return _CAUSES_OF_ERRORS.get(failure.partition(":")[0], Cause.REFUSED)
 
 
 def _refused(seen_: Observations, failure: str) -> Finding:
-    """The cause of an error that only the run on several ranks has."""
+    """Returns the finding about an error that only the run on several ranks raises."""
     evidence = (
         seen(seen_.ranks_against_one, seen_.ranks)
         if seen_.ranks.failure
@@ -243,7 +246,7 @@ def _refused(seen_: Observations, failure: str) -> Finding:
 
 
 def _options(seen_: Observations) -> Iterator[Finding]:
-    """Options of the optimizer that are the same on all ranks of a run, and others in another run."""
+    """Yields a finding about optimizer options that are equal on all ranks of a run but differ between runs."""
     runs = {
         f"on {seen_.num_ranks} ranks": (seen_.ranks, "give the optimizer the same options on every number of ranks"),
         "with 2 micro-batches": (seen_.micro, "step schedulers once after each step, not after each micro-batch"),

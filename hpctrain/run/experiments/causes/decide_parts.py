@@ -1,4 +1,4 @@
-"""Decides which causes in the data, the division of samples and a resumed run the differences have. Pure."""
+"""Decides which causes in the data, in the division of samples and in a resumed run explain the differences. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpctrain.run.experiments.causes.observations import Observations
 from hpctrain.run.experiments.measuring.probes import MEAN, MIXED, SUM, WEIGHTED, WHOLE, LossFacts
 from hpctrain.run.experiments.measuring.samples import SampleFacts
 
-# Decides which causes in the data the differences have. Pure.
+# Decides which causes in the data explain the differences. Pure.
 
 
 def data_findings(observed: Observations) -> Iterator[Finding]:
@@ -81,7 +81,7 @@ def _resumes_equal(observed: Observations) -> bool:
 
 
 def _own_random(observed: Observations) -> Finding:
-    """Samples whose content or order is drawn from something that the run does not seed for each sample."""
+    """Returns the finding that content or order of samples depends on a generator that the run does not seed."""
     samples = observed.samples
     found = list(samples.content_changes or samples.content_unstable)[:3]
     shown = f", such as {found}," if found and samples.is_numbered else ""
@@ -107,7 +107,7 @@ def _own_random(observed: Observations) -> Finding:
 
 
 def _times(repeated: Mapping[str, int], samples: SampleFacts) -> str:
-    """Says how often the first samples are repeated, if their numbers are known."""
+    """Says how often the first samples are repeated, if they have numbers."""
     if not samples.is_numbered:
         return ""
     return ": " + ", ".join(f"{name} ({times} times)" for name, times in list(repeated.items())[:3])
@@ -158,7 +158,7 @@ _A_BATCH_AND_ITS_THIRDS = "a batch and its thirds"
 
 
 def division_findings(seen_: Observations) -> Iterator[Finding]:
-    """Causes that make the result depend on how the samples are divided."""
+    """Yields causes that make the result depend on how the samples are divided."""
     by_ranks = not seen_.ranks.equal and seen_.ranks.failure is None
     by_parts = seen_.micro is not None and not seen_.micro.equal
     loss = seen_.loss
@@ -181,7 +181,7 @@ def division_findings(seen_: Observations) -> Iterator[Finding]:
 
 
 def _of_sums(seen_: Observations, loss: LossFacts, evidence: list[str]) -> Finding | None:
-    """A sum over parts, or over ranks, that has another factor or other weights."""
+    """Returns the finding that a sum over parts or ranks has a wrong factor or wrong weights."""
     if loss.mixes is not None:
         return None
     if loss.kind == SUM:
@@ -205,7 +205,10 @@ def _of_sums(seen_: Observations, loss: LossFacts, evidence: list[str]) -> Findi
 
 
 def _of_the_loss(loss: LossFacts, evidence: list[str], *, matters: bool) -> Finding | None:
-    """A loss that is no mean over the samples. matters: whether this training divides its batches."""
+    """Returns the finding that the loss is not a mean over samples.
+
+    `matters`: whether this training divides its batches.
+    """
     if loss.mixes is not None:
         name, kind, relative = loss.mixes
         return Finding(
@@ -269,7 +272,7 @@ def _of_own_gradients(evidence: list[str]) -> Finding:
 
 
 def _begins_with_gradients(seen_: Observations) -> bool:
-    """Whether the first thing that the division of the samples changes is a gradient of the first step."""
+    """Returns True if a gradient of the first step is the first value that the division of the samples changes."""
     if seen_.drift is not None or seen_.tampered is not None or seen_.low_precision or seen_.draws_left:
         return False
     found = [c.earliest for c in (seen_.ranks, seen_.micro) if c is not None and not c.equal]
@@ -278,7 +281,7 @@ def _begins_with_gradients(seen_: Observations) -> bool:
 
 
 def _factor(seen_: Observations) -> tuple[str, float] | None:
-    """Returns by what number all gradients of the first step are off, and where; None if by no one number."""
+    """Returns the common factor of all gradients of the first step, and where it occurs; None if there is none."""
     compared = {seen_.ranks_against_one: seen_.ranks, "1 rank, in 2 micro-batches": seen_.micro}
     for what, comparison in compared.items():
         factor = comparison.factor if comparison is not None else None
@@ -288,7 +291,7 @@ def _factor(seen_: Observations) -> tuple[str, float] | None:
 
 
 def accumulation(text: str, evidence: list[str]) -> Finding:
-    """Returns the finding that parts of a step are not weighed by their samples."""
+    """Returns the finding that the parts of a step are not weighted by their numbers of samples."""
     return Finding(
         cause=Cause.ACCUMULATION, is_difference=True, text=text, evidence=evidence,
         advice="return the mean over the samples, and weigh each part by its share of the batch "
@@ -324,7 +327,7 @@ def _randomness(seen_: Observations) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-# Decides which causes a difference of a resumed run has. Pure.
+# Decides which causes explain the difference of a resumed run. Pure.
 
 
 _KEPT = "keep it in a buffer of the model (register_buffer), or in a loop of your own save it in also={...}"

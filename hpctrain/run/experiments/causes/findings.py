@@ -1,4 +1,4 @@
-"""`Finding`: a cause for differences, with the evidence in words."""
+"""`Finding`, a cause of differences with its evidence as text, and `CheckReport`, the result of a check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GUIDE = "docs/guides/check.md"
 
 
 class Cause(str, Enum):
-    """Causes, in the words of the guide. In the order in which findings are reported: earlier ones may cause later."""
+    """The causes, named as in the guide, in the order in which they are reported: earlier ones may cause later ones."""
 
     NOT_APPLIED = "nothing was trained"
     DATA_BY_RANK = "the data depend on the rank"
@@ -44,8 +44,13 @@ class Cause(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """is_difference: False for what does not make runs differ, or is meant to. evidence: what was measured.
-    is_potential: it takes other data than those that were read to see it in a run."""
+    """A cause with its evidence.
+
+    Attributes:
+        is_difference: False for a cause that makes no runs differ, or is intended.
+        evidence: What was measured.
+        is_potential: Whether the cause shows only with other data than those that were read.
+    """
 
     cause: Cause
     is_difference: bool
@@ -65,7 +70,7 @@ def in_percent_or_power(relative: float) -> str:
 
 
 def describe(difference: Difference) -> str:
-    """Says from which step and tensor on, and by how much."""
+    """Returns from which step and tensor on runs differ, and by how much, as text."""
     worst = (
         f", later up to {in_percent_or_power(difference.worst)}"
         if difference.worst > 2 * difference.relative
@@ -83,7 +88,7 @@ def describe(difference: Difference) -> str:
 
 
 def seen(what: str, comparison: Comparison | None) -> list[str]:
-    """Returns the evidence of a comparison: [] if it was not made."""
+    """Returns the evidence of a comparison as lines of text; [] if it was not made."""
     if comparison is None:
         return []
     if comparison.failure is not None:
@@ -106,8 +111,10 @@ _WIDTH = 118
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckReport:
-    """The result of a check, the same on every rank. findings: the most probable cause first; also notes, which are no
-    differences."""
+    """The result of a check, the same on every rank.
+
+    findings: the causes, the most probable first, and notes that are not differences.
+    """
 
     name: str
     observations: Observations
@@ -115,7 +122,7 @@ class CheckReport:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs that should not."""
+        """True if nothing differs that should be equal."""
         return not any(finding.is_difference for finding in self.findings)
 
     def lines(self) -> list[str]:

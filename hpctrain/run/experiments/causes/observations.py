@@ -1,4 +1,4 @@
-"""What the experiments observed, as values from which the causes are decided."""
+"""The results of the experiments, as values from which the causes are decided."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ EQUAL = Comparison(first={}, worst=0.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drift:
-    """The first difference between the ranks of one trial in what all of them should hold alike.
+    """The first difference between the ranks of one trial in a value that all ranks should share.
 
-    step: from 1; 0: when it was built. phase: `built`; `forward`, between the last step and the optimizer's call;
-    `gradient`, after the sum over the ranks; `option` of the optimizer; `optimizer`, in its step; `scheduler`: of the
-    learning rate, after the last step. name: of the tensor, option or value of the scheduler. ranks: that differ from
-    rank 0. values: of an option or scheduler, on rank 0 and on the first of `ranks`.
+    Attributes:
+        step: The step, from 1; 0: while the trial was built.
+        phase: When it appeared. `built`: while the trial was built; `forward`: between the last step and the
+            optimizer's call; `gradient`: after the sum over the ranks; `option`: in an option of the optimizer;
+            `optimizer`: in its step; `scheduler`: in a learning rate scheduler after the last step.
+        name: The tensor, option or value of the scheduler.
+        ranks: The ranks that differ from rank 0.
+        values: The option or value on rank 0 and on the first of `ranks`.
     """
 
     step: int
@@ -32,10 +36,12 @@ class Drift:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumptions:
-    """Runs that were stopped and resumed, compared with the run that was not.
+    """Comparisons of runs that were stopped and resumed with the run that was not.
 
-    plain: as a run does it. with_generators, with_state: the same, but the user's own generators, or all other values
-    of theirs that a checkpoint does not have, were carried over from the run that was not stopped.
+    Attributes:
+        plain: The comparison of a run that was resumed as runs are.
+        with_generators: The same with the user's own generators carried over from the stopped run.
+        with_state: The same with all other values of the user that a checkpoint lacks carried over.
     """
 
     plain: Comparison = EQUAL
@@ -45,22 +51,43 @@ class Resumptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observations:
-    """Of `steps` steps on one rank and on `num_ranks`. What was not done is None or empty.
+    """The results of experiments with `steps` steps on one rank and on `num_ranks`.
 
-    again: one rank, repeated. micro: one rank, two micro-batches. ranks: N ranks against one. ranks_again: N ranks
-    repeated, each delayed by another time. ranks_micro: N ranks with two micro-batches. whole: N ranks that each
-    compute all samples. reseeded: one rank with other random numbers. no_dropout: `micro`, `ranks`, `ranks_micro` and
-    `whole` were compared with dropout off. draws, draws_left: generators that training used, with dropout and without.
-    own_generators: generators of the user's own that changed in the run, by path; own_draws_matter: training differs
-    when they draw other numbers, though the resumed run was equal; fresh_generators: those whose first state differs
-    between two runs. own_state: path -> kind of other values outside of the checkpoint that changed.
-    buffers_apart: buffers that differ between the ranks after the first step. evaluation_apart: metrics that differ
-    between one rank and N. tampered: of gradients that are no multiple of the sum of what backward computed, with the
-    step. poisoned: what is not finite after a batch with NaN was skipped. not_finite: what was first not finite in a
-    run, in words; [] if all was finite. no_gradients: on one rank all gradients were 0 in every step. splits: the run
-    itself uses micro-batches.
-    refused: class and text of the error with which the run ends on 1 rank already, in step `refused_step`.
-    is_split: the ranks hold parts of the model. repeats_intended: samples are drawn with replacement.
+    A result that is missing is None or empty.
+
+    Comparisons:
+
+    - again: one rank, repeated.
+    - micro: one rank, two micro-batches.
+    - resumed: one rank, stopped and resumed.
+    - ranks: N ranks against one rank.
+    - ranks_again: N ranks, repeated with different delays on each rank.
+    - ranks_micro: N ranks, two micro-batches.
+    - ranks_resumed: N ranks, stopped and resumed.
+    - whole: N ranks that each compute all samples, against one rank.
+    - reseeded: one rank, other random numbers.
+    - no_dropout: True if `micro`, `ranks`, `ranks_micro` and `whole` were compared with dropout off.
+
+    Random numbers and the user's own state:
+
+    - draws, draws_left: the generators that training uses, with and without dropout.
+    - own_generators: the user's own generators that changed during the run, by path.
+    - own_draws_matter: whether training differs if these draw other numbers, although the resumed run was equal.
+    - fresh_generators: the user's own generators whose first state differs between two runs.
+    - own_state: the kinds of other values outside the checkpoint that changed, by path.
+
+    Other facts:
+
+    - buffers_apart: the buffers that differ between ranks after the first step.
+    - evaluation_apart: the metrics that differ between one rank and N ranks.
+    - tampered: the first step whose gradients are not a multiple of the sum of what backward computed, and by how much.
+    - poisoned: what is not finite after a batch with NaN was skipped.
+    - not_finite: what was first not finite in a run, as text; [] if all was finite.
+    - no_gradients: whether all gradients were 0 in every step on one rank.
+    - splits: whether the user's run itself uses micro-batches.
+    - refused: class and text of the error that ends the run on one rank already, in step `refused_step`.
+    - is_split: whether each rank holds only a part of the model.
+    - repeats_intended: whether samples are drawn with replacement.
     """
 
     num_ranks: int
@@ -108,12 +135,12 @@ class Observations:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no run applied a step."""
+        """True if no run applied a step."""
         found = [comparison for comparison in self.compared().values() if comparison.steps]
         return bool(found) and not any(comparison.applied or comparison.expected for comparison in found)
 
     def compared(self) -> dict[str, Comparison]:
-        """Returns the comparisons that were made, by what they compare, in words."""
+        """Returns the comparisons that were made, by a text that says what they compare."""
         ranks = f"{self.num_ranks} ranks"
         resumed = self.resumed.plain if self.resumed is not None else None
         if self.refused is not None:
@@ -130,15 +157,15 @@ class Observations:
         return {name: comparison for name, comparison in found.items() if comparison is not None}
 
 
-# Finds where the ranks of one trial begin to differ in what all should hold alike. Pure.
+# Finds where the ranks of one trial start to differ in values that all should share. Pure.
 
 
 def find_drift(by_rank: Sequence[Mapping[str, Any]]) -> Drift | None:
     """Returns the first difference between the ranks, or None.
 
-    by_rank: of each rank `initial`, hashes of the parameters by name, and `steps`: each with hashes `before` (when the
-    optimizer was called), `gradients`, `after`, and `options`, the optimizer's groups. Steps that not all ranks have
-    finished are left out.
+    by_rank: the hashes of each rank. `initial` has those of the parameters by name. Each entry of `steps` has `before`
+    (when the optimizer was called), `gradients`, `after`, and the optimizer's `options`. Steps that some ranks have not
+    finished are ignored.
     """
     found = _apart([rank["initial"] for rank in by_rank])
     if found is not None:
@@ -169,9 +196,9 @@ def find_drift(by_rank: Sequence[Mapping[str, Any]]) -> Drift | None:
 
 
 def schedulers_apart(by_rank: Sequence[Mapping[str, str]], *, step: int) -> Drift | None:
-    """Returns the first value of a learning rate scheduler that is not the same on all ranks.
+    """Returns the first value of a learning rate scheduler that differs between ranks, or None.
 
-    by_rank: path -> text, after `step` steps.
+    by_rank: the values of each rank after `step` steps, as text by path.
     """
     for path, of_rank_0 in by_rank[0].items():
         ranks = [rank for rank, values in enumerate(by_rank) if values.get(path, of_rank_0) != of_rank_0]

@@ -1,1 +1,1 @@
-"""What is measured of a trial, and comparisons of such measurements."""
+"""Measures trials and compares the measurements."""

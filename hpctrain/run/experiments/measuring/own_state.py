@@ -1,4 +1,4 @@
-"""State of the user's objects outside of checkpoints: generators, numbers and tensors in attributes of theirs."""
+"""Finds and copies state of the user's objects that checkpoints lack: generators, numbers and tensors in attributes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from hpctrain.train import capture_generators
 
-# Whether code draws random numbers, and dropout that does nothing.
+# Finds out whether code draws random numbers, and turns dropout off.
 
 
 _DROPOUTS = frozenset({
@@ -30,7 +30,7 @@ _DROPOUTS = frozenset({
 
 
 class GeneratorWatch:
-    """Finds which of the process's generators (torch, numpy, python, cuda) the block uses: `used`, after it."""
+    """Finds which of the process's generators (torch, numpy, python, cuda) a `with` block uses; then see `used`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -48,7 +48,7 @@ class GeneratorWatch:
 
 
 class NoDropout(TorchFunctionMode):
-    """Within the block dropout, also that of attention, returns its input, and draws nothing."""
+    """Makes dropout, including that of attention, return its input and draw no numbers within the `with` block."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -65,7 +65,7 @@ class NoDropout(TorchFunctionMode):
 
 
 def is_generator(value: object) -> bool:
-    """True for a generator that code of the user's may hold."""
+    """Returns True for a random generator object of numpy, Python or torch."""
     kinds = (
         np.random.Generator,
         np.random.RandomState,
@@ -77,7 +77,7 @@ def is_generator(value: object) -> bool:
 
 
 def generator_state(value: Any) -> Any:
-    """Returns a copy of the state of such a generator."""
+    """Returns a copy of the state of a generator object."""
     if isinstance(value, torch.Generator):
         return tuple(value.get_state().tolist())
     if isinstance(value, np.random.Generator):
@@ -90,7 +90,7 @@ def generator_state(value: Any) -> Any:
 
 
 def set_generator(value: Any, state: Any) -> None:
-    """Gives a generator a state that `generator_state` returned."""
+    """Sets a generator object to a state from `generator_state`."""
     if isinstance(value, torch.Generator):
         value.set_state(torch.tensor(state, dtype=torch.uint8))
     elif isinstance(value, np.random.Generator):
@@ -104,7 +104,7 @@ def set_generator(value: Any, state: Any) -> None:
 
 
 def draw(value: Any, times: int) -> None:
-    """Draws so many numbers from such a generator."""
+    """Draws `times` numbers from a generator object."""
     for _ in range(times):
         if isinstance(value, torch.Generator):
             torch.rand(1, generator=value, device=value.device)
@@ -121,20 +121,22 @@ def draw(value: Any, times: int) -> None:
 
 _MAX_OBJECTS, _MAX_DEPTH = 20_000, 8
 _PLAIN = (int, float, str, bool, complex, bytes, type(None))
-# Of these nothing inside is the user's.
+# Objects of these packages hold no state of the user.
 _LIBRARIES = ("torch", "numpy", "hpctrain", "torchvision", "sklearn", "pandas")
-# But their state is: `save_state` takes them in `also`.
+# Except these, whose state the user passes to `save_state` in `also`.
 _STATEFUL = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _SAVED_OF_MODULES = ("_parameters", "_buffers", "training")
-# Larger arrays are taken for data, not for state: they are neither watched nor copied.
+# Larger arrays are treated as data, not as state: they are neither watched nor copied.
 _MAX_BYTES = 16 << 20
 _SAVED_OF_OPTIMIZERS = ("state", "param_groups", "defaults")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a value is: an attribute (dict `container` of an object), an entry of a dict or list. kind: `generator`,
-    `buffer` (one that is not saved), `schedule` (of a learning rate scheduler) or `value`."""
+    """Where a value is stored: in an attribute, as an entry of an object's `__dict__`, or in a dict or list.
+
+    kind: `generator`, `buffer` (one that is not saved), `schedule` (a value of a learning rate scheduler) or `value`.
+    """
 
     container: Any
     key: Any
@@ -143,9 +145,9 @@ class Place:
 
 
 def find_places(roots: Mapping[str, Any]) -> dict[str, Place]:
-    """Returns the values that are reachable from the user's objects and not in a checkpoint, by path.
+    """Returns the values that are reachable from the user's objects and are not in a checkpoint, by path.
 
-    roots: `model`, `optimizer` and the objects in `also` are in the checkpoint.
+    roots: the user's objects by name. `model`, `optimizer` and the objects in `also` are in the checkpoint.
     """
     found: dict[str, Place] = {}
     saved = _saved(roots)
@@ -186,14 +188,14 @@ def find_places(roots: Mapping[str, Any]) -> dict[str, Place]:
 
 
 def of_schedulers(roots: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the values that learning rate schedulers hold, saved or not, by path, as text."""
+    """Returns the values of learning rate schedulers as text, by path, whether they are saved or not."""
     whole = {f"{name} ": root for name, root in roots.items() if name not in ("model", "optimizer")}
     places = find_places(whole)
     return {path.replace(" ", "", 1): _mark(p) for path, p in places.items() if p.kind == "schedule"}
 
 
 def stir(roots: Mapping[str, Any], times: int) -> None:
-    """Draws so many numbers from each generator of the user's own."""
+    """Draws `times` numbers from each of the user's own generators."""
     for place in find_places(roots).values():
         if place.kind == "generator":
             draw(place.value, times)
@@ -212,7 +214,7 @@ def _saved(roots: Mapping[str, Any]) -> set[int]:
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yields (name, container, key, value) of what an object holds."""
+    """Yields (name, container, key, value) for each value that an object holds."""
     if isinstance(value, Variables):
         for key, inner in value.items():
             yield f".{key}", vars(value.module), key, inner
@@ -247,7 +249,7 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, Any, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A variable of an enclosing function, with the interface of a list of one value."""
+    """A variable of an enclosing function, behind the interface of a list with one value."""
 
     cell: Any
 
@@ -281,7 +283,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """The variables of a module of the user's own."""
+    """The variables of one of the user's modules."""
 
     module: ModuleType
 
@@ -294,7 +296,7 @@ class Variables:
 
 
 def variables_of_module(value: Any) -> Variables | None:
-    """Returns the variables of the module that an object's class or function is from, if that is the user's own."""
+    """Returns the variables of the module that defines an object's class or function; None for libraries."""
     name = getattr(value, "__module__", None) or type(value).__module__
     module = sys.modules.get(name)
     is_library = name.partition(".")[0] in (*_LIBRARIES, *sys.stdlib_module_names) and name != "__main__"
@@ -303,7 +305,7 @@ def variables_of_module(value: Any) -> Variables | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnState:
-    """Copies of such values at one moment, by path."""
+    """Copies of the values of `find_places` at one moment, by path."""
 
     values: Mapping[str, Any]
     kinds: Mapping[str, str]
@@ -319,11 +321,11 @@ class OwnState:
         )
 
     def changed_since(self, before: OwnState) -> dict[str, str]:
-        """Returns path -> kind of what differs, or is new since `before`."""
+        """Returns the kinds of values that differ from `before` or are new, by path."""
         return {path: self.kinds[path] for path, mark in self.marks.items() if before.marks.get(path) != mark}
 
     def put_into(self, roots: Mapping[str, Any], paths: Mapping[str, str]) -> int:
-        """Copies the values at `paths` into another trial's objects. Returns how many had a place there."""
+        """Copies the values at `paths` into the objects of another trial. Returns how many could be placed there."""
         places = find_places(roots)
         count = 0
         for path in paths:
@@ -334,7 +336,7 @@ class OwnState:
                 set_generator(place.value, self.values[path])
                 count += 1
             elif place is not None and isinstance(place.value, torch.nn.Parameter):
-                with torch.no_grad():  # others may hold it: the object stays
+                with torch.no_grad():  # the object stays, since others may refer to it
                     place.value.copy_(self.values[path])
                 count += 1
             elif place is not None and place.container is not None:

@@ -1,4 +1,4 @@
-"""Probes of a model's forward on one rank: what mixes samples, what the loss is a mean over, where float32 is."""
+"""Probes a model on one rank: what mixes samples, what the loss averages over, where float32 or NaN appears."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ from hpctrain.run.experiments.subject import Trial
 from hpctrain.train import capture_generators, restore_generators
 
 MEAN, SUM, WEIGHTED, MIXED, WHOLE = "mean", "sum", "weighted", "mixed", "whole"
-_FEW = 8  # samples of which copies are computed
+_FEW = 8  # number of samples that are copied
 _RANK_2 = 1e-12
 _LOW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossFacts:
-    """How the loss of a batch follows from those of its parts.
+    """How the loss of a batch follows from the losses of its parts.
 
-    kind: `mean` over the samples; `sum` over them, maybe added to a mean over them; `weighted`, a mean with other
-    weights than the numbers of samples; `mixed`, the sum of two such means, with weights of their own; `whole`: it does
-    not follow from those of the parts. off: how far it is from the mean over samples, relative.
-    weights: of `weighted`, of two parts of the same number of samples, relative to each other.
-    is_weighed: the task gives weights, by which the mean is taken instead of by samples.
-    part_sizes: the numbers of samples of the parts that a step computes one after the other by itself; () for one.
-    mixes: the first module whose outputs for some samples depend on the other samples of the batch, with its class and
-    the relative difference; None: no module does.
+    Attributes:
+        kind: `mean`: the mean over samples. `sum`: the sum over samples, possibly plus a mean. `weighted`: a mean with
+            other weights than the numbers of samples. `mixed`: the sum of two such means with different weights.
+            `whole`: it does not follow from the parts.
+        off: The relative distance from the mean over samples.
+        weights: For `weighted`, the relative weights of two parts with the same number of samples.
+        is_weighed: Whether the task gives weights, which are then used for the mean instead of numbers of samples.
+        part_sizes: The numbers of samples of the parts that a step itself computes one after another; () if it computes
+            one part.
+        mixes: The first module whose outputs for some samples depend on other samples of the batch, with its class and
+            the relative difference; None: no module does.
     """
 
     kind: str
@@ -48,7 +51,7 @@ class LossFacts:
 
 @contextmanager
 def unchanged(trial: Trial) -> Iterator[None]:
-    """Puts model, optimizer, generators and the user's other state back after the block."""
+    """Restores model, optimizer, generators and the user's other state after the `with` block."""
     device = trial.session.device
     tensors = [(t, t.detach().clone()) for t in (*trial.model.parameters(), *trial.model.buffers())]
     gradients = [(p, p.grad) for p in trial.model.parameters()]
@@ -73,7 +76,7 @@ def unchanged(trial: Trial) -> Iterator[None]:
 
 
 class ModuleOutputs:
-    """Records inputs and outputs of a model's modules, in the order in which they return: name, inputs, outputs."""
+    """Records (name, inputs, outputs) of a model's modules, in the order in which they return."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -107,11 +110,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def probe_loss(
     trial: Trial, batch: Any, *, num_rows: int, tolerance: float, divisions: int
 ) -> LossFacts | None:
-    """Computes the loss of a batch and of parts of it, always from the same state.
+    """Finds how the loss of a batch follows from the losses of its parts, computed from the same state.
 
-    divisions: how many divisions of the batch are tried until one shows what the loss is a mean over: in some each part
-    may have equally many of what is counted, or nothing of it. None for fewer than 3 samples, and if a loss is not
-    finite in each division.
+    divisions: the number of divisions of the batch to try until one shows what the loss averages over; in some
+    divisions the parts may be too equal to show it. Returns None for fewer than 3 samples, and if no division has
+    finite losses.
     """
     if num_rows < 3:
         return None
@@ -129,7 +132,7 @@ def probe_loss(
 
 
 def _loss_of(trial: Trial, batch: Any, rows: Sequence[int]) -> tuple[float, float, bool, ModuleOutputs]:
-    """Returns loss, weight (1 if the task gives none) and whether it gives one."""
+    """Returns the loss, its weight (1 if the task gives none), whether the task gives one, and the module outputs."""
     with unchanged(trial), NoDropout(), ModuleOutputs(trial.model) as outputs:
         loss, weight = trial.loss(trial.part(batch, rows))
         loss = 0.0 if weight == 0 else loss  # a mean over nothing
@@ -139,7 +142,7 @@ def _loss_of(trial: Trial, batch: Any, rows: Sequence[int]) -> tuple[float, floa
 def _unequal_parts(
     trial: Trial, batch: Any, found: LossFacts, *, num_rows: int, tolerance: float
 ) -> LossFacts:
-    """Returns what parts of unequal sizes say of a loss that is the mean over parts of equal sizes."""
+    """Checks with parts of unequal sizes a loss that is the mean over parts of equal sizes."""
     more = num_rows // 2 + 1
     full, _, _, outputs = _loss_of(trial, batch, range(num_rows))
     parts = [(rows, *_loss_of(trial, batch, rows)) for rows in (range(more), range(more, num_rows))]
@@ -152,7 +155,7 @@ def _unequal_parts(
 
 
 def _divided(trial: Trial, batch: Any, order: Sequence[int], *, tolerance: float) -> LossFacts | None:
-    """See `probe_loss`. order: of the rows, of which each third is a part."""
+    """Does `probe_loss` for one division. `order` is an order of the rows, of which each third is a part."""
 
     def of(*rows: int) -> tuple[float, float, bool, ModuleOutputs]:
         return _loss_of(trial, batch, rows)
@@ -181,7 +184,7 @@ def _divided(trial: Trial, batch: Any, order: Sequence[int], *, tolerance: float
     if off <= accuracy:
         return facts(MEAN)
     of_ab, of_bc, of_ac = of(*a, *b)[0], of(*b, *c)[0], of(*a, *c)[0]
-    # Of a mean plus a sum, what two parts together have more than their means is half of what they sum.
+    # For a mean plus a sum, the excess of two parts together over their means is half of what they sum.
     more_of_two = of_ab + of_bc + of_ac - (of_a + of_b + of_c)
     if abs(2 * more_of_two - 3 * (full - (of_a + of_b + of_c) / 3)) / scale <= accuracy:
         return facts(SUM)
@@ -200,14 +203,14 @@ def _divided(trial: Trial, batch: Any, order: Sequence[int], *, tolerance: float
 
 
 def _part_sizes(outputs: ModuleOutputs, num_rows: int) -> tuple[int, ...]:
-    """Returns how many samples each call of the model got, if they are parts of a batch of `num_rows`; () if not."""
+    """Returns the number of samples in each call of the model, if they add up to `num_rows`; else ()."""
     calls = [values[0] for name, _, values in outputs.seen if not name and values]
     sizes = tuple(t.shape[0] if t.dim() else 0 for t in calls)
     return sizes if len(sizes) > 1 and sum(sizes) == num_rows else ()
 
 
 def _ratio(both: float, left: float, right: float) -> float | None:
-    """Returns weight of `left` / weight of `right` if `both` is their weighted mean; None if it is not."""
+    """Returns weight of `left` / weight of `right` if `both` is their weighted mean, else None."""
     if both in (left, right) or (both - right) * (left - both) <= 0:
         return None
     ratio = (both - right) / (left - both)
@@ -215,10 +218,11 @@ def _ratio(both: float, left: float, right: float) -> float | None:
 
 
 def _is_sum_of_two_means(values: Sequence[float]) -> bool:
-    """values: the loss of some samples and 1, 2, 3, ... copies of others.
+    """Returns True if the loss is the sum of two means with different weights.
 
-    A mean in which the others weigh w is a rational function of the number of copies with one pole, and a sum of two
-    means has two: then the Loewner matrix of the values has rank 2.
+    values: the losses of some samples with 1, 2, 3, ... copies of other samples. A weighted mean is a rational function
+    of the number of copies with one pole, a sum of two means has two poles, so that the Loewner matrix of the values
+    has rank 2.
     """
     even, odd = range(0, len(values), 2), range(1, len(values), 2)
     quotients = [[(values[i] - values[j]) / (i - j) for j in odd] for i in even]
@@ -239,7 +243,7 @@ def _first_mixing(
         if any(found[0] != name for found in of_parts):
             return None
         if _apart(inputs, [found[1] for found in of_parts]) > tolerance:
-            continue  # what it was given differs already
+            continue  # its inputs already differ
         apart = _apart(outputs, [found[2] for found in of_parts])
         if apart > tolerance:
             return name or "the model", type(model.get_submodule(name)).__name__, apart
@@ -247,8 +251,10 @@ def _first_mixing(
 
 
 def _apart(full: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]]) -> float:
-    """Returns the largest relative difference between tensors and those of the parts put together; 0 if they are not
-    by sample."""
+    """Returns the largest relative difference between tensors and the concatenation of their parts.
+
+    Tensors without samples along dimension 0 count as equal.
+    """
     worst = 0.0
     for number, tensor in enumerate(full):
         pieces = [part[number] for part in parts if number < len(part)]
@@ -266,8 +272,11 @@ def _apart(full: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowPrecision:
-    """An operation that computes in less than float64 with float64 values. module: in whose forward; `` if in none.
-    is_mixed: only an operand has fewer digits, the result is float64."""
+    """An operation with float64 operands that computes in a shorter dtype.
+
+    module: the module in whose forward it occurs; empty outside of all. is_mixed: whether only an operand is shorter,
+    and the result is float64.
+    """
 
     module: str
     operation: str
@@ -302,7 +311,7 @@ class _DtypeWalk(TorchDispatchMode):
 
 
 def find_low_precision(trial: Trial, batch: Any) -> list[LowPrecision]:
-    """Returns where a float64 model computes in less, in one forward; at most one entry for each module."""
+    """Returns where a float64 model computes in a shorter dtype in one forward, at most once per module."""
     found = [
         LowPrecision(module=name, operation="parameter or buffer", dtype=str(t.dtype).removeprefix("torch."))
         for name, t in (*trial.model.named_parameters(), *trial.model.named_buffers())
@@ -337,11 +346,15 @@ def find_low_precision(trial: Trial, batch: Any) -> list[LowPrecision]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationFacts:
-    """What evaluations of the same parameters showed.
+    """Results of two evaluations with the same parameters.
 
-    metrics: of the first. differs: metrics that another evaluation gives otherwise, with the relative difference.
-    training: modules that were in training mode, with their classes. draws: generators that were used. changed:
-    parameters and buffers that it changed. modes: modules whose mode differs after it.
+    Attributes:
+        metrics: The metrics of the first one.
+        differs: Metrics that differ in the second one, with the relative difference.
+        training: Modules that were in training mode, with their classes.
+        draws: Generators that were used.
+        changed: Parameters and buffers that the evaluation changed.
+        modes: Modules whose mode it changed.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -352,11 +365,14 @@ class EvaluationFacts:
     modes: Sequence[str] = ()
 
 
-# Evaluates a trial twice and watches what that does.
+# Evaluates a trial twice and observes the effects.
 
 
 def probe_evaluation(trial: Trial, *, tolerance: float) -> EvaluationFacts | None:
-    """Evaluates twice, from the same parameters but other states of the generators. Collective. None without one."""
+    """Evaluates twice with the same parameters but other generator states.
+
+    Returns None if there is no evaluation. Collective.
+    """
     model, training = trial.model, dict[str, str]()
 
     def entered(module: torch.nn.Module, *_: object) -> None:
@@ -391,8 +407,10 @@ def probe_evaluation(trial: Trial, *, tolerance: float) -> EvaluationFacts | Non
 def metrics_apart(
     reference: Mapping[str, float], other: Mapping[str, float], *, tolerance: float
 ) -> dict[str, float]:
-    """Returns the metrics of `reference` that `other` lacks or has otherwise, with the relative difference; infinite
-    where one of the two is not finite."""
+    """Returns the metrics of `reference` that differ in `other` or are missing there, with the relative difference.
+
+    The difference is infinite if one of the values is missing or not finite.
+    """
     apart = {}
     for name, value in reference.items():
         found = other.get(name)
@@ -427,15 +445,18 @@ class _Draws:
             self._found |= self._watch.used
 
 
-# Where NaN or infinities come from: in what was recorded of a trial, and in the modules of a model.
+# Finds where NaN or infinities come from, in the records of a trial and in the modules of a model.
 
 
 _SHOWN = 5
 
 
 def first_not_finite(trace: RunTrace) -> list[str]:
-    """Returns what is not finite in the first step that has such a thing, in the order in which a step computes it:
-    a line each for samples, loss, gradients and buffers. Before the first step: the parameters. [] if all is finite."""
+    """Returns what is not finite in the first step with such values; [] if all is finite.
+
+    There is one line each for samples, loss, gradients and buffers, in the order of computation; before the first step,
+    one for the parameters.
+    """
     name = _first(trace.initial.values)
     if name is not None:
         return [f"parameter {name} is not finite before the first step"]
@@ -475,9 +496,9 @@ def _first(values: Mapping[str, torch.Tensor]) -> str | None:
 
 
 def probe_not_finite(trial: Trial, batch: object) -> str | None:
-    """Computes the loss of `batch`, which is finite, and says where that first is not; None if it is finite all over.
+    """Returns where the loss of `batch`, which is finite, first becomes not finite, as text; None if it does not.
 
-    Not collective on one rank. Nothing of the trial changes.
+    Not collective on one rank. The trial is left unchanged.
     """
     with unchanged(trial), NoDropout(), ModuleOutputs(trial.model) as outputs:
         loss, _ = trial.loss(batch)

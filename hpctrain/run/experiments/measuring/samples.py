@@ -1,4 +1,4 @@
-"""Which samples ranks get: repeated, missing, depending on the rank, in an order that ignores the epoch. Pure."""
+"""Finds out which samples the ranks get: repeated, missing, rank-dependent, or the same order in every epoch. Pure."""
 
 from __future__ import annotations
 
@@ -13,20 +13,27 @@ import xxhash
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleFacts:
-    """What is known of the samples.
+    """Facts about the samples that one process and all ranks get.
 
-    num_seen: samples in the pass over an epoch, of one process. repeated_one: in one process, sample -> times.
-    has_equal: these may be different samples of equal content.
-    repeated: over all ranks, beyond what one process has. missing: that one process gets and no rank does. padded:
-    samples that complete the last batch of some ranks, at most one a rank. not_finite: field -> some samples.
-    content_by_rank: samples whose content differs between ranks although each read the same batch alone.
-    content_by_share: whose content differs between one process and the ranks. content_changes: between two runs of one
-    process. content_unstable: between two readings of one epoch by one process. order_changes: two runs of one process
-    get the same samples in other orders. draws: the process's generators that reading uses; looked for only where
-    contents differ. is_numbered: the samples' numbers are known, else hashes of their content. other_steps: the
-    first step in which the ranks together get other samples than one process, 0 if none.
-    same_every_epoch: the shuffled order of two epochs is the same. history: an epoch's samples depend on what was read
-    before it. num_rows, num_rank_rows: samples of one step in one process, and over all ranks.
+    Samples are named by their index in the dataset, or by a hash of their content if `is_numbered` is False.
+
+    - num_seen: the number of samples that one process reads in a pass over an epoch.
+    - repeated_one: how often samples are repeated in one process, by sample. has_equal: these may be different samples
+      with equal content.
+    - repeated: how often samples are repeated over all ranks, where that is more than in one process.
+    - missing: the number of samples that one process gets and no rank gets.
+    - padded: the number of samples that complete the last batch of some ranks, at most one per rank.
+    - not_finite: some samples with NaN or infinity, by field.
+    - content_by_rank: samples whose content differs between ranks that each read the same batch alone.
+    - content_by_share: samples whose content differs between one process and the ranks.
+    - content_changes: samples whose content differs between two runs of one process.
+    - content_unstable: samples whose content differs between two readings of an epoch by one process.
+    - order_changes: whether two runs of one process get the same samples in different orders.
+    - draws: the process's generators that reading uses; searched only if contents differ.
+    - other_steps: the first step in which the ranks together get other samples than one process; 0 if there is none.
+    - same_every_epoch: whether the shuffled orders of two epochs are equal.
+    - history: whether an epoch's samples depend on what was read before it.
+    - num_rows, num_rank_rows: the number of samples of one step in one process and over all ranks.
     """
 
     num_seen: int = 0
@@ -51,7 +58,7 @@ class SampleFacts:
 
 
 def row_hashes(fields: Mapping[str, torch.Tensor], num_rows: int) -> list[int]:
-    """Returns a hash of each row's content over all fields."""
+    """Returns a hash of the content of each row over all fields."""
     hashes = [xxhash.xxh3_64() for _ in range(num_rows)]
     for name in sorted(fields):
         tensor = fields[name].detach().to("cpu").contiguous()
@@ -64,7 +71,7 @@ def row_hashes(fields: Mapping[str, torch.Tensor], num_rows: int) -> list[int]:
 
 
 def rows_not_finite(fields: Mapping[str, torch.Tensor], num_rows: int) -> list[tuple[int, str]]:
-    """Returns (row, field) of floating-point values that are not finite."""
+    """Returns (row, field) for each row of a floating-point field that has NaN or infinity."""
     found: list[tuple[int, str]] = []
     for name, tensor in fields.items():
         if tensor.is_floating_point() and tensor.shape[:1] == (num_rows,) and tensor.numel():
@@ -74,7 +81,7 @@ def rows_not_finite(fields: Mapping[str, torch.Tensor], num_rows: int) -> list[t
 
 
 def as_fields(batch: Any) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a batch of a user's loader, which may be nested, by name."""
+    """Returns the tensors of a user's batch, which may be nested, by name."""
     if isinstance(batch, torch.Tensor):
         return {"batch": batch}
     fields = getattr(batch, "fields", None)
@@ -95,12 +102,15 @@ def as_fields(batch: Any) -> dict[str, torch.Tensor]:
 
 
 def repeats(seen: Sequence[int]) -> dict[str, int]:
-    """Returns how often the samples occur that occur more than once."""
+    """Returns the number of occurrences of samples that occur more than once."""
     return {str(name): times for name, times in Counter(seen).items() if times > 1}
 
 
 def repeats_beyond(one: Sequence[int], ranks: Sequence[Sequence[int]]) -> tuple[dict[str, int], int]:
-    """Returns what all ranks together get more often than one process, and how many samples no rank gets."""
+    """Returns the samples that all ranks together get more often than one process does, and how often.
+
+    Also returns the number of samples that one process gets and no rank gets.
+    """
     expected, found = Counter(one), Counter(name for rank in ranks for name in rank)
     more = {str(name): times for name, times in found.items() if times > max(1, expected[name])}
     return more, sum((expected - found).values())

@@ -1,4 +1,4 @@
-"""What a trial did, step by step: losses, samples, gradients, parameters, buffers, random numbers."""
+"""Records trials step by step (losses, samples, gradients, parameters, buffers, random numbers), and compares them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ import xxhash
 from hpctrain.run.experiments.measuring.own_state import GeneratorWatch
 from hpctrain.run.experiments.subject import Rows, Trial
 
-# Elements of a tensor that are kept for comparison, evenly spaced; hashes are of all.
+# The number of evenly spaced elements of a tensor that are kept for comparison; hashes cover all elements.
 MAX_KEPT = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """Tensors at one moment, by name. values: up to MAX_KEPT elements in float64, flat. hashes: of all bytes."""
+    """Tensors at one moment, by name.
+
+    values: up to MAX_KEPT elements of each, flat, float64. hashes: hashes of all bytes.
+    """
 
     values: Mapping[str, torch.Tensor]
     hashes: Mapping[str, int]
@@ -28,11 +31,16 @@ class Kept:
 
 @dataclass(kw_only=True, slots=True)
 class StepTrace:
-    """One step on this rank. parameters_before, gradients: when the optimizer was called, after the sum over the ranks.
+    """One step of a trial on this rank.
 
-    own_gradients: this rank's own, as backward computed them, summed over its backward passes. draws: generators that
-    forward or backward used. options: of the optimizer's groups. None or empty where the optimizer was not called
-    because the step was skipped.
+    Attributes:
+        parameters_before: The parameters when the optimizer was called.
+        gradients: The gradients at that moment, after the sum over the ranks.
+        own_gradients: This rank's gradients as backward computed them, summed over its backward passes.
+        options: The options of the optimizer's groups. Like the three before, empty or None if the step was skipped.
+        parameters: The parameters after the step.
+        buffers: The buffers after the step.
+        draws: The generators that forward or backward used.
     """
 
     loss: float
@@ -52,7 +60,7 @@ class StepTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """An error that ended a trial in a step (from 1; 0: while it was built). agreed: every rank raised it."""
+    """An error that ended a trial. `step` is the step, from 1; 0: while the trial was built."""
 
     kind: str
     text: str
@@ -61,7 +69,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unfinished:
-    """What a step left that ended with an error; before, gradients and options as in `StepTrace`."""
+    """The state after a step that ended with an error. `before`, `gradients` and `options` are as in `StepTrace`."""
 
     before: Kept | None
     gradients: Kept | None
@@ -71,7 +79,10 @@ class Unfinished:
 
 @dataclass(kw_only=True, slots=True)
 class RunTrace:
-    """initial: parameters before the first step. unfinished: of the step that failed."""
+    """The record of a trial.
+
+    initial: the parameters before the first step. unfinished: the state after the step that failed.
+    """
 
     initial: Kept
     steps: list[StepTrace] = field(default_factory=list)
@@ -80,21 +91,21 @@ class RunTrace:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor without its graph; of a sharded one all of it, for which all ranks must call this."""
+    """Returns the tensor without its graph. A sharded tensor is gathered, for which all ranks must call it."""
     tensor = tensor.detach()
     gather = getattr(tensor, "full_tensor", None)
     return gather() if gather is not None else tensor
 
 
 def sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns up to MAX_KEPT elements, evenly spaced, as a copy in float64 on the CPU, flat."""
+    """Returns up to MAX_KEPT evenly spaced elements as a flat float64 copy on the CPU."""
     flat = (tensor.to_dense() if tensor.layout != torch.strided else tensor).reshape(-1)
     stride = -(-flat.numel() // MAX_KEPT)
     return flat[:: max(1, stride)].to(device="cpu", dtype=torch.float64, copy=True)
 
 
 def keep(named: Iterable[tuple[str, torch.Tensor]]) -> Kept:
-    """Keeps floating-point and integer tensors for comparison."""
+    """Copies samples and hashes of tensors for later comparison."""
     values, hashes = {}, {}
     for name, tensor in named:
         full = whole(tensor)
@@ -107,7 +118,7 @@ def keep(named: Iterable[tuple[str, torch.Tensor]]) -> Kept:
 
 
 class StepRecorder:
-    """Records the steps of a trial, by hooks of its optimizer and parameters. Used as a context manager."""
+    """Records the steps of a trial with hooks on its optimizer and parameters. A context manager."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
@@ -160,7 +171,7 @@ class StepRecorder:
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[list[float]]:
-        """The block trains one step on `batch`, and appends its loss to the list."""
+        """Records the step that the `with` block trains on `batch`. The block appends its loss to the yielded list."""
         self._own, self._before, self._gradients, self._options = {}, None, None, []
         rows = self._trial.rows(batch)
         losses: list[float] = []
@@ -189,16 +200,21 @@ def _plain(value: Any) -> Any:
 
 # In the order in which a step computes them.
 KINDS = ("initial", "samples", "loss", "gradient", "option", "parameter", "buffer")
-# A gradient below this share of the largest one is mostly rounding; optimizers like Adam enlarge what it holds.
+# A gradient below this share of the largest one is mostly rounding, which optimizers like Adam enlarge.
 _NOISE = 1e-5
-# Running statistics follow what it holds: such as the bias of a convolution before a batch norm, whose gradient is 0.
+# Such rounding moves running statistics too: the bias of a convolution before a batch norm has the gradient 0.
 _NOISE_ALLOWED = 1e-7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The first difference of a kind. step: from 1; 0: before the first. relative: to the largest value of the tensor
-    (of a gradient: of all gradients). worst: the largest relative difference in any step."""
+    """The first difference of one kind between two trials.
+
+    Attributes:
+        step: The step, from 1; 0: before the first step.
+        relative: The difference relative to the largest value of the tensor; for a gradient, of all gradients.
+        worst: The largest relative difference in any step.
+    """
 
     kind: str
     step: int
@@ -210,11 +226,16 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Of a trial with the one that it should equal. worst: the largest relative difference, also below the tolerance.
+    """The comparison of a trial with a reference that it should equal.
 
-    factor: what all gradients of the first step are multiplied by, against the reference; None if by no one number.
-    failure: text of the error that ended the trial. steps: that the trial made. applied: those in which it called the
-    optimizer; expected: those of the same steps in which the reference did.
+    Attributes:
+        first: The first difference of each kind.
+        worst: The largest relative difference, even if below the tolerance.
+        factor: The common factor of all gradients of the first step, relative to the reference; None if there is none.
+        failure: Text of the error that ended the trial.
+        steps: The number of steps of the trial.
+        applied: The number of these steps in which the trial called the optimizer.
+        expected: The number of these steps in which the reference called the optimizer.
     """
 
     first: Mapping[str, Difference]
@@ -232,7 +253,7 @@ class Comparison:
 
     @property
     def earliest(self) -> Difference | None:
-        """The first difference: of the earliest step, and there of what is computed first."""
+        """The difference in the earliest step, there in the value that is computed first; None if all is equal."""
         found = sorted(self.first.values(), key=lambda d: (d.step, KINDS.index(d.kind)))
         return found[0] if found else None
 
@@ -275,8 +296,13 @@ class _Found:
 def compare(
     reference: RunTrace, other: RunTrace, *, tolerance: float, samples: bool = True, from_step: int = 1
 ) -> Comparison:
-    """Compares on one rank. tolerance: relative. samples: whether both should see the same rows. from_step: the step
-    of `reference` that is the first one of `other`."""
+    """Compares two traces of one rank.
+
+    Args:
+        tolerance: The largest relative difference that counts as equal.
+        samples: Whether both should see the same samples.
+        from_step: The step of `reference` that corresponds to the first step of `other`.
+    """
     found = _Found(tolerance)
     if from_step == 1:
         _compare_kept(found, "initial", 0, reference.initial, other.initial)
@@ -322,7 +348,7 @@ def _distance(a: float, b: float) -> float:
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns |a - b|, 0 where both are the same NaN or infinity."""
+    """Returns |a - b| per element; 0 where both are NaN or the same infinity."""
     same = (a == b) | (a.isnan() & b.isnan())
     return torch.where(same, torch.zeros_like(a), (a - b).abs())
 
@@ -342,7 +368,11 @@ def _compare_kept(
     *,
     allowed: float = 0.0,
 ) -> bool:
-    """noisy: where `_NOISE_ALLOWED` is allowed. allowed: relative, everywhere. Returns whether noise was excused."""
+    """Adds the differences of two sets of tensors to `found`. Returns True if noise was excused.
+
+    noisy: the elements whose difference may be up to `_NOISE_ALLOWED`. allowed: the relative difference that is allowed
+    everywhere.
+    """
     excused = False
     least = 1e-3 * max((_largest(t) for t in reference.values.values()), default=0.0)
     for name, mine in other.values.items():
@@ -382,7 +412,7 @@ def _compare_gradients(
 def _compare_options(
     found: _Found, step: int, reference: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Compares the options of the optimizer's groups, where both runs called it."""
+    """Compares the options of the optimizer's groups in steps in which both runs called the optimizer."""
     for theirs, mine in zip(reference, other, strict=False):
         for name, value in theirs.items():
             now = mine.get(name)
@@ -396,16 +426,20 @@ def _compare_options(
 def factor_between(
     reference: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], *, accuracy: float = 1e-9
 ) -> float | None:
-    """Returns c if `other` is c times `reference` within `accuracy` of the norm, over all tensors; else None."""
+    """Returns c if `other` equals c times `reference` over all tensors, within `accuracy` of the norm; else None."""
     residual = collinearity(reference, other)
     return residual.factor if residual is not None and residual.relative <= accuracy else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residual:
-    """Of `other` as a multiple of a reference: the best factor, and the norm of the rest relative to `other`'s.
+    """The distance of tensors from the closest multiple of a reference.
 
-    tensor: the one that differs most."""
+    Attributes:
+        factor: The factor of that multiple.
+        relative: The norm of the difference, relative to the norm of the tensors.
+        tensor: The tensor that differs most.
+    """
 
     factor: float
     relative: float
@@ -413,7 +447,7 @@ class Residual:
 
 
 def collinearity(reference: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Residual | None:
-    """Returns how far `other` is from a multiple of `reference`; None if there is nothing to compare."""
+    """Returns how far `other` is from a multiple of `reference`; None if they cannot be compared."""
     names = [n for n, t in reference.items() if n in other and other[n].shape == t.shape]
     square = sum(float((reference[n] * reference[n]).sum()) for n in names)
     norm = math.sqrt(sum(float((other[n] * other[n]).sum()) for n in names))
@@ -428,7 +462,7 @@ def collinearity(reference: Mapping[str, torch.Tensor], other: Mapping[str, torc
 
 
 def merge(by_rank: Sequence[Comparison]) -> Comparison:
-    """Returns the comparison over all ranks: of each kind the earliest difference, and the largest values."""
+    """Merges the comparisons of all ranks: the earliest difference of each kind, and the largest values."""
     first: dict[str, Difference] = {}
     for found in by_rank:
         for kind, difference in found.first.items():
@@ -450,7 +484,7 @@ def merge(by_rank: Sequence[Comparison]) -> Comparison:
 
 
 def with_losses(trace: RunTrace, losses: Sequence[float]) -> RunTrace:
-    """Returns the trace with the losses over all ranks."""
+    """Returns the trace with its losses replaced by those over all ranks."""
 
     steps: list[StepTrace] = [
         replace(step, loss=loss) for step, loss in zip(trace.steps, losses, strict=True)
