@@ -28,6 +28,17 @@ class RanksFailed(RuntimeError):
     """The ranks of a measurement ended with an error."""
 
 
+def run_checked(argv: Sequence[str], *, what: str, environ: Mapping[str, str], timeout_s: float) -> Ended:
+    """Runs a command to its end. Raises RanksFailed with its last lines if it fails or takes longer."""
+    try:
+        done = run_to_end(argv, environ=environ, timeout_s=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise RanksFailed(f"{what}: still running after {timeout_s:g} s, ended") from None
+    if done.returncode != 0:
+        raise RanksFailed(f"{what}: exit code {done.returncode}\n{done.tail}")
+    return done
+
+
 class Place:
     """A place where ranks run the cases of a module, see `benchmarks.ranks`.
 
@@ -69,10 +80,8 @@ class Place:
             except subprocess.TimeoutExpired:
                 raise RanksFailed(f"still running after {timeout_s:g} s, killed: {case}") from None
             if done.returncode != 0 or not result.exists():
-                tail = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
-                raise RanksFailed(
-                    f"exit code {done.returncode}: {without_places(tail, directory=Path(name))}"
-                )
+                said = without_places(done.tail, directory=Path(name))
+                raise RanksFailed(f"exit code {done.returncode}: {said}")
             found = json.loads(result.read_text())
             start = start_of(argv, done, variables=mine, ranks=found["ranks"], directory=Path(name))
             self.starts.append(start)

@@ -40,6 +40,11 @@ class Ended:
     stdout: str
     stderr: str
 
+    @property
+    def tail(self) -> str:
+        """The last lines of the output."""
+        return "\n".join((self.stdout + self.stderr).splitlines()[-30:])
+
 
 def run_to_end(
     argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float, cwd: Path = REPOSITORY

@@ -4,7 +4,6 @@ Horovod scripts on hpctrain against Horovod."""
 from __future__ import annotations
 
 import json
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,9 +32,9 @@ from benchmarks.parallel.timed import (
     take_rounds,
 )
 from benchmarks.parallel.training import VOCABULARY
-from benchmarks.places import OnCluster, RanksFailed
+from benchmarks.places import OnCluster, run_checked
 from benchmarks.results_file import Record
-from benchmarks.starting import LAUNCH, run_to_end, user_environment
+from benchmarks.starting import LAUNCH, user_environment
 from hpctrain.data import pack_arrays
 from hpctrain.run import parse_recipe, plan_memory, to_toml
 
@@ -364,21 +363,11 @@ def _trained(document: Mapping[str, Any], where: Path, *, timeout_s: float) -> l
     watched = {"target": "benchmarks.parallel.watched_task:Watched"}
     options = {**document["task"]["options"], "report": str(where / "report")}
     (where / "report").mkdir()
-    recipe = parse_recipe(
-        {
-            **document,
-            "run": {**document["run"], "directory": str(where / "run")},
-            "task": {**watched, "options": options},
-        }
-    )
+    run = {**document["run"], "directory": str(where / "run")}
+    recipe = parse_recipe({**document, "run": run, "task": {**watched, "options": options}})
     (where / "recipe.toml").write_text(to_toml(recipe))
     argv = [*LAUNCH, "-n", str(PLANNED_RANKS), "--", *LAUNCH[:-1], "train", str(where / "recipe.toml")]
-    try:
-        done = run_to_end(argv, environ=user_environment(), timeout_s=timeout_s)
-    except subprocess.TimeoutExpired:
-        raise RanksFailed(f"still running after {timeout_s:g} s, killed: {document['parallel']}") from None
-    if done.returncode:
-        raise RanksFailed(f"{document['parallel']}: exit code {done.returncode}\n{done.stderr[-4000:]}")
+    run_checked(argv, what=str(document["parallel"]), environ=user_environment(), timeout_s=timeout_s)
     found = [json.loads(file.read_text()) for file in sorted((where / "report").iterdir())]
     alone, shared = ([entry["most"][kind] - entry["before"][kind] for entry in found] for kind in (0, 1))
     return [own + sum(shared) // len(shared) for own in alone]

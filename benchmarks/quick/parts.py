@@ -12,10 +12,9 @@ from benchmarks.checkpoint import suite as checkpoint
 from benchmarks.data import suite as data
 from benchmarks.harness import Bench
 from benchmarks.headlines import HEADLINES
-from benchmarks.places import RanksFailed
+from benchmarks.places import run_checked
 from benchmarks.reduction import suite as reduction
 from benchmarks.results_file import Record, figure_of
-from benchmarks.starting import run_to_end, without_places
 from benchmarks.step.runs import OneNode, Scale as StepScale, measure as measure_step, pack, working_directory
 from benchmarks.step.suite import records_of
 from benchmarks.step.variants import ALONE, CELLS, FLAT, PEER, YIELDING_PEER, companions, default_of
@@ -69,10 +68,7 @@ def _scaling(bench: Bench) -> list[Record]:
     ]  # fmt: skip
     salloc = ["salloc", f"--nodes={max(NODES)}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     argv = cluster.argv([*salloc, *words], cwd=directory)
-    done = run_to_end(argv, environ=cluster.environment(), timeout_s=300.0)
-    if done.returncode != 0:
-        tail = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
-        raise RanksFailed(f"exit code {done.returncode}: {without_places(tail, directory=directory)}")
+    run_checked(argv, what="scaling", environ=cluster.environment(), timeout_s=300.0)
     bench.say(f"{NODES[0]} to {NODES[-1]} nodes")
     return scaling_records(json.loads(document.read_text()), cores=os.cpu_count() or 1)
 

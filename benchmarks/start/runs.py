@@ -9,7 +9,6 @@ import json
 import random
 import re
 import secrets
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.places import RanksFailed
+from benchmarks.places import RanksFailed, run_checked
 from benchmarks.start.ranks import INIT, LEFT
 from benchmarks.start.task import FOLDER_VARIABLE, GO, STEPS_VARIABLE
 from benchmarks.starting import (
@@ -27,7 +26,6 @@ from benchmarks.starting import (
     REPOSITORY,
     Ended,
     Start,
-    run_to_end,
     start_of,
     user_environment,
 )
@@ -152,7 +150,7 @@ class Workplace:
         seconds = time.perf_counter() - began_s
         found = _LAST_LINE.search(done.stdout)
         if found is None:
-            raise RanksFailed(f"{what}: no last line with a loss\n{_tail(done)}")
+            raise RanksFailed(f"{what}: no last line with a loss\n{done.tail}")
         results = [results_of(folder / "metrics" / f"rank-{rank:05d}.jsonl") for rank in range(num_ranks)]
         return Epoch(seconds=seconds, last_line=(found[1], found[2]), results=results)
 
@@ -256,19 +254,10 @@ def ranks_command(end: str) -> list[str]:
 def run_command(argv: Sequence[str], *, what: str, environ: Mapping[str, str] | None = None) -> Ended:
     """Runs a command to its end. environ: by default that of a user. Raises RanksFailed, also if a rank that was to be
     forked was not."""
-    try:
-        done = run_to_end(argv, environ=environ or user_environment(), timeout_s=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise RanksFailed(f"{what}: still running after {TIMEOUT_S:g} s, ended") from None
-    if done.returncode != 0:
-        raise RanksFailed(f"{what}: exit code {done.returncode}\n{_tail(done)}")
+    done = run_checked(argv, what=what, environ=environ or user_environment(), timeout_s=TIMEOUT_S)
     if STARTS_BY_ITSELF in done.stderr:
-        raise RanksFailed(f"{what}: a rank was not forked\n{_tail(done)}")
+        raise RanksFailed(f"{what}: a rank was not forked\n{done.tail}")
     return done
-
-
-def _tail(done: Ended) -> str:
-    return "\n".join((done.stdout + done.stderr).splitlines()[-_LAST_LINES:])
 
 
 # ---------------------------------------------------------------------- memory
