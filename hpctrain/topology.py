@@ -97,8 +97,7 @@ class Topology:
         return tuple(tuple(ranks[i] for ranks in self.ranks_by_node) for i in range(smallest))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """Returns the groups of world ranks along the axis `node` or `local`. Raises TopologyError for another name.
-        """
+        """Returns the groups of world ranks along the axis `node` or `local`. Raises TopologyError for another name."""
         by_axis = {"node": self.node_groups, "local": self.local_groups}
         if axis not in by_axis:
             raise TopologyError(f"the mesh has no axis {axis!r}; it has {', '.join(sorted(by_axis))}")
