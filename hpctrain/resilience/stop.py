@@ -19,10 +19,10 @@ from hpctrain.launch import identify
 from hpctrain.resilience.second_signal import SecondSignal
 from hpctrain.resilience.stop_signals import DEFAULT_STOP_SIGNALS, SignalName, keep_from_children
 
-# One request may arrive more than once: from Slurm and from srun, to which the batch script passes it on; and at a
-# time limit Slurm sends SIGTERM twice. A signal this long after the first one is a second request.
+# One request may arrive more than once: from Slurm, and from srun, to which the batch script forwards it; and at a time
+# limit Slurm sends SIGTERM twice. A signal that arrives this long after the first one is a second request.
 SAME_REQUEST_S = 2.0
-# After a second request this rank's process ends after so many seconds even if `leave`, or printing, hangs too.
+# Seconds after a second request when this process ends even if `leave`, or printing, hangs too.
 _LEAVE_MAY_TAKE_S = 15.0
 
 

@@ -20,9 +20,6 @@ from typing import final
 from hpctrain.errors import LaunchError
 from hpctrain.telemetry import in_words
 
-# When a run has to have ended: from the recipe and the environment. Pure.
-
-
 DEADLINE_VARIABLE = "HPCTRAIN_DEADLINE"
 # Set by Slurm since 23.02. Slurm is asked as well, since the limit of a running job can be changed.
 SLURM_END_VARIABLE = "SLURM_JOB_END_TIME"
@@ -89,9 +86,6 @@ def parse_deadline(text: str) -> float:
             "2026-07-30T18:00:00"
         )
     return seconds
-
-
-# The end of a Slurm job, asked of Slurm's controller with squeue.
 
 
 # squeue itself waits for a busy controller; `MessageTimeout` is 10 s by default.
@@ -177,7 +171,7 @@ def ask_again_after_s(time_left_s: float | None) -> float:
 
 
 _SLURM = "Slurm's time limit"
-# An end that moves by less is not news: squeue's times are whole seconds.
+# An end that moves by less is not reported: squeue's times are whole seconds.
 _NEWS_FROM_S = 2.0
 
 
@@ -285,11 +279,7 @@ class WallClock:
             self._ended.wait(ask_again_after_s(self.time_left_s()))
 
 
-# Whether a run must stop now in order to have saved before its time is over, from the times measured so
-# far. Pure.
-
-
-# A p95 over so many steps leaves the five slowest out; the first steps, which are slow, are among them.
+# A 95th percentile over this many steps ignores the five slowest, among them the first steps.
 _STEPS_REMEMBERED = 100
 _OTHERS_REMEMBERED = 20
 
