@@ -1,4 +1,12 @@
-"""`Compression` for plain Horovod scripts. Imports nothing else of `hpctrain.reduce`."""
+"""Gradient compression for plain Horovod scripts: `Compression`, for hvd.DistributedOptimizer(compression=...).
+
+Horovod calls `compress(p.grad)` when a gradient is ready, sums the returned tensor over the ranks, and uses the result
+of `decompress` as the gradient. So the compressed tensor must be summable by addition in its dtype. This allows
+float16, and 8-bit integers with a scale that all ranks know beforehand. Low-rank compression needs two dependent sums,
+and Horovod does not support bfloat16; both are wire formats of hpctrain's own updater.
+
+Imports neither Horovod nor anything else of `hpctrain.reduce`.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +21,15 @@ import torch
 
 from hpctrain.errors import UsageError
 
-# Residuals of this rank's compression by parameter, in units of the gradient.
-
 
 @final
 class GradientOwners:
-    """Finds a parameter's name by its gradient.
+    """Finds the name of a parameter by its gradient.
 
     Horovod compresses `p.grad` itself, one parameter at a time. The order differs between ranks if parameters are
-    unused, and the gradients are different tensors in each step. So a parameter is identified by `p.grad is tensor`.
-    The successor in the previous step is tried first: searching all parameters each time would take quadratic time.
+    unused, and the gradients are new tensors in each step; so a parameter is identified by `p.grad is tensor`. The
+    parameter that followed in the previous step is tried first: searching all parameters each time would take
+    quadratic time.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -42,7 +49,7 @@ class GradientOwners:
         return self._parameters[name]
 
     def owner_of(self, gradient: torch.Tensor) -> str:
-        """Returns the name of the parameter. Raises UsageError if `gradient` is not the gradient of any."""
+        """Returns the name of the parameter whose gradient is `gradient`. Raises UsageError if there is none."""
         guess = self._next_after.get(self._last)
         if guess is None or self._parameters[guess].grad is not gradient:
             guess = next((n for n, p in self._parameters.items() if p.grad is gradient), None)
@@ -59,7 +66,9 @@ class GradientOwners:
 
 @final
 class HvdResiduals:
-    """Error feedback by parameter name; flat tensors, float32 or float64."""
+    """Residuals of this rank (error feedback) by parameter name: flat tensors, float32 or float64, in units of the
+    gradient.
+    """
 
     def __init__(self, owners: GradientOwners, *, num_ranks: int) -> None:
         self._owners = owners
@@ -67,7 +76,7 @@ class HvdResiduals:
         self._kept: dict[str, torch.Tensor] = {}
 
     def added_to(self, gradient: torch.Tensor, *, name: str) -> torch.Tensor:
-        """Returns gradient plus residual as a new tensor of shape (n,), float32 or float64."""
+        """Returns the gradient plus its residual as a new tensor of shape (n,), float32 or float64."""
         flat = gradient.detach().reshape(-1).to(torch.promote_types(gradient.dtype, torch.float32))
         kept = self._kept.get(name)
         if kept is None:
@@ -81,9 +90,9 @@ class HvdResiduals:
         return {"num_ranks": self._num_ranks, "residuals": {n: t.clone() for n, t in self._kept.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`. Raises UsageError, without changes, if names or sizes are not this model's.
+        """Restores `state_dict`. Raises UsageError, without changes, if names or sizes do not match this model.
 
-        Warns and starts at zero if the number of ranks differs.
+        If the number of ranks differs, warns and starts with zero residuals.
         """
         saved: Mapping[str, torch.Tensor] = state.get("residuals", {})
         known = set(self._owners.names())
@@ -107,26 +116,14 @@ class HvdResiduals:
 
 
 def largest_magnitude(values: torch.Tensor) -> float:
-    """Returns the largest absolute value; NaN if any is not finite, 0 if empty. Faster than `isfinite().all()`."""
+    """Returns the largest absolute value; NaN if a value is not finite, 0 if there are none.
+
+    It is faster than `isfinite().all()`.
+    """
     if values.numel() == 0:
         return 0.0
     low, high = torch.stack(torch.aminmax(values)).tolist()
     return max(-low, high) if math.isfinite(low + high) else math.nan
-
-
-# 8-bit integers that Horovod can sum: all ranks use the same scale, and few enough levels that the sum
-# fits.
-#
-# Each parameter has a range, the same on all ranks: values beyond it are clipped, and clipping and rounding
-# errors are fed back into the next step. With N ranks there are 127 // N levels on each side of zero, so
-# that no sum of N exceeds 8 bits. All ranks adapt the range alike: in front of its levels each rank sends
-# votes on whether the range was too small or too large for its values. A parameter whose range is unknown,
-# or far too small, is sent in full precision once; the summed header of that message shows the largest
-# magnitude on any rank.
-#
-# A message is HEADER int8 values and the levels, four per int32 (`int8_packing.py`). The header's first 32
-# are the bits of the float32 scale: from their sums every rank verifies that all used the same scale, and
-# that Horovod summed rather than averaged.
 
 
 ONES = 0x01010101
@@ -137,7 +134,7 @@ def num_words(num_values: int) -> int:
 
 
 def pack(values: torch.Tensor, *, levels: int) -> torch.Tensor:
-    """Packs int8 `values` within +-levels, shape (4 n,), in place. Returns the memory as int32 words, shape (n,)."""
+    """Packs int8 `values` between -levels and levels, shape (4 n,), in place. Returns them as int32, shape (n,)."""
     words = values.view(torch.int32)
     # uint8 arithmetic wraps: -3 is 253, and 253 + 5 is 2.
     values.view(torch.uint8).add_(levels)
@@ -145,7 +142,7 @@ def pack(values: torch.Tensor, *, levels: int) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, *, levels: int, num_ranks: int) -> torch.Tensor:
-    """Unpacks summed `words` in place. Returns the sums over `num_ranks` as int8, shape (4 n,), on the same memory."""
+    """Unpacks `words`, which were summed over `num_ranks` ranks, in place. Returns the sums as int8, shape (4 n,)."""
     words.add_(num_ranks * levels * ONES)
     return words.view(torch.uint8).sub_(num_ranks * levels).view(torch.int8)
 
@@ -157,15 +154,16 @@ VOTES = 4
 HEADER = SCALE_BITS + VOTES
 FAR = 4.0
 STEP = 1.25  # factor by which a range grows or shrinks per step
-# Ranges are 2^SMALLEST to 2^HIGHEST; beyond them values are sent in full precision. That message begins with one
-# element for each quarter of an octave, one below and one above: a rank sets that of its largest magnitude to 1.
+# Ranges are 2^SMALLEST to 2^HIGHEST; values outside are sent in full precision. Such a message begins with one element
+# per quarter of an octave, one for smaller and one for larger magnitudes: each rank sets the element of its largest
+# magnitude to 1.
 SMALLEST, HIGHEST, QUARTERS = -100, 120, 4
 FULL_HEADER = QUARTERS * (HIGHEST - SMALLEST) + 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Context for `decompress`. scale: size of a level; None if full precision was sent."""
+    """Context that `compress` passes to `decompress`. scale: size of one level; None if full precision was sent."""
 
     name: str
     gradient: torch.Tensor
@@ -174,11 +172,21 @@ class _Sent:
 
 @final
 class Int8Compression:
-    """Sends one byte per value and 36 per parameter. Needs op=hvd.Sum; the result is the mean over `num_ranks`.
+    """Sends one byte per value and 36 bytes per parameter. Needs op=hvd.Sum; the result is the mean over `num_ranks`.
 
-    The mean is bitwise equal on every rank, in any order of summing. If a rank's gradient is not finite, the result
-    is NaN on every rank. More ranks mean fewer levels: with more than 16 (7 levels on each side) Compression.fp16 is
-    the better choice; 127 is the limit.
+    Each parameter has a range, the same on all ranks. Values beyond it are clipped; clipping and rounding errors are
+    fed back into the next step. With N ranks there are 127 // N levels on each side of zero, so that no sum of N
+    values exceeds 8 bits. All ranks adapt the range alike: in front of its levels each rank sends votes on whether the
+    range was too small or too large for its values. A parameter whose range is unknown, or far too small, is sent in
+    full precision once; the summed header of that message shows the largest magnitude on any rank.
+
+    A message is HEADER int8 values and the levels, four per int32. The first 32 values of the header are the bits of
+    the float32 scale: from their sums every rank verifies that all ranks used the same scale, and that Horovod summed
+    rather than averaged.
+
+    The mean is bitwise equal on every rank, whatever the order of summing. If a rank's gradient is not finite, the
+    result is NaN on every rank. More ranks mean fewer levels: with more than 16 ranks (7 levels on each side)
+    Compression.fp16 is the better choice; 127 ranks are the limit.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, num_ranks: int) -> None:
@@ -266,8 +274,10 @@ class Int8Compression:
             self._ranges.pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `HvdCompression.state_dict`. The state has the residuals of this rank, and `ranges`: name of a parameter
-        -> largest magnitude that int8 represents, the same on all ranks."""
+        """See `HvdCompression.state_dict`. The state holds the residuals of this rank, and `ranges`.
+
+        `ranges` maps the name of a parameter to the largest magnitude that int8 represents, the same on all ranks.
+        """
         return {"kind": "int8", "ranges": dict(self._ranges), **self._residuals.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -278,7 +288,7 @@ class Int8Compression:
 
 
 def _place(largest: float) -> int:
-    """Returns the index in the header of a full-precision message that represents magnitude `largest`."""
+    """Returns the index that stands for the magnitude `largest` in the header of a full-precision message."""
     if largest < 2.0**SMALLEST:
         return 0
     if not largest < 2.0**HIGHEST:  # or NaN
@@ -303,43 +313,39 @@ def _wrong_sum(name: str, *, found: float, num_ranks: int) -> UsageError:
     )
 
 
-# Compression for plain Horovod scripts: for hvd.DistributedOptimizer(compression=...).
-#
-# Horovod calls `compress(p.grad)` when a gradient is ready, sums the returned tensor over the ranks, and
-# uses the result of `decompress` as the gradient. So the compressed tensor must be summable by addition in
-# its dtype. This allows float16, and 8-bit integers with a scale that all ranks know beforehand
-# . Low-rank compression needs two dependent sums, and Horovod does not support bfloat16; both
-# are wire formats of hpctrain's own updater. Horovod is not imported.
-
-
 # Limit of the sum of the ranks' values: half of float16's range, as each addition may round up.
 SAFE_SUM = 2.0**15
 
 
 class HvdCompression(Protocol):
-    """Interface of a compression: the methods that hvd.DistributedOptimizer calls, and state for checkpoints."""
+    """Interface of a compression: the methods that hvd.DistributedOptimizer calls, and the state for checkpoints."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]: ...
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's state (tensors, numbers and text). Each rank must save its own."""
+        """Returns this rank's state: tensors, numbers and text. Each rank must save its own state."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`. If the number of ranks differs, residuals start at zero, with a warning.
+        """Restores this rank's state.
 
-        Raises UsageError for the state of another compression or model.
+        Args:
+            state: What `state_dict` returned. If it was saved with another number of ranks, the residuals start at
+                zero, with a warning.
+
+        Raises:
+            UsageError: The state belongs to another compression or model.
         """
 
 
 @final
 class Compression:
-    """Makes compressions. named_parameters: `model.named_parameters()`; num_ranks: `hvd.size()`.
+    """Creates gradient compressions for hvd.DistributedOptimizer.
 
-    Use each object for one optimizer only. Both kinds keep each rank's rounding errors and add them to its next
-    gradient (error feedback, Seide et al. 2014, doi:10.21437/Interspeech.2014-274): save `state_dict()` along with
-    the optimizer's. UsageError for invalid arguments.
+    Use each compression for one optimizer only. Both kinds keep each rank's rounding errors and add them to its next
+    gradient (error feedback, Seide et al. 2014, doi:10.21437/Interspeech.2014-274): save `state_dict()` along with the
+    optimizer's state.
     """
 
     @staticmethod
@@ -350,10 +356,19 @@ class Compression:
         scale: float = 1.0,
         error_feedback: bool = True,
     ) -> HvdCompression:
-        """Returns a compression that sends half the bytes. Gradients, of any shape, float32, are multiplied by `scale`
-        before rounding to float16 and divided by it afterwards.
+        """Returns a compression that sends float16: half the bytes of float32.
 
-        With error feedback nothing overflows: the part that is too large for the sum is kept for the next step.
+        With error feedback nothing overflows: the part of a value that is too large for the sum is kept for the next
+        step.
+
+        Args:
+            named_parameters: `model.named_parameters()`. Gradients have any shape, float32.
+            num_ranks: `hvd.size()`.
+            scale: Factor on the gradients before they are rounded to float16; they are divided by it afterwards.
+            error_feedback: True to keep rounding errors for the next step.
+
+        Raises:
+            UsageError: An argument is invalid.
         """
         return Fp16Compression(
             named_parameters, num_ranks=num_ranks, scale=scale, error_feedback=error_feedback
@@ -361,13 +376,23 @@ class Compression:
 
     @staticmethod
     def int8(named_parameters: Iterable[tuple[str, torch.Tensor]], *, num_ranks: int) -> HvdCompression:
-        """Returns a compression that sends a quarter of the bytes of gradients of any shape, float32. Needs
-        `op=hvd.Sum`; the resulting gradients are the mean over the ranks."""
+        """Returns a compression that sends one byte per value: a quarter of the bytes of float32.
+
+        It needs `op=hvd.Sum`; the resulting gradients are the mean over the ranks. With more than 16 ranks, `fp16` is
+        the better choice; 127 ranks are the limit.
+
+        Args:
+            named_parameters: `model.named_parameters()`. Gradients have any shape, float32.
+            num_ranks: `hvd.size()`.
+
+        Raises:
+            UsageError: An argument is invalid.
+        """
         return Int8Compression(named_parameters, num_ranks=num_ranks)
 
     @staticmethod
     def bf16(*_: object, **__: object) -> NoReturn:
-        """Not supported: raises UsageError, since Horovod cannot sum bfloat16."""
+        """Raises UsageError: Horovod cannot sum bfloat16."""
         raise UsageError(
             "Horovod 0.28.1 cannot sum bfloat16, and as float32 it would save nothing: use Compression.fp16, "
             "which has the same size. hpctrain's own updater sends bfloat16 over Horovod: "
@@ -377,10 +402,10 @@ class Compression:
 
 @final
 class Fp16Compression:
-    """float16 on the wire. Works with op=hvd.Average and hvd.Sum, groups and gradient_predivide_factor.
+    """Sends float16. Works with op=hvd.Average and hvd.Sum, groups and gradient_predivide_factor.
 
-    Without error feedback values above 65504 / scale become inf. Rounding by Horovod's own sum is not fed back.
-    A gradient that is not finite stays so, and leaves the residual unchanged.
+    Without error feedback, values above 65504 / scale become inf. Rounding by Horovod's own sum is not fed back. A
+    gradient that is not finite stays so, and leaves the residual unchanged.
     """
 
     def __init__(

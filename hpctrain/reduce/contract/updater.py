@@ -23,7 +23,7 @@ from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
 # Pure, since every rank must return the same.
 Accepts: TypeAlias = Callable[[float, Mapping[str, float]], bool]
 
-# Called with the number of a bucket and the begin and end of its reduction, in seconds of `time.perf_counter`.
+# Called with the number of a bucket and the start and end of its reduction, in seconds of `time.perf_counter`.
 ReductionObserver: TypeAlias = Callable[[int, float, float], object]
 
 
@@ -190,10 +190,7 @@ class DistributedOptimizer(Protocol):
         """
 
 
-# Which optimizers an updater can step: the others are refused by name when the updater is made. Pure.
-
-
-# How a model is laid out over the ranks: "none" is a whole copy on each. "stages": a pipeline.
+# How a model is laid out over the ranks. "none": each rank has a whole copy. "stages": a pipeline.
 Layout: TypeAlias = Literal["none", "optimizer", "gradients", "parameters", "tensor", "stages"]
 
 _NAMES: dict[Layout, str] = {
@@ -203,10 +200,10 @@ _NAMES: dict[Layout, str] = {
     "tensor": "split layers (tensor > 1)",
     "stages": "a pipeline (pipeline > 1)",
 }
-# Optimizers whose update of an element depends on the others of its layer.
+# Optimizers whose update of one element depends on the other elements of its layer.
 _WHOLE_LAYERS = ("lars", "lamb", "lbfgs", "muon", "adafactor", "shampoo", "soap")
 
-# Those of PyTorch 2.13 whose `step` fails for DTensors: means over rows and columns, assignments by a mask.
+# Optimizers of PyTorch 2.13 whose `step` fails for DTensors: means over rows and columns, assignments by a mask.
 _NOT_ON_PARTS = ("adafactor", "rprop")
 
 
