@@ -1,2 +1,3 @@
-"""The interfaces `DistributedOptimizer` and `BucketReducer`, the bucket plan, its check over ranks, and polling of
-reductions."""
+"""The interfaces `DistributedOptimizer` and `BucketReducer`, and what their implementations share: bucket plans, step
+end.
+"""
