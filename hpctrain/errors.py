@@ -24,9 +24,9 @@ class ExitCode(IntEnum):
     COMMUNICATION = 6
     DIVERGED = 7
     OUT_OF_MEMORY = 8
-    DIFFERS = 9  # of `hpctrain check`: a cause is named
+    DIFFERS = 9  # `hpctrain check` has found a difference, and names a cause
     STOPPED_EARLY = 75  # EX_TEMPFAIL: the same command resumes from the saved state
-    GIVEN_UP = 76  # by `hpctrain supervise`: do not queue the job again
+    GIVEN_UP = 76  # `hpctrain supervise` has given up: do not queue the job again
 
 
 class HpctrainError(Exception):

@@ -141,7 +141,7 @@ def control_groups(controller: str, *, root: Path = Path("/")) -> Iterator[tuple
             mounts = (groups / controllers, groups / controller)
         else:
             continue
-        # In a container the path may be that of the host, of which only the root is mounted.
+        # In a container the path may be that of the host, and only its root may be mounted.
         place = Path("/", path.lstrip("/"))
         for mount in mounts:
             for above in (place, *place.parents):

@@ -26,7 +26,7 @@ from hpctrain.launch.rank_identity.launcher_process import forked_for, is_client
 
 _PROXIES = ("hydra_pmi_proxy", "hydra_bstrap_pr")  # as /proc cuts the names
 _LOOKS_FOR_S = 20.0
-# Of linux/pidfd.h: the question, of 64 bytes, the bit of the mask that asks for the exit status, and where it stands.
+# From linux/pidfd.h: ioctl request, size of its structure, mask bit for the exit status, and offset of that status.
 _GET_INFO, _INFO_BYTES, _INFO_EXIT, _EXIT_STATUS_AT = 0xC040FF0B, 64, 8, 60
 
 _PROCESS = re.compile(rb"=\s+(?:RANK \d+ )?PID (?P<pid>\d+) RUNNING AT (?P<node>\S+)")

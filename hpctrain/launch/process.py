@@ -151,7 +151,7 @@ def run_launch(
             child = subprocess.Popen(
                 plan.argv,
                 env=child_environ,
-                # Hydra says on its output, not on stderr, how a rank has ended.
+                # Hydra prints on stdout, not on stderr, how a rank has ended.
                 stdout=subprocess.PIPE if plan.is_hydra else output,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
@@ -307,7 +307,7 @@ class _Watch:
         hydra: HydraRanks | None = None,
     ) -> None:
         self._first = FirstFailure()
-        self.has_stopped = False  # the ranks have said so
+        self.has_stopped = False  # by a line of the ranks
         self.stop_asked = False
         self.has_killed = False
         self.interrupted = False  # by a second Ctrl-C

@@ -89,7 +89,7 @@ def read_dashboards() -> tuple[Dashboard, ...]:
     return _Table.model_validate(tomllib.loads(text)).dashboards
 
 
-_SCHEMA_VERSION = 36  # of Grafana 9; newer ones convert it when they load it
+_SCHEMA_VERSION = 36  # that of Grafana 9; newer versions convert it when they load it
 _COLUMNS = 24
 _HEIGHTS = {"stat": 4, "timeseries": 8, "heatmap": 8, "table": 8}
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}

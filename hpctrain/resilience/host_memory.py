@@ -95,7 +95,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_BYTES = 32 << 20  # the largest that glibc takes
 _LARGE_BYTES = 1 << 20
 _TRIM_BYTES = 256 << 20
-_DEFAULT_BYTES = 128 << 10  # of both
+_DEFAULT_BYTES = 128 << 10  # default of both
 
 
 def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:

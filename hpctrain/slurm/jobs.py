@@ -290,7 +290,7 @@ def consumed_energy(controller: Controller, job_ids: Iterable[str]) -> dict[str,
         if "disabled" in str(error):
             return {}
         raise
-    # Of an array sacct lists all tasks.
+    # For one task of an array, sacct lists all tasks.
     return {job: joules for job, joules in found.items() if job in known}
 
 

@@ -133,7 +133,7 @@ def _newest_steps(path: Path) -> Iterator[dict[str, Any]]:
 def _status(path: Path, *, began_at: float) -> str | None:
     try:
         if path.stat().st_mtime < began_at:
-            return None  # of an earlier start
+            return None  # it is from an earlier start
         summary = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
@@ -146,7 +146,7 @@ def _newest_good(directory: Path) -> tuple[CheckpointFound | None, tuple[str, ..
         try:
             metadata = read_structure(path).metadata
         except CheckpointError as error:
-            if path.exists():  # not one that the run has just deleted
+            if path.exists():  # otherwise the run has just deleted it
                 damaged.append(str(error))
             continue
         step = step_of(path) or 0
@@ -354,7 +354,7 @@ def run_statuses(run_directory: Path, recipe: Recipe | None, controller: Control
     progress = read_progress(run_directory, checkpoints=None if own is None else Path(own))
     ids = recorded_ids(run_directory)
     if not ids and progress.job_id is not None:
-        ids = [progress.job_id]  # of a script that was submitted without `hpctrain slurm`
+        ids = [progress.job_id]  # the script was submitted without `hpctrain slurm`
     queued = queued_jobs(controller, ids)
     past = past_jobs(controller, ids)
     tasks = _tasks(run_directory, [*queued, *(past or [])])

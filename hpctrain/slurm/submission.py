@@ -373,7 +373,7 @@ def stop_jobs(jobs: Sequence[Job], controller: Controller) -> None:
     if waiting:
         kill_jobs(waiting, controller)
     if running:
-        # To the script alone: the job does not come back.
+        # SIGTERM goes only to the script, which then does not requeue the job.
         controller.ask(["scancel", "--batch", "--signal=TERM", *running])
         ask_to_stop(running, controller)
 

@@ -131,7 +131,7 @@ def _rate(bytes_per_s: float) -> str:
 # rank's samples per step, and save the seconds of writing its part of a checkpoint.
 COLUMNS = ("input", "compute", "other", "exposed_sync", "step", "samples", "save")
 INPUT, COMPUTE, OTHER, EXPOSED, STEP, SAMPLES, SAVE = range(len(COLUMNS))
-NUM_OWN = 3  # columns of the rank's own work in a step: input, compute, other
+NUM_OWN = 3  # columns of the rank's own work per step: input, compute, other
 NUM_PARTS = 5
 _NUM_PER_STEP = SAVE
 
@@ -166,7 +166,7 @@ class WindowTimes:
         steps = np.array(self._steps, dtype=np.float64).reshape(-1, _NUM_PER_STEP)
         parts = np.array_split(steps, min(NUM_PARTS, len(steps)))
         numbers = np.full(len(COLUMNS), np.nan, dtype=np.float32)
-        # Not np.median: its first call imports numpy.ma, on every rank in the middle of training (0.8 MB).
+        # The first call of np.median would import numpy.ma, on every rank in the middle of training (0.8 MB).
         numbers[:_NUM_PER_STEP] = np.quantile([part.mean(axis=0) for part in parts], 0.5, axis=0)
         numbers[SAMPLES] = steps[:, SAMPLES].mean()
         if self._saves:
@@ -194,7 +194,7 @@ _SAVES_A_DAY = 150
 _FALSE_A_DAY = 0.01
 # Saves are rare, and compared one by one.
 SAVES_IN_A_ROW = 2
-SAVE_EXCESS = 0.5  # of the median
+SAVE_EXCESS = 0.5  # share of the median
 LEAST_SAVE_EXCESS_S = 0.2
 
 
@@ -329,7 +329,7 @@ class SlowRanks:
         own, usual = own_work(numbers)
         self._recent.append((own, usual))
         excess = (own - usual).sum(axis=1)
-        # Not the excess itself: that of the usual rank is 0, and of two ranks one is always the usual one.
+        # The excess itself is not used: it is 0 for the usual rank, and with two ranks one is always the usual one.
         apart = (excess - excess.mean()) * len(excess) / max(1, len(excess) - 1)
         if self._apart is not None:
             self._changes.append(np.abs(apart - self._apart))

@@ -74,7 +74,7 @@ class Diagnosis:
 
 _NODE = r"(?P<node>[\w.\[\],-]+)"
 
-# Slurm says why it has ended a step or a job.
+# Slurm's messages on why it has ended a step or a job.
 TIME_LIMIT = re.compile(r"CANCELLED AT \S+ DUE TO TIME LIMIT")
 PREEMPTED = re.compile(r"CANCELLED AT \S+ DUE TO PREEMPTION|DUE TO JOB REQUEUE|CANCELLED DUE TO PREEMPTION")
 NODE_FAILURE = re.compile(r"CANCELLED AT \S+ DUE TO NODE FAILURE")
@@ -140,7 +140,7 @@ BROKEN_CONNECTION = re.compile(
 )
 
 MPIRUN_EXIT_CODE = re.compile(r"^\s+Exit code:\s+\d+")
-# MPICH's and Intel MPI's forms. Neither says which rank ended first; `hpctrain launch` finds out.
+# Messages of MPICH and Intel MPI. Neither names the rank that ended first; `hpctrain launch` finds it.
 HYDRA_SIGNAL = re.compile(r"EXIT STRING: .*\(signal (?P<mpich>\d+)\)|=\s+KILLED BY SIGNAL: (?P<intel>\d+)")
 HYDRA_NODE = re.compile(rf"=\s+(?:RANK \d+ )?PID \d+ RUNNING AT {_NODE}")
 
@@ -291,7 +291,7 @@ def _wanted_end(evidence: Evidence) -> Diagnosis | None:
 
 def _lost_node(evidence: Evidence) -> Diagnosis | None:
     silent = tuple(node for node in evidence.nodes if node in evidence.silent_nodes)
-    found: dict[str, str] = {}  # node, or "" -> the line that says that it is lost
+    found: dict[str, str] = {}  # node, or "" -> the line that reports its loss
     for line in evidence.lines:
         name = lost_node_in(line)
         if name is not None:
@@ -384,7 +384,7 @@ def _who_failed(evidence: Evidence) -> Diagnosis | None:
     if victim is not None:
         return _by_code(victim.exit_code, text=text, evidence=evidence)
     cancelled = _first(STEP_CANCELLED, lines)
-    # Slurm 24.11 also says so when a rank ends all after a hang, before it says how any has ended.
+    # Slurm 24.11 also prints this when a rank ends all ranks after a hang, before it reports how any has ended.
     if cancelled is not None and not text and _first(HANG, lines) is None:
         return _cancelled_or_killed(cancelled.string, lines)
     code = evidence.exit_code

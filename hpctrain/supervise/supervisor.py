@@ -61,7 +61,7 @@ from hpctrain.supervise.rules import (
 _WINDOW_S = 60.0
 _MAX_TELLING = 1000
 _MAX_RECENT = 1000
-_MAX_CHARACTERS = 1000  # of a line
+_MAX_CHARACTERS = 1000  # per line
 
 
 @final

@@ -230,7 +230,7 @@ class HorovodGroup(Attributes):
         self._check(part, operation="all_gather")
         if sum(counts) <= self._chunk_elems:
             return filled(out, self._gather(part, counts=counts))
-        # Not `out`: what has arrived must not be written where `part` may be before all of it is sent.
+        # Not into `out`: `part` may be a slice of it, which must not be overwritten before all of it is sent.
         whole, offsets = part.new_empty(sum(counts)), offsets_of(counts)
         for begins, widths, name_end in self._windows(counts):
             piece = part[begins[self.rank] : begins[self.rank] + widths[self.rank]]

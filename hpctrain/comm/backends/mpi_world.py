@@ -56,7 +56,7 @@ class MpiTransport:
         self._comm = comm
         self._topology = topology
         self._rank = comm.Get_rank()
-        # By the topology, not by MPI's notion of a node: nodes may be emulated.
+        # By the topology and not by MPI's nodes, because nodes may be emulated.
         self._node = comm.Split(topology.node_of(self._rank), key=self._rank)
         self._windows: list[Any] = []
         self._byte = mpi.BYTE
@@ -198,7 +198,7 @@ def abort_all(exit_code: int) -> None:
     last_resort = threading.Timer(_ABORT_MAY_TAKE_S, os._exit, args=(exit_code,))
     last_resort.daemon = True
     last_resort.start()
-    # Not mpi4py's Abort: it holds Python's lock while it waits, so the timer could not run.
+    # mpi4py's Abort holds Python's lock while it waits, so that the timer could not run: call MPI directly.
     library = ctypes.CDLL(mpi.__file__)
     handle = (ctypes.c_void_p if mpi._sizeof(mpi.Comm) == 8 else ctypes.c_int).from_address(
         mpi._addressof(mpi.COMM_WORLD)
@@ -295,7 +295,7 @@ class MpiWorld(Forwarding):
         mpi = _import_mpi()
         everyone = self._comm.Get_group()
         group = everyone.Incl(list(members))
-        # Groups with common members may be made at the same time, each by its own members.
+        # Groups with common members may be created at the same time, each by its own members.
         comm = self._comm.Create_group(group, tag=zlib.crc32(str(list(members)).encode()) % NUM_TAGS)
         group.Free()
         everyone.Free()

@@ -123,7 +123,7 @@ def _open_mpi(identity: RankIdentity) -> World:
     from hpctrain.comm.backends.mpi_world import MpiWorld
 
     world = MpiWorld.open()
-    # Check before the first message: ranks that MPI started as separate worlds of one would wait for ever.
+    # Check before the first message: ranks that MPI started as separate worlds of one would wait forever.
     _check_count(identity, world)
     return world
 

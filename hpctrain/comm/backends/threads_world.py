@@ -202,7 +202,7 @@ class ThreadsTransport:
 
 T = TypeVar("T")
 
-# With NumPy 1, PyTorch 2.3 may wait for ever if its first conversion of an array comes from two threads at once.
+# With NumPy 1, PyTorch 2.3 may wait forever if its first conversion of an array comes from two threads at once.
 torch.from_numpy(np.empty(0))
 
 

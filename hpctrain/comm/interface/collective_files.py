@@ -166,7 +166,7 @@ _MAX_OPEN = 32
 # unknown excluded name is allowed. MPI reads the variable when it opens the first file.
 _SOUND_MODULES = ("OMPI_MCA_fcoll", "^vulcan,dynamic,dynamic_gen2")
 # hpctrain uses no shared file pointers, yet setting a view opens the module that keeps them. `lockedfile` keeps them in
-# an extra file that all ranks create at once: on GlusterFS some then fail with ESTALE, and MPI waits for ever.
+# an extra file that all ranks create at once: on GlusterFS some then fail with ESTALE, and MPI waits forever.
 _NO_LOCKED_FILE = ("OMPI_MCA_sharedfp", "^lockedfile")
 
 

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# At run time hpctrain is imported in functions: the program finds it only then.
+# At run time hpctrain is imported inside functions, because this file as a program finds it only later.
 if TYPE_CHECKING:
     from hpctrain.launch import LauncherProcess, RankIdentity
 

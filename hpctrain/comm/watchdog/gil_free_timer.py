@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from hpctrain.comm.watchdog.board.node_files import WatchFolders
 
 _LIBRARY = Path(__file__).with_name("_gil_free_timer")
-_LONGEST_S = 1e9  # what is longer, or infinite, does not fit into C's time
-# A rank whose own input hangs waits so long for another rank to announce the end: perhaps none waits for this one.
+_LONGEST_S = 1e9  # longer times, and infinite ones, do not fit into C's time type
+# Seconds that a rank whose own input hangs waits for another rank to announce the end, since perhaps none will.
 _INPUT_WAITS_S = 5.0
 
 
@@ -126,7 +126,7 @@ def _report(words: Sequence[str]) -> None:
     all.
     """
     number, (seconds, note) = words[2], words[-2:]
-    if note:  # at once: another rank may be about to end this one
+    if note:  # print at once, because another rank may be about to end this one
         _say(f"rank {number} on {os.uname().nodename} ends", *_describe_blocked(seconds, note))
     if not words[0]:
         return

@@ -67,7 +67,7 @@ class Track:
         return f"{self.operation} number {self.sequence} of {self.group} {self.detail}".rstrip()
 
 
-# What a rank does is said on the board once it has waited for its input this long.
+# Seconds of waiting for input after which the board states that this rank waits for it.
 _SAID_AFTER_S = 2.0
 
 
@@ -108,7 +108,7 @@ class InputWaits:
 
     def __init__(self) -> None:
         self._waits: tuple[InputWait, ...] = ()
-        self._making: dict[int, str] = {}  # by thread, each of which changes its own entry
+        self._making: dict[int, str] = {}  # by thread; each thread changes only its own entry
         self._changing = threading.Lock()
         self.making_changed: Callable[[], object] = lambda: None
         """Called when a thread begins to make input, and when it ends."""
@@ -177,7 +177,7 @@ class InputWaits:
         return f"waits for {wait.describe()}"
 
 
-# Progress is usual for this long after the last, or for so many times the usual time between two.
+# Progress counts as usual for this long after the last progress, or for this many times the usual gap.
 _QUIET_AFTER_S = 2.0
 _QUIET_AFTER_GAPS = 3.0
 _GAPS_FORGOTTEN = 0.99  # factor on the usual time between two, for each look that finds progress

@@ -75,7 +75,7 @@ def describe_finding(found: Finding, *, waits: bool, num_asked: int) -> str:
         ranks = [rank for absence in found.absent for rank in absence.ranks]
         lines.append(f"did not come: {describe_some(ranks)}")
         lines += [f"  {line}" for line in fold_absences(found.absent)]
-        if len(found.waiting) > 1:  # not only this rank
+        if len(found.waiting) > 1:  # others than this rank
             lines.append(f"wait for it: {describe_some(found.waiting)}")
     elif waits and not found.unread:
         why = "" if found.cut else " (network, or different buffers on the ranks)"

@@ -92,7 +92,7 @@ _LATE_AFTER = 0.75  # share of the limit without the ending
 # Time limits if files hang. Together with MPI_Abort they fit into the ending.
 _ANNOUNCING_MAY_TAKE_S = 2.0
 _REPORTING_MAY_TAKE_S = 3.0
-_READING_SHARE = 0.5  # of the time for the report, for reading the nodes' files
+_READING_SHARE = 0.5  # share of the time for the report in which the nodes' files are read
 # Files of this run are newer than this rank's start, apart from clock differences and start times. A small tolerance is
 # enough to exclude files of an earlier attempt, as Python, torch and the library have been loaded since then. A rank
 # that is excluded wrongly is included again as soon as it renews its file.
@@ -186,7 +186,7 @@ class Watcher:
         self._hold = None
         if before is not None:
             before.end()
-        with self._setting:  # made again, with the ranks' files
+        with self._setting:  # it is created again, with the ranks' files
             if self._exit_timer is not None:
                 self._exit_timer.stop()
             self._exit_timer, self._has_tried_timer = None, False
@@ -409,7 +409,7 @@ class Watcher:
 
     def _takes_over(self, board: Board, ending: Ending) -> bool:
         """Waits until the announcing rank should have reported. Returns True if this rank must report in its place."""
-        within(1.0, board.leave)  # not to keep it waiting
+        within(1.0, board.leave)  # so that the announcing rank does not wait for this one
         left_s = min(ending.leave_at - time.time(), self.sections.ending_s)
         time.sleep(max(0.0, left_s - _TAKING_OVER_SHARE * _TELLING_SHARE * self.sections.ending_s))
         return bool(within(1.0, lambda: board.take_over(ending)))

@@ -173,7 +173,7 @@ def _open_streams() -> None:
 
 def _take_signals(*, ignored: int, blocked: int) -> None:
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        if number in (32, 33):  # of the C library
+        if number in (32, 33):  # used by the C library
             continue
         if ignored >> (number - 1) & 1 and number not in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_IGN)

@@ -29,7 +29,7 @@ from hpctrain.launch.rank_identity.launcher_process import process_key
 LISTENS_AT = 3
 # First number of the server's file descriptors: a rank needs the small numbers.
 _FROM = 200
-_MOST_DESCRIPTORS, _MOST_TEXT = 64, 900  # of a message
+_MOST_DESCRIPTORS, _MOST_TEXT = 64, 900  # limits of a message
 _KIND = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 _CREDENTIALS = struct.Struct("3i")
 # Seconds between two checks whether clients are suspended, and seconds to wait for clients if their number is unknown.
@@ -87,7 +87,7 @@ class Server:
         self._num_served = 0
         self._expected: int | None = None
         self._linger_s = 0.0
-        self._owner = ""  # of another node, or none
+        self._owner = ""  # "" if it is on another node, or there is none
         self._idle_since_s = time.monotonic()
         self._looked_s = 0.0
         self._said = self._has_shown = False

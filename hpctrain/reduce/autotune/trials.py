@@ -170,7 +170,7 @@ def calibrate(
                 one.reducer.reduce, device=device, longest_wait_s=LONGEST_WAIT_CROWDED_S
             )
     contest = _Contest(running, trials=trials, device=device, notes=notes, floor=floor)
-    # A trial during computation takes so long that there may be time for one size only: that of a small bucket then.
+    # Trials during computation are long, and there may be time for only one size: start with that of a small bucket.
     num_bytes: int | None = SMALLEST_BYTES if compute is None else COMPARED_FROM_BYTES
     while num_bytes is not None and num_bytes <= largest_bytes and contest.measure(num_bytes):
         contest.drop_slow(num_bytes)
@@ -311,7 +311,7 @@ class _Contest:
         load, half_units = self._trials.load, 0
         if load is not None:
             half_units = load.half_units(self._least_link_s(num_bytes))
-        alone: list[float] = []  # of the computation without a reduction
+        alone: list[float] = []  # times of the computation without a reduction
         compared = num_bytes >= COMPARED_FROM_BYTES
         stop_at_s = self._trials.left_s * (1 - (SHARE_OF_REST if compared else SHARE_OF_SMALL))
         contenders = self._active
@@ -392,7 +392,7 @@ class _Contest:
         found = [one for one in self._active if times[one.candidate]]
         if len(found) > 1 or len(found) == len(self._active) or first:
             for one in found:
-                # Of two times the larger, as a single short time may be chance.
+                # The larger of two times, since a single short time may be chance.
                 one.measured.append((num_bytes, statistics.median_high(times[one.candidate])))
         missing = [one.candidate for one in self._active if not one.measured]
         if missing:

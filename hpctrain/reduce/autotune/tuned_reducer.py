@@ -44,8 +44,10 @@ class AutoReducer:
         self._comm = comm
         self._make = make
         self._reducers: dict[Candidate, BucketReducer] = {}
-        self._places: list[tuple[BucketReducer, int]] = []  # of each bucket: its reducer, its number there
-        self._used: list[BucketReducer] = []  # those that the last plan has buckets for
+        self._places: list[
+            tuple[BucketReducer, int]
+        ] = []  # for each bucket: its reducer, and its number there
+        self._used: list[BucketReducer] = []  # reducers that have buckets in the last plan
         self._squares = False
 
     @property

@@ -28,7 +28,7 @@ from hpctrain.reduce.contract.step_end import StepEnd
 from hpctrain.topology import Topology
 
 STEPS = "top_k/steps"
-# Of a bucket's elements, the share that is sent.
+# Share of a bucket's elements that is sent.
 FRACTION = 0.01
 _ALIGNMENT = 8
 
@@ -268,5 +268,5 @@ def _unit(largest: float) -> float:
     """Returns a power of two within a factor of 2 of `largest`, so that scaling is exact; 1 if it is not finite."""
     if not math.isfinite(largest):
         return 1.0
-    # At least a normal float32, as values are divided by it.
+    # Not below the normal float32 numbers, because values are divided by it.
     return math.ldexp(1.0, max(math.frexp(largest)[1] - 1, -100))

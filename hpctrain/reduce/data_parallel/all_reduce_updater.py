@@ -244,7 +244,7 @@ class AllReduceUpdater(Watched):
             self._scale = self._scale.after_good_step() if applied else self._scale.after_overflow()
         self._reducer.settle(applied=applied, rescale=self._scale.value / used_scale)
         times = self._clock.times(self.buckets, update_s=time.perf_counter() - started - waited_s)
-        if replan and accepted:  # of a backward that failed half-way the order is not known
+        if replan and accepted:  # after a backward that failed half-way, the order is not known
             seen = completed_order(self._planned.filling.ready, num_parameters=len(self._parameters))
             self._planned.plan_again(broadcast_json(self._comm, seen))
         self._reset()
@@ -411,7 +411,7 @@ class AllReduceUpdater(Watched):
         finish = functools.partial(self._reducer.finish, numbers, comm=self._comm)
         if self._synchronized:
             return replace(result_of(finish()), norm_square=self._planned.squares.of_all()), none
-        # With overlap a reduction may have begun on one rank and not on another: then all ranks begin afterwards.
+        # With overlap, a reduction may have started on only some ranks: then all ranks call `finish` afterwards.
         finishing = None if self._overlap else finish()
         self._planned.filling.send_complete()
         in_flight = self._pipeline.wait()

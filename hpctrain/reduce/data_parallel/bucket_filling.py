@@ -165,7 +165,7 @@ class BucketFilling:
         return self._count(index, bucket=bucket)
 
     def _count(self, index: int, *, bucket: int) -> int:
-        self._placed[index] = True  # not before: if memory was short in `put`, `step` writes it again
+        self._placed[index] = True  # only now: if memory was short in `put`, `step` writes it again
         self._waiting_for[bucket] -= 1
         return self._waiting_for[bucket]
 

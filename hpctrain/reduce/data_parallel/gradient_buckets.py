@@ -329,7 +329,7 @@ class GradientMemory:
         self._had = [False] * len(self._parameters)
         self._own.clear()
         if not applied:
-            # A codec that scales blocks has made NaN of the gaps' zeros where gradients were not finite.
+            # If gradients were not finite, a codec that scales blocks has turned the gaps' zeros into NaN.
             for gap in self._gaps:
                 gap.zero_()
         for place in self._places:

@@ -69,7 +69,7 @@ class SparseUpdater(Watched):
         self._closed = False
         self._synchronized = False
         self._weighted = False
-        # Of a plain `loss.backward()`: see `AllReduceUpdater`.
+        # Factor for gradients of a plain `loss.backward()`: see `AllReduceUpdater`.
         self._factor = self._scale.value / comm.num_ranks
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook(index))
@@ -271,7 +271,7 @@ class SparseUpdater(Watched):
         gradients = [None if g is None else g.detach() * self._factor for g in gradients]
         if self._comm.num_ranks == 1:
             return gradients
-        # Of each parameter how many ranks have a gradient, and the sum of their numbers of sparse dimensions.
+        # For each parameter: how many ranks have a gradient, and the sum of their numbers of sparse dimensions.
         dims = torch.tensor([[g is not None, g.sparse_dim() if g is not None else 0] for g in gradients])
         self._comm.all_reduce(flat := dims.to(torch.int64).view(-1))
         return [

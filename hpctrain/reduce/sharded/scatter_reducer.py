@@ -224,7 +224,7 @@ class ScatterReducer:
                 else:
                     self._transport.waits(what)
                 yield progressed
-            self._num_in_flight -= 1  # not if it was aborted: messages may still arrive
+            self._num_in_flight -= 1  # not after an abort, because messages may still arrive
         finally:
             self._transport.progressed()
 

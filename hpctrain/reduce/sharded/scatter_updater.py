@@ -103,7 +103,7 @@ class ScatterUpdater(Watched):
             unit_bytes=bucket_bytes if keeps_gradients else -(-bucket_bytes // _UNITS_OF_A_BUCKET),
         )  # fmt: skip
         self._progress = BucketProgress([[slot.parameter for slot in b.slots] for b in self._plan.buckets])
-        self._observed = False  # in which order buckets are complete: in the first step
+        self._observed = False  # whether the order of complete buckets is known, which the first step shows
         self._copies = ParameterCopies(self._parameters, plan=self._plan, rank=comm.rank)
         self._owned = OwnedParts(optimizer, self._parameters, plan=self._plan, rank=comm.rank)
         num_units = len(self._plan.units)
@@ -236,7 +236,7 @@ class ScatterUpdater(Watched):
             self._scale = self._scale.after_good_step() if applied else self._scale.after_overflow()
         self._reducer.settle(applied=applied, rescale=self._scale.value / used_scale)
         times = self._clock.times(self.buckets, update_s=update_s)
-        if replan and accepted:  # of a backward that failed half-way the order is not known
+        if replan and accepted:  # after a backward that failed half-way, the order is not known
             self._progress.order = broadcast_json(self._comm, self._progress.completed_order())
             self._observed = True
         self._reset()
@@ -366,7 +366,7 @@ class ScatterUpdater(Watched):
 
     def _send_complete(self) -> None:
         """Reduces the complete buckets, in an order that is the same on every rank."""
-        # Of modules that forward has not used; they need the memory of units too.
+        # For modules that forward has not used, whose parameters occupy the memory of units too.
         self.wait_for_parameters()
         for bucket in self._progress.take_complete():
             self._clock.filled()

@@ -52,7 +52,7 @@ class Unit:
     bucket: int
     dtype: torch.dtype
     parts: tuple[ElemRange, ...]
-    spans: tuple[tuple[Span, ...], ...]  # of each rank's part; places in the unit's memory
+    spans: tuple[tuple[Span, ...], ...]  # for each rank
 
     @property
     def numel(self) -> int:
@@ -220,7 +220,7 @@ class BucketProgress:
         """Yields the next complete buckets in order, up to the first that is not complete."""
         while self._num_taken < len(self.order) and self._waiting_for[self.order[self._num_taken]] == 0:
             yield self.order[self._num_taken]
-            self._num_taken += 1  # not if taking it has failed
+            self._num_taken += 1  # only if taking it has not failed
 
     def completed_order(self) -> list[int]:
         """Returns the buckets in the order of their completion, followed by those that were not completed."""

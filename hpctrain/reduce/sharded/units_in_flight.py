@@ -197,7 +197,7 @@ class UnitsInFlight:
             self._units_of[unit.bucket].append(number)
         self._pipeline = ReductionPipeline(
             self._turns,
-            device=torch.device("cpu"),  # of the units' memory
+            device=torch.device("cpu"),  # the units' memory is on the host
             max_in_flight=max_in_flight,
             overlap=overlap,
             longest_wait_s=LONGEST_WAIT_CROWDED_S if crowded else LONGEST_WAIT_S,
@@ -207,8 +207,8 @@ class UnitsInFlight:
             wait_until=self._pipeline.wait_until,
         )
         self._blocked_s = 0.0
-        self._earlier = InFlight(0.0, 0.0)  # of waits within backward
-        if self._late:  # a process that ends before would leave others waiting for its parameters
+        self._earlier = InFlight(0.0, 0.0)  # waits within backward
+        if self._late:  # a process that exits earlier would leave others waiting for its parameters
             atexit.register(self.wait_for_parameters)
 
     def units_of(self, bucket: int) -> Sequence[int]:

@@ -264,7 +264,7 @@ class EngineReducer:
         self._all_squares = GradientSquares([], [])
         self._carried: _Carried | None = None
         self._buckets: list[_Planned] = []
-        self._losses: EngineLosses | None = None  # of the current plan
+        self._losses: EngineLosses | None = None  # belongs to the current plan
         self._memory = NodeMemory(transport, place=self._place)
 
     @property
@@ -417,7 +417,7 @@ class EngineReducer:
                 else:
                     self._transport.waits(what)
                 yield progressed
-            self._num_in_flight -= 1  # not if it was aborted: messages may still arrive
+            self._num_in_flight -= 1  # not after an abort, because messages may still arrive
         finally:
             self._transport.progressed()
 

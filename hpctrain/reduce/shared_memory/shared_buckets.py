@@ -76,7 +76,7 @@ class TwoLevelPlace:
         return cls(
             locals=by_node[node],
             local=local,
-            # Of `topology.groups("node")` only the own group, since all of them hold every rank of the run.
+            # Only this rank's group of `topology.groups("node")`, because all groups contain every rank of the run.
             column=tuple(ranks[local] for ranks in by_node) if local < num_carriers else (),
             node=node,
             num_nodes=topology.num_nodes,

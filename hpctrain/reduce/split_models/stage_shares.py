@@ -21,7 +21,7 @@ from hpctrain.reduce.data_parallel.gradient_buckets import describe_gradient
 from hpctrain.reduce.sharded.owned_parts import OwnedParts, ParameterCopies, check_shardable
 from hpctrain.reduce.sharded.shard_plan import ShardPlan
 
-_UNIT_BYTES = 25_000_000  # of the gradients that are copied and summed at once
+_UNIT_BYTES = 25_000_000  # size of the gradients that are copied and summed at once
 
 
 @final

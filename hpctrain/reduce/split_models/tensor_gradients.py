@@ -228,7 +228,7 @@ class TensorGradients:
         group: its ranks have computed the same numbers, but perhaps not the same bits, and would drift apart.
         """
         tensor = self._split.tensor_group()
-        # A layer on a part of the sequence has a DTensor gradient whose placement says so, with FSDP2 already a sum.
+        # The gradient of a layer on a part of the sequence is a DTensor with a partial placement; FSDP2 has summed it.
         shares = [p for p in self._parameters if _is_share(p.grad)]
         _all_reduce([local_part(p.grad) for p in shares], group=tensor)
         for parameter in shares:

@@ -77,7 +77,7 @@ def _text(value: Any) -> str | None:
     if isinstance(value, torch.Tensor):
         return _text(value.item()) if value.numel() == 1 else None
     if isinstance(value, float):
-        return repr(float(value))  # of numpy's too
+        return repr(float(value))  # also for numpy's floats
     if value is None or isinstance(value, (bool, int, str)):
         return repr(value)
     if isinstance(value, (tuple, list)):
@@ -92,7 +92,7 @@ CompareRanks: TypeAlias = Literal["error", "note", "off"]
 EVERY_STEPS = 100
 SETTINGS_EVERY_STEPS = 10
 _FIRST_STEPS = 4
-_SUM, _SQUARES = "ranks: sum ", "ranks: squares "  # with the number of a set of ranks
+_SUM, _SQUARES = "ranks: sum ", "ranks: squares "  # prefixes, followed by the number of a set of ranks
 _NUM_FOR_ALL = 3  # entries of `_found` that all ranks compare; further ones only ranks with the same part
 _NAMED = 3
 _RUNBOOK = "See docs/runbooks/f11-replicas-differ.md"

@@ -223,7 +223,7 @@ def read_nodes(
                 node = left.get_nowait()
                 found[node] = read_node(shared, node=node, since=since)
 
-    # Daemons: a file on a server that is gone is read for ever.
+    # Daemon threads, because reading a file on a server that is gone never ends.
     threads = [threading.Thread(target=read, daemon=True) for _ in range(min(_READERS, len(nodes)))]
     until = time.monotonic() + within_s
     for thread in threads:
@@ -258,7 +258,7 @@ def within(seconds: float, function: Callable[[], T]) -> T | None:
 
 
 _PREFIX = "hpctrain-watch-"
-# A folder that is younger may be one that its leader has just made, and not opened.
+# Seconds. A younger folder may be one that its leader has just created, and not opened yet.
 _ABANDONED_AFTER_S = 60.0
 
 

@@ -39,7 +39,7 @@ from hpctrain.comm.watchdog.board.rank_status import (
 )
 from hpctrain.comm.watchdog.host_probe import HostReachability
 
-_NODES_COMPARED = 32  # besides its own
+_NODES_COMPARED = 32  # in addition to its own
 _READING_MAY_TAKE_S = 2.0
 _PROCESSES_EVERY_S = 0.5
 _ASKED_EVERY_S = 1.0  # between two files of a node on which a rank is late
@@ -80,11 +80,11 @@ class NodeLeader:
         self._interval_s = interval_s
         self._is_alarmed = is_alarmed
         self._mismatch = mismatch
-        self._activities: dict[int, Activity] = {}  # by process
+        self._activities: dict[int, Activity] = {}  # by process id
         self._looked: float | None = None
         self._is_asked_for = False  # other ranks wait for one of this node
         self._comparisons = ComparisonSchedule(timeout_s)
-        self._alarm: float | None = None  # when it was raised, as the run directory's file says
+        self._alarm: float | None = None  # when it was raised, according to the file in the run directory
         self._published: float | None = None
         self._news: object = None  # what others are waiting for: the node's file is written when it changes
 

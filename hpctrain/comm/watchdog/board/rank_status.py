@@ -392,7 +392,7 @@ def _whereabouts(position: RankPosition, place: GroupPosition, *, sequence: int,
 
 # A process that has used less than this share of one core is idle: the threads of the watchdog use less.
 _IDLE_SHARE = 0.05
-_IDLE_FOR = 1 / 8  # of the limit
+_IDLE_FOR = 1 / 8  # share of the limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -527,7 +527,7 @@ class ComparisonSchedule:
     def _left(self, group: str, place: GroupPosition) -> int | None:
         sequence, times = self._compared.get(group, (0, 0))
         if sequence != place.sequence and times:
-            # That operation was only slow, and so may the next be: compare later, to save file accesses.
+            # The compared operation was only slow, and the next may be too: compare later, to save file accesses.
             del self._compared[group]
             self._after_s = min(COMPARE_AT_MOST_AFTER_S, self.timeout_s / 4, 2 * self._after_s)
             times = 0
@@ -571,7 +571,7 @@ def find_mismatch(positions: Mapping[int, RankPosition], *, decided: Collection[
                 members[group] = place.num_ranks
     for (group, sequence), signatures in held.items():
         counts = Counter(signatures.values())
-        usual, num_usual = counts.most_common(1)[0]  # of equally frequent ones the first seen
+        usual, num_usual = counts.most_common(1)[0]  # the first seen of equally frequent ones
         is_tie = 2 * num_usual <= len(signatures)
         if len(counts) == 1 or (is_tie and len(signatures) < members[group] and group not in decided):
             continue

@@ -23,7 +23,7 @@ _ROOTS = sorted(
     key=len,
     reverse=True,
 )
-_ABOVE = "hpctrain/cli"  # what is called from here says nothing of a hang
+_ABOVE = "hpctrain/cli"  # the frames above this one do not help to explain a hang
 
 
 class Frame(NamedTuple):

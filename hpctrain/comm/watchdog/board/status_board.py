@@ -198,7 +198,7 @@ _AWAY_S = 1.0
 REPORTING_RANKS = 16
 # Of a group with absent ranks, this many first members ask them for stacks, and the first member on this many nodes.
 _CALLING_RANKS = 4
-_FIRST_NODES_ANNOUNCE_S = 1.0  # in which the first nodes announce the end, so that not all nodes do
+_FIRST_NODES_ANNOUNCE_S = 1.0  # time for the first nodes to announce the end, so that not all nodes do
 # A rank that has not written its file for this many intervals is silent; then the next rank of its node leads.
 _SILENT_AFTER_INTERVALS = 3
 # Seconds that the ranks have to report after a mismatch was found.
