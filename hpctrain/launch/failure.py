@@ -116,9 +116,7 @@ class FirstFailure:
     def _weigh(self, failure: RankFailure) -> int:
         if failure.exit_code == ExitCode.STOPPED_EARLY:
             return _STOPPED_EARLY
-        has_lost_peer = (
-            self._lost_peer or self._step_ends
-        )  # then the message about the lost peer may be missing
+        has_lost_peer = self._lost_peer or self._step_ends  # the message on the lost peer may be missing
         if failure.signal is None and failure.exit_code == LOST_PEER_CODE and has_lost_peer:
             return _LOST_ITS_PEER
         return _WAS_ENDED if self._step_ends and failure.exit_code not in CAUSES else _CAUSE

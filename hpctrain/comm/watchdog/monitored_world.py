@@ -295,16 +295,16 @@ class MonitoredGroup(Attributes):
         self._track.closed = True
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.collectives.activity`."""
+        """See `hpctrain.comm.doing`."""
         return self._watcher.doing_this(what)
 
     def section(self, section: Section | None) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.collectives.activity`."""
+        """See `hpctrain.comm.in_section`."""
         return self._watcher.sections.enter(section)
 
     @contextlib.contextmanager
     def without_limit(self) -> Iterator[None]:
-        """See `hpctrain.comm.collectives.activity`."""
+        """See `hpctrain.comm.without_limit`."""
         self._track.limited = False
         try:
             yield
@@ -450,15 +450,15 @@ class Monitored(Forwarding):
         self._watcher.step = step
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.collectives.activity`."""
+        """See `hpctrain.comm.doing`."""
         return self._watcher.doing_this(what)
 
     def section(self, section: Section | None) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.collectives.activity`."""
+        """See `hpctrain.comm.in_section`."""
         return self._watcher.sections.enter(section)
 
     def without_limit(self) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.collectives.activity`."""
+        """See `hpctrain.comm.without_limit`."""
         return self._all.without_limit()
 
     @property

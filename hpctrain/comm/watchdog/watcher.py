@@ -84,9 +84,7 @@ def pursue(track: Track, *, board: Board, sections: SectionLimits, over: threadi
 
 
 _TELLING_SHARE = 0.6  # share of the ending for reports; then the ranks exit
-_TAKING_OVER_SHARE = (
-    0.25  # last part of that share, in which another rank reports if the announcing one has not
-)
+_TAKING_OVER_SHARE = 0.25  # last part of that share: another rank reports if the announcing one has not
 _TOGETHER_SHARE = 0.2  # share of the ending in which ranks exit together, once one has reported for all
 _LATE_AFTER = 0.75  # share of the limit without the ending
 # Time limits if files hang. Together with MPI_Abort they fit into the ending.

@@ -44,9 +44,7 @@ class AutoReducer:
         self._comm = comm
         self._make = make
         self._reducers: dict[Candidate, BucketReducer] = {}
-        self._places: list[
-            tuple[BucketReducer, int]
-        ] = []  # for each bucket: its reducer, and its number there
+        self._places: list[tuple[BucketReducer, int]] = []  # per bucket: its reducer, its number there
         self._used: list[BucketReducer] = []  # reducers that have buckets in the last plan
         self._squares = False
 

@@ -30,7 +30,7 @@ from hpctrain.storage import part_of
 
 
 class Feedback(Protocol):
-    """Encodes one part, with or without error feedback. See `reduce/codecs.py`."""
+    """Encodes one part, with or without error feedback. See `hpctrain.reduce.codecs`."""
 
     def encode(self, values: torch.Tensor, *, first: int, out: torch.Tensor) -> None:
         """Encodes `values` for their owner into `out`. first: offset of the values in the part. May change `values`."""
@@ -270,7 +270,7 @@ class LossyPart:
 
 @final
 class EngineLosses:
-    """This rank's encoding errors (residuals) between nodes, in gradient space (see `reduce/codecs.py`).
+    """This rank's encoding errors (residuals) between nodes, in gradient space (see `hpctrain.reduce.codecs`).
 
     buckets: all buckets of the plan.
     parts: the parts that this rank encodes.
