@@ -62,9 +62,7 @@ class BackwardRanTwice(UsageError):
 
 
 class RecipeError(UsageError):
-    """The recipe has an unknown key, a value of the wrong type or out of range, or values that contradict each
-    other.
-    """
+    """The recipe has an unknown key, a value of the wrong type or out of range, or contradictory values."""
 
 
 class DataError(HpctrainError):
@@ -86,9 +84,7 @@ class RanksDiffer(HpctrainError):
 
 
 class LaunchError(HpctrainError):
-    """The launcher, the environment and MPI disagree about the ranks, or a resource that the run needs at start is
-    missing.
-    """
+    """The launcher, the environment and MPI disagree about the ranks, or a resource is missing at the start."""
 
     exit_code = ExitCode.LAUNCH
 
@@ -108,8 +104,9 @@ class BufferMismatch(CommunicationError):
 
 
 class DivergedError(HpctrainError):
-    """The run has diverged and cannot be rolled back: for too many steps, loss or gradients were not finite or the
-    loss jumped.
+    """The run has diverged and cannot be rolled back.
+
+    For too many steps, loss or gradients were not finite, or the loss jumped.
     """
 
     exit_code = ExitCode.DIVERGED

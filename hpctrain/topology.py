@@ -86,8 +86,7 @@ class Topology:
         return self.ranks_by_node
 
     def node_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the groups of the `node` axis: for each local index that exists on every node, the ranks with this
-        index.
+        """Returns the groups of the `node` axis: for each local index, the ranks that have it on their node.
 
         If the nodes have different numbers of ranks, there are as many groups as the smallest node has ranks. Ranks
         with a larger local index belong to no group; other ranks of their node reduce that node's slices between
@@ -104,8 +103,9 @@ class Topology:
         return by_axis[axis]()
 
     def describe(self) -> str:
-        """Returns a text such as `2 nodes x 2 ranks` or `2 nodes with 3 and 1 ranks`; emulated nodes add `
-        (emulated)`.
+        """Returns a text such as `2 nodes x 2 ranks` or `2 nodes with 3 and 1 ranks`.
+
+        For emulated nodes, "(emulated)" is appended.
         """
         sizes = [len(ranks) for ranks in self.ranks_by_node]
         nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
@@ -118,8 +118,10 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of a mesh, as one rank sees it: the group of world ranks that contains this rank, and its index in
-    the group.
+    """One axis of a mesh, as one rank sees it.
+
+    ranks: world ranks of the group that contains this rank.
+    index: index of this rank in the group.
     """
 
     name: str
@@ -139,8 +141,9 @@ class Mesh:
     rank: int
 
     def axis(self, name: str) -> Axis | None:
-        """Returns the axis `node` or `local`; None if this rank is in no group of it (nodes with different numbers
-        of ranks).
+        """Returns the axis `node` or `local`.
+
+        Returns None if this rank is in no group of it (nodes with different numbers of ranks).
         """
         groups = self.topology.groups(name)
         node, local_rank = self.topology.node_of(self.rank), self.topology.local_rank_of(self.rank)
@@ -166,12 +169,12 @@ class ParallelMesh:
 
     @classmethod
     def plan(cls, topology: Topology, *, pipeline: int = 1, tensor: int = 1) -> ParallelMesh:
-        """Arranges the ranks: each tensor group is adjacent ranks of one node, each pipeline stage is consecutive
-        ranks.
+        """Arranges the ranks on the four axes.
 
-        If the nodes have different numbers of ranks, or one stage ends and the next begins within a node, the `node`
-        axis has size 1 and all data-parallel ranks of a stage are on the `local` axis. Raises TopologyError if the
-        sizes do not divide the ranks.
+        Each tensor group is adjacent ranks of one node, and each pipeline stage is consecutive ranks. If the nodes
+        have different numbers of ranks, or one stage ends and the next begins within a node, the `node` axis has size
+        1 and all data-parallel ranks of a stage are on the `local` axis. Raises TopologyError if the sizes do not
+        divide the ranks.
         """
         cls.check(topology, pipeline=pipeline, tensor=tensor)
         in_order = np.concatenate([np.array(ranks, dtype=np.int64) for ranks in topology.ranks_by_node])
@@ -231,9 +234,7 @@ class ParallelMesh:
         return Axis("data", tuple(ranks), node * grid.shape[2] + local)
 
     def pipeline_axis(self, rank: int) -> Axis:
-        """Returns the ranks that hold the stages of the copy of the model to which `rank` belongs, and the index of
-        its stage.
-        """
+        """Returns the ranks that hold the stages of the model copy of `rank`, and the index of its stage."""
         grid = np.array(self.ranks)
         stage, node, local, tensor = (int(place[0]) for place in np.nonzero(grid == rank))
         return Axis("pipeline", tuple(grid[:, node, local, tensor].tolist()), stage)

@@ -78,9 +78,7 @@ def _share(
 
 
 def num_cpus_of_host(ranks: Sequence[RankCores], host: str) -> int:
-    """Returns the number of hardware threads that the ranks of a host share, at most the limit that is common to all
-    of them.
-    """
+    """Returns the number of hardware threads that the ranks of a host share, at most a limit common to all of them."""
     there = [found for found in ranks if found.host == host]
     num_cpus = len(frozenset().union(*(found.cpus for found in there)))
     limits = {(found.limit_group, found.limit) for found in there}
@@ -111,10 +109,9 @@ def _core_of(cpu: int, root: Path) -> int:
 
 
 def _read_limit(root: Path) -> tuple[float | None, str]:
-    """Returns the smallest CPU limit of this process's control groups, in CPU seconds per second, and the group that
-    sets it.
+    """Returns the smallest CPU limit of this process's control groups, and the group that sets it.
 
-    (None, "") if there is no limit.
+    The limit is in CPU seconds per second. (None, "") if there is no limit.
     """
     found: list[tuple[float, str]] = []
     for folder, group in control_groups("cpu", root=root):

@@ -1,5 +1,4 @@
-"""Packs a Python environment into one archive, which is unpacked on every node, so that ranks import from a local
-disk.
+"""Packs a Python environment into one archive for the local disks of the nodes, from which ranks then import.
 
 N ranks that import from a shared filesystem look up some thousand paths each, at the same moment. An archive is one
 file, which each node reads once, and plain `tar` unpacks it.
@@ -74,8 +73,9 @@ def pack_environment(
     with_python: bool | None = None,
     progress: Callable[[int], object] = lambda num_files: None,
 ) -> Packed:
-    """Writes the environment to `archive`, an uncompressed tar file. An older archive is replaced when the new one is
-    complete.
+    """Writes the environment to `archive`, an uncompressed tar file.
+
+    An older archive is replaced when the new one is complete.
 
     with_python: True to pack also the interpreter and its standard library, which a virtual environment only refers
     to; None: if they are on a shared filesystem. The interpreter's own packages are packed if the environment uses

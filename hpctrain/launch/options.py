@@ -90,8 +90,9 @@ def mpirun_argv(
 
 
 def _hydra(placement: Placement, *, path: str, hosts: Sequence[str], hostfile: str | None) -> list[str]:
-    """Returns Hydra and its options. Hydra passes its whole environment to all ranks, and lets ranks share cores by
-    default.
+    """Returns Hydra and its options.
+
+    Hydra passes its whole environment to all ranks, and lets ranks share cores by default.
     """
     argv = [path, "-n", str(placement.num_ranks)]
     if placement.on_one_machine and not hosts:

@@ -93,9 +93,9 @@ class Observer(Protocol):
         """Called once, with the process id of mpirun or srun."""
 
     def saw_line(self, line: bytes, failure: RankFailure | None) -> None:
-        """Called with each line that the launcher and the ranks print to stderr (under Hydra also to stdout), without
-        line end.
+        """Called with each line that the launcher and the ranks print to stderr (under Hydra also to stdout).
 
+        line: the line, without its end.
         failure: the failure that this line reports, alone or together with the previous one; for Hydra, the rank that
         ended first. None if it reports none.
         """
@@ -489,8 +489,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _die_with_parent() -> None:
-    """Makes the kernel send SIGTERM to this child when its parent dies, even by SIGKILL; the child then ends the
-    ranks.
+    """Makes the kernel send SIGTERM to this child when its parent dies, even by SIGKILL.
+
+    The child then ends the ranks.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -130,11 +130,10 @@ def restart_with_sleep() -> None:
 
 
 def _launcher_cpus(environ: Mapping[str, str]) -> int | None:
-    """Returns the number of hardware threads that the launcher may use on this host, and its ranks share; None if
-    unknown.
+    """Returns the number of hardware threads that the launcher may use on this host, and its ranks share.
 
-    A rank's own affinity may be only its share of them (--bind-to core), and so may that of a script between the
-    launcher and the rank.
+    Returns None if unknown. A rank's own affinity may be only its share of them (--bind-to core), and so may that of a
+    script between the launcher and the rank.
     """
     row, pid = find_launcher(environ), find_launcher_process(environ).pid
     if row is None or pid is None:

@@ -66,8 +66,9 @@ class GradientOwners:
 
 @final
 class HvdResiduals:
-    """Residuals of this rank (error feedback) by parameter name: flat tensors, float32 or float64, in units of the
-    gradient.
+    """Residuals of this rank (error feedback) by parameter name, in units of the gradient.
+
+    They are flat tensors, float32 or float64.
     """
 
     def __init__(self, owners: GradientOwners, *, num_ranks: int) -> None:

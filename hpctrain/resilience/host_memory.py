@@ -108,8 +108,7 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def give_back_large_pieces(environ: Mapping[str, str] = os.environ) -> bool:
-    """Makes glibc return all freed memory to the system now, and from now on each piece of more than 1 MiB when it is
-    freed.
+    """Makes glibc return all freed memory to the system now, and later each freed piece of more than 1 MiB at once.
 
     It is for a model whose blocks are gathered and freed again in each step: if pieces of many sizes are kept, with
     other pieces between them, only part of them is used again, and a rank holds much more memory than it needs. Up to
@@ -133,8 +132,7 @@ def give_back_once(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def give_back_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Makes glibc return all freed memory to the system now, and from now on each piece of more than 128 KiB when it
-    is freed.
+    """Makes glibc return all freed memory to the system now, and later each freed piece of more than 128 KiB at once.
 
     Returns False, and changes nothing, in the cases of `keep_freed_memory`.
     """

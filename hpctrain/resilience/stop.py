@@ -1,5 +1,6 @@
-"""Signals that ask a run to stop. Each rank records the request; the ranks then agree on the step at which they
-stop.
+"""Signals that ask a run to stop.
+
+Each rank records the request; the ranks then agree on the step at which they stop.
 """
 
 from __future__ import annotations
@@ -164,8 +165,9 @@ class StopRequest:
         self.leave(code)
 
     def _forget_in_child(self) -> None:
-        """Removes the handlers in a forked child, such as a worker of torch's DataLoader, whose signals do not
-        concern its parent.
+        """Removes the handlers in a forked child, such as a worker of torch's DataLoader.
+
+        Its signals do not concern its parent.
         """
         if self._writer >= 0:
             self._restore()

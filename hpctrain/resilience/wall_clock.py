@@ -37,8 +37,9 @@ class EndTime:
     source: str
 
     def describe(self, now_s: float) -> str:
-        """Returns a text such as `18:00:00, in 59 min (Slurm's time limit)`. The date is left out within a day of
-        `now_s`.
+        """Returns a text such as `18:00:00, in 59 min (Slurm's time limit)`.
+
+        The date is left out within a day of `now_s`.
         """
         left_s = self.at_s - now_s
         at = datetime.fromtimestamp(self.at_s)
@@ -119,10 +120,10 @@ def job_to_ask_about(environ: Mapping[str, str]) -> str | None:
 
 
 def ask_slurm(job: str, *, timeout_s: float = SQUEUE_MAY_TAKE_S) -> SlurmAnswer:
-    """Asks Slurm with squeue when `job` ends, by the controller's clock. Not collective; call it on one rank only,
-    and rarely.
+    """Asks Slurm with squeue when `job` ends, by the controller's clock.
 
-    The child process is created with vfork, which is safe with MPI's registered memory.
+    Not collective; call it on one rank only, and rarely. The child process is created with vfork, which is safe with
+    MPI's registered memory.
     """
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     try:
@@ -142,8 +143,9 @@ def ask_slurm(job: str, *, timeout_s: float = SQUEUE_MAY_TAKE_S) -> SlurmAnswer:
 
 
 def parse_squeue(text: str) -> SlurmAnswer:
-    """Returns the earliest end in squeue's output: lines `LIMIT END`, one per component of the job, END in seconds
-    since 1970.
+    """Returns the earliest end in squeue's output.
+
+    text: lines `LIMIT END`, one per component of the job, with END in seconds since 1970.
     """
     ends = []
     for line in text.splitlines():
@@ -162,8 +164,9 @@ def parse_squeue(text: str) -> SlurmAnswer:
 
 
 def ask_again_after_s(time_left_s: float | None) -> float:
-    """Returns how many seconds to wait before Slurm is asked again, from 1 to 10 minutes: a job's limit can be
-    changed.
+    """Returns how many seconds to wait before Slurm is asked again, from 1 to 10 minutes.
+
+    A job's limit can be changed while it runs.
     """
     shortest_s, longest_s = _ASK_AGAIN_AFTER_S
     left_s = math.inf if time_left_s is None else time_left_s
@@ -207,16 +210,14 @@ class WallClock:
     def start(
         cls, environ: Mapping[str, str] | None = None, *, stop_after_s: float | None = None
     ) -> WallClock:
-        """Creates the clock of this run: reads the limits from the environment, and asks Slurm in the background in
-        a Slurm job.
+        """Creates the clock of this run: reads the limits from the environment, and asks Slurm in the background.
 
-        If Slurm has set the job's end in the environment (SLURM_JOB_END_TIME), that limit is used until Slurm
-        answers.
+        If Slurm has set the job's end in the environment (SLURM_JOB_END_TIME), that limit is used until Slurm answers.
 
         Args:
             environ: Environment variables; None means those of this process.
-            stop_after_s: Seconds from now after which the run must have ended (the recipe's `stop.after_s`); None
-                for no such limit.
+            stop_after_s: Seconds from now after which the run must have ended (the recipe's `stop.after_s`); None for
+                no such limit.
 
         Raises:
             LaunchError: HPCTRAIN_DEADLINE cannot be parsed.
@@ -240,8 +241,9 @@ class WallClock:
         return None if end is None else end.at_s - time.time()
 
     def news(self) -> str | None:
-        """Returns a line for the user if the limit has become known, has changed or cannot be found out; otherwise
-        None.
+        """Returns a line for the user if the limit has become known, has changed or cannot be found out.
+
+        Otherwise it returns None.
         """
         end, problem = self._end, self._problem
         if problem is not None:
@@ -295,8 +297,9 @@ class RecentTimes:
         self._seconds.append(seconds)
 
     def p95(self) -> float | None:
-        """Returns the 95th percentile: the smallest duration that at least 95% of them do not exceed. None if there
-        are none.
+        """Returns the 95th percentile: the smallest duration that at least 95% of them do not exceed.
+
+        Returns None if there are none.
         """
         if not self._seconds:
             return None

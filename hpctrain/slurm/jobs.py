@@ -253,8 +253,9 @@ _REASONS = {
 
 
 def explain_reason(reason: str) -> str | None:
-    """Returns what a waiting job's reason means and what the user can do; None if it is unknown or needs no
-    explanation.
+    """Returns what a waiting job's reason means and what the user can do.
+
+    Returns None if it is unknown or needs no explanation.
     """
     # `ReqNodeNotAvail, UnavailableNodes:a,b`
     name = reason.partition(",")[0]
@@ -295,11 +296,11 @@ def consumed_energy(controller: Controller, job_ids: Iterable[str]) -> dict[str,
 
 
 def parse_energy(text: str) -> dict[str, float]:
-    """Parses the output of sacct with the fields that `consumed_energy` requests. Attempts of a requeued job are added
-    up.
+    """Parses the output of sacct with the fields that `consumed_energy` requests.
 
-    If the job's own line has a number, that counts; otherwise the sum of its numbered steps, which srun started. The
-    steps `batch` and `extern` are ignored, because they measured the same nodes at the same time.
+    Attempts of a requeued job are added up. If the job's own line has a number, that counts; otherwise the sum of its
+    numbered steps, which srun started. The steps `batch` and `extern` are ignored, because they measured the same
+    nodes at the same time.
     """
     jobs: dict[str, float] = {}
     steps: dict[str, float] = {}

@@ -186,9 +186,7 @@ class RunStatus:
 
 
 def newest_job(queued: Sequence[Job], past: Sequence[Job] | None) -> Job | None:
-    """Returns the job to report: the oldest one that has not ended, as later ones wait for it, or else the last to
-    end.
-    """
+    """Returns the job to report: the oldest that has not ended, because later ones wait for it, or the last to end."""
     active = [job for job in queued if not job.ended]
     if active:
         running = [job for job in active if not job.waits]

@@ -240,10 +240,9 @@ def _slow_pairs(
 
 def measure_ranks(world: World, *, device: torch.device) -> RankSpeeds:
     """Measures memory and arithmetic of every rank's device, on all ranks at the same time, as in training.
-    Collective.
 
-    The median of a few trials counts: a rank that shares its core with another process is slow in all of them. Each
-    rank receives 16 bytes per rank.
+    Collective. The median of a few trials counts: a rank that shares its core with another process is slow in all of
+    them. Each rank receives 16 bytes per rank.
     """
     world.barrier()
     began = time.perf_counter()

@@ -44,8 +44,7 @@ class Cause(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
-    """Ranks of one node that are slower than the others, or slow links: of one node, between two nodes, or of all
-    nodes.
+    """Ranks of one node that are slower than the others, or slow links of one node, between two nodes, or of all.
 
     value, usual: value here, and median of all ranks: seconds per step that the cause takes (for checkpoints, seconds
     per save). For the network: bytes per second here, and the median of the nodes or, if `before`, the value earlier
@@ -396,8 +395,9 @@ class SlowRanks:
         return (self._topology.node_names[self._topology.node_of(ranks[0])],)
 
     def _began(self, ranks: tuple[int, ...], *, column: int) -> Change:
-        """Records that ranks have become slow. column: column of the cause. Its seconds are means over the last
-        windows.
+        """Records that ranks have become slow. Their seconds are means over the last windows.
+
+        column: column of the cause.
         """
         own, usual = (np.mean([pair[k][list(ranks)] for pair in self._recent], axis=0) for k in (0, 1))
         slow = Slow(

@@ -337,8 +337,7 @@ def _resources(evidence: Evidence) -> Diagnosis | None:
 
 
 def _by_counter(found: Diagnosis | None, evidence: Evidence) -> Diagnosis | None:
-    """Returns out of memory as the cause if the kernel's counter explains a rank that was killed or ended without a
-    message.
+    """Returns out of memory as the cause, if the kernel's counter explains a killed or silently ended rank.
 
     found: diagnosis by the lines of the log. None is returned if the ranks ended for another reason.
     """

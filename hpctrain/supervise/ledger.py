@@ -269,8 +269,7 @@ class _NewContent:
 
 
 def record_begin_of_training(ledger: Ledger, *, first_step: int, at: float) -> float | None:
-    """Records that the last attempt has started to train at `first_step`, and what this tells about the attempt before
-    it.
+    """Records that the last attempt trains from `first_step` on, and how far the attempt before it came.
 
     Only now it is known from which step training could continue: the storage of the nodes may have held a newer
     checkpoint than the shared folder. Returns when the previous attempt was lost, in seconds since 1970; None if this

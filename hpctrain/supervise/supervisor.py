@@ -96,8 +96,7 @@ _GRACE_S = 1.5
 
 @final
 class AttemptWatch:
-    """Follows one attempt: records when training starts and when a rank or node is lost, and asks for the end (an
-    `Observer`).
+    """An `Observer` that follows one attempt: records the start of training and the first loss, and asks for the end.
 
     start_within_s: seconds within which training must start; None for no limit.
     kill_after_s: see `EndRequest`.
@@ -330,8 +329,9 @@ class Supervisor:
     # ---- one attempt
 
     def _attempt(self, nodes: Sequence[str], *, before: Survey) -> tuple[Attempt, Survey]:
-        """Starts the ranks on `nodes` and waits for their end. Returns the attempt, and the state of the nodes at its
-        end.
+        """Starts the ranks on `nodes` and waits for their end.
+
+        Returns the attempt, and the state of the nodes at its end.
         """
         run, in_slurm = self._run, self._allocation.in_slurm
         num_ranks = min(run.num_ranks, run.ranks_per_node * len(nodes)) if in_slurm else run.num_ranks

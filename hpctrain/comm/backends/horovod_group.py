@@ -114,8 +114,7 @@ class HorovodGroup(Attributes):
         return buffer.cpu()
 
     def _stand_in(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns a placeholder for an empty buffer, which Horovod rejects: zeros, in a shape that no other buffer
-        has.
+        """Returns a placeholder for an empty buffer, which Horovod rejects: zeros in a shape that no other buffer has.
 
         If the buffers of other ranks are not empty, Horovod then reports the difference of shapes on all ranks.
         """
@@ -132,8 +131,9 @@ class HorovodGroup(Attributes):
             yield chunk, f".{buffer.numel()}" if number else ""
 
     def _windows(self, counts: Sequence[int]) -> Iterator[tuple[list[int], list[int], str]]:
-        """Yields the windows of `windows_of` for slices padded to the widest, as Horovod requires, and the suffix of
-        the name.
+        """Yields the windows of `windows_of` and the suffix of the operation's name.
+
+        The slices are padded to the widest one, as Horovod requires.
         """
         padded = [max(counts)] * len(counts)
         for number, (begins, widths) in enumerate(windows_of(padded, max_elems=self._chunk_elems)):
@@ -145,8 +145,9 @@ class HorovodGroup(Attributes):
             yield begins, widths, f".{sum(counts)}" if number else ""
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
-        """See `Collective.all_reduce`. float16 is summed in float16; MAX of values with NaN depends on the MPI
-        library.
+        """See `Collective.all_reduce`.
+
+        float16 is summed in float16. MAX of buffers with NaN depends on the MPI library.
         """
         self._check(buffer, operation="all_reduce")
         for chunk, end in self._chunks(buffer):
@@ -317,8 +318,9 @@ class HorovodGroup(Attributes):
         """Does nothing: Horovod frees its process sets when it stops."""
 
     def barrier(self) -> None:
-        """Waits for all ranks by summing one int: Horovod's barrier has no name, so those of two threads could be
-        mixed up.
+        """Waits for all ranks by summing one int.
+
+        Horovod's own barrier has no name, so the barriers of two threads could be mixed up.
         """
         self.all_reduce(torch.zeros(1, dtype=torch.int32))
 

@@ -158,8 +158,9 @@ class HorovodOverMpi(Forwarding):
         return "horovod"
 
     def open_reduction_world(self) -> World:
-        """See `World.open_reduction_world`. Starts Horovod unless it is running; raises LaunchError if it does not
-        start.
+        """See `World.open_reduction_world`.
+
+        Starts Horovod unless it is running; raises LaunchError if it does not start.
         """
         if self._horovod is None or not self._horovod.running:
             self._horovod = RunningHorovod.start(self._hvd, chunk_elems=self._chunk_elems)

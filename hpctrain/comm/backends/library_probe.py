@@ -121,8 +121,9 @@ def _own_maps() -> str:
 
 
 def _rdma_fork(transports: list[str]) -> str | None:
-    """Returns what libibverbs reports about forking with registered memory; None if it is not loaded or too old to
-    know.
+    """Returns what libibverbs reports about forking with registered memory.
+
+    Returns None if libibverbs is not loaded, or too old to know.
     """
     if "libibverbs" not in transports:
         return None

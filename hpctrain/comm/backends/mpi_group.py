@@ -243,9 +243,7 @@ class MpiGroup(Attributes):
     def _exchange(
         self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor], *, most: int
     ) -> None:
-        """Sends each other rank its slice, and receives the slices for this rank, in messages of at most `most`
-        elements.
-        """
+        """Sends each other rank its slice, and receives this rank's slices, in messages of at most `most` elements."""
         requests: list[Any] = []
         # In order of distance, so that not all ranks send to rank 0 at once.
         for distance in range(1, self.num_ranks):

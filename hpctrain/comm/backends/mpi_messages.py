@@ -37,14 +37,13 @@ _FABRICS = ("infiniband", "cxi")
 
 
 def piece_bytes(mpi: Any, comm: Any) -> int | None:
-    """Returns the largest message to send between the ranks of `comm`, in bytes; None if there is no limit but
-    `MOST_BYTES`.
+    """Returns the largest message to send between the ranks of `comm`, in bytes.
 
-    A message above the eager limit waits for the receiver's answer before its bytes leave, and over TCP that answer
-    waits behind all bytes that the receiver's own link still has to send. Within a node, and on other fabrics, the
-    answer costs microseconds.
+    Returns None if there is no limit but `MOST_BYTES`. Collective over `comm`. A message above the eager limit waits
+    for the receiver's answer before its bytes leave, and over TCP that answer waits behind all bytes that the
+    receiver's own link still has to send. Within a node, and on other fabrics, the answer costs microseconds.
 
-    mpi: the module mpi4py.MPI. Collective over `comm`.
+    mpi: the module mpi4py.MPI.
     """
     host = zlib.crc32(socket.gethostname().encode())
     found = np.array([host, -host, _has_fabric()], dtype=np.int64)
@@ -54,8 +53,9 @@ def piece_bytes(mpi: Any, comm: Any) -> int | None:
 
 
 def pieces(num_elems: int, *, most: int | None) -> Iterator[slice]:
-    """Yields consecutive slices that cover `num_elems` elements, each with at most `most` of them; None means no
-    limit.
+    """Yields consecutive slices that cover `num_elems` elements, with at most `most` elements each.
+
+    most: largest number of elements in a slice; None for no limit.
     """
     most = most or max(1, num_elems)
     for begin in range(0, num_elems, most):
@@ -76,11 +76,11 @@ _AHEAD_BYTES = 1 << 21  # that are sent before any piece has arrived
 
 @final
 class MessageRing:
-    """A ring over the ranks of a communicator, in which each rank sends only to the next one. All methods are
-    collective.
+    """A ring over the ranks of a communicator, in which each rank sends only to the next one.
 
-    Of consecutive ranks on a node only one sends to another node. Each element therefore leaves a node once, and no
-    link has to take what several ranks send at the same time. A rank passes on each piece as soon as it has arrived.
+    All methods are collective. Of consecutive ranks on a node only one sends to another node. Each element therefore
+    leaves a node once, and no link has to take what several ranks send at the same time. A rank passes on each piece
+    as soon as it has arrived.
 
     comm: mpi4py communicator of more than one rank.
     piece_bytes: largest message in bytes; None means 256 KiB, so that there are pieces to pass on.
@@ -96,10 +96,9 @@ class MessageRing:
         self._next, self._previous = (self._rank + 1) % self._num_ranks, (self._rank - 1) % self._num_ranks
 
     def gather(self, whole: Array, *, counts: Sequence[int]) -> None:
-        """Fills `whole`, shape (sum(counts),), with the parts of all ranks; this rank's part must already be in its
-        place.
+        """Fills `whole`, shape (sum(counts),), with the parts of all ranks.
 
-        Each rank sends all parts except that of the next rank.
+        This rank's part must already be in its place. Each rank sends all parts except that of the next rank.
         """
         arriving = list(self._slices(self._before(self._rank), counts=counts, itemsize=whole.itemsize))
         receiving = [self._receive(whole[piece]) for _, piece in arriving]
@@ -179,8 +178,9 @@ def _add(a: Array, b: Array, *, out: Array) -> None:
 
 
 def _room_for(slices: Sequence[slice], *, dtype: Any) -> list[Array]:
-    """Returns one array for each slice, all in one allocation, so that a large one is returned to the system when
-    freed.
+    """Returns one array for each slice, all in one allocation.
+
+    A large allocation is returned to the system when it is freed.
     """
     ends = list(accumulate(piece.stop - piece.start for piece in slices))
     return np.split(np.empty(ends[-1] if ends else 0, dtype), ends[:-1])[: len(ends)]
@@ -188,10 +188,10 @@ def _room_for(slices: Sequence[slice], *, dtype: Any) -> list[Array]:
 
 @final
 class _SendQueue:
-    """Sends pieces in order: `ahead` of them at once, then one for each piece that arrives, since links are equally
-    fast.
+    """Sends pieces in order: `ahead` of them at once, then one for each piece that arrives.
 
-    MPI copies messages below its eager limit when they are sent, and never frees that memory: the queue limits it.
+    One for one, because links are equally fast in both directions. MPI copies messages below its eager limit when they
+    are sent, and never frees that memory: the queue limits it.
     """
 
     def __init__(self, send: Callable[[Array], Any], arrays: Sequence[Array], *, ahead: int) -> None:
@@ -200,8 +200,9 @@ class _SendQueue:
         self._waiting = deque(arrays[ahead:])
 
     def advance(self, array: Array | None) -> None:
-        """Records that a piece has arrived, and sends the next one. array: piece to append to the queue; None:
-        nothing.
+        """Records that a piece has arrived, and sends the next one.
+
+        array: piece to append to the queue; None for none.
         """
         if array is not None:
             self._waiting.append(array)

@@ -113,9 +113,7 @@ class MpiTransport:
         return segments
 
     def _check_free_memory(self, num_bytes: int) -> None:
-        """Raises CommunicationError on every rank of the node if the node lacks the memory, before MPI or the kernel
-        fails.
-        """
+        """Raises CommunicationError on every rank of the node if it lacks memory, before MPI or the kernel fails."""
         free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 2**62
         asked = np.zeros((self._node.Get_size(), 2), dtype=np.int64)
         self._node.Allgather(np.array([num_bytes, free], dtype=np.int64), asked)

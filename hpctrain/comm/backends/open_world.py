@@ -195,8 +195,9 @@ def _open_best(identity: RankIdentity, algorithm: str | None, device: str) -> Op
 
 
 def _why_not_on_gpus() -> str | None:
-    """Returns the reason why Horovod, which can be loaded, has no advantage on GPUs; None if it has one. Not
-    collective.
+    """Returns the reason why Horovod, which can be loaded, has no advantage on GPUs; None if it has one.
+
+    Not collective.
     """
     from hpctrain.comm.backends.running_horovod import load_horovod
 

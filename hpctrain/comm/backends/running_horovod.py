@@ -171,10 +171,10 @@ class RunningHorovod:
 
     @classmethod
     def start(cls, hvd: Any, *, chunk_elems: int = MAX_CHUNK_ELEMS) -> RunningHorovod:
-        """Starts Horovod, unless the user's script has. Collective over all ranks. Raises LaunchError if it does not
-        start.
+        """Starts Horovod, unless the user's script has. Collective over all ranks.
 
-        If the script started Horovod, it is left running at the end, since the script may still use it.
+        Raises LaunchError if it does not start. If the script started Horovod, it is left running at the end, since
+        the script may still use it.
         """
         owned = not hvd.is_initialized()
         _start(hvd)
@@ -185,8 +185,9 @@ class RunningHorovod:
         self._num_worlds += 1
 
     def close_world(self) -> None:
-        """Unregisters a world. Stops Horovod after the last one, if it can be started again. Collective over all
-        ranks.
+        """Unregisters a world. Stops Horovod after the last one, if it can be started again.
+
+        Collective over all ranks.
         """
         self._num_worlds -= 1
         if self._num_worlds == 0 and can_start_again(os.environ):

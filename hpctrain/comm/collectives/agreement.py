@@ -151,11 +151,10 @@ def _merged(failed: dict[int, dict[str, Any]], *, num_ranks: int) -> str:
 
 def agreed(comm: Collective, function: Callable[[], T], *, os_error: type[HpctrainError] = LaunchError) -> T:
     """Runs `function` on each rank and returns its value; raises an error on all ranks if it failed on any.
-    Collective.
 
-    An HpctrainError is raised as by `raise_together`; an OSError becomes `os_error`. Any other exception is a bug and
-    is not caught: the run must then be aborted, since the other ranks are blocked in the vote. `function` must not
-    communicate over `comm`.
+    Collective. An HpctrainError is raised as by `raise_together`; an OSError becomes `os_error`. Any other exception
+    is a bug and is not caught: the run must then be aborted, since the other ranks are blocked in the vote. `function`
+    must not communicate over `comm`.
     """
     error: HpctrainError | None = None
     value: T | None = None
@@ -241,9 +240,8 @@ def is_true_everywhere(comm: Collective, value: bool) -> bool:
 
 def check_same_buffer(comm: Collective, buffer: torch.Tensor, *, name: str) -> None:
     """Raises BufferMismatch on every rank unless `buffer` has the same dtype and number of elements on all.
-    Collective.
 
-    The shapes may differ.
+    Collective. The shapes may differ.
     """
     described = f"{buffer.numel()} x {str(buffer.dtype).removeprefix('torch.')}"
     check_same(comm, name=name, value=described, error=BufferMismatch)
@@ -279,10 +277,9 @@ def make_shared_folder(directory: Path, *, comm: Collective) -> None:
 
 
 def is_seen(path: Path) -> bool:
-    """Waits until `path`, created by another rank, is visible here; returns False if it is not within
-    `VISIBLE_WITHIN_S`.
+    """Waits until `path`, created by another rank, is visible here.
 
-    May raise OSError.
+    Returns False if it is not visible within `VISIBLE_WITHIN_S`. May raise OSError.
     """
     deadline = time.monotonic() + VISIBLE_WITHIN_S
     while not _is_there(path):

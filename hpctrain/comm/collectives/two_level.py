@@ -1,5 +1,4 @@
-"""Two-level reduction for every backend: reduce within each node, then between the nodes, then gather within each
-node.
+"""Two-level reduction for every backend: reduce within each node, then between nodes, then gather within each node.
 
 Each element leaves a node once instead of once from every rank, and the ranks of the node share that work. `Traffic`
 counts the bytes that a rank sends to other nodes.
@@ -38,8 +37,9 @@ class TwoLevel:
     num_slices: int
 
     def all_reduce(self, buffer: torch.Tensor) -> None:
-        """Sums `buffer`, shape (n,), over all ranks, in place; see `all_reduce_hierarchical`. Collective over the
-        world.
+        """Sums `buffer`, shape (n,), over all ranks, in place; see `all_reduce_hierarchical`.
+
+        Collective over the world.
         """
         all_reduce_hierarchical(buffer, local=self.local, cross=self.cross, num_slices=self.num_slices)
 

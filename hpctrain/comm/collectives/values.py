@@ -70,8 +70,9 @@ def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _describe(groups: Sequence[Sequence[torch.Tensor]]) -> str:
-    """Returns a text such as `6 tensors: 540000 x float32 (shapes 26832cdb)`. The tensors of each group have one
-    dtype.
+    """Returns a text such as `6 tensors: 540000 x float32 (shapes 26832cdb)`.
+
+    The tensors of each group have one dtype.
     """
     shapes = repr([[tuple(tensor.shape) for tensor in group] for group in groups])
     mark = hashlib.blake2b(shapes.encode(), digest_size=4).hexdigest()

@@ -192,8 +192,7 @@ def windows_of(counts: Sequence[int], *, max_elems: int) -> Iterator[tuple[list[
 def pack(
     buffer: torch.Tensor, *, counts: Sequence[int], begins: Sequence[int], widths: Sequence[int]
 ) -> torch.Tensor:
-    """Returns the pieces of `buffer`, shape (sum(counts),), that belong to a window, concatenated: shape
-    (sum(widths),).
+    """Returns the pieces of `buffer`, shape (sum(counts),), in a window, concatenated: shape (sum(widths),).
 
     begins, widths: start and width of the window in each rank's part (see `windows_of`).
 
@@ -230,8 +229,9 @@ def reordered(whole: torch.Tensor, *, counts: Sequence[int], order: Sequence[int
 
 
 def to_host(buffer: torch.Tensor) -> torch.Tensor:
-    """Returns `buffer` itself if it is in host memory, otherwise a copy there (in page-locked memory if it is on a
-    GPU).
+    """Returns `buffer` itself if it is in host memory, otherwise a copy there.
+
+    The copy of a CUDA tensor is in page-locked memory.
     """
     if buffer.device.type == "cpu":
         return buffer

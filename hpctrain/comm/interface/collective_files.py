@@ -36,6 +36,7 @@ class CollectiveWriter(Protocol):
 
     def gather(self, mine: Sequence[int]) -> NDArray[np.int64]:
         """Returns every rank's numbers, shape (num_ranks, len(mine)). Every rank passes the same number of them.
+
         Collective.
         """
 

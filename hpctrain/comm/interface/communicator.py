@@ -58,8 +58,7 @@ class Collective(Protocol):
         """World rank of each rank of the group, in group order."""
 
     def attribute(self, kind: type[T]) -> T:
-        """Returns the one instance of `kind` that belongs to this communicator; the first call creates it with
-        `kind()`.
+        """Returns the instance of `kind` that belongs to this communicator; the first call creates it.
 
         It lets a caller keep data that lives as long as the communicator. Not collective.
         """
@@ -118,9 +117,9 @@ class Collective(Protocol):
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
         """Sends one slice of `buffer` to each rank, and returns the slices that the ranks sent to this one.
-        Collective.
 
-        The counts may differ between ranks, but `receive_counts[b]` on rank a must equal `send_counts[a]` on rank b.
+        Collective. The counts may differ between ranks, but `receive_counts[b]` on rank a must equal `send_counts[a]`
+        on rank b.
 
         Args:
             buffer: Tensor of shape (sum(send_counts),), whose r-th slice goes to rank r. It is not changed.
@@ -185,6 +184,7 @@ class World(Collective, Protocol):
 
     def duplicate(self) -> Collective:
         """Returns a communicator of the same ranks with a separate message space, for use by another thread.
+
         Collective.
         """
 
@@ -203,6 +203,7 @@ class World(Collective, Protocol):
 
     def transport(self, topology: Topology) -> Transport | None:
         """Returns point-to-point messages and node-shared memory for all ranks; None if the backend has none.
+
         Collective.
 
         Args:
@@ -224,8 +225,9 @@ class World(Collective, Protocol):
 
 
 class Attributes:
-    """Base class of communicators that implements `Collective.attribute` (attribute caching, as in MPI 4.0, section
-    7.7).
+    """Base class of communicators that implements `Collective.attribute`.
+
+    This is attribute caching, as in MPI 4.0, section 7.7.
     """
 
     def attribute(self, kind: type[T]) -> T:

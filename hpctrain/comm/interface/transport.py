@@ -25,11 +25,11 @@ NUM_TAGS = 32768
 
 @runtime_checkable
 class Transport(Protocol):
-    """One rank's access to messages between all ranks, in a separate message space, and to memory shared within its
-    node.
+    """One rank's access to messages between all ranks, and to memory shared within its node.
 
-    It is used by one thread at a time. Buffers are contiguous one-dimensional uint8 tensors in host memory. Every
-    method raises CommunicationError if the library reports a failure.
+    The messages have a separate message space. It is used by one thread at a time. Buffers are contiguous
+    one-dimensional uint8 tensors in host memory. Every method raises CommunicationError if the library reports a
+    failure.
     """
 
     @property
@@ -45,8 +45,7 @@ class Transport(Protocol):
         """
 
     def receive(self, buffer: torch.Tensor, *, source: int, tag: int) -> Pending:
-        """Starts receiving into `buffer`, shape (n,), where n is the length that the sender sends, and returns a
-        handle.
+        """Starts receiving into `buffer`, shape (n,), and returns a handle. The sender must send n bytes.
 
         Messages with the same source and tag arrive in the order in which they were sent.
         """
@@ -72,13 +71,15 @@ class Transport(Protocol):
         """Orders this rank's accesses to shared memory: those before the call take effect before those after it."""
 
     def begun(self, what: str) -> None:
-        """Tells the watchdog that the next reduction, named `what`, has started. Every rank calls it the same number
-        of times.
+        """Tells the watchdog that the next reduction, named `what`, has started.
+
+        Every rank calls it the same number of times.
         """
 
     def waits(self, what: str) -> None:
-        """Tells the watchdog that no operation in flight makes progress. The deadline runs until `progressed` is
-        called.
+        """Tells the watchdog that no operation in flight makes progress.
+
+        The deadline runs until `progressed` is called.
         """
 
     def progressed(self) -> None:
@@ -98,8 +99,9 @@ class PeerMessages(Protocol):
     """
 
     def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
-        """Starts sending `buffer`, shape (n,), and returns a handle. The buffer must not change until the send is
-        finished.
+        """Starts sending `buffer`, shape (n,), and returns a handle.
+
+        The buffer must not change until the send is finished.
         """
 
     def receive(self, buffer: torch.Tensor, *, source: int | None, tag: int) -> Pending:

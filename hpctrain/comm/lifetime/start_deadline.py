@@ -1,9 +1,9 @@
-"""A deadline for the start of a run: MPI_Init waits forever for a rank that never calls it, and blocks all Python
-threads.
+"""A deadline for the start of a run.
 
-Each rank that starts writes a file into a folder that belongs to its launcher's process, in the memory of its node,
-and removes the file once all ranks have started. If a script between launcher and rank may run several programs, the
-rank leaves a note there instead, so that a second program is refused, which MPI would not start.
+Without it, MPI_Init waits forever for a rank that never calls it, and blocks all Python threads. Each rank that starts
+writes a file into a folder that belongs to its launcher's process, in the memory of its node, and removes the file
+once all ranks have started. If a script between launcher and rank may run several programs, the rank leaves a note
+there instead, so that a second program is refused, which MPI would not start.
 
 A thread of the C library (`gil_free_timer`) ends a rank that still waits at the deadline, after it has run this file
 as a program. The program prints which ranks of the node have no file. Ranks of other nodes are covered if the nodes

@@ -59,8 +59,9 @@ class GilFreeTimer:
             raise OSError("no memory or no thread for the timer that ends a blocked rank")
 
     def set(self, seconds: float, *, note: str = "") -> None:
-        """Starts the command in `seconds`, unless the timer is set again or stopped before. Only 1023 bytes of `note`
-        are kept.
+        """Starts the command in `seconds`, unless the timer is set again or stopped before.
+
+        Only 1023 bytes of `note` are kept.
         """
         if os.getpid() == self._pid:
             self._set(self._timer, min(max(seconds, 1e-3), _LONGEST_S), note.encode(errors="replace"))
@@ -122,8 +123,9 @@ def _say(*lines: str) -> None:
 
 
 def _report(words: Sequence[str]) -> None:
-    """Runs the program: reports, and returns when the rank must end. Does not return if its Python has continued after
-    all.
+    """Runs the program: reports, and returns when the rank must end.
+
+    Does not return if its Python has continued after all.
     """
     number, (seconds, note) = words[2], words[-2:]
     if note:  # print at once, because another rank may be about to end this one

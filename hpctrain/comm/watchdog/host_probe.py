@@ -100,8 +100,9 @@ MAX_HOSTS = 64
 
 
 def host_addresses() -> tuple[str, ...]:
-    """Returns the addresses by which other hosts may reach this one: those of interfaces that are up, without
-    loopback.
+    """Returns the addresses by which other hosts may reach this one.
+
+    They are those of interfaces that are up, without loopback.
     """
     up = {name for name, facts in psutil.net_if_stats().items() if facts.isup}
     found = []
@@ -140,8 +141,9 @@ class ReservedPort:
 def targets_of_others(
     targets: Iterable[ProbeTarget], *, here: str, max_hosts: int = MAX_HOSTS
 ) -> tuple[ProbeTarget, ...]:
-    """Returns one target per other host; if there are more than `max_hosts`, a random choice, which differs between
-    ranks.
+    """Returns one target per other host.
+
+    If there are more than `max_hosts`, it is a random choice, which differs between ranks.
     """
     by_host = {target.host: target for target in targets if target.host != here and target.addresses}
     hosts = sorted(by_host)
@@ -171,10 +173,10 @@ class HostReachability:
         self._probed: float | None = None  # monotonic
 
     def learn(self, *, timeout_s: float) -> bool:
-        """Probes the remaining `others` and adds those that answer to `targets`. Returns True if all of them have
-        answered.
+        """Probes the remaining `others` and adds those that answer to `targets`.
 
-        A host behind a firewall that drops packets never answers, so its later silence means nothing.
+        Returns True if all of them have answered. A host behind a firewall that drops packets never answers, so its
+        later silence means nothing.
         """
         known = {target.host for target in self.targets}
         targets = [target for target in self.others or () if target.host not in known]

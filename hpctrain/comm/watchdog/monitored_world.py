@@ -337,10 +337,10 @@ class MonitoredGroup(Attributes):
 
     def agree(self, signature: str) -> None:
         """Raises BufferMismatch on every rank, naming the ranks that differ, unless `signature` is equal on all.
-        Collective.
 
-        It checks only over MPI, which compares nothing itself: with a different buffer on one rank MPI returns wrong
-        sums, hangs, or fails on some ranks. The check costs one all-reduce of 16 bytes. See docs/adr/0015.
+        Collective. It checks only over MPI, which compares nothing itself: with a different buffer on one rank MPI
+        returns wrong sums, hangs, or fails on some ranks. The check costs one all-reduce of 16 bytes. See
+        docs/adr/0015.
         """
         if not self._compared or self.backend != "mpi" or self.num_ranks == 1:
             return
@@ -543,8 +543,9 @@ class Monitored(Forwarding):
         return MonitoredTransport(inner, track=self._watcher.track(group=name, members=self.members))
 
     def remote_memory(self, num_bytes: int) -> RemoteMemory | None:
-        """See `World.remote_memory`. The deadline applies to its creation, but not to reads, in which no other rank
-        takes part.
+        """See `World.remote_memory`.
+
+        The deadline applies to its creation, but not to reads, in which no other rank takes part.
         """
         with self._watcher.during(self._track, "remote_memory", signature="remote_memory"):
             self._all.agree("remote_memory")

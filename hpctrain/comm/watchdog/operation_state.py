@@ -73,8 +73,9 @@ _SAID_AFTER_S = 2.0
 
 @final
 class InputWait:
-    """A wait for a batch that this rank's transform, dataset or filesystem does not deliver; no other rank takes part
-    in it.
+    """A wait for a batch that this rank's transform, dataset or filesystem does not deliver.
+
+    No other rank takes part in it.
 
     describe: function that returns what the rank waits for.
     """
@@ -115,8 +116,9 @@ class InputWaits:
 
     @contextlib.contextmanager
     def during(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Records a wait for input for the duration of the `with` block. describe: function that returns what is
-        waited for.
+        """Records a wait for input for the duration of the `with` block.
+
+        describe: function that returns what is waited for.
         """
         wait = InputWait(describe)
         with self._changing:

@@ -205,9 +205,7 @@ class SectionLimits:
         self._measured[section].add(seconds)
 
     def slowest(self, section: Section) -> tuple[float, int]:
-        """Returns the slowest time, including earlier attempts, and the number of times of this attempt that it
-        covers.
-        """
+        """Returns the slowest time, including earlier attempts, and how many times of this attempt it covers."""
         found = self._measured[section]
         return found.largest, found.num_covered
 
@@ -217,9 +215,7 @@ class SectionLimits:
             found.before = max(found.before, slowest_s.get(section.value, 0.0))
 
     def record(self) -> dict[str, dict[str, float | None]]:
-        """Returns for each section its limit, its derived limit, the slowest measured time and the number of measured
-        times.
-        """
+        """Returns each section's limit, derived limit, slowest measured time and number of measured times."""
         found: dict[str, dict[str, float | None]] = {}
         for section in Section:
             derived = self.derived(section)
@@ -264,23 +260,23 @@ class SectionLimits:
 
     @property
     def first_limit_s(self) -> float:
-        """Seconds of waiting after which a late rank may be judged as hung; `wait_limit_s` if there is no derived
-        limit.
+        """Seconds of waiting after which a late rank may be judged as hung.
+
+        It is `wait_limit_s` if there is no derived limit.
         """
         early = self.early
         return self.wait_limit_s if early is None else min(early.seconds, self.wait_limit_s)
 
     @property
     def early(self) -> DerivedLimit | None:
-        """Derived limit of a wait in the current section; None if there is none, or if a late rank may be outside all
-        sections.
+        """Derived limit of a wait in the current section.
+
+        It is None if there is none, or if a late rank may be outside all sections.
         """
         return self.derived(self._now) if all(section in RULES for section in self._open()) else None
 
     def early_s_of(self, section: Section | None) -> float | None:
-        """Returns the seconds after which a late rank that reports to be in `section` may be judged as hung; None:
-        never.
-        """
+        """Returns the seconds after which a late rank that is in `section` may be judged as hung; None: never."""
         own, found = self.early, self.derived(section)
         return None if own is None or found is None else max(own.seconds, found.seconds)
 

@@ -104,6 +104,7 @@ def describe_unknown(cut: Sequence[str], *, directory: Path | None) -> str:
 
 def describe_stacks(groups: Sequence[StackGroup], *, most_late: int = 8, most_waiting: int = 4) -> list[str]:
     """Returns one line per group of ranks with equal stacks, and a line that counts the groups that are not shown.
+
     Pure.
 
     most_late: number of groups of late ranks that are shown.

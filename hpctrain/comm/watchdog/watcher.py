@@ -152,8 +152,7 @@ class Watcher:
         threading.Thread(target=self._watch, name="hpctrain-watcher", daemon=True).start()
 
     def prepare(self, folders: WatchFolders) -> None:
-        """Removes announcements of an earlier attempt on rank 0, and creates the node's folder on the lowest rank of
-        each node.
+        """Removes announcements of an earlier attempt (on rank 0) and creates the node's folder (on its lowest rank).
 
         Call it on every rank before any rank calls `publish_in`. Raises OSError.
         """
@@ -204,7 +203,7 @@ class Watcher:
             self._reach.others = targets_of_others(targets, here=self._host)
 
     def lock_may_be_held(self) -> None:
-        """Marks the start of the use of a library that may wait with Python's lock held, which would block this
+        """Marks the start of the use of a library that may hold Python's lock while it waits, which blocks this
         thread.
 
         This prepares the timer of `hpctrain.comm.watchdog.gil_free_timer`. Call `lock_is_free` once per call.
@@ -244,8 +243,9 @@ class Watcher:
         signature: str | None = None,
         counted: bool = True,
     ) -> Iterator[None]:
-        """Marks an operation like `track.during`, and sets the timer if the operation may wait with Python's lock
-        held.
+        """Marks an operation like `track.during`.
+
+        It also sets the timer, if the operation may hold Python's lock while it waits.
         """
         try:
             with track.during(operation, detail, signature=signature, counted=counted):
@@ -348,8 +348,8 @@ class Watcher:
     # ---- late
 
     def _be_late(self, track: Track) -> None:
-        """Requests the stacks of absent ranks, probes the other hosts and examines which rank is hung, once per late
-        operation.
+        """Handles a late operation, once: requests stacks of absent ranks, probes hosts, and examines which rank is
+        hung.
         """
         key = (track.group, track.sequence)
         board = self._board

@@ -78,8 +78,7 @@ def become(request: Request, *, title: str, command: Sequence[str], keep: set[in
 
 
 def end_without_destructors() -> None:
-    """Makes this process, which has just been forked, exit without the destructors of libraries that were loaded
-    before.
+    """Makes this process, which was just forked, exit without the destructors of libraries that were loaded before.
 
     Those of libtorch take 0.2 s to free memory that the system frees anyway. The C library calls exit functions in
     reverse order of registration: first everything that is registered from now on, then the functions below from the

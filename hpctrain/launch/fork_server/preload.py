@@ -53,8 +53,9 @@ class Imported:
     """What a server has imported, and the check that another program would have imported the same modules."""
 
     def __init__(self, folder: str | None, at_start: frozenset[str]) -> None:
-        """Puts `folder` first into sys.path (see `folder_of`). at_start: modules that Python imports before any
-        program.
+        """Puts `folder` first into sys.path (see `folder_of`).
+
+        at_start: modules that Python imports before any program.
         """
         self._folder = folder
         self._at_start = at_start

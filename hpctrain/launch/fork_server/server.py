@@ -93,8 +93,9 @@ class Server:
         self._said = self._has_shown = False
 
     def run(self) -> Forked | None:
-        """Serves until no client needs the server. Returns None then, and in each forked process what that is to
-        become.
+        """Serves until no client needs the server.
+
+        Returns None then, and in each forked process what that is to become.
         """
         while True:
             waiting = select.poll()

@@ -52,8 +52,9 @@ class LauncherProcess:
     between: tuple[int, ...] = ()
 
     def key(self) -> str | None:
-        """Returns a text that identifies this launcher's process on this machine until the next boot; None if it is
-        unknown.
+        """Returns a text that identifies this launcher's process on this machine until the next boot.
+
+        Returns None if it is unknown.
         """
         return None if self.pid is None else process_key(self.pid)
 
@@ -179,8 +180,9 @@ def _descendants(root: int, parents: Mapping[int, int]) -> Iterator[int]:
 
 
 def variable_of(pid: int | str, name: str) -> str | None:
-    """Returns the value of an environment variable at the start of a process; None if it is not set or may not be
-    read.
+    """Returns the value of an environment variable at the start of a process.
+
+    Returns None if it is not set or may not be read.
     """
     start = name.encode() + b"="
     try:

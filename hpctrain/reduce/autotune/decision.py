@@ -117,11 +117,11 @@ class Choice:
         return Choice(self.costs, (Range(0, best),), self.measurements, self.floor)
 
     def fastest_wire(self, bucket_bytes: Iterable[int]) -> str:
-        """Returns the fastest wire format for these buckets. One that rounds more is chosen only if it saves enough
-        time.
+        """Returns the fastest wire format for these buckets.
 
-        A wire format that was not measured up to the largest bucket is not chosen: measured times may include a busy
-        moment, and extrapolated times never do, so they would be preferred wrongly.
+        One that rounds more is chosen only if it saves enough time. A wire format that was not measured up to the
+        largest bucket is not chosen: measured times may include a busy moment, and extrapolated times never do, so
+        they would be preferred wrongly.
         """
         sizes = list(bucket_bytes)
         among = eligible(self.costs, max(sizes, default=0)) if self.costs else self.candidates
@@ -149,8 +149,7 @@ class Choice:
         return sum(choice.seconds(size) for size in sizes)
 
     def bucket_bytes(self, *, gradient_bytes: int, overlap: bool = True) -> int:
-        """Returns a bucket size at which latency is a small share of the time, and the model still has several
-        buckets.
+        """Returns a bucket size at which latency is a small share of the time, but the model has several buckets.
 
         It is the smallest power of two whose predicted rate (bytes per second) is 8/9 of the best, at most a quarter
         of `gradient_bytes`, and between 512 KiB and 32 MiB. Without `overlap` it is one bucket for all gradients, up

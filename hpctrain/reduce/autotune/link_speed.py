@@ -118,8 +118,9 @@ class _Timer:
         self.left_s = budget_s
 
     def seconds(self, num_bytes: int, *, trials: int, in_a_row: int = 1) -> float:
-        """Returns the time of one reduction on the slowest rank: the median of up to `trials`, within the time budget.
-        Collective.
+        """Returns the time of one reduction on the slowest rank, in seconds. Collective.
+
+        It is the median of up to `trials`, within the time budget.
 
         in_a_row: number of consecutive reductions per trial; if there are several, the first is not timed.
         """
@@ -212,10 +213,10 @@ class Cost:
 
     @classmethod
     def fit(cls, measured: Iterable[tuple[int, float]]) -> Cost:
-        """Fits a cost to (bytes, seconds); of several times for one size, the shortest is used. Raises UsageError if
-        empty.
+        """Fits a cost to (bytes, seconds); of several times for one size, the shortest is used.
 
-        Noise only adds time, so if a larger size took less time, that time also limits the time of the smaller size.
+        Raises UsageError if empty. Noise only adds time, so if a larger size took less time, that time also limits the
+        time of the smaller size.
         """
         least: dict[int, float] = {}
         for num_bytes, seconds in measured:

@@ -364,10 +364,9 @@ class _Contest:
         return costs
 
     def _contenders(self, times: dict[Candidate, list[float]]) -> list[_Running]:
-        """Returns the candidates whose best time is at most `CONTENDS` times the best; keeps only the best time of the
-        others.
+        """Returns the candidates whose best time is at most `CONTENDS` times the best of all.
 
-        Not collective.
+        Of the others it keeps only the best time in `times`. Not collective.
         """
         best = min(min(found) for found in times.values())
         contenders = []
@@ -400,8 +399,9 @@ class _Contest:
             self._notes.append(f"not measured: {names}: the time was used up before")
 
     def _plan(self, num_bytes: int) -> bool:
-        """Plans one bucket; at the first size it also reduces it once, to open connections. Returns False if memory is
-        short.
+        """Plans one bucket; at the first size it also reduces it once, to open connections.
+
+        Returns False if memory is short.
         """
         numel = num_bytes // ELEMENT_BYTES
         flag = numel - 1
@@ -426,8 +426,7 @@ class _Contest:
         return True
 
     def drop_slow(self, num_bytes: int) -> None:
-        """Drops candidates that are twice as slow as the best: at this size, at the previous one, and by
-        extrapolation.
+        """Drops candidates that are twice as slow as the best at this size, at the previous one, and by extrapolation.
 
         Extrapolation counts too, because a large latency does not matter for large buckets. Not collective.
         """

@@ -160,8 +160,9 @@ def read_calibration(path: Path, *, key: CalibrationKey) -> CachedTrials:
 
 
 def write_calibration(path: Path, *, key: CalibrationKey, kept: Kept) -> None:
-    """Adds or replaces the entry for `key`, and keeps the other entries. The file is replaced atomically. May raise
-    OSError.
+    """Adds or replaces the entry for `key`, and keeps the other entries. The file is replaced atomically.
+
+    May raise OSError.
     """
     try:
         entries = _entries(path)

@@ -212,8 +212,9 @@ class SliceSum:
             self._residuals.plan(buckets, device=torch.device("cpu"))
 
     def start(self, number: int, memory: torch.Tensor) -> Callable[[], None]:
-        """Runs `sum`, which needs several dependent operations, to its end: collective and blocking. See
-        `BucketSum.start`.
+        """Runs `sum`, which needs several dependent operations, to its end: collective and blocking.
+
+        See `BucketSum.start`.
         """
         self.sum(number, memory)
         return lambda: None
@@ -390,8 +391,7 @@ class CollectiveReducer(StepEnd):
         wire: str = "fp32",
         on_close: Callable[[], object] = lambda: None,
     ) -> CollectiveReducer:
-        """Returns a reducer that sums within the node, between nodes, and within the node, by the backend's
-        operations.
+        """Returns a two-level reducer that uses the backend's operations within the node and between nodes.
 
         levels: communicators of `topology`, used by this reducer only.
 

@@ -36,8 +36,9 @@ MIN_SAVING = 2
 
 
 def matrix_shape(shape: Sequence[int], *, rank: int) -> tuple[int, int] | None:
-    """Returns rows and columns of a parameter that is sent as factors with `rank` columns; None if it is sent
-    unchanged.
+    """Returns rows and columns of a parameter that is sent as factors with `rank` columns.
+
+    Returns None if it is sent unchanged.
     """
     if len(shape) < 2 or 0 in shape:
         return None
@@ -243,8 +244,9 @@ class LowRankReducer(StepEnd):
             torch.div(matrix.q, length, out=self._factors[matrix.slot.parameter])
 
     def _delivered(self, factored: FactoredBucket, slots: Sequence[Slot]) -> None:
-        """Sets the residuals of slots that were sent unchanged: zero, or the old residual if no rank used the
-        parameter.
+        """Sets the residuals of slots that were sent unchanged to zero.
+
+        If no rank used the parameter, the old residual is kept.
         """
         used = factored.used()
         for slot in slots:
@@ -276,8 +278,9 @@ class LowRankReducer(StepEnd):
         return self._bytes_sent
 
     def state(self) -> list[StateTensor]:
-        """Returns the residuals of this rank, and the factors and the number of steps, which are the same on every
-        rank.
+        """Returns the residuals of this rank, the factors and the number of steps.
+
+        Factors and number of steps are the same on every rank.
         """
         factors = self._flat_factors()
         steps = torch.tensor([self._steps], dtype=torch.int64)

@@ -1,3 +1,1 @@
-"""The interfaces `DistributedOptimizer` and `BucketReducer`, and what their implementations share: bucket plans, step
-end.
-"""
+"""The interfaces `DistributedOptimizer` and `BucketReducer`, the plan of buckets, and the end of a step."""

@@ -114,8 +114,9 @@ def plan_buckets(
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """A partly filled bucket: its first `num_elems` elements are complete once the gradients of `parameters` are
-    written.
+    """A partly filled bucket: `num_elems` elements are complete once the gradients of `parameters` are written.
+
+    They are the first elements of the bucket.
     """
 
     bucket: int
@@ -143,8 +144,9 @@ def milestones(buckets: Sequence[Bucket], *, least_elems: int) -> dict[int, Mile
 
 
 def default_order(num_parameters: int) -> list[int]:
-    """Returns the order that is assumed until one is observed: backward starts with the parameters that forward used
-    last.
+    """Returns the order that is assumed until one is observed: the last parameter first.
+
+    Backward starts with the parameters that forward used last.
     """
     return list(reversed(range(num_parameters)))
 

@@ -70,11 +70,10 @@ class InBackground(Protocol):
     """Optional interface of a reducer whose reductions a thread outside Python continues once they have started."""
 
     def in_background(self, number: int) -> bool:
-        """Returns True if the reduction of bucket `number` continues in such a thread; the same on every rank. Not
-        collective.
+        """Returns True if the reduction of bucket `number` continues in such a thread; the same on every rank.
 
-        The first `next` of such a reduction does not wait for other ranks, so it is started within backward even if no
-        core is free for a thread of hpctrain.
+        Not collective. The first `next` of such a reduction does not wait for other ranks, so it is started within
+        backward even if no core is free for a thread of hpctrain.
         """
 
 
@@ -159,8 +158,9 @@ class BucketReducer(Protocol):
         """
 
     def settle(self, *, applied: bool, rescale: float) -> None:
-        """Ends the step for error feedback: the values of the step count as sent only if it was applied. Not
-        collective.
+        """Ends the step for error feedback: the values of the step count as sent only if it was applied.
+
+        Not collective.
 
         Args:
             applied: Whether the step was applied, the same on every rank.
@@ -171,13 +171,15 @@ class BucketReducer(Protocol):
         """Returns the payload bytes that this rank has sent to other nodes so far. Not collective."""
 
     def state(self) -> list[StateTensor]:
-        """Returns the tensors that a checkpoint must hold (error feedback, low-rank factors); possibly none. Not
-        collective.
+        """Returns the tensors that a checkpoint must hold (error feedback, low-rank factors); possibly none.
+
+        Not collective.
         """
 
     def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
-        """Returns the rows of a checkpoint's tensors that `load_state` needs on this rank. Not collective; call it
-        after `plan`.
+        """Returns the rows of a checkpoint's tensors that `load_state` needs on this rank.
+
+        Not collective; call it after `plan`.
 
         Args:
             shapes: Shapes of the whole saved tensors, by name. The checkpoint may be from another number of ranks.

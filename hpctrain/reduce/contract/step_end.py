@@ -1,6 +1,4 @@
-"""The end of a step: norm of the gradients, clipping, their divisor, and one more all-reduce for reducers that only
-sum.
-"""
+"""The end of a step: gradient norm, clipping and divisor, and an all-reduce for reducers that only sum buckets."""
 
 from __future__ import annotations
 
@@ -134,10 +132,10 @@ def check_divide_by(
 
 
 def divisor(totals: Mapping[str, float], *, divide_by: str | None) -> float:
-    """Returns the sum over the ranks of the number `divide_by`, or 1 if that is None. With 0 the step cannot be
-    applied.
+    """Returns the sum over the ranks of the number `divide_by`, or 1 if that is None.
 
-    Raises UsageError if the sum is negative or not finite: on all ranks, since `totals` are the same on them.
+    With 0 the step cannot be applied. Raises UsageError if the sum is negative or not finite: on all ranks, since
+    `totals` are the same on them.
     """
     total = 1.0 if divide_by is None else totals[divide_by]
     if not 0 <= total < math.inf:

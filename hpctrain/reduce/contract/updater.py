@@ -1,5 +1,4 @@
-"""`DistributedOptimizer`: the interface between a training loop and the code that updates parameters from all ranks'
-gradients.
+"""`DistributedOptimizer`: the interface between a training loop and the code that updates the parameters.
 
 It covers more than an all-reduce: a sharded optimizer (reduce-scatter, update of each rank's shard, all-gather), a
 parameter server or delayed updates can implement the same Protocol without changes to the training loop.
@@ -77,12 +76,12 @@ class DistributedOptimizer(Protocol):
     """Turns the gradients of all ranks into the same updated parameters on every rank."""
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
-        """Runs backward on `weight * loss`. Not collective; the reduction of each bucket starts as soon as its
-        gradients are ready.
+        """Runs backward on `weight * loss`.
+
+        Not collective; the reduction of each bucket starts as soon as its gradients are ready.
 
         Args:
-            loss: Mean loss over this rank's samples: a tensor with one element, of any shape and floating-point
-                dtype.
+            loss: Mean loss over this rank's samples: a tensor with one element, of any shape and floating-point dtype.
             weight: This micro-batch's share of the global batch (samples / global samples). The sum over ranks and
                 micro-batches is then the mean over the global batch, also if the ranks have different numbers of
                 samples.
@@ -130,10 +129,9 @@ class DistributedOptimizer(Protocol):
         """
 
     def observe_reductions(self, observer: ReductionObserver | None) -> None:
-        """Sets a function that is called after the reduction of each bucket, on the thread that reduces. Not
-        collective.
+        """Sets a function that is called after the reduction of each bucket, on the thread that reduces.
 
-        Call it between steps. Nothing is observed in a run of one rank, which has no reductions.
+        Not collective. Call it between steps. Nothing is observed in a run of one rank, which has no reductions.
 
         Args:
             observer: Function of the bucket's number and the start and end of its reduction, in seconds of
@@ -170,8 +168,9 @@ class DistributedOptimizer(Protocol):
         tensors: Mapping[str, torch.Tensor] | None = None,
         shapes: Shapes | None = None,
     ) -> None:
-        """Restores `state` and `state_tensors` that a run with any number of ranks has saved. Collective; call it
-        between steps.
+        """Restores `state` and `state_tensors` that a run with any number of ranks has saved.
+
+        Collective; call it between steps.
 
         Args:
             state: What `state` returned when the checkpoint was saved.
@@ -182,8 +181,9 @@ class DistributedOptimizer(Protocol):
         """
 
     def close(self) -> bool:
-        """Removes the hooks from the parameters and ends the reduction thread. Not collective. The updater cannot
-        step afterwards.
+        """Removes the hooks from the parameters and ends the reduction thread. Not collective.
+
+        The updater cannot step afterwards.
 
         Returns:
             False if a reduction hangs.
@@ -263,8 +263,9 @@ def takes_sparse_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_by_layer(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if the update of one element depends on other elements of its layer, for optimizers known by
-    name.
+    """Returns True if the optimizer's update of one element depends on other elements of its layer.
+
+    Such optimizers are known by name.
     """
     return _is_one_of(optimizer, _WHOLE_LAYERS)
 

@@ -384,8 +384,9 @@ class AllReduceUpdater(Watched):
         self._reset()
 
     def _check_before_sum(self) -> None:
-        """Raises UsageError unless the gradients can be summed, and writes those that no hook has written into their
-        buckets.
+        """Raises UsageError unless the gradients can be summed.
+
+        It also writes the gradients that no hook has written into their buckets.
         """
         check_open(closed=self._closed)
         self._checks.check()

@@ -140,9 +140,7 @@ class BucketFilling:
                 self._count(index, bucket=self._memory.put_zeros(index))
 
     def send_complete(self) -> None:
-        """Submits full buckets in the order of the plan, which is the same on every rank because reductions must
-        match.
-        """
+        """Submits full buckets in the order of the plan, which is the same on every rank so that reductions match."""
         while self._next_bucket < len(self._waiting_for) and self._waiting_for[self._next_bucket] == 0:
             self._memory.complete(self._next_bucket)
             self._clock.filled()
@@ -152,8 +150,9 @@ class BucketFilling:
             self._next_bucket += 1
 
     def _put(self, index: int, *, factor: float) -> int:
-        """Writes a gradient into its bucket, once per step. Returns the number of gradients that the bucket still
-        lacks.
+        """Writes a gradient into its bucket, once per step.
+
+        Returns the number of gradients that the bucket still lacks.
         """
         if self._placed[index]:
             raise ran_twice()

@@ -53,8 +53,7 @@ _NO_NUMPY = ("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "tolist"
 
 @final
 class PendingGradient(torch.Tensor):
-    """Placeholder for `.grad` while a gradient is being summed over the ranks: a tensor without memory that refuses
-    every use.
+    """Placeholder for `.grad` while a gradient is being summed: a tensor without memory that refuses every use.
 
     So nothing can change a gradient whose sum has started, or read one that is half summed: neither operations that
     raise no version counter (GradScaler, fused optimizers, `.data`) nor a numpy view. PyTorch passes each operation on
@@ -257,8 +256,9 @@ class GradientMemory:
         return any(p.grad is not None and p.grad is self._sum_of(i) for i, p in enumerate(self._parameters))
 
     def complete(self, number: int) -> None:
-        """Writes the flags of bucket `number`: 1 for each parameter with a gradient, otherwise 0. Call it after all
-        its `put`s.
+        """Writes the flags of bucket `number`: 1 for each parameter with a gradient, otherwise 0.
+
+        Call it after all its `put`s.
         """
         had = [self._had[slot.parameter] for slot in self.buckets[number].slots]
         flags = self._flags[number]

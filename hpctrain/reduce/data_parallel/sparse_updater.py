@@ -1,6 +1,4 @@
-"""The updater for optimizers that accept only sparse gradients: it gathers indices and values, and makes nothing
-dense.
-"""
+"""The updater for optimizers that accept only sparse gradients: it gathers indices and values."""
 
 from __future__ import annotations
 

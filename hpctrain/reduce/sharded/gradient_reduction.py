@@ -47,9 +47,8 @@ class RankOrderSum:
 
     def reduce_scatter(self, values: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor) -> None:
         """Writes this rank's slice of the sum of `values`, shape (sum(counts),), into `out`, shape (counts[rank],).
-        Collective.
 
-        It sends all other slices, encoded.
+        Collective. It sends all other slices, encoded.
 
         counts: number of elements in each rank's slice, the same on every rank; an entry may be 0.
         """
@@ -96,8 +95,7 @@ def _aligned(num_bytes: int) -> int:
 
 @final
 class TwoLevelSum:
-    """Reduce-scatter in two levels, for equal parts, one per rank: without loss within the node, encoded between
-    nodes.
+    """Reduce-scatter in two levels: without loss within the node, encoded between nodes; equal parts, one per rank.
 
     A node sends each element to another node once, not once from every rank. Each element is added up over the ranks
     of a node in their order, then over the nodes in theirs. With C nodes, (C-1)/C of the values leave a node, encoded,
@@ -173,9 +171,8 @@ def reduce_gradients_by(
     note: Callable[[str], None] = lambda text: None,
 ) -> Callable[[], None]:
     """Makes FSDP2 sum the gradients of a model that `parallelize` has sharded by `algorithm`, encoded as `wire`.
-    Collective.
 
-    Sums are in the gradients' dtype, in rank order.
+    Collective. Sums are in the gradients' dtype, in rank order.
 
     algorithm: `direct`: each rank receives its part from every other one. `hierarchical`: summed within the node
     first, then encoded between the nodes. `auto`: FSDP2's own operation for `fp32`, otherwise `direct`. If shards are
@@ -223,8 +220,9 @@ def _nothing() -> None:
 
 
 def _checked_mesh(model: torch.nn.Module, *, num_ranks: int) -> Any:
-    """Returns the mesh of the model's parameters. Raises UsageError if its mesh, device or dtype does not allow such
-    sums.
+    """Returns the mesh of the model's parameters.
+
+    Raises UsageError if its mesh, device or dtype does not allow such sums.
     """
     parameters: list[Any] = [p for p in model.parameters() if is_sharded_tensor(p)]
     mesh: Any = shard_mesh_of(model)

@@ -108,8 +108,9 @@ class OwnedParts:
             self._checked = True
 
     def forget(self) -> None:
-        """Drops the gradients. One that is still referenced elsewhere (an optimizer may keep it) gets memory of its
-        own.
+        """Drops the gradients.
+
+        One that is still referenced elsewhere (an optimizer may keep it) gets memory of its own.
         """
         for part in self.parts:
             part.grad = None
@@ -135,8 +136,9 @@ class OwnedParts:
         return sys.getrefcount(self._views[index])
 
     def _split_state(self) -> None:
-        """Replaces state that the optimizer already has for whole parameters, as Adagrad does, by this rank's part of
-        it.
+        """Replaces state that the optimizer already has for whole parameters by this rank's part of it.
+
+        Adagrad, for example, creates its state at once.
         """
         for part, parameter in zip(self.parts, self._parameters, strict=True):
             shard, state = element_shard(parameter), self._optimizer.state.pop(parameter, None)
@@ -245,8 +247,9 @@ class ParameterCopies:
     def pack(
         self, number: int, gradients: Mapping[int, torch.Tensor], *, factor: float, into: torch.Tensor
     ) -> None:
-        """Writes the gradients of unit `number`, times `factor`, into `into`, shape (unit.numel,); zeros for missing
-        ones.
+        """Writes the gradients of unit `number`, times `factor`, into `into`, shape (unit.numel,).
+
+        Missing gradients are written as zeros.
         """
         for span in self._packed[number]:
             place = into[span.place : span.place + span.numel]

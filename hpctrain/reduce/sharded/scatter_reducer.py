@@ -174,8 +174,9 @@ class ScatterReducer:
             self._losses = EngineLosses(plan.buckets, parts, place=self._place, codec_name=self._codec.name)
 
     def _feedback(self, unit: Unit) -> dict[int, CodecFeedback]:
-        """Returns error feedback for the parts that this rank sends to their owners, and for its own part, whose sum
-        is exact.
+        """Returns error feedback for the parts that this rank sends to their owners, and for its own part.
+
+        The sum of its own part is not encoded.
         """
         found = {}
         for owner in (*self._owners, self._transport.rank):
@@ -187,10 +188,9 @@ class ScatterReducer:
         return found
 
     def claim(self, number: int) -> torch.Tensor | None:
-        """Returns the memory of unit `number` to fill: shape (unit.numel,), the unit's dtype, in host memory. Not
-        collective.
+        """Returns the memory of unit `number` to fill: shape (unit.numel,), the unit's dtype, in host memory.
 
-        None while another unit uses that memory. The reduction of the unit must follow.
+        Returns None while another unit uses that memory. Not collective. The reduction of the unit must follow.
         """
         planned = self._units[number]
         if self._busy[planned.slot]:

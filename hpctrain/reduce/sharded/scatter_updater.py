@@ -43,8 +43,7 @@ _UNITS_OF_A_BUCKET = 4
 
 @final
 class ScatterUpdater(Watched):
-    """`DistributedOptimizer` that reduce-scatters gradients during backward, and gathers updated parameters during
-    forward.
+    """`DistributedOptimizer` that reduce-scatters gradients in backward and gathers updated parameters in forward.
 
     See `units_in_flight` for the gathering. The constructor is collective. A plain `loss.backward()` has weight
     1/num_ranks. From backward to `step` a parameter's `.grad` cannot be used. Buckets follow the reverse order of
@@ -265,9 +264,7 @@ class ScatterUpdater(Watched):
         self._units.observe(observer)
 
     def state(self) -> dict[str, Any]:
-        """See `DistributedOptimizer.state`: the loss scale, in the form of `AllReduceUpdater`, so that either loads
-        the other's.
-        """
+        """See `DistributedOptimizer.state`: the loss scale, in the form that `AllReduceUpdater` loads too."""
         return {"loss_scale": asdict(self._scale), "order": None}
 
     def state_tensors(self) -> list[StateTensor]:
@@ -404,8 +401,9 @@ class ScatterUpdater(Watched):
         return square, dict(zip(names, totals, strict=True)), used, replan > 0
 
     def _take_gradients(self, norm: float, used: list[bool], *, divided_by: float) -> bool:
-        """Clips, unscales and divides the sums. Returns True if, on all ranks, every gradient fits into its
-        parameter's dtype.
+        """Clips, unscales and divides the sums.
+
+        Returns True if, on all ranks, every gradient fits into its parameter's dtype.
         """
         clip = clip_factor(norm, clip_norm=self._clip_norm)
         self._owned.scale(clip / (self._scale.value * divided_by))

@@ -111,8 +111,9 @@ class ShardPlan:
         return cls(tuple(buckets), shares, tuple(units))
 
     def owned_by(self, rank: int) -> list[list[Span]]:
-        """Returns for each bucket the spans that a rank owns, at most one per parameter, with places in the rank's
-        share.
+        """Returns for each bucket the spans that a rank owns, at most one per parameter.
+
+        Their places are positions in the rank's share.
         """
         return [
             list(_spans(bucket, shares[rank], place=0))

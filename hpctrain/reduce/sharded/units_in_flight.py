@@ -98,8 +98,9 @@ class Arrivals:
             parameter.__class__ = self._classes[bucket]
 
     def arrived(self, bucket: int) -> None:
-        """Records that one more unit of the bucket has arrived. Any thread may call it; does nothing if none is
-        expected.
+        """Records that one more unit of the bucket has arrived.
+
+        Any thread may call it; does nothing if none is expected.
         """
         if bucket in self._on_their_way:
             self._missing[bucket] -= 1
@@ -151,8 +152,9 @@ def _class_that_waits(wait: Callable[[], None]) -> type[ArrivingParameter]:
 
 
 def can_arrive_late(parameters: Sequence[torch.nn.Parameter], *, model: torch.nn.Module | None) -> bool:
-    """Returns False if uses of parameters might not wait: in scripted modules, or if parameters are of another class
-    already.
+    """Returns False if uses of parameters might not wait for their arrival.
+
+    That is so in scripted modules, and if parameters are of another class already.
     """
     scripted = model is not None and any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
     return not scripted and all(type(parameter) is torch.nn.Parameter for parameter in parameters)
@@ -261,8 +263,9 @@ class UnitsInFlight:
         return gathered.total_s
 
     def wait_for_parameters(self) -> None:
-        """Waits until no parameters are being gathered. Raises the error of a gathering on every rank on which it has
-        failed.
+        """Waits until no parameters are being gathered.
+
+        Raises the error of a gathering on every rank on which it has failed.
         """
         self._arrivals.wait_for_all()
 

@@ -137,8 +137,9 @@ class NodeSum:
                 self._memory.raise_flag(Flag(self._is_filled.place, filled))
 
     def sum(self) -> SumStatus:
-        """Sums available pieces, after this rank has filled all of its own. Returns ENDED once, when the bucket holds
-        the sum.
+        """Sums available pieces, after this rank has filled all of its own.
+
+        Returns ENDED once, when the bucket holds the sum.
         """
         progress = self._sum_own() if self._compiled is None else self._sum_any(self._compiled.take)
         if progress is SumStatus.ENDED:
@@ -348,8 +349,9 @@ class EngineReducer:
         return factor if self.scale_sums(factor) else 1.0
 
     def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
-        """See `BucketReducer.finish`. With one node, the reductions compute the squares, and carry the numbers if none
-        has begun.
+        """See `BucketReducer.finish`.
+
+        With one node, the reductions compute the squares, and carry the numbers if none has begun.
         """
         if not self._squares or self._place.num_nodes > 1:
             return all_reduced(self._all_squares, numbers, comm=comm)

@@ -140,8 +140,9 @@ def direct(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
 
 
 def sum_in_order(own: torch.Tensor, arriving: dict[int, torch.Tensor], *, mine: int, codec: Codec) -> None:
-    """Adds the encoded slices of the other nodes to `own`, in node order, so that the result does not depend on the
-    owner.
+    """Adds the encoded slices of the other nodes to `own`, in node order.
+
+    So the result does not depend on which node sums.
 
     own: slice of this node, shape (n,).
     arriving: encoded slice of each other node, uint8.
@@ -160,8 +161,9 @@ def sum_in_order(own: torch.Tensor, arriving: dict[int, torch.Tensor], *, mine: 
 
 
 def ring(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
-    """Sums `part` over its peers by the algorithm `ring`, with messages between neighbours only. Arguments as for
-    `direct`.
+    """Sums `part` over its peers by the algorithm `ring`, with messages between neighbours only.
+
+    Arguments as for `direct`.
     """
     size = wire.codec.num_bytes
     count, mine, dtype = part.num_peers, part.mine, part.values.dtype
@@ -367,9 +369,7 @@ class EngineLosses:
             lost.copy_(total[position : position + lost.numel()]) if owned else lost.zero_()
 
     def _pieces(self) -> Iterator[tuple[int, torch.Tensor, bool]]:
-        """Yields (position in gradient space, view of the errors there, True if this rank owns the sum of these
-        elements).
-        """
+        """Yields (position in gradient space, view of the errors there, True if this rank owns their sum)."""
         for lossy in self._parts:
             part, feedback = lossy.part, lossy.feedback
             own = ElemRange(part.begin + feedback.own.start, part.begin + feedback.own.stop)

@@ -147,11 +147,11 @@ def capacity_of(num_bytes: int) -> int:
 
 @final
 class NodeMemory:
-    """Shared memory of a node. It holds per rank and bucket the bucket's bytes and two flags, and per rank a few
-    numbers.
+    """Shared memory of a node.
 
-    A rank raises only its own flags, to the number of the round or to a count over all rounds, so flags never need to
-    be reset; 64 bits do not overflow. A rank alone on its node uses private memory.
+    It holds per rank and bucket the bucket's bytes and two flags, and per rank a few numbers. A rank raises only its
+    own flags, to the number of the round or to a count over all rounds, so flags never need to be reset; 64 bits do
+    not overflow. A rank alone on its node uses private memory.
     """
 
     def __init__(self, transport: Transport, *, place: TwoLevelPlace) -> None:
@@ -168,11 +168,10 @@ class NodeMemory:
         self._round_of_numbers = 0
 
     def lay_out(self, sizes: Sequence[int]) -> bool:
-        """Allocates zeroed memory for buckets of these sizes in bytes, equal on every rank; it replaces the previous
-        buckets.
+        """Allocates zeroed memory for buckets of these sizes in bytes, which replaces the previous buckets.
 
-        Collective over the node. Returns True if existing memory was reused: then a barrier must follow before any
-        rank uses it, since other ranks may not have reset their flags yet.
+        The sizes are equal on every rank. Collective over the node. Returns True if existing memory was reused: then a
+        barrier must follow before any rank uses it, since other ranks may not have reset their flags yet.
         """
         offsets = [_NUMBERS_BYTES + 2 * len(sizes) * _FLAG_BYTES]
         for size in sizes:
@@ -211,8 +210,9 @@ class NodeMemory:
         return Flag(place=first, value=0), Flag(place=first + _FLAG_STEP, value=0)
 
     def counts_of(self, number: int) -> tuple[Counts, ...]:
-        """Returns views of a bucket's flags by local rank: int64, shape (16,), with the first flag at 0 and the second
-        at 8.
+        """Returns views of a bucket's two flags by local rank: int64, shape (16,).
+
+        The first flag is element 0, the second element 8.
         """
         first = self.flags_of(number)[0].place
         return tuple(flags[first : first + 2 * _FLAG_STEP] for flags in self._flags)
@@ -228,10 +228,10 @@ class NodeMemory:
         return flag
 
     def add_numbers(self, laid: Flag, numbers: np.ndarray[Any, np.dtype[np.float64]]) -> None:
-        """Writes the sum of all ranks' published numbers, in rank order, to `numbers`. All ranks must have raised the
-        flag.
+        """Writes the sum of all ranks' published numbers, in rank order, to `numbers`.
 
-        Raises BufferMismatch on every rank if the ranks published different counts of numbers.
+        All ranks must have raised the flag. Raises BufferMismatch on every rank if the ranks published different
+        counts of numbers.
         """
         rows = [rows[laid.value % 2] for rows in self._numbers]
         counts = [int(row[0]) for row in rows]

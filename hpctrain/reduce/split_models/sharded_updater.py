@@ -72,8 +72,9 @@ class HiddenGradients:
 
     @contextmanager
     def given_back(self, *, hides: bool = True) -> Iterator[None]:
-        """Makes each `.grad` the real gradient in the `with` block. hides: True to hide them again at the end of the
-        block.
+        """Makes each `.grad` the real gradient in the `with` block.
+
+        hides: True to hide the gradients again at the end of the block.
         """
         self.give_back()
         before, self._paused = self._paused, True
@@ -249,17 +250,16 @@ class ShardedUpdater(Watched):
             scaled.backward()
 
     def scaled(self, loss: torch.Tensor, *, weight: float) -> torch.Tensor:
-        """Returns the loss times weight and loss scale, for a backward that runs elsewhere, such as that of a
-        pipeline.
-        """
+        """Returns the loss times weight and loss scale, for a backward that runs elsewhere (in a pipeline)."""
         scaled = self._scale.scaled(loss, weight=weight)
         self._weighted = True
         return scaled
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See `DistributedOptimizer.no_sync`. Whole gradients are kept until the next backward outside of it, or
-        `step`.
+        """See `DistributedOptimizer.no_sync`.
+
+        Whole gradients are kept until the next backward outside of it, or `step`.
         """
         before, self._syncing = self._syncing, False
         try:
@@ -381,9 +381,7 @@ class ShardedUpdater(Watched):
         """Does nothing: FSDP2's reductions are not observed."""
 
     def state(self) -> dict[str, Any]:
-        """See `DistributedOptimizer.state`: the loss scale, in the form of `AllReduceUpdater`, so that either loads
-        the other's.
-        """
+        """See `DistributedOptimizer.state`: the loss scale, in the form that `AllReduceUpdater` loads too."""
         return {"loss_scale": asdict(self._scale), "order": None}
 
     def state_tensors(self) -> list[StateTensor]:
@@ -428,8 +426,9 @@ class ShardedUpdater(Watched):
         return [p.grad for p in self._parameters if p.grad is not None]
 
     def _update(self, *, factor: float) -> float:
-        """Steps the optimizer on the gradients times `factor`. Returns the seconds that the gathering of parameters
-        took.
+        """Steps the optimizer on the gradients times `factor`.
+
+        Returns the seconds that the gathering of parameters took.
         """
         if self._shares is not None:
             return self._shares.update(factor=factor)

@@ -73,8 +73,9 @@ class StageShares:
             self._drop_whole(indices)
 
     def square(self) -> float:
-        """Returns the sum of the squares of this rank's part of the summed gradients; infinite or NaN if one of them
-        is.
+        """Returns the sum of the squares of this rank's part of the summed gradients.
+
+        It is infinite or NaN if one of them is.
         """
         return self._owned.square()
 

@@ -156,10 +156,9 @@ class EarlySums:
 
 
 def in_buckets(tensors: Sequence[torch.Tensor], *, num_bytes: int) -> Iterator[list[int]]:
-    """Yields lists of indices of tensors with the same dtype, with at least `num_bytes` each, except the last per
-    dtype.
+    """Yields lists of indices of tensors with the same dtype, with at least `num_bytes` per list.
 
-    For a DTensor, the size of this rank's part counts.
+    The last list of a dtype may have fewer. For a DTensor, the size of this rank's part counts.
     """
     waiting: dict[torch.dtype, list[int]] = defaultdict(list)
     sizes: dict[torch.dtype, int] = defaultdict(int)
@@ -244,9 +243,7 @@ class TensorGradients:
         _all_reduce([local_part(g) for g in alike], group=tensor, factor=1.0 / self._split.num_tensor_ranks)
 
     def counts(self, gradient: torch.Tensor) -> bool:
-        """Returns True on exactly one of the ranks that hold this part of a gradient, so that each element counts
-        once.
-        """
+        """Returns True on exactly one of the ranks that hold this part of a gradient, so that it is counted once."""
         return is_first_replica(gradient) if is_sharded_tensor(gradient) else self._split.is_first
 
 

@@ -91,10 +91,9 @@ class ForwardBuffers:
             self._noted = False
 
     def constants(self) -> dict[str, torch.Tensor]:
-        """Returns the buffers that no forward pass has changed so far, by name. Call it between forward and
-        `end_step`.
+        """Returns the buffers that no forward pass has changed so far, by name.
 
-        It compares the values of small buffers, so it is only for few steps.
+        Call it between forward and `end_step`. It compares the values of small buffers, so it is only for few steps.
         """
         found = {}
         for slot in self._slots:
@@ -195,8 +194,9 @@ class _Slot:
         return not is_finite(local_part(now.detach())) and is_finite(self.copy)
 
     def hold(self, now: torch.Tensor | None, *, largest: int) -> None:
-        """Makes `now`, the current tensor, the one to restore. The caller copies its values into `copy`, if there is
-        one.
+        """Makes `now`, the current tensor, the one to restore.
+
+        The caller copies its values into `copy`, if there is one.
         """
         first, self.was_seen = not self.was_seen, True
         self.held, self.is_small = now, False

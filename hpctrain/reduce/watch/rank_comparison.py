@@ -182,8 +182,9 @@ class RankComparison:
         return {name: value for name, value in sums.items() if not name.startswith((_SUM, _SQUARES))}
 
     def error(self, sums: Mapping[str, float]) -> RanksDiffer | None:
-        """Returns the error that every rank must raise if the ranks differ; None if they do not. Collective if they
-        differ.
+        """Returns the error that every rank must raise if the ranks differ; None if they do not.
+
+        Collective if they differ.
 
         sums: sums over the ranks, including those of `numbers`; the same on every rank.
         """

@@ -101,8 +101,9 @@ def alarm_path(directory: Path) -> Path:
 
 
 def time_of(path: Path, *, since: float = 0.0) -> float | None:
-    """Returns the time when a file was written, in seconds since 1970; None if it does not exist or is older than
-    `since`.
+    """Returns the time when a file was written, in seconds since 1970.
+
+    Returns None if the file does not exist or is older than `since`.
     """
     try:
         time_s = path.stat().st_mtime
@@ -245,8 +246,9 @@ def quietly(function: Callable[[], object]) -> None:
 
 
 def within(seconds: float, function: Callable[[], T]) -> T | None:
-    """Runs `function` in another thread and returns its result; None if it raises OSError or takes longer than
-    `seconds`.
+    """Runs `function` in another thread and returns its result.
+
+    Returns None if the function raises OSError or takes longer than `seconds`.
     """
     found: list[T] = []
     thread = threading.Thread(
@@ -263,8 +265,7 @@ _ABANDONED_AFTER_S = 60.0
 
 
 def local_parent() -> Path:
-    """Returns the directory of this node in which its ranks' folder is created: /dev/shm, or else the temporary
-    directory.
+    """Returns the directory of this node in which its ranks' folder is created: /dev/shm, or the temporary directory.
 
     Raises OSError if neither is writable.
     """
@@ -274,8 +275,9 @@ def local_parent() -> Path:
 
 
 def identity_of(directory: Path) -> str:
-    """Returns a text that is equal for ranks of a node that see the same directory and processes, as within one
-    container.
+    """Returns a text that is equal for ranks of a node that see the same directory and processes.
+
+    This is so for ranks in one container, for example.
     """
     found = directory.stat()
     processes = ""

@@ -1,5 +1,4 @@
-"""Conclusions about each rank from the files of the nodes: which ranks are absent, hung, or passed different
-arguments.
+"""Conclusions about each rank from the files of the nodes: which ranks are absent or hung, or passed other arguments.
 
 A slow rank is not hung: one that computes, or waits for a file, is left alone until the run's own limit
 (docs/adr/0036). Everything except `activities` is pure.

@@ -100,8 +100,7 @@ def thread_frames() -> dict[int, FrameType]:
 
 
 def own_stack(main_thread: int) -> str:
-    """Returns the stack of this process's main thread, and that of the thread that reduces gradients unless it is
-    idle.
+    """Returns the stack of this process's main thread, and that of the reduction thread unless it is idle.
 
     main_thread: identifier of the main thread.
     """

@@ -122,8 +122,9 @@ class PositionReader:
         self._node_silent_s = node_silent_s
 
     def read(self, ranks: Sequence[int], *, within_s: float) -> Positions:
-        """Returns the positions of `ranks`, and of other ranks on their nodes. within_s: time limit for reading all
-        files.
+        """Returns the positions of `ranks`, and of other ranks on their nodes.
+
+        within_s: time limit for reading all files.
         """
         nodes, own = self._folders.placement.nodes_of(ranks), self._folders.node
         others = [node for node in nodes if node != own]
@@ -159,8 +160,9 @@ class PositionReader:
         reached: Mapping[str, bool],
         within_s: float,
     ) -> Finding:
-        """Returns which ranks have not started the operation of `track`; if all have, the silent ranks outside the
-        group.
+        """Returns which ranks have not started the operation of `track`.
+
+        If all have, it returns the silent ranks outside the group.
 
         track: this rank's longest wait; None if it is in no operation.
         world: all ranks.
@@ -229,8 +231,9 @@ class Board:
         probe_hosts: Callable[[], None],
         notice: Callable[[], None],
     ) -> None:
-        """Writes this rank's file, on the lowest rank of each node also the node's file, and starts the board's
-        thread.
+        """Writes this rank's file and starts the board's thread.
+
+        The lowest rank of each node also writes the node's file.
 
         folders: folders of the board, which must exist.
         hold: this rank's hold on the folder of the node, if it has one already.
@@ -388,9 +391,7 @@ class Board:
                 self._notice()
 
     def _leads(self) -> bool:
-        """Returns True if this rank leads its node: each lower rank has been silent for as long as this one has been
-        looking.
-        """
+        """Returns True if this rank leads its node: if all lower ranks have been silent since it started to look."""
         if self.rank == self._node_ranks[0]:
             return True
         if self._looking_since is None or time.monotonic() < self._looking_since + self._silent_after_s:
@@ -520,11 +521,10 @@ class Board:
             reported_path(self._shared).touch()
 
     def take_over(self, ending: Ending) -> bool:
-        """Returns True if this rank must report because the announcing rank has not; exactly one of the ranks gets
-        True.
+        """Returns True if this rank must report because the announcing rank has not.
 
-        One rank per node asks the shared filesystem, and of many nodes only the first ones and that of the announcing
-        rank.
+        Exactly one of the ranks gets True. One rank per node asks the shared filesystem, and of many nodes only the
+        first ones and that of the announcing rank.
         """
         node = self.folders.node
         asks = node < REPORTING_RANKS or node == self.folders.placement.node_of_rank[ending.rank]
