@@ -148,8 +148,8 @@ def from_exit_code(exit_code: int) -> type[HpctrainError]:
         exit_code: Exit code of an `hpctrain` command, or the code that a rank has sent.
 
     Returns:
-        The class with this exit code; `HpctrainError` if no class has it. For a code that several classes share,
-        their base class.
+        The class with this exit code; `HpctrainError` if no class has it. If several classes have it, the one after
+        which the code is named.
     """
     by_code: dict[int, type[HpctrainError]] = {
         ExitCode.USAGE: UsageError,

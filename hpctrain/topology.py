@@ -25,7 +25,8 @@ class Topology:
     emulated: True if the nodes are groups of ranks on one machine (`--ranks-per-node`).
     node_of_rank: index of the node of each world rank, for lookup in constant time; computed if not given.
 
-    Raises TopologyError unless each rank from 0 occurs exactly once and each node has a name.
+    Unless `node_of_rank` is given, raises TopologyError if a rank from 0 on does not occur exactly once, or a node has
+    no name.
     """
 
     ranks_by_node: tuple[tuple[int, ...], ...]
@@ -161,7 +162,7 @@ class ParallelMesh:
     Ranks that differ only in their node and local indices are data parallel: they hold the same part of the model.
 
     ranks: world rank at each index [stage][node][local][tensor]. A tensor group always lies on one node.
-    by_node: True if each index on the `node` axis is one node, so that every `local` group lies on one node too.
+    by_node: True if all ranks with the same index on the `node` axis are on one node, so that `local` groups are too.
     """
 
     ranks: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]

@@ -210,7 +210,7 @@ class WallClock:
     def start(
         cls, environ: Mapping[str, str] | None = None, *, stop_after_s: float | None = None
     ) -> WallClock:
-        """Creates the clock of this run: reads the limits from the environment, and asks Slurm in the background.
+        """Creates the clock of this run: reads the limits from the environment, and in a Slurm job asks Slurm.
 
         If Slurm has set the job's end in the environment (SLURM_JOB_END_TIME), that limit is used until Slurm answers.
 

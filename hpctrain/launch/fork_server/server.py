@@ -95,7 +95,7 @@ class Server:
     def run(self) -> Forked | None:
         """Serves until no client needs the server.
 
-        Returns None then, and in each forked process what that is to become.
+        Returns None then. In each forked process it returns what that process has to become.
         """
         while True:
             waiting = select.poll()

@@ -210,7 +210,7 @@ _NOT_ON_PARTS = ("adafactor", "rprop")
 def check_optimizer(
     optimizer: torch.optim.Optimizer, *, layout: Layout, model: torch.nn.Module | None = None
 ) -> None:
-    """Raises UsageError, with what to use instead, if the optimizer cannot be stepped in `layout`.
+    """Raises UsageError, which names what to use instead, if the optimizer does not work with this layout of the model.
 
     model: the model whose modules are searched for sparse gradients, which are refused where ranks hold parts of
     layers or pipeline stages.
