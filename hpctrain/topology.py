@@ -136,7 +136,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The `node` and `local` axes as `rank` sees them."""
+    """The groups of ranks along the axes `node` and `local` that `rank` belongs to."""
 
     topology: Topology
     rank: int

@@ -286,7 +286,10 @@ class LinkFloor:
 
     @classmethod
     def of(cls, topology: Topology, levels: Iterable[LinkSpeed]) -> LinkFloor | None:
-        """Returns the bound; None if there is one node, or if the links were not measured."""
+        """Returns the lower bound for a topology and its measured links.
+
+        Returns None if there is only one node, or if no link between nodes was measured.
+        """
         rates = [level.bytes_per_s for level in levels if level.axis == "node"]
         if topology.num_nodes == 1 or not rates:
             return None

@@ -448,7 +448,10 @@ class ShardedUpdater(Watched):
         return 0.0
 
     def _squares(self) -> float:
-        """Returns the sum of squares of the gradients that this rank counts: first replicas, or its share."""
+        """Returns this rank's part of the sum of squares of the gradients.
+
+        Replicated gradients are counted once: by the first replica, or by each replica for its share.
+        """
         if self._shares is not None:
             return self._shares.square()
         return square_of_all(local_part(gradient) for gradient in self._gradients() if self._counts(gradient))

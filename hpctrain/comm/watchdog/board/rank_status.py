@@ -409,13 +409,13 @@ class EarlyLimits:
 
 
 class IdleSince:
-    """When each rank's process last used a processor, from repeated looks at all of them."""
+    """Tracks for how long each rank's process has used no processor, from repeated readings of its CPU time."""
 
     def __init__(self) -> None:
         self._last: dict[int, Activity] = {}
 
     def update(self, positions: Positions) -> None:
-        """Adds a look at all processes."""
+        """Takes in newly read positions of the ranks, with the CPU time of their processes."""
         for rank, position in positions.by_rank.items():
             if position.activity is not None and not self._is_idle(rank, position.activity):
                 self._last[rank] = position.activity
