@@ -1,9 +1,11 @@
-"""Exception classes. Each class has the exit code of a command that ends with this error.
+"""Exceptions that hpctrain raises for the user, and the exit codes of its commands.
 
-A message states what was asked, what was found, on which rank, and what to do. `agreed` is true if every rank of the
-run raises the same error (see `hpctrain.comm.collectives.agreement`): then all ranks shut down normally. An error that
-is not agreed was raised on one rank only, and the run must be aborted, because the other ranks would wait for that
-rank forever.
+Each class has the exit code of a command that ends with this error. A message states what was asked, what was found,
+on which rank, and what to do.
+
+An error with `agreed` = True is raised on every rank of the run (see `hpctrain.comm.collectives.agreement`), so all
+ranks shut down normally. An error that is not agreed was raised on one rank only: the run must be aborted, because
+the other ranks would wait for that rank forever.
 """
 
 from __future__ import annotations
@@ -22,13 +24,21 @@ class ExitCode(IntEnum):
     COMMUNICATION = 6
     DIVERGED = 7
     OUT_OF_MEMORY = 8
-    DIFFERS = 9  # of `hpctrain check`: a cause is named
+    DIFFERS = 9  # `hpctrain check` has found a difference, and names a cause
     STOPPED_EARLY = 75  # EX_TEMPFAIL: the same command resumes from the saved state
-    GIVEN_UP = 76  # by `hpctrain supervise`: do not queue the job again
+    GIVEN_UP = 76  # `hpctrain supervise` has given up: do not queue the job again
 
 
 class HpctrainError(Exception):
-    """Base of all errors that are meant for the user. Any other exception that escapes is a bug in hpctrain."""
+    """Base class of all errors that are meant for the user. Any other exception that escapes is a bug in hpctrain.
+
+    Args:
+        message: What was asked, what was found, on which rank, and what to do.
+        agreed: True if every rank of the run raises this error, so that all of them can shut down normally.
+
+    Attributes:
+        exit_code: Exit code of a command that ends with this error.
+    """
 
     exit_code: ExitCode = ExitCode.USAGE
 
@@ -38,49 +48,49 @@ class HpctrainError(Exception):
 
 
 class UsageError(HpctrainError):
-    """The command line or the call cannot be carried out as asked."""
+    """The command line or the arguments of a call are wrong, or ask for something that hpctrain does not support."""
 
     exit_code = ExitCode.USAGE
 
 
 class GradientsInUse(UsageError):
-    """A gradient was read or changed between backward and the step, while the ranks sum it."""
+    """A gradient was read or changed between backward and the step, while the ranks were still summing it."""
 
 
 class BackwardRanTwice(UsageError):
-    """A parameter got a second gradient in a step, although the ranks sum the first one already."""
+    """A parameter got a second gradient in one step, although the ranks had already started to sum the first one."""
 
 
 class RecipeError(UsageError):
-    """The recipe has an unknown key, a wrong type, a value out of range, or values that do not fit together."""
+    """The recipe has an unknown key, a value of the wrong type or out of range, or contradictory values."""
 
 
 class DataError(HpctrainError):
-    """A dataset is missing, incomplete, damaged, or does not match what the run needs."""
+    """A dataset is missing, incomplete or damaged, or does not match what the run needs."""
 
     exit_code = ExitCode.DATA
 
 
 class CheckpointError(HpctrainError):
-    """A checkpoint cannot be written, found or verified, or does not belong to this model."""
+    """A checkpoint cannot be written, found or verified, or belongs to another model."""
 
     exit_code = ExitCode.CHECKPOINT
 
 
 class RanksDiffer(HpctrainError):
-    """Ranks that train one model hold different parameters, or settings of the optimizer."""
+    """Ranks that train one model hold different parameters or different optimizer settings."""
 
     exit_code = ExitCode.CHECKPOINT
 
 
 class LaunchError(HpctrainError):
-    """The launcher, the environment and MPI disagree, or a resource that the run needs at start is missing."""
+    """The launcher, the environment and MPI disagree about the ranks, or a resource is missing at the start."""
 
     exit_code = ExitCode.LAUNCH
 
 
 class TopologyError(LaunchError):
-    """The number or placement of the ranks is not the requested one."""
+    """The number of ranks, or their placement on the nodes, is not what was requested."""
 
 
 class CommunicationError(HpctrainError):
@@ -90,48 +100,56 @@ class CommunicationError(HpctrainError):
 
 
 class BufferMismatch(CommunicationError):
-    """Ranks called one collective with buffers of different length or dtype."""
+    """Ranks called one collective operation with buffers of different lengths or dtypes."""
 
 
 class DivergedError(HpctrainError):
-    """Loss or gradients are not finite, or the loss jumped, for too many steps, and no roll-back is possible."""
+    """The run has diverged and cannot be rolled back.
+
+    For too many steps, loss or gradients were not finite, or the loss jumped.
+    """
 
     exit_code = ExitCode.DIVERGED
 
     def __init__(self, message: str, *, agreed: bool = False, reason: str = "") -> None:
-        """reason: the part of the message that says what was seen."""
+        """Creates the error; `reason` is the part of the message that says what was observed."""
         super().__init__(message, agreed=agreed)
         self.reason = reason
 
 
 class OutOfMemory(HpctrainError):
-    """Memory of a rank or its device is used up, and smaller micro-batches do not help."""
+    """A rank or its device has run out of memory, and smaller micro-batches do not help."""
 
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
 class DifferenceFound(HpctrainError):
-    """`hpctrain check` found that a training differs from itself; its causes are printed."""
+    """`hpctrain check` found that repeated trainings give different results; it has printed the causes."""
 
     exit_code = ExitCode.DIFFERS
 
 
 class StoppedEarly(HpctrainError):
-    """The run was asked to stop; its state is saved, and it resumes from there."""
+    """The run was asked to stop. Its state is saved, and the same command resumes it."""
 
     exit_code = ExitCode.STOPPED_EARLY
 
 
 class GivenUp(HpctrainError):
-    """Starting the run again would not help: a person must find out why it fails."""
+    """The supervisor does not restart the run, because it would fail again: a person must find the cause."""
 
     exit_code = ExitCode.GIVEN_UP
 
 
 def from_exit_code(exit_code: int) -> type[HpctrainError]:
-    """Returns the exception class for `exit_code`, used to raise one rank's error on the others.
+    """Returns the exception class for an exit code, so that one rank's error can be raised on the other ranks.
 
-    HpctrainError if no class has this code.
+    Args:
+        exit_code: Exit code of an `hpctrain` command, or the code that a rank has sent.
+
+    Returns:
+        The class with this exit code; `HpctrainError` if no class has it. If several classes have it, the one after
+        which the code is named.
     """
     by_code: dict[int, type[HpctrainError]] = {
         ExitCode.USAGE: UsageError,

@@ -1,8 +1,8 @@
-"""Placement of the ranks on nodes, and the mesh of named axes over the ranks. Nothing here communicates.
+"""Placement of the ranks on nodes, and named axes over the ranks along which groups of ranks communicate.
 
-The mesh has two axes: `node` (ranks with the same local index on different nodes) and `local` (the ranks of
-one node). Two-level reduction uses one after the other. Callers ask for an axis by name, so that further axes can be
-added without changing them. `ParallelMesh` has four: what a model that is split over the ranks is placed on.
+`Mesh` has the two axes of two-level reduction: `node` (ranks with the same local index on different nodes) and
+`local` (the ranks of one node). `ParallelMesh` has the four axes of a model that is split over the ranks. Nothing in
+this module communicates.
 """
 
 from __future__ import annotations
@@ -18,9 +18,15 @@ from hpctrain.errors import TopologyError
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Placement of the ranks. `ranks_by_node[k]` holds the world ranks on node k, ascending.
+    """Placement of the ranks on nodes.
 
-    `node_of_rank[rank]` holds the inverse, for lookup in constant time.
+    ranks_by_node: world ranks on each node, ascending.
+    node_names: name of each node, in the order of `ranks_by_node`.
+    emulated: True if the nodes are groups of ranks on one machine (`--ranks-per-node`).
+    node_of_rank: index of the node of each world rank, for lookup in constant time; computed if not given.
+
+    Unless `node_of_rank` is given, raises TopologyError if a rank from 0 on does not occur exactly once, or a node has
+    no name.
     """
 
     ranks_by_node: tuple[tuple[int, ...], ...]
@@ -45,7 +51,7 @@ class Topology:
 
     @classmethod
     def from_node_names(cls, names_by_rank: Sequence[str], *, emulated: bool = False) -> Topology:
-        """Builds the topology from the node name of each world rank. Nodes are in the order of their first ranks."""
+        """Builds the topology from the node name of each world rank. Nodes are ordered by their lowest rank."""
         names = tuple(dict.fromkeys(names_by_rank))
         number_of = {name: number for number, name in enumerate(names)}
         node_of_rank = tuple(map(number_of.__getitem__, names_by_rank))
@@ -64,11 +70,11 @@ class Topology:
         return len(self.ranks_by_node)
 
     def node_of(self, rank: int) -> int:
-        """Index of the node that `rank` is on. Raises TopologyError if `rank` is out of range."""
+        """Returns the index of the node on which `rank` runs. Raises TopologyError if `rank` is out of range."""
         return self.node_of_rank[self._checked(rank)]
 
     def local_rank_of(self, rank: int) -> int:
-        """Index of `rank` among the ranks of its node. Raises TopologyError if `rank` is out of range."""
+        """Returns the index of `rank` among the ranks of its node. Raises TopologyError if `rank` is out of range."""
         return self.ranks_by_node[self.node_of(rank)].index(rank)
 
     def _checked(self, rank: int) -> int:
@@ -77,27 +83,31 @@ class Topology:
         return rank
 
     def local_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The groups of the `local` axis: the ranks of each node."""
+        """Returns the groups of the `local` axis: one group per node, with all ranks of that node."""
         return self.ranks_by_node
 
     def node_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The groups of the `node` axis: the i-th rank of every node, for each i that every node has.
+        """Returns the groups of the `node` axis: for each local index, the ranks that have it on their node.
 
-        With unequal ranks per node there are as many groups as the smallest node has ranks. A rank with a larger
-        local index is in no group; other ranks of its node reduce that node's slices between nodes.
+        If the nodes have different numbers of ranks, there are as many groups as the smallest node has ranks. Ranks
+        with a larger local index belong to no group; other ranks of their node reduce that node's slices between
+        nodes.
         """
         smallest = min(len(ranks) for ranks in self.ranks_by_node)
         return tuple(tuple(ranks[i] for ranks in self.ranks_by_node) for i in range(smallest))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """The groups of world ranks along `axis`, `node` or `local`. Raises TopologyError for another name."""
+        """Returns the groups of world ranks along the axis `node` or `local`. Raises TopologyError for another name."""
         by_axis = {"node": self.node_groups, "local": self.local_groups}
         if axis not in by_axis:
             raise TopologyError(f"the mesh has no axis {axis!r}; it has {', '.join(sorted(by_axis))}")
         return by_axis[axis]()
 
     def describe(self) -> str:
-        """For example `2 nodes x 2 ranks` or `2 nodes with 3 and 1 ranks`, with ` (emulated)` appended if they are."""
+        """Returns a text such as `2 nodes x 2 ranks` or `2 nodes with 3 and 1 ranks`.
+
+        For emulated nodes, "(emulated)" is appended.
+        """
         sizes = [len(ranks) for ranks in self.ranks_by_node]
         nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
         if len(set(sizes)) == 1:
@@ -109,7 +119,11 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of the mesh for one rank: the group that contains the rank, and the rank's index in that group."""
+    """One axis of a mesh, as one rank sees it.
+
+    ranks: world ranks of the group that contains this rank.
+    index: index of this rank in the group.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -122,13 +136,16 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The named axes of the mesh for `rank`."""
+    """The groups of ranks along the axes `node` and `local` that `rank` belongs to."""
 
     topology: Topology
     rank: int
 
     def axis(self, name: str) -> Axis | None:
-        """The axis `node` or `local`; None when this rank is in no group of it (unequal ranks per node)."""
+        """Returns the axis `node` or `local`.
+
+        Returns None if this rank is in no group of it (nodes with different numbers of ranks).
+        """
         groups = self.topology.groups(name)
         node, local_rank = self.topology.node_of(self.rank), self.topology.local_rank_of(self.rank)
         group, index = (node, local_rank) if name == "local" else (local_rank, node)
@@ -140,10 +157,12 @@ PARALLEL_AXES = ("pipeline", "node", "local", "tensor")
 
 @dataclass(frozen=True, slots=True)
 class ParallelMesh:
-    """Ranks on the axes pipeline x node x local x tensor. Ranks that differ in node and local only are data parallel.
+    """World ranks arranged on the axes pipeline x node x local x tensor.
 
-    ranks: world ranks by stage, node, place on the node and tensor rank. A tensor group lies on one node; with
-    `by_node` the groups of `local` do too.
+    Ranks that differ only in their node and local indices are data parallel: they hold the same part of the model.
+
+    ranks: world rank at each index [stage][node][local][tensor]. A tensor group always lies on one node.
+    by_node: True if all ranks with the same index on the `node` axis are on one node, so that `local` groups are too.
     """
 
     ranks: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
@@ -151,10 +170,12 @@ class ParallelMesh:
 
     @classmethod
     def plan(cls, topology: Topology, *, pipeline: int = 1, tensor: int = 1) -> ParallelMesh:
-        """Places the axes: tensor groups next to each other on a node, stages on consecutive ranks.
+        """Arranges the ranks on the four axes.
 
-        With unequal ranks per node, or a stage that ends within a node that another begins on, there is one group of
-        `node` and all data-parallel ranks of a stage are in `local`. Raises TopologyError if the sizes do not divide.
+        Each tensor group is adjacent ranks of one node, and each pipeline stage is consecutive ranks. If the nodes
+        have different numbers of ranks, or one stage ends and the next begins within a node, the `node` axis has size
+        1 and all data-parallel ranks of a stage are on the `local` axis. Raises TopologyError if the sizes do not
+        divide the ranks.
         """
         cls.check(topology, pipeline=pipeline, tensor=tensor)
         in_order = np.concatenate([np.array(ranks, dtype=np.int64) for ranks in topology.ranks_by_node])
@@ -172,7 +193,7 @@ class ParallelMesh:
 
     @staticmethod
     def check(topology: Topology, *, pipeline: int = 1, tensor: int = 1) -> None:
-        """Raises TopologyError if `plan` would, without placing any rank."""
+        """Raises TopologyError if `plan` would raise it for the same arguments; does not arrange any ranks."""
         for name, size in (("pipeline", pipeline), ("tensor", tensor)):
             if size < 1:
                 raise TopologyError(f"{name} is {size}: give at least 1")
@@ -190,11 +211,11 @@ class ParallelMesh:
 
     @property
     def shape(self) -> dict[str, int]:
-        """The sizes of the axes, by name."""
+        """Size of each axis, by name."""
         return dict(zip(PARALLEL_AXES, np.array(self.ranks).shape, strict=True))
 
     def places(self) -> dict[int, dict[str, int]]:
-        """Returns, by rank, its index on the axes `pipeline`, `data` and `tensor`."""
+        """Returns a map from each world rank to its indices on the axes `pipeline`, `data` and `tensor`."""
         found: dict[int, dict[str, int]] = {}
         for stage, nodes in enumerate(self.ranks):
             groups = [group for node in nodes for group in node]
@@ -204,31 +225,35 @@ class ParallelMesh:
         return found
 
     def data_axis(self, rank: int) -> Axis:
-        """Returns the ranks of the stage and tensor rank of `rank`, and its index among them, which the ranks of one
-        tensor group share."""
+        """Returns the data-parallel ranks of `rank` (same stage and tensor index) and its index among them.
+
+        All ranks of one tensor group have the same index on this axis.
+        """
         grid = np.array(self.ranks)
         stage, node, local, tensor = (int(place[0]) for place in np.nonzero(grid == rank))
         ranks = grid[stage, :, :, tensor].ravel().tolist()
         return Axis("data", tuple(ranks), node * grid.shape[2] + local)
 
     def pipeline_axis(self, rank: int) -> Axis:
-        """Returns the ranks with the stages of one copy of the model, which have the index of `rank` on the data axis,
-        and the index of its stage."""
+        """Returns the ranks that hold the stages of the model copy of `rank`, and the index of its stage."""
         grid = np.array(self.ranks)
         stage, node, local, tensor = (int(place[0]) for place in np.nonzero(grid == rank))
         return Axis("pipeline", tuple(grid[:, node, local, tensor].tolist()), stage)
 
     def tensor_axis(self, rank: int) -> Axis:
-        """Returns the tensor group of `rank`, and its index in it."""
+        """Returns the ranks of the tensor group of `rank`, and its index in the group."""
         group = next(group for stage in self.ranks for node in stage for group in node if rank in group)
         return Axis("tensor", group, group.index(rank))
 
     def data_ranks(self, *, stage: int = 0, tensor: int = 0) -> tuple[int, ...]:
-        """Returns the data-parallel ranks of a stage and tensor rank, ascending."""
+        """Returns the data-parallel ranks of one stage and tensor index, ascending."""
         return tuple(sorted(group[tensor] for node in self.ranks[stage] for group in node))
 
     def data_grid(self, *, stage: int = 0, tensor: int = 0) -> tuple[tuple[int, ...], ...]:
-        """Returns the same ranks by node. Raises TopologyError unless all nodes have equally many of them."""
+        """Returns the data-parallel ranks of one stage and tensor index, grouped by node.
+
+        Raises TopologyError unless every node has the same number of them.
+        """
         if not self.by_node:
             raise TopologyError(
                 "shard_within = 'node' needs equally many ranks on every node, each of which holds a whole replica. "

@@ -1,4 +1,4 @@
-"""The rank of this process, and the command line that starts a run."""
+"""The rank of this process, and the command line that starts a run's ranks."""
 
 import lazy_loader
 

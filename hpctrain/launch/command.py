@@ -1,4 +1,4 @@
-"""Builds the command line that starts a run's ranks: mpirun or srun, with its options and environment."""
+"""Builds the command line that starts a run's ranks: mpirun or srun, with options and environment."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from hpctrain.launch.options import mpirun_argv, srun_argv, srun_mpi_type
 from hpctrain.launch.placement import Machine, MpirunFamily, Placement, Srun, place_ranks
 from hpctrain.launch.rank_identity.identity import RANKS_PER_NODE_VARIABLE, find_launcher, identify
 
-# Commands that read their program from standard input, which mpirun passes to rank 0 only.
-
-
 _INTERPRETER = re.compile(r"(python|pypy)[\d.]*|(ba|da|z|k|mk|a|c|tc|fi)?sh")
 _STDIN = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 # Options of Python that are followed by a value.
@@ -27,7 +24,10 @@ _PROGRAM_GIVEN = ("-c", "-m", "-V", "-VV", "--version", "-h", "--help")
 
 
 def refuse_program_on_stdin(command: Sequence[str]) -> None:
-    """Raises LaunchError if each rank of `command` would read its program from standard input."""
+    """Raises LaunchError if each rank of `command` would read its program from standard input.
+
+    Launchers pass standard input to one rank only.
+    """
     if reads_program_from_stdin(command):
         raise LaunchError(
             f"`{' '.join(command)}` reads its program from standard input, which reaches one rank, or one start, only: "
@@ -36,7 +36,7 @@ def refuse_program_on_stdin(command: Sequence[str]) -> None:
 
 
 def reads_program_from_stdin(command: Sequence[str]) -> bool:
-    """Returns True for an interpreter (Python, a shell) without a script, also behind `env`. Pure."""
+    """Returns True for an interpreter (Python, a shell) without a script, also after `env`. Pure."""
     words = list(command)
     if words and PurePath(words[0]).name == "env":
         words = words[1:]
@@ -63,7 +63,7 @@ def reads_program_from_stdin(command: Sequence[str]) -> bool:
 
 
 class Launcher(str, Enum):
-    """Program that starts the ranks. AUTO: srun inside a Slurm allocation, else mpirun."""
+    """Program that starts the ranks. AUTO chooses srun inside a Slurm allocation, otherwise mpirun."""
 
     AUTO = "auto"
     MPIRUN = "mpirun"
@@ -72,10 +72,15 @@ class Launcher(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """A launch, ready to run. `env_updates` are set and `env_removed` unset in the launcher's environment.
+    """A launch that is ready to run.
 
-    is_hydra: whether the launcher is Hydra, of MPICH and Intel MPI. fork_words: those of `argv` that have each rank
-    forked from a server.
+    argv: command line of the launcher.
+    emulated: True if one machine emulates several nodes.
+    is_hydra: True if the launcher is Hydra (MPICH, Intel MPI).
+    fork_words: words of `argv` that make a server fork each rank; empty if ranks start by themselves.
+    env_updates: variables to set in the launcher's environment.
+    env_removed: variables to remove from it.
+    notes: messages for the user.
     """
 
     argv: tuple[str, ...]
@@ -89,7 +94,7 @@ class LaunchPlan:
     notes: tuple[str, ...] = ()
 
     def shell_line(self) -> str:
-        """The launch as a shell command line, in which each rank starts by itself."""
+        """Returns the launch as a shell command line, in which each rank starts by itself, without a fork server."""
         words = [f"-u {shlex.quote(name)}" for name in self.env_removed]
         words += [
             f"{name}={shlex.quote(value)}"
@@ -119,14 +124,18 @@ def plan_launch(
     """Plans the start of `num_ranks` ranks of `command`.
 
     On several nodes (a Slurm allocation, or `hosts`) the ranks are placed in blocks of `ranks_per_node`; the last node
-    may hold fewer. On one machine `ranks_per_node` emulates nodes: the ranks read HPCTRAIN_RANKS_PER_NODE.
-    If `hostfile`, the file that `hosts` were read from, is given, it is passed to mpirun instead of a list.
-    nodes: those of a Slurm allocation that are to be used, by name; none: as many as are needed, chosen by Slurm.
-    fork_server: if given, ranks are forked from one process a node if the command is a Python program; a note says
-    whether they are, and why not.
+    may have fewer. On one machine `ranks_per_node` emulates nodes: the ranks read HPCTRAIN_RANKS_PER_NODE.
 
-    Raises LaunchError if the ranks cannot be placed, the launcher is not installed, or this process is
-    itself one of several ranks.
+    environ: environment variables of this process.
+    machine: cores and launchers of this machine.
+    hosts: machines to start the ranks on.
+    hostfile: file that `hosts` were read from, which is then passed to mpirun instead of a list.
+    nodes: nodes of the Slurm allocation to use, by name; if empty, Slurm chooses as many as are needed.
+    fork_server: if given, and the command is a Python program, the ranks are forked from one process per node. A note
+    tells whether they are, and if not, why.
+
+    Raises LaunchError if the ranks cannot be placed, the launcher is not installed, or this process is itself one of
+    several ranks.
     """
     if not command:
         raise LaunchError(
@@ -187,7 +196,10 @@ def plan_launch(
 
 
 def read_hosts(text: str) -> list[str]:
-    """Returns the machines in a hostfile's text, each once: the first word of each line, without `:slots`."""
+    """Returns the machines in a hostfile, each once: the first word of each line, without `:slots`.
+
+    text: content of the file.
+    """
     lines = (line.split("#")[0].split() for line in text.splitlines())
     return list(dict.fromkeys(words[0].split(":")[0] for words in lines if words))
 

@@ -1,7 +1,7 @@
-"""Cores that a rank may run on, and its share of them if other ranks may use them too.
+"""The cores that a rank may use, and its share of them if other ranks may use them too.
 
 A core has one or more hardware threads, which the kernel calls CPUs. A rank's affinity may be all CPUs of its machine,
-those that the launcher bound to this rank alone, or something between.
+the CPUs that the launcher has bound to this rank alone, or anything between.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from typing import Any
 class RankCores:
     """CPUs and cores that one rank may use.
 
-    cpus: numbers of the hardware threads in its affinity. cores: the cores that these belong to, each identified by its
-    lowest hardware thread. limit: CPU seconds per second that its control group may use, None without a limit; all
-    ranks with the same `limit_group` share it.
+    host: name of the machine.
+    cpus: numbers of the hardware threads in the rank's affinity.
+    cores: cores of these threads, each identified by its lowest hardware thread.
+    limit: CPU seconds per second that the rank's control group may use; None without a limit.
+    limit_group: name of that control group; all its ranks share the limit.
     """
 
     host: str
@@ -33,7 +35,7 @@ class RankCores:
     limit_group: str = ""
 
     def to_json(self) -> list[Any]:
-        """Compact form as JSON values: about 50 bytes, even for hundreds of cores."""
+        """Returns a compact form of JSON values: about 50 bytes, even for hundreds of cores."""
         return [self.host, _to_spans(self.cpus), _to_spans(self.cores), self.limit, self.limit_group]
 
     @classmethod
@@ -45,15 +47,15 @@ class RankCores:
 
 
 def core_share(ranks: Sequence[RankCores], rank: int) -> Fraction:
-    """Returns the number of cores of `rank` if the ranks that may run on a core share it evenly.
+    """Returns the number of cores for `rank` if the ranks that may use a core share it evenly.
 
-    ranks: cores of all ranks of the run, by rank.
+    ranks: cores of each rank of the run.
     """
     return _share(ranks, rank, lambda found: found.cores)
 
 
 def cpu_share(ranks: Sequence[RankCores], rank: int) -> Fraction:
-    """As `core_share`, counted in hardware threads."""
+    """Returns the share of `rank` like `core_share`, in hardware threads."""
     return _share(ranks, rank, lambda found: found.cpus)
 
 
@@ -85,7 +87,7 @@ def num_cpus_of_host(ranks: Sequence[RankCores], host: str) -> int:
 
 
 def read_cores(root: Path = Path("/")) -> RankCores:
-    """Reads the cores that this process may use. root: directory with `proc` and `sys`."""
+    """Reads which cores this process may use. root: directory that contains `proc` and `sys`."""
     cpus = frozenset(os.sched_getaffinity(0))
     limit, group = _read_limit(root)
     return RankCores(
@@ -98,7 +100,7 @@ def read_cores(root: Path = Path("/")) -> RankCores:
 
 
 def _core_of(cpu: int, root: Path) -> int:
-    """The lowest hardware thread of the core that `cpu` belongs to; `cpu` itself if the kernel does not report it."""
+    """Returns the lowest hardware thread of the core of `cpu`; `cpu` itself if the kernel does not report it."""
     text = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
     try:
         return min(_from_spans(text)) if text else cpu
@@ -107,9 +109,9 @@ def _core_of(cpu: int, root: Path) -> int:
 
 
 def _read_limit(root: Path) -> tuple[float | None, str]:
-    """Smallest CPU limit of this process's control groups, in CPU seconds per second, and the group that sets it.
+    """Returns the smallest CPU limit of this process's control groups, and the group that sets it.
 
-    (None, "") if there is no limit.
+    The limit is in CPU seconds per second. (None, "") if there is no limit.
     """
     found: list[tuple[float, str]] = []
     for folder, group in control_groups("cpu", root=root):
@@ -120,10 +122,12 @@ def _read_limit(root: Path) -> tuple[float | None, str]:
 
 
 def control_groups(controller: str, *, root: Path = Path("/")) -> Iterator[tuple[Path, str]]:
-    """Yields the control groups that may limit what `controller` (cpu, memory) counts of this process.
+    """Yields the control groups that may limit this process's use of a resource: folder and name of each group.
 
-    Each as its folder and its name: of version 1 and 2, the process's own group first, then those above it. root:
-    directory with `proc` and `sys`.
+    They are groups of version 1 and 2: first the process's own group, then the groups above it.
+
+    controller: `cpu` or `memory`.
+    root: directory that contains `proc` and `sys`.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -134,7 +138,7 @@ def control_groups(controller: str, *, root: Path = Path("/")) -> Iterator[tuple
             mounts = (groups / controllers, groups / controller)
         else:
             continue
-        # In a container the path may be that of the host, of which only the root is mounted.
+        # In a container the path may be that of the host, and only its root may be mounted.
         place = Path("/", path.lstrip("/"))
         for mount in mounts:
             for above in (place, *place.parents):
@@ -150,7 +154,7 @@ def _limit_of_version_1(group: Path) -> float | None:
 
 
 def _ratio(words: Sequence[str]) -> float | None:
-    """Quota divided by period; None if there is no limit (`max` or -1) or the words are not two numbers."""
+    """Returns quota divided by period; None if there is no limit (`max` or -1), or the words are not two numbers."""
     try:
         quota, period = (int(word) for word in words)
     except ValueError:
@@ -166,7 +170,7 @@ def _read(path: Path) -> str:
 
 
 def _to_spans(numbers: frozenset[int]) -> str:
-    """For example `0-7,16`, as in the kernel's files."""
+    """Returns a text such as `0-7,16`, in the format of the kernel's files."""
     runs = groupby(enumerate(sorted(numbers)), key=lambda entry: entry[1] - entry[0])
     spans = ([number for _, number in run] for _, run in runs)
     return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)

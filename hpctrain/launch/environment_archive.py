@@ -1,7 +1,7 @@
-"""Packs a Python environment into one archive that is unpacked on every node, so that ranks import from its own disk.
+"""Packs a Python environment into one archive for the local disks of the nodes, from which ranks then import.
 
 N ranks that import from a shared filesystem look up some thousand paths each, at the same moment. An archive is one
-file that each node reads once, and plain `tar` unpacks it.
+file, which each node reads once, and plain `tar` unpacks it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ _SHEBANG = re.compile(rb"#!(?P<python>\S*/bin/python\S*)[^\n]*\n")
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """What was packed. editable: packages that are installed as a link to their source, which is not packed."""
+    """What was packed.
+
+    with_python: True if the interpreter and its standard library were packed too.
+    editable: packages that are installed as a link to their source, which was not packed.
+    """
 
     num_files: int
     num_bytes: int
@@ -40,10 +44,11 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True)
 class PythonPlaces:
-    """Where an environment's parts lie.
+    """The folders of a Python environment.
 
-    prefix: the environment. base: what it was made from, if it is a virtual environment, else the same as `prefix`.
-    library: the folder of the standard library, relative to both, such as `lib/python3.11`.
+    prefix: the environment.
+    base: the Python from which it was created, if it is a virtual environment; otherwise the same as `prefix`.
+    library: folder of the standard library relative to both, such as `lib/python3.11`.
     """
 
     prefix: Path
@@ -52,7 +57,7 @@ class PythonPlaces:
 
     @classmethod
     def here(cls) -> PythonPlaces:
-        """Returns the places of this process."""
+        """Returns the folders of this process's environment."""
         library = Path("lib") / f"python{sys.version_info.major}.{sys.version_info.minor}"
         return cls(prefix=Path(sys.prefix), base=Path(sys.base_prefix), library=library)
 
@@ -68,12 +73,16 @@ def pack_environment(
     with_python: bool | None = None,
     progress: Callable[[int], object] = lambda num_files: None,
 ) -> Packed:
-    """Writes the environment to `archive`, an uncompressed tar, which replaces an older one when it is complete.
+    """Writes the environment to `archive`, an uncompressed tar file.
 
-    with_python: pack also the interpreter and its standard library, which a virtual environment only refers to; None:
-    if they lie on a shared filesystem. The interpreter's own packages are packed if the environment uses them.
-    progress: called now and then with the number of files so far.
-    Raises LaunchError if the environment cannot be read or the archive not be written.
+    An older archive is replaced when the new one is complete.
+
+    with_python: True to pack also the interpreter and its standard library, which a virtual environment only refers
+    to; None: if they are on a shared filesystem. The interpreter's own packages are packed if the environment uses
+    them.
+    progress: function that is called now and then with the number of files so far.
+
+    Raises LaunchError if the environment cannot be read or the archive cannot be written.
     """
     places = places or PythonPlaces.here()
     if with_python is None:
@@ -105,9 +114,9 @@ def pack_environment(
 
 
 def _files_of(places: PythonPlaces, *, with_python: bool) -> Iterator[tuple[Path, str]]:
-    """Yields the files and links to pack, and their names in the archive.
+    """Yields the files and links to pack, each with its name in the archive.
 
-    Compiled files (`__pycache__`) are packed too: they are valid as long as the time of their source is kept.
+    Compiled files (`__pycache__`) are packed too: they are valid as long as the time of their source is preserved.
     """
     seen: set[str] = set()
     roots = [(places.prefix, Path())]
@@ -130,13 +139,16 @@ def _files_of(places: PythonPlaces, *, with_python: bool) -> Iterator[tuple[Path
 
 
 def _sees_packages_of_base(prefix: Path) -> bool:
-    """Returns whether a virtual environment also uses the packages of the Python that it was made from."""
+    """Returns True if a virtual environment also uses the packages of the Python from which it was created."""
     settings = (prefix / "pyvenv.cfg").read_text(encoding="utf-8")
     return re.search(r"(?im)^include-system-site-packages\s*=\s*true\s*$", settings) is not None
 
 
 def _add(tar: tarfile.TarFile, path: Path, *, name: str, interpreter: Path | None) -> int:
-    """Adds a file. Returns its size in bytes. interpreter: is packed itself where the environment has links to it."""
+    """Adds a file to the archive and returns its size in bytes.
+
+    interpreter: path of the interpreter if it is packed; links to it are then replaced by the file.
+    """
     if interpreter is not None and path.is_symlink() and path.parent == interpreter.parent:
         path = path.resolve()
     entry = tar.gettarinfo(str(path), arcname=name)
@@ -159,14 +171,14 @@ def _add(tar: tarfile.TarFile, path: Path, *, name: str, interpreter: Path | Non
 
 
 def _add_debian_link(tar: tarfile.TarFile, places: PythonPlaces) -> None:
-    """Debian's own Python looks for packages in another folder, unless it is in a virtual environment."""
+    """Adds the folder in which Debian's own Python looks for packages outside a virtual environment, as a link."""
     entry = tarfile.TarInfo(f"{TOP}/{_DEBIAN_PACKAGES}")
     entry.type, entry.linkname = tarfile.SYMTYPE, f"../{places.library.name}/site-packages"
     tar.addfile(entry)
 
 
 def _relocatable(script: bytes) -> bytes | None:
-    """Returns the script with a first line that does not name a folder; None if it is no script of Python's."""
+    """Returns a script with a first line that contains no folder; None if it is not a Python script."""
     found = _SHEBANG.match(script)
     return _RELOCATABLE + script[found.end() :] if found else None
 
@@ -185,7 +197,7 @@ def _editable(places: PythonPlaces) -> Iterator[str]:
 
 
 def describe_use(archive: Path) -> str:
-    """Returns the lines of a batch script that unpack the archive on every node and use it."""
+    """Returns the lines of a batch script that unpack the archive on every node and activate it."""
     # Without --ntasks, srun would start as many tasks a node as the job has ranks there.
     return (
         "local=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/hpctrain-$SLURM_JOB_ID\n"

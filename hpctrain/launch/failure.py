@@ -19,12 +19,12 @@ _SRUN = re.compile(
 _SRUN_CODE = re.compile(r"Exited with exit code (\d+)")
 # The ranks' own line at an early end that is no failure.
 STOPPED = re.compile(r"hpctrain: stopped after step \d+ of \d+ \((?P<reason>[^)]*)\); the state is saved")
-# The ranks are being ended by Slurm or srun: who is killed after this line need not be who failed.
+# Slurm or srun ends the ranks: a rank that is killed after this line need not be the one that failed.
 STEP_ENDS = re.compile(
     r"srun: (Job step aborted|Terminating (StepId|job step)|launch/slurm: .*Terminating|Force Terminated)"
     r"|slurmstepd\S*: error: \*\*\* (STEP|JOB) \S+ ON \S+ CANCELLED AT"
 )
-# Of Open MPI 5's TCP transport, on a rank that has lost another one. It then leaves with 14, MPI_ERR_UNKNOWN.
+# Printed by Open MPI 5's TCP transport on a rank that has lost a peer. The rank then exits with 14, MPI_ERR_UNKNOWN.
 LOST_PEER = re.compile(r"An error occurred in Socket closed")
 LOST_PEER_CODE = 14
 # Exit codes that no rank has because another one has failed.
@@ -40,7 +40,13 @@ _SIGNALS = {text: number for number in signal.valid_signals() if (text := signal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """A rank (srun may report several at once: `0-1`) that exited with `exit_code`, or was ended by `signal`."""
+    """The failure of a rank.
+
+    rank: number of the rank, or several of them (srun may report `0-1`).
+    node: name of the node.
+    exit_code: exit code of the rank; 128 + n if signal n ended it.
+    signal: number of the signal that ended it; None if it exited by itself.
+    """
 
     rank: str
     node: str
@@ -49,11 +55,12 @@ class RankFailure:
 
 
 def find_failure(line: bytes) -> RankFailure | None:
-    """Returns the failure reported in this line of a launcher's output, or in two that were joined by a space; None for
-    any other line.
+    """Returns the failure that a line of a launcher's output reports; None for any other line.
 
-    srun's `Terminated` is ignored: srun ends the remaining ranks in this way after another one has failed. Its `Out Of
-    Memory` is SIGKILL.
+    srun's `Terminated` is ignored, because srun ends the remaining ranks in this way after another one has failed.
+    srun's `Out Of Memory` counts as SIGKILL.
+
+    line: one line, or two lines joined by a space.
     """
     match = _OPEN_MPI.search(line)
     if match is not None:
@@ -69,16 +76,17 @@ def find_failure(line: bytes) -> RankFailure | None:
     return None if number is None or number == signal.SIGTERM else _ended(match, number=number)
 
 
-# By which a reported failure replaces an earlier one.
+# Weights of failures: a reported failure replaces an earlier one of lower weight.
 _LOST_ITS_PEER, _WAS_ENDED, _STOPPED_EARLY, _CAUSE = range(1, 5)
 
 
 @final
 class FirstFailure:
-    """Follows what a launcher and its ranks print, and keeps the failure that the others follow from.
+    """Follows the output of a launcher and its ranks, and keeps the failure that caused the others.
 
-    In this order: a rank that failed by itself; one that stopped (75); one that ended after srun had begun to end the
-    step; one that Open MPI 5 ended since it lost a peer, which is reported as 137. Of equals the first is kept.
+    In order of precedence: a rank that failed by itself; one that stopped early (75); one that ended after srun had
+    started to end the step; one that Open MPI 5 ended because it had lost a peer, which is reported as 137. Of equal
+    ones the first is kept.
     """
 
     def __init__(self) -> None:
@@ -89,11 +97,11 @@ class FirstFailure:
 
     @property
     def is_cause(self) -> bool:
-        """Whether the rank has failed by itself: neither stopped nor ended because of another one."""
+        """True if the rank has failed by itself: it neither stopped early, nor ended because of another rank."""
         return self._weight == _CAUSE
 
     def saw(self, line: bytes, failure: RankFailure | None) -> None:
-        """Takes one line of the launcher's output, and the failure that it reports."""
+        """Processes one line of the output. failure: what `find_failure` has found in it."""
         text = line.decode(errors="replace")
         self._step_ends = self._step_ends or STEP_ENDS.search(text) is not None
         self._lost_peer = self._lost_peer or LOST_PEER.search(text) is not None
@@ -108,14 +116,14 @@ class FirstFailure:
     def _weigh(self, failure: RankFailure) -> int:
         if failure.exit_code == ExitCode.STOPPED_EARLY:
             return _STOPPED_EARLY
-        has_lost_peer = self._lost_peer or self._step_ends  # then what it says may be lost
+        has_lost_peer = self._lost_peer or self._step_ends  # the message on the lost peer may be missing
         if failure.signal is None and failure.exit_code == LOST_PEER_CODE and has_lost_peer:
             return _LOST_ITS_PEER
         return _WAS_ENDED if self._step_ends and failure.exit_code not in CAUSES else _CAUSE
 
 
 def signal_name(number: int) -> str:
-    """Number and name of a signal, for example `signal 9 (SIGKILL: ...)`, with the usual sender of SIGKILL."""
+    """Returns number and name of a signal, such as `signal 9 (SIGKILL: ...)`, with the usual sender of SIGKILL."""
     try:
         name = signal.Signals(number).name
     except ValueError:

@@ -1,4 +1,4 @@
-"""A rank of `hpctrain train` that mpirun or srun has started is forked too, without `hpctrain launch`."""
+"""Forks the ranks of `hpctrain train` also if mpirun or srun starts them directly, without `hpctrain launch`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _OWN_CONTAINER = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 
 
 def hand_over() -> None:
-    """Becomes the program that stands for a rank, if this process is one of three or more ranks of its node that a
-    launcher has started. Returns if the rank starts by itself.
+    """Replaces this process by the client of a fork server, if three or more ranks of this node have been started.
 
-    Call it before anything slow is imported: each rank pays for that. `hpctrain launch` has decided already.
+    It returns if the rank starts by itself, and at once under `hpctrain launch`, which has already decided. Call it
+    before anything slow is imported, since each rank pays for such imports.
     """
     environ = os.environ
     if environ.get(KEY_VARIABLE) or STOP_VARIABLE in environ or was_forked(environ):

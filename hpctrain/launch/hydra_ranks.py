@@ -1,9 +1,11 @@
-"""What Hydra, the launcher of MPICH and Intel MPI, does not do by itself for the ranks that it has started.
+"""Signals and failure reports for the ranks of Hydra, the launcher of MPICH and Intel MPI.
 
-It hands SIGUSR1 on to them, and no other signal of a user: SIGUSR2 ends it, and the ranks with it. Of a rank that was
-ended by a signal MPICH's message names a process that ended, not the rank and not always the first, with the bitwise
-or of how all ranks ended; Intel MPI's lists all ranks, for all others were then killed. So the first to end is found
-here, and Linux 6.15 and newer say how it ended.
+Hydra forwards SIGUSR1 to the ranks, but no other signal of a user: SIGUSR2 ends Hydra and the ranks.
+
+Its messages do not identify the rank that failed first. If a signal ended a rank, MPICH names a process that has
+ended, which is not always the first one, with the bitwise OR of how all ranks ended; Intel MPI lists all ranks,
+because it has killed all others. So this module watches which rank ends first. Linux 6.15 and newer also report how it
+ended.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from hpctrain.launch.rank_identity.launcher_process import forked_for, is_client
 
 _PROXIES = ("hydra_pmi_proxy", "hydra_bstrap_pr")  # as /proc cuts the names
 _LOOKS_FOR_S = 20.0
-# Of linux/pidfd.h: the question, of 64 bytes, the bit of the mask that asks for the exit status, and where it stands.
+# From linux/pidfd.h: ioctl request, size of its structure, mask bit for the exit status, and offset of that status.
 _GET_INFO, _INFO_BYTES, _INFO_EXIT, _EXIT_STATUS_AT = 0xC040FF0B, 64, 8, 60
 
 _PROCESS = re.compile(rb"=\s+(?:RANK \d+ )?PID (?P<pid>\d+) RUNNING AT (?P<node>\S+)")
@@ -36,8 +38,11 @@ _SIGNAL = re.compile(rb"EXIT STRING: .*\(signal (?P<mpich>\d+)\)|=\s+KILLED BY S
 class HydraRanks:
     """The ranks of a Hydra launcher that run on this machine.
 
-    launcher: its process id. num_ranks: of the whole run. Call `look` twice a second, and more often while
-    `is_looking`: who ended first is known of ranks that were found before.
+    launcher: process id of the launcher.
+    num_ranks: number of ranks of the whole run.
+
+    Call `look` twice per second, and more often while `is_looking`: the order in which ranks end is known only for
+    ranks that were found before.
     """
 
     def __init__(self, launcher: int, *, num_ranks: int) -> None:
@@ -53,7 +58,7 @@ class HydraRanks:
         self._code: int | None = None
 
     def look(self) -> None:
-        """Finds ranks that have started, until all are known or for 20 s, and notes those that have ended."""
+        """Finds ranks that have started (until all are known, or for 20 s), and records those that have ended."""
         if self.is_looking():
             for pid, rank in _ranks_under(self._launcher):
                 if pid not in self._ranks:
@@ -64,12 +69,12 @@ class HydraRanks:
             self._epoll.unregister(descriptor)
 
     def is_looking(self) -> bool:
-        """Returns True while not all ranks are known, for 20 s."""
+        """Returns True while not all ranks are known, for at most 20 s."""
         is_complete = len({*self._ranks.values()}) == self._num_ranks and not self._clients
         return not is_complete and time.monotonic() < self._until_s
 
     def send(self, number: int) -> int:
-        """Sends the signal to each rank on this machine. Returns to how many."""
+        """Sends the signal `number` to each rank on this machine. Returns the number of ranks."""
         self._until_s = max(self._until_s, time.monotonic() + 0.1)
         self.look()
         for pid in self._descriptors.values():
@@ -78,10 +83,13 @@ class HydraRanks:
         return len(self._descriptors)
 
     def find_failure(self, line: bytes) -> RankFailure | None:
-        """Returns the rank that failed first, once the launcher's lines have said that one did; this is the next one.
+        """Returns the rank that failed first, once the launcher's output reports a failure; otherwise None.
 
-        Of Linux older than 6.15 only a rank that a signal ended. Its `signal` is None then where MPICH does not say it:
-        what it says is the bitwise or of how all ranks ended, those that it has killed too, or is of another process.
+        Before Linux 6.15 only a rank that was ended by a signal is found. `signal` is then None if MPICH's message
+        does not tell it, because the message combines all ranks, including those that MPICH has killed, or is about
+        another process.
+
+        line: the next line of the launcher's output.
         """
         process = _PROCESS.search(line)
         if process is not None:
@@ -117,11 +125,11 @@ class HydraRanks:
         return RankFailure(rank=name, node=node, exit_code=128 + number, signal=number)
 
     def left_before(self) -> list[int]:
-        """Returns the ranks that ended with 0 before the first that did not."""
+        """Returns the ranks that exited with 0 before the first rank that failed."""
         return [rank for rank, _ in takewhile(lambda ended: _status_of(ended[1]) == 0, self._ended)]
 
     def first_code(self) -> int | None:
-        """Returns the exit code of the first rank that did not end with 0; None if Linux does not say it."""
+        """Returns the exit code of the first rank that did not end with 0; None if Linux does not report it."""
         self.look()
         _, status = self._first()
         return os.WEXITSTATUS(status) if status is not None and os.WIFEXITED(status) else None
@@ -132,7 +140,7 @@ class HydraRanks:
         self._epoll.close()
 
     def _first(self) -> tuple[int | None, int | None]:
-        """Returns the first rank that did not end with 0, and its wait status; each None if it is not known."""
+        """Returns the first rank that did not end with 0, and its wait status; each is None if unknown."""
         for rank, descriptor in self._ended:
             status = _status_of(descriptor)
             if status != 0:
@@ -151,9 +159,9 @@ class HydraRanks:
             self._clients[pid] = descriptor
 
     def _find_forked(self) -> None:
-        """Watches forked ranks instead of the processes that stand for them.
+        """Watches forked ranks instead of their clients (the processes that the launcher has started in their place).
 
-        Other ranks may notice the end of one sooner than the process that stands for it, and be ended first.
+        Other ranks may notice the end of a forked rank sooner than its client does, and be ended before the client.
         """
         for client, descriptor in [*self._clients.items()]:
             if descriptor not in self._descriptors or not is_client(client):
@@ -168,7 +176,7 @@ class HydraRanks:
 
 
 def _status_of(descriptor: int) -> int | None:
-    """Returns the wait status of a process that has ended and was waited for; None if Linux does not say it."""
+    """Returns the wait status of a process that has ended and was waited for; None if Linux does not report it."""
     info = bytearray(_INFO_BYTES)
     struct.pack_into("=Q", info, 0, _INFO_EXIT)
     try:
@@ -181,7 +189,7 @@ def _status_of(descriptor: int) -> int | None:
 
 
 def _ranks_under(launcher: int) -> list[tuple[int, int]]:
-    """Returns process and rank of each child of a Hydra proxy that the launcher has started."""
+    """Returns (process id, rank) of each child of a Hydra proxy that the launcher has started."""
     parents: dict[int, int] = {}
     proxies = set()
     for name in os.listdir("/proc"):

@@ -1,4 +1,4 @@
-"""Options of the launchers mpirun and srun."""
+"""The options of the launchers mpirun and srun."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from hpctrain.launch.placement import (
     set_threads,
 )
 from hpctrain.launch.rank_identity.identity import RANKS_PER_NODE_VARIABLE, expand_counts
-
-# Options of mpirun: Open MPI 4, Open MPI 5, and Hydra (MPICH, Intel MPI).
-
 
 # mpirun passes its environment to ranks on its own machine; to other machines only the variables that are listed.
 _CARRIED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX")
@@ -33,7 +30,10 @@ def mpirun_argv(
     hostfile: str | None,
     notes: list[str],
 ) -> list[str]:
-    """Returns mpirun and its options. Adds to `updates` variables for its environment, to `notes` lines to print."""
+    """Returns mpirun and its options, for Open MPI 4, Open MPI 5 and Hydra (MPICH, Intel MPI).
+
+    Adds variables for its environment to `updates`, and messages for the user to `notes`.
+    """
     assert machine.mpirun is not None
     family = machine.mpirun.family
     set_threads(placement, num_cores=machine.num_cores, environ=environ, updates=updates)
@@ -90,7 +90,10 @@ def mpirun_argv(
 
 
 def _hydra(placement: Placement, *, path: str, hosts: Sequence[str], hostfile: str | None) -> list[str]:
-    """Options of Hydra, which passes its whole environment to all ranks and lets ranks share cores by default."""
+    """Returns Hydra and its options.
+
+    Hydra passes its whole environment to all ranks, and lets ranks share cores by default.
+    """
     argv = [path, "-n", str(placement.num_ranks)]
     if placement.on_one_machine and not hosts:
         return [*argv, "-launcher", "fork"]
@@ -101,9 +104,6 @@ def _hydra(placement: Placement, *, path: str, hosts: Sequence[str], hostfile: s
     elif hosts:
         argv += ["-hosts", ",".join(dict.fromkeys(hosts))]
     return argv
-
-
-# Options of srun inside a Slurm allocation.
 
 
 def srun_mpi_type(machine: Machine) -> str | None:
@@ -130,8 +130,12 @@ def srun_argv(
     notes: list[str],
     nodes: Sequence[str] = (),
 ) -> list[str]:
-    """Returns srun and its options. Adds to `updates` variables to set, to `removed` variables to unset, to `notes`
-    lines to print. nodes: those of the allocation to use, by name; none: Slurm chooses."""
+    """Returns srun and its options.
+
+    Adds variables to set to `updates`, variables to unset to `removed`, and messages for the user to `notes`.
+
+    nodes: nodes of the allocation to use, by name; if empty, Slurm chooses.
+    """
     assert machine.srun is not None
     argv = [machine.srun.path]
     mpi_type = srun_mpi_type(machine)
@@ -178,8 +182,8 @@ def srun_argv(
         if not environ.get("OMP_NUM_THREADS"):
             updates["OMP_NUM_THREADS"] = str(cores_per_rank)
     if nodes or environ.get("SLURM_STEP_ID"):
-        # This shell is itself a step and holds the cores; or, on named nodes, an earlier step does: of one that lost a
-        # node Slurm frees the cores only when it has noticed that, after SlurmdTimeout.
+        # This shell is itself a step and occupies the cores; or, on named nodes, an earlier step does: if that lost a
+        # node, Slurm frees its cores only when it has noticed the loss, after SlurmdTimeout.
         argv.append("--overlap")
     if environ.get("SLURM_EXPORT_ENV"):
         argv.append(
@@ -189,6 +193,6 @@ def srun_argv(
 
 
 def _slurm_cores(environ: Mapping[str, str]) -> int | None:
-    """Number of cores of the allocation on its smallest node; None if Slurm does not set it."""
+    """Returns the number of cores that the allocation has on its smallest node; None if Slurm does not set it."""
     text = environ.get("SLURM_JOB_CPUS_PER_NODE")
     return min(expand_counts(text, variable="SLURM_JOB_CPUS_PER_NODE")) if text else None

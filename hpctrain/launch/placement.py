@@ -1,4 +1,4 @@
-"""Placement of ranks on nodes, and the environment of ranks that share a node's cores."""
+"""The placement of ranks on nodes, the environment of ranks that share cores, and the survey of this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ _OTHER_ALLOCATIONS = ("PBS_JOBID", "LSB_JOBID", "COBALT_JOBID", "PE_HOSTFILE", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Number of ranks and nodes. `num_nodes` is None if only mpirun knows the scheduler's number of nodes."""
+    """Number of ranks and nodes of a launch.
+
+    num_nodes: number of nodes; None if only mpirun knows the nodes of the scheduler.
+    emulated: True if one machine emulates several nodes.
+    """
 
     num_ranks: int
     ranks_per_node: int | None
@@ -49,8 +53,11 @@ def place_ranks(
     hosts: Sequence[str],
     notes: list[str],
 ) -> Placement:
-    """Places ranks on the nodes of `hosts` or the scheduler's allocation; on one machine with `ranks_per_node` less
-    than `num_ranks` it emulates nodes. Appends to `notes`. Raises LaunchError if there are too few nodes."""
+    """Places ranks on the nodes of `hosts` or of the scheduler's allocation.
+
+    On one machine it emulates nodes if `ranks_per_node` is less than `num_ranks`. Adds messages for the user to
+    `notes`. Raises LaunchError if there are too few nodes.
+    """
     num_nodes: int | None = 1
     where = "this machine is"
     if hosts:
@@ -102,10 +109,12 @@ def set_threads(
 def give_way_while_waiting(
     environ: Mapping[str, str], *, updates: dict[str, str], library: str | None, notes: list[str]
 ) -> None:
-    """Sets the environment so that ranks that outnumber the cores sleep while they wait.
+    """Sets the environment so that ranks sleep while they wait, for launches with more ranks than cores.
 
-    Open MPI polls while it waits, on a core that the awaited rank may need. On some kernels it keeps that rank from
-    running even if it is set to yield (sched_yield). library: path of the library that turns yields into short sleeps.
+    Open MPI polls while it waits, on a core that the awaited rank may need. On some kernels this keeps that rank from
+    running even if Open MPI yields (sched_yield).
+
+    library: path of the library that turns yields into short sleeps; None if it was not compiled.
     """
     if not environ.get(YIELD_VARIABLE):
         updates[YIELD_VARIABLE] = "1"
@@ -116,7 +125,7 @@ def give_way_while_waiting(
 def preload_sleep(
     environ: Mapping[str, str], *, updates: dict[str, str], library: str | None, notes: list[str]
 ) -> None:
-    """Lets the ranks preload the library that turns yields into short sleeps. MPICH yields without being asked to."""
+    """Makes the ranks preload the library that turns yields into short sleeps. MPICH yields by default."""
     if library is not None:
         updates[PRELOAD_VARIABLE] = with_preload(environ, library)
     else:
@@ -126,14 +135,11 @@ def preload_sleep(
         )
 
 
-# Input for planning a launch: the cores of this machine and its installed launchers.
-
-
 _QUERY_TIMEOUT_S = 20
 
 
 class MpirunFamily(Enum):
-    """Families of mpirun, by their options."""
+    """Families of mpirun, which differ in their options."""
 
     OPEN_MPI_4 = "Open MPI 4 or older"
     OPEN_MPI_5 = "Open MPI 5 or newer"
@@ -150,7 +156,11 @@ class Mpirun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Srun:
-    """`mpi_types`: names listed by `srun --mpi=list`, such as pmix and pmi2; none if it fails, see `failure`."""
+    """An installed srun.
+
+    mpi_types: types that `srun --mpi=list` prints, such as pmix and pmi2; empty if it fails.
+    failure: why it fails; "" if it does not.
+    """
 
     path: str
     mpi_types: tuple[str, ...]
@@ -159,10 +169,13 @@ class Srun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """`num_cpus`: number of hardware threads that this process may use, which its ranks will share; `num_cores`: number
-    of cores that these belong to. Neither exceeds the CPU limit of its control group.
+    """The cores of this machine, and the launchers that are installed on it.
 
-    yield_library: the library that ranks preload if there are more than `num_cpus`; None if it was not compiled.
+    num_cores: number of cores that this process may use, and its ranks will share.
+    num_cpus: number of hardware threads of these cores. Neither number exceeds the CPU limit of the control group.
+    yield_library: library for ranks to preload if there are more ranks than `num_cpus`; None if it was not compiled.
+    is_root: True if this process runs as root.
+    mpirun, srun: the installed launchers; None if there is none.
     """
 
     num_cores: int
@@ -174,7 +187,7 @@ class Machine:
 
 
 def survey_machine() -> Machine:
-    """Inspects this machine. Runs `mpirun --version` and `srun --mpi=list` if they are installed."""
+    """Inspects this machine. Runs `mpirun --version` and `srun --mpi=list`, if they are installed."""
     mine = read_cores()
     mpirun_path = shutil.which("mpirun") or shutil.which("mpiexec")
     srun_path = shutil.which("srun")
@@ -191,12 +204,12 @@ def survey_machine() -> Machine:
 
 
 def host_name() -> str:
-    """This machine's name, as ranks exchange it."""
+    """Returns this machine's name, as ranks exchange it."""
     return socket.gethostname()
 
 
 def read_mpirun_version(text: str, *, path: str) -> Mpirun:
-    """Determines the family of an mpirun from `text`, the output of `mpirun --version`."""
+    """Determines the family of an mpirun. text: output of `mpirun --version`."""
     first = next((line.strip() for line in text.splitlines() if line.strip()), "no version printed")
     family = MpirunFamily.UNKNOWN
     found = re.search(r"\(Open MPI\) (\d+)[.\d]*|\(OpenRTE\) (\d+)|PRRTE", text)
@@ -214,7 +227,10 @@ def read_mpirun_version(text: str, *, path: str) -> Mpirun:
 
 
 def read_srun(exit_code: int | None, text: str, *, path: str) -> Srun:
-    """Reads `text`, the output of `srun --mpi=list`. exit_code: None if it did not end, or could not be run."""
+    """Reads the output of `srun --mpi=list`.
+
+    exit_code: exit code of that command; None if it did not end, or could not be run.
+    """
     types = read_mpi_types(text) if exit_code == 0 else ()
     said = " ".join(text.split())[:200]
     end = "did not answer" if exit_code is None else f"failed with exit code {exit_code}"
@@ -223,8 +239,11 @@ def read_srun(exit_code: int | None, text: str, *, path: str) -> Srun:
 
 
 def read_mpi_types(text: str) -> tuple[str, ...]:
-    """Returns the types in `text`, the output of `srun --mpi=list`. Its layout depends on Slurm's version: the types
-    follow a line that ends with "types are...". Other lines, such as warnings before it, are not types."""
+    """Returns the types in the output of `srun --mpi=list`.
+
+    Its layout depends on Slurm's version: the types follow a line that ends with "types are...". Other lines, such as
+    warnings before it, contain no types.
+    """
     _, heading, after = text.partition("types are...")
     listed = [line for line in after.splitlines() if "specific" not in line] if heading else []
     words = (word.strip(" ,:\t") for line in listed for word in line.removeprefix("srun: ").split())
@@ -232,8 +251,10 @@ def read_mpi_types(text: str) -> tuple[str, ...]:
 
 
 def _output(argv: list[str]) -> tuple[int | None, str]:
-    """Exit code and output (both streams) of a short command; None and nothing if it cannot be run or takes over
-    _QUERY_TIMEOUT_S seconds."""
+    """Returns exit code and output (both streams) of a short command.
+
+    (None, "") if the command cannot be run, or takes longer than _QUERY_TIMEOUT_S seconds.
+    """
     try:
         done = subprocess.run(
             argv,

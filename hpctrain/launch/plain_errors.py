@@ -1,4 +1,4 @@
-"""How an error that is meant for the user ends a process: as a message, once for the whole job, and an exit code."""
+"""Ends a process with an error that is meant for the user: a message, once for the whole job, and an exit code."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ OTHERS_PRINT_AFTER_S = 5.0
 def print_and_exit(error: HpctrainError) -> NoReturn:
     """Prints `error` once for the whole job, and exits with its code.
 
-    Rank 0 prints at once, and the launcher ends the other ranks when it exits. A rank that still runs after
-    OTHERS_PRINT_AFTER_S prints the error itself, since rank 0 did not have it, unless the error is agreed.
+    Rank 0 prints at once, and when it exits the launcher ends the other ranks. A rank that still runs after
+    OTHERS_PRINT_AFTER_S prints the error itself, because rank 0 did not have it, unless the error is agreed.
     """
     rank = 0
     with contextlib.suppress(LaunchError):

@@ -1,8 +1,9 @@
 """Runs a planned launch: prints the command, forwards signals, and ends ranks that outlive the launcher.
 
-A run is stopped by SIGUSR1, or by SIGUSR2 if asked: mpirun (Hydra with help: `hydra_ranks`) and srun forward these to
-every rank, whereas SIGTERM and SIGINT would make them kill the ranks within seconds. So the first Ctrl-C or SIGTERM
-becomes SIGUSR1, the ranks save at a step they agree on, and the run ends with exit code 75.
+A run is stopped by SIGUSR1, or by SIGUSR2 if the user asks for that. mpirun and srun forward these signals to every
+rank (Hydra needs the help of `hydra_ranks`), whereas SIGTERM and SIGINT would make them kill the ranks within seconds.
+So the first Ctrl-C or SIGTERM is converted to SIGUSR1, the ranks save at a step on which they agree, and the run ends
+with exit code 75.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from hpctrain.launch.failure import (
 )
 from hpctrain.launch.hydra_ranks import HydraRanks
 
-# mpirun takes so long to handle signals itself, and to start ranks that get them.
+# Seconds that mpirun needs until it handles signals, and has started ranks that get them.
 _STARTS_WITHIN_S = 1.0
 _KILL_AFTER_S = 3.0  # from the second Ctrl-C to SIGKILL; mpirun and srun need 2 s to end their ranks
-# Each asks the run to stop: SIGUSR1 is what a batch script hands on, the others become it.
+# Each of these asks the run to stop: a batch script forwards SIGUSR1, and the others are converted to it.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_SAME_REQUEST_S = 2.5  # a signal so much later is a second request: not less than `hpctrain.resilience` has
+_SAME_REQUEST_S = 2.5  # a signal this much later is a second request; not less than in `hpctrain.resilience`
 _STRAY_GRACE_S = 3.0  # for ranks that outlive a launcher that died
 _MAX_LINE_BYTES = 4096
 _STOPPED = re.compile(STOPPED.pattern.encode())
@@ -49,16 +50,20 @@ _PR_SET_PDEATHSIG = 1
 # Set for the ranks if their output is shown on a terminal. They cannot find out themselves: mpirun gives them a
 # pseudo-terminal even if its output goes to a file.
 TERMINAL_VARIABLE = "HPCTRAIN_TERMINAL"
-# Set for the ranks: name of the signal that asks them to stop. A rank that leaves while it starts ends all.
+# Set for the ranks: name of the signal that asks them to stop. A rank that exits during the start ends all ranks.
 STOP_VARIABLE = "HPCTRAIN_STOP_SIGNAL"
 _HANDLED = (*STOP_SIGNALS, signal.SIGUSR2, signal.SIGCHLD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOutcome:
-    """exit_code: 128 + n if signal n ended the launcher, 130 after a second Ctrl-C. stop_asked: True if a signal asked
-    the launch to stop. signals: names of the signals that this process got meanwhile and handed on, in order.
-    failure: the first that was reported, see `Observer.saw_line`."""
+    """How a launch ended.
+
+    exit_code: exit code of the launch; 128 + n if signal n ended the launcher, 130 after a second Ctrl-C.
+    stop_asked: True if a signal asked the launch to stop.
+    signals: names of the signals that this process received and forwarded, in order.
+    failure: the first failure that was reported, see `Observer.saw_line`; None if there was none.
+    """
 
     exit_code: int
     stop_asked: bool
@@ -68,26 +73,35 @@ class LaunchOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRequest:
-    """Asks that the ranks are ended now, without saving: by SIGTERM to the launcher, which then kills them, and by
-    SIGKILL to its remaining processes after `kill_after_s`."""
+    """A request to end the ranks now, without saving.
+
+    The launcher gets SIGTERM and then kills the ranks; its remaining processes get SIGKILL after `kill_after_s`.
+    """
 
     reason: str
     kill_after_s: float
 
 
 class Observer(Protocol):
-    """Follows a launch. Its methods are called in the thread that runs the launch, which forwards signals and output,
-    so they must return within a second or two."""
+    """Follows a launch.
+
+    The thread that runs the launch, and forwards signals and output, calls the methods; so they must return within a
+    second or two.
+    """
 
     def launched(self, pid: int) -> None:
         """Called once, with the process id of mpirun or srun."""
 
     def saw_line(self, line: bytes, failure: RankFailure | None) -> None:
-        """Called with each line that the launcher and the ranks print to stderr, and under Hydra to stdout, without its
-        end. failure: that this line, or it and the one before, reports; of Hydra's ranks that which ended first."""
+        """Called with each line that the launcher and the ranks print to stderr (under Hydra also to stdout).
+
+        line: the line, without its end.
+        failure: the failure that this line reports, alone or together with the previous one; for Hydra, the rank that
+        ended first. None if it reports none.
+        """
 
     def must_end(self) -> EndRequest | None:
-        """Called about twice a second until it asks for the end of the ranks."""
+        """Called about twice per second, until it returns a request to end the ranks."""
 
 
 def run_plan(
@@ -97,7 +111,7 @@ def run_plan(
     messages: IO[str] | None = None,
     stop_signal: signal.Signals = signal.SIGUSR1,
 ) -> int:
-    """Runs the launch with this process's stdout and stderr and returns its exit code. See `run_launch`."""
+    """Runs the launch with this process's stdout and stderr, and returns its exit code. See `run_launch`."""
     return run_launch(plan, environ=environ, messages=messages, stop_signal=stop_signal).exit_code
 
 
@@ -112,10 +126,15 @@ def run_launch(
 ) -> LaunchOutcome:
     """Runs the launch and waits for its end.
 
-    `messages`: stream for the command line and for notes on its end; stderr by default. `output`: file for the ranks'
-    output instead of this process's stdout and stderr. `stop_signal`: sent to the launcher to stop the run.
-    Replaces this process's handlers of SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 while it runs, so it must be called
-    from the main thread. The launcher runs in a session of its own, so that Ctrl-C reaches only this process.
+    It replaces this process's handlers of SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 while it runs, so it must be
+    called from the main thread. The launcher runs in a session of its own, so that Ctrl-C reaches only this process.
+
+    environ: environment variables for the launcher, before the plan's changes.
+    messages: stream for the command line and messages about the end; None means stderr.
+    output: file for the ranks' output; None means this process's stdout and stderr.
+    stop_signal: signal that is sent to the launcher to stop the run.
+    observer: object that follows the launch.
+
     Raises LaunchError if the launcher cannot be started.
     """
     out = messages if messages is not None else sys.stderr
@@ -132,7 +151,7 @@ def run_launch(
             child = subprocess.Popen(
                 plan.argv,
                 env=child_environ,
-                # Hydra says on its output, not on stderr, how a rank has ended.
+                # Hydra prints on stdout, not on stderr, how a rank has ended.
                 stdout=subprocess.PIPE if plan.is_hydra else output,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
@@ -170,7 +189,7 @@ def _exit_code(
     stop_signal: signal.Signals,
     out: IO[str],
 ) -> int:
-    """Says how the launch ended, and returns its exit code. exit_code: of the launcher, -n after signal n."""
+    """Prints how the launch ended, and returns its exit code. exit_code: of the launcher; -n after signal n."""
     failure = watch.failure
     ignores_stop = watch.stop_asked and failure is not None and failure.signal == stop_signal
     if ignores_stop:
@@ -228,8 +247,8 @@ def _exit_code_of_hydra(exit_code: int, watch: _Watch, hydra: HydraRanks, *, out
 def resolve_command(program: str) -> str:
     """Returns the path of a program for the ranks, or its name if it is on the PATH.
 
-    `hpctrain` is the one in the folder of this Python, even if its environment is not activated. Raises LaunchError
-    if there is no such program.
+    `hpctrain` is the one in the folder of this Python, even if its environment is not activated. Raises LaunchError if
+    there is no such program.
     """
     installed = Path(sys.executable).parent / program
     if program == "hpctrain" and os.access(installed, os.X_OK):
@@ -243,7 +262,7 @@ def resolve_command(program: str) -> str:
 
 
 class _Copy:
-    """Copies one of the launcher's outputs to the file descriptor `to`, and keeps its last lines."""
+    """Copies one of the launcher's output streams to the file descriptor `to`, and keeps its last lines."""
 
     def __init__(self, stream: IO[bytes] | None, *, to: int) -> None:
         assert stream is not None
@@ -255,7 +274,7 @@ class _Copy:
         os.set_blocking(stream.fileno(), False)
 
     def lines(self) -> Iterator[bytes]:
-        """Copies what is available and yields its whole lines; afterwards `ended` says whether this was the last."""
+        """Copies the available output and yields its whole lines; sets `ended` when the stream has ended."""
         while True:
             try:
                 data = os.read(self.stream.fileno(), 65536)
@@ -288,7 +307,7 @@ class _Watch:
         hydra: HydraRanks | None = None,
     ) -> None:
         self._first = FirstFailure()
-        self.has_stopped = False  # the ranks have said so
+        self.has_stopped = False  # by a line of the ranks
         self.stop_asked = False
         self.has_killed = False
         self.interrupted = False  # by a second Ctrl-C
@@ -308,16 +327,16 @@ class _Watch:
 
     @property
     def failure(self) -> RankFailure | None:
-        """The first failure that was reported: the cause, from which the others follow."""
+        """The first failure that was reported: the cause of the others."""
         return self._first.failure
 
     @property
     def is_cause(self) -> bool:
-        """Whether that rank has certainly failed by itself."""
+        """True if that rank has certainly failed by itself."""
         return self._first.is_cause
 
     def until_exit(self) -> int:
-        """Waits for the launcher and for processes that it left. Returns its exit code, -n for signal n."""
+        """Waits for the launcher, and for processes that it has left behind. Returns its exit code, -n for signal n."""
         with selectors.DefaultSelector() as ready:
             ready.register(self._wakeup, selectors.EVENT_READ)
             for copy in self._copies:
@@ -394,7 +413,10 @@ class _Watch:
                 self._hand_on(self._stop_signal)
 
     def _hand_on(self, number: int) -> None:
-        """Sends a signal to all ranks; of Hydra SIGUSR2 to those of this machine, which the others follow."""
+        """Sends a signal to all ranks.
+
+        Under Hydra, SIGUSR2 is sent only to the ranks of this machine; the other ranks follow them.
+        """
         if self._hydra is None or number != signal.SIGUSR2:
             self._child.send_signal(number)
         elif not self._hydra.send(number):
@@ -426,7 +448,7 @@ class _Watch:
     def _end_strays(self) -> None:
         """Ends ranks on this machine that outlived the launcher because it died or could not end them.
 
-        After a launcher that exited normally, processes that are just exiting have _STRAY_GRACE_S seconds to do so.
+        If the launcher exited normally, processes that are just exiting have _STRAY_GRACE_S seconds to do so.
         """
         start_s = time.monotonic()
         wait_limit_s = 0.0 if self._child.returncode < 0 else _STRAY_GRACE_S
@@ -448,7 +470,7 @@ class _Watch:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[socket.socket]:
-    """Yields a socket on which each signal of `_HANDLED` arrives as a byte; restores the handlers afterwards."""
+    """Yields a socket on which each signal of `_HANDLED` arrives as a byte, and restores the handlers afterwards."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -467,12 +489,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _die_with_parent() -> None:
-    """Makes the kernel send SIGTERM to this child when its parent dies, even by SIGKILL; it then ends the ranks."""
+    """Makes the kernel send SIGTERM to this child when its parent dies, even by SIGKILL.
+
+    The child then ends the ranks.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _session_members(session: int) -> list[int]:
-    """PIDs of running processes of the session on this machine. By session, since ranks have own process groups."""
+    """Returns the running processes of the session on this machine.
+
+    They are found by session, since ranks have process groups of their own.
+    """
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit():

@@ -1,7 +1,7 @@
-"""The library that ranks preload if they outnumber the cores: it replaces `sched_yield` by a short sleep.
+"""The library that ranks preload if there are more of them than cores: it replaces `sched_yield` by a short sleep.
 
-`hpctrain launch` preloads it for the ranks. A rank of `hpctrain` that was started by plain mpirun or srun restarts its
-command line with it (`restart_with_sleep`). Reasons: docs/adr/0024-yield-by-sleep.md.
+`hpctrain launch` preloads it for the ranks. A rank of `hpctrain` that plain mpirun or srun has started restarts its
+command line with it (`restart_with_sleep`). The reasons are in docs/adr/0024-yield-by-sleep.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESTARTED_VARIABLE = "HPCTRAIN_RESTARTED_FOR_YIELD"
 
 
 def find_library(directory: Path = Path(__file__).parent) -> str | None:
-    """Path of the compiled library; None if it was not compiled, or if LD_PRELOAD cannot express its path."""
+    """Returns the path of the compiled library; None if it was not compiled, or LD_PRELOAD cannot contain its path."""
     for suffix in EXTENSION_SUFFIXES:
         path = str(directory / f"{YIELD_STEM}{suffix}")
         if os.path.exists(path) and not set(path) & set(": \t"):  # these separate libraries
@@ -44,25 +44,29 @@ def with_preload(environ: Mapping[str, str], library: str) -> str:
 
 
 def yields(environ: Mapping[str, str]) -> bool:
-    """True if Open MPI will yield when ranks outnumber cores, i.e. unless the user has switched it off."""
+    """Returns True if Open MPI will yield while it waits, that is, unless the user has switched that off."""
     return environ.get(YIELD_VARIABLE, "").strip().lower() not in ("0", "false", "no")
 
 
 def in_effect(maps: str | None = None) -> bool:
-    """True if this process has the library loaded. maps: content of /proc/self/maps, read if None."""
+    """Returns True if this process has loaded the library. maps: content of /proc/self/maps; None: it is read."""
     return YIELD_STEM in (_own_maps() if maps is None else maps)
 
 
 def may_starve(maps: str | None = None) -> bool:
-    """True if this process waits by Open MPI's yielding, without the library. Valid once MPI is loaded."""
+    """Returns True if this process waits by Open MPI's yielding without the library. Valid once MPI is loaded.
+
+    maps: content of /proc/self/maps; None: it is read.
+    """
     found = _own_maps() if maps is None else maps
     return "libopen-pal" in found and YIELD_STEM not in found
 
 
 def describe_crowd(cores: Sequence[RankCores], *, may_starve: Sequence[bool]) -> str | None:
-    """Returns advice if ranks without the library outnumber the cores of their host; None if there is no such host.
+    """Returns advice if a host has more ranks than cores and these do not use the library; otherwise None.
 
-    cores, may_starve: by rank.
+    cores: cores of each rank.
+    may_starve: for each rank, whether it waits without the library.
     """
     counts = Counter(found.host for found in cores)
     for host in dict.fromkeys(found.host for found, may in zip(cores, may_starve, strict=True) if may):
@@ -89,6 +93,7 @@ def restart_environment(
 ) -> dict[str, str] | None:
     """Returns the variables to set for a restart with the library; None if no restart is needed.
 
+    library: path of the library; None if it was not compiled.
     num_cpus: number of hardware threads that all ranks of this host share; None if unknown.
     """
     row = find_launcher(environ)
@@ -109,10 +114,10 @@ def restart_environment(
 
 
 def restart_with_sleep() -> None:
-    """Restarts this process's command line with the library if ranks outnumber the cores; else returns.
+    """Restarts this process's command line with the library if there are more ranks than cores; otherwise returns.
 
-    Must be called before MPI starts: the new program keeps the process id, the launcher's variables and open files, so
-    the launcher sees no difference. Returns at once under `hpctrain launch`, which has preloaded the library.
+    Call it before MPI starts. The new program keeps the process id, the launcher's variables and open files, so the
+    launcher sees no difference. It returns at once under `hpctrain launch`, which has preloaded the library.
     """
     environ = os.environ
     added = restart_environment(environ, num_cpus=_launcher_cpus(environ), library=find_library())
@@ -125,9 +130,10 @@ def restart_with_sleep() -> None:
 
 
 def _launcher_cpus(environ: Mapping[str, str]) -> int | None:
-    """Number of hardware threads that the launcher may use on this host, which its ranks share; None if unknown.
+    """Returns the number of hardware threads that the launcher may use on this host, and its ranks share.
 
-    A rank's own affinity may already be its share of them (--bind-to core), as is that of a script between the two.
+    Returns None if unknown. A rank's own affinity may be only its share of them (--bind-to core), and so may that of a
+    script between the launcher and the rank.
     """
     row, pid = find_launcher(environ), find_launcher_process(environ).pid
     if row is None or pid is None:

@@ -1,4 +1,9 @@
-"""Writes dashboards, alert rules and an example of Prometheus's configuration into a folder."""
+"""Writes dashboards for Grafana, alert rules and an example configuration for Prometheus into a folder.
+
+`files/dashboards.toml` has the dashboards in a form without Grafana: sections of panels, and their PromQL.
+`grafana_dashboard` converts one to Grafana's classic JSON, which Grafana 9 and later import. Data source and run are
+variables of the dashboard, so that the same file suits every Grafana.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +24,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# Dashboards, as `files/dashboards.toml` has them: sections of panels, and their PromQL. No Grafana in here.
-
-
 FILES = files("hpctrain.monitoring") / "files"
 
 
@@ -30,14 +32,14 @@ class _Part(BaseModel):
 
 
 class Query(_Part):
-    """An expression of a panel, in PromQL with Grafana's variables, and the name of its series."""
+    """A query of a panel: an expression in PromQL with Grafana's variables, and the legend of its series."""
 
     expr: str
     legend: str
 
 
 class Panel(_Part):
-    """A panel of a dashboard. The comment in the table says what its fields mean."""
+    """A panel of a dashboard. A comment in `files/dashboards.toml` explains the fields."""
 
     title: str
     about: str
@@ -59,7 +61,11 @@ class Section(_Part):
 
 
 class Dashboard(_Part):
-    """A dashboard. name: of its file, and in its address in Grafana. about: who looks at it, and for what."""
+    """A dashboard.
+
+    name: name of its file, also used in its address in Grafana.
+    about: who uses it, and for what.
+    """
 
     name: str
     title: str
@@ -78,17 +84,12 @@ class _Table(_Part):
 
 @functools.cache
 def read_dashboards() -> tuple[Dashboard, ...]:
-    """Returns the dashboards of the table."""
+    """Returns the dashboards in `files/dashboards.toml`."""
     text = (FILES / "dashboards.toml").read_text(encoding="utf-8")
     return _Table.model_validate(tomllib.loads(text)).dashboards
 
 
-# A dashboard as Grafana's classic JSON, which Grafana 9 and later import and which people share. Pure.
-#
-# The data source and the run are variables of the dashboard, so that the same file suits every Grafana.
-
-
-_SCHEMA_VERSION = 36  # of Grafana 9; newer ones convert it when they load it
+_SCHEMA_VERSION = 36  # that of Grafana 9; newer versions convert it when they load it
 _COLUMNS = 24
 _HEIGHTS = {"stat": 4, "timeseries": 8, "heatmap": 8, "table": 8}
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -96,7 +97,7 @@ RUN_VARIABLE_QUERY = "label_values(hpctrain_run_info, run)"
 
 
 def grafana_dashboard(dashboard: Dashboard) -> dict[str, Any]:
-    """Returns the JSON document of a dashboard."""
+    """Returns a dashboard as a JSON document for Grafana."""
     return {
         "id": None,
         "uid": f"hpctrain-{dashboard.name}",
@@ -165,7 +166,7 @@ def _run_variable() -> dict[str, Any]:
 
 
 def _placed(dashboard: Dashboard) -> Iterator[dict[str, Any]]:
-    """Yields headings and panels from left to right and top to bottom, each with a number and its place."""
+    """Yields headings and panels with number and position, from left to right and top to bottom."""
     number, top = 0, 0
     for section in dashboard.sections:
         number += 1
@@ -271,7 +272,7 @@ def _target(panel: Panel, query: Query, index: int) -> dict[str, Any]:
 
 
 def _one_table() -> dict[str, Any]:
-    """Leaves out of a table what the reader does not look for."""
+    """Returns the transformation that hides the columns of a table that are of no interest."""
     hidden = ("Time", "__name__", "instance", "job")
     return {"id": "organize", "options": {"excludeByName": dict.fromkeys(hidden, True)}}
 
@@ -284,7 +285,7 @@ _COPIED = ("alerts.yml", "prometheus.yml")
 
 
 def monitoring_files() -> Mapping[str, str]:
-    """Returns the text of each file by its path in the folder."""
+    """Returns the text of each file, by its path in the folder."""
     found = {
         f"dashboards/{dashboard.name}.json": json.dumps(grafana_dashboard(dashboard), indent=2) + "\n"
         for dashboard in read_dashboards()
@@ -293,9 +294,9 @@ def monitoring_files() -> Mapping[str, str]:
 
 
 def write_monitoring(folder: Path) -> tuple[Path, ...]:
-    """Writes the files into `folder`, which is made if it is not there, and returns their paths.
+    """Writes the files into `folder`, which is created if it does not exist, and returns their paths.
 
-    Files of these names that are there already are replaced. Raises UsageError if one cannot be written.
+    Existing files of these names are replaced. Raises UsageError if a file cannot be written.
     """
     written = []
     for name, text in monitoring_files().items():

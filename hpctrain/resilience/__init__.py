@@ -1,4 +1,4 @@
-"""When a run stops or saves: signals, and the time that is left."""
+"""When a run stops, saves or rolls back: signals, time limits, divergence and lack of memory."""
 
 import lazy_loader
 

@@ -1,8 +1,8 @@
-"""When training diverges: which steps are dropped, when it is rolled back, when it ends (F5). Pure.
+"""Response to divergence: which steps are dropped, when the run is rolled back, and when it ends. Pure.
 
     ok -> skip -> roll back, with a lower learning rate -> give up
 
-Everything follows from numbers that are summed over the ranks, so all ranks decide alike and nothing more is sent.
+All decisions follow from numbers that are summed over the ranks, so all ranks decide alike without further messages.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from typing import Any, final
 
 from hpctrain.errors import DivergedError
 
-# Consistency of the median absolute deviation with the standard deviation of a normal distribution.
+# Factor from the median absolute deviation to the standard deviation of a normal distribution.
 _MAD_TO_STD = 1.4826
-# Least standard deviation, as a fraction of the loss: losses that hardly vary would make any change a jump.
+# Smallest standard deviation, as a fraction of the loss: for losses that hardly vary, any change would be a jump.
 _LEAST_STD = 0.02
 
 
 def robust_z(loss: float, recent: Sequence[float]) -> float:
-    """Returns by how many robust standard deviations `loss` is above the median of `recent`.
+    """Returns how many robust standard deviations `loss` is above the median of `recent`.
 
-    If all are positive, their logarithms are compared: losses near zero vary over powers of ten. Source of the estimate
-    of the standard deviation (1.4826 MAD): Rousseeuw and Croux 1993, doi:10.1080/01621459.1993.10476408.
+    If all values are positive, their logarithms are compared, since losses near zero vary over powers of ten. Source
+    of the estimate of the standard deviation (1.4826 MAD): Rousseeuw and Croux 1993,
+    doi:10.1080/01621459.1993.10476408.
     """
     values = list(recent)
     if loss > 0 and min(values) > 0:
@@ -41,10 +42,14 @@ def robust_z(loss: float, recent: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DivergenceLimits:
-    """jump_z: a loss at least so many robust standard deviations above the recent ones is a jump; 0: none is.
+    """Limits of the divergence guard.
 
-    window: number of recent losses; before there are so many no loss is a jump. max_skipped_in_row: more steps in a
-    row whose loss jumps or is not finite are a divergence. max_roll_backs: of the whole run. lr_factor: of each.
+    jump_z: number of robust standard deviations above the recent losses from which on a loss is a jump; 0: no loss is
+    one.
+    window: number of recent losses to compare with; until there are that many, no loss is a jump.
+    max_skipped_in_row: number of consecutive steps with a loss that jumps or is not finite that is still allowed.
+    max_roll_backs: largest number of roll-backs in the whole run.
+    lr_factor: factor by which each roll-back multiplies the learning rate.
     """
 
     jump_z: float = 0.0
@@ -56,11 +61,13 @@ class DivergenceLimits:
 
 @final
 class Divergence:
-    """What a run knows about its divergence; the same on every rank, and saved with the run's state.
+    """State of the divergence guard: the same on every rank, and saved with the run's state.
 
-    lr_factor: factor of the learning rate, lower after each roll-back. num_roll_backs: so far. skipped_in_row: newest
-    steps that were not accepted. last_applied: newest step that changed the parameters. rolled_back_to: step of the
-    checkpoint of the newest roll-back; None before the first.
+    lr_factor: factor on the learning rate, which each roll-back lowers.
+    num_roll_backs: number of roll-backs so far.
+    skipped_in_row: number of newest consecutive steps that were not accepted.
+    last_applied: newest step that changed the parameters.
+    rolled_back_to: step of the checkpoint of the newest roll-back; None before the first.
     """
 
     def __init__(self, limits: DivergenceLimits) -> None:
@@ -73,8 +80,10 @@ class Divergence:
         self._losses: deque[float] = deque(maxlen=limits.window)
 
     def why_not(self, *, loss: float, grad_norm: float) -> str | None:
-        """Returns why a step must not be applied; None if it may be. For gradients that are not finite this is None:
-        the updater skips them itself, and adapts the loss scale."""
+        """Returns why a step must not be applied; None if it may be.
+
+        It is None for gradients that are not finite: the updater itself skips such steps and adapts the loss scale.
+        """
         if not math.isfinite(grad_norm):
             return None
         if not math.isfinite(loss):
@@ -90,7 +99,10 @@ class Divergence:
         )
 
     def after_step(self, step: int, *, loss: float, applied: bool, why_not: str | None) -> None:
-        """Notes the outcome of `step`. why_not: of this step. Raises DivergedError after too many dropped in a row."""
+        """Records the outcome of `step`. Raises DivergedError after too many consecutive dropped steps.
+
+        why_not: why this step was not accepted; None if it was.
+        """
         if applied:
             self.skipped_in_row = 0
             self.last_applied = step
@@ -122,10 +134,10 @@ class Divergence:
         return "there is no checkpoint from before to roll back to"
 
     def choose(self, saved_steps: Sequence[int]) -> int | None:
-        """Returns to which of the checkpoints' steps to roll back; None if there is none from before the divergence.
+        """Returns the step of the checkpoint to roll back to; None if there is none from before the divergence.
 
-        The last step that was applied may have spoiled the parameters, so only older checkpoints count. If the last
-        roll-back led to the newest of these and did not help, an older one is better, if there is one.
+        The last applied step may have spoiled the parameters, so only older checkpoints count. If the last roll-back
+        already led to the newest of these, the one before it is chosen, if there is one.
         """
         before = sorted(step for step in saved_steps if step < self.last_applied)
         if not before:
@@ -135,14 +147,18 @@ class Divergence:
         return before[-1]
 
     def rolled_back(self, saved: Mapping[str, Any], *, step: int) -> None:
-        """The state of `step` is restored, with `saved` in it: continues from there, with a lower learning rate."""
+        """Continues after a roll-back, with a lower learning rate.
+
+        saved: guard state in the checkpoint that was restored.
+        step: step of that checkpoint.
+        """
         lr_factor, num_roll_backs = self.lr_factor * self._limits.lr_factor, self.num_roll_backs + 1
         self.load_state(saved)
         self.lr_factor, self.num_roll_backs, self.rolled_back_to = lr_factor, num_roll_backs, step
         self.skipped_in_row = 0
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint must hold, as JSON."""
+        """Returns the state that a checkpoint must hold, as values for JSON."""
         return {
             "lr_factor": self.lr_factor,
             "num_roll_backs": self.num_roll_backs,
@@ -153,7 +169,7 @@ class Divergence:
         }
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Restores `state`; of a checkpoint without one, as that of a new run."""
+        """Restores `state`. An empty `saved`, from a checkpoint without this state, gives the state of a new run."""
         self.lr_factor = float(saved.get("lr_factor", 1.0))
         self.num_roll_backs = int(saved.get("num_roll_backs", 0))
         self.skipped_in_row = int(saved.get("skipped_in_row", 0))

@@ -1,4 +1,14 @@
-"""A limit of this process's own memory, and what becomes of memory that torch frees."""
+"""Limits this process's own memory, and controls whether memory that torch frees is returned to the system.
+
+A limit: the kernel kills a process of a control group (a Slurm job with ConstrainRAMSpace, a container) whose memory
+is used up, and no error can be handled then. With a lower limit of the process itself, an allocation fails instead,
+with an error.
+
+Freed memory: by default glibc returns freed memory to the system in pieces of more than 128 KiB. A training step frees
+its activations and allocates as many again in the next step, so the kernel clears and maps each page again. Measured
+with digits on two ranks, that is half of all page faults, and costs 14 % of the samples per second. If memory is
+short, keeping it does harm: a free block of one size is not used for other sizes, nor by other threads.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +21,24 @@ from pathlib import Path
 
 from hpctrain.launch import control_groups
 
-# A limit of this process's own memory, below that of its control group.
-#
-# The kernel kills a process of a control group (a Slurm job with ConstrainRAMSpace, a container) whose
-# memory is used up; no error can be handled then. With a lower limit of its own an allocation fails
-# instead, with an error.
-
-
-# Set for the ranks by `hpctrain supervise`: the number of the attempt before, if that ended out of memory.
+# Set for the ranks by `hpctrain supervise`: the number of the previous attempt, if that ran out of memory.
 OUT_OF_MEMORY_VARIABLE = "HPCTRAIN_OUT_OF_MEMORY"
-# Of the group's memory: the rest is for what the limit does not count, as memory that ranks share.
+# Share of the group's memory: the rest is for what the limit does not count, such as memory that ranks share.
 USED_SHARE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLimit:
-    """num_bytes: memory that all processes of a control group may use. group: its name."""
+    """Memory limit of a control group: `num_bytes` for all its processes together. `group` is its name."""
 
     num_bytes: int
     group: str
 
 
 def read_group_limit(root: Path = Path("/")) -> GroupLimit | None:
-    """Returns the smallest memory limit of this process's control groups; None if it is not below the machine's memory.
+    """Returns the smallest memory limit of this process's control groups; None if none is below the machine's memory.
 
-    root: directory with `proc` and `sys`.
+    root: directory that contains `proc` and `sys`.
     """
     found = []
     for folder, group in control_groups("memory", root=root):
@@ -52,11 +55,14 @@ def read_group_limit(root: Path = Path("/")) -> GroupLimit | None:
 
 
 def limit_own_memory(limit: GroupLimit, *, num_sharing: int) -> tuple[int, int]:
-    """Limits this process's private memory to its share of a group that `num_sharing` ranks use.
+    """Limits this process's private memory to its share of a control group's limit.
 
-    Returns this limit, and what the process uses already, in bytes. RLIMIT_DATA counts what the process maps for
-    writing without sharing it: the heap, torch's tensors on the host, stacks of threads. What is mapped at this moment
-    and was never written, as most data of torch's CUDA libraries, needs no memory: the limit allows it in addition.
+    num_sharing: number of ranks that share the group's memory.
+
+    Returns this limit, and what the process already uses, both in bytes. RLIMIT_DATA counts what the process maps for
+    writing without sharing it: the heap, torch's tensors on the host, thread stacks. What is mapped at this moment but
+    was never written, like most data of torch's CUDA libraries, needs no memory; it is allowed in addition to the
+    share.
     """
     share = int(USED_SHARE * limit.num_bytes / num_sharing)
     status = Path("/proc/self/status")
@@ -77,54 +83,47 @@ def _machine_bytes(root: Path) -> int:
 
 
 def _field_bytes(path: Path, name: str) -> int:
-    """Returns the value of a field such as `VmData:  123 kB`."""
+    """Returns the value of a field such as `VmData:  123 kB` in a file of /proc, in bytes."""
     for line in path.read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise ValueError(f"{path} has no field {name}")
 
 
-# What becomes of memory that torch frees on the host: kept for the next step, or given back to the system.
-#
-# glibc at first gives freed memory back in pieces of more than 128 KiB. A training step frees its
-# activations and allocates as many again in the next step: the kernel then clears and maps each page again.
-# Measured with digits on two ranks: half of all page faults, and 14 % of the samples a second. Where memory
-# is short, kept memory does harm: a free block of one size is not used for others, nor by other threads.
-
-
-# mallopt(3): requests of more bytes than the first are mapped alone; more free bytes than the second are given back.
+# mallopt(3). MMAP: requests of more bytes are mapped separately. TRIM: more free bytes than this are returned.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_BYTES = 32 << 20  # the largest that glibc takes
 _LARGE_BYTES = 1 << 20
 _TRIM_BYTES = 256 << 20
-_DEFAULT_BYTES = 128 << 10  # of both
+_DEFAULT_BYTES = 128 << 10  # default of both
 
 
 def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     """Makes glibc keep up to 256 MiB of freed memory.
 
     Returns False, and changes nothing, if the user has set one of glibc's own variables (`MALLOC_TRIM_THRESHOLD_` and
-    so on), or the C library is another one.
+    so on), or if the C library is not glibc.
     """
     return _set_thresholds(_MMAP_BYTES, _TRIM_BYTES, environ=environ)
 
 
 def give_back_large_pieces(environ: Mapping[str, str] = os.environ) -> bool:
-    """Makes glibc give back all that it keeps, and from now on each piece of more than 1 MiB when it is freed.
+    """Makes glibc return all freed memory to the system now, and later each freed piece of more than 1 MiB at once.
 
-    For a model whose blocks are gathered and freed again in each step: kept, pieces of many sizes with others between
-    them are used again only in part, and a rank holds much more than it needs. Up to 256 MiB of smaller pieces, and of
-    those that were made before, are kept. Returns False, and changes nothing, where `keep_freed_memory` does.
+    It is for a model whose blocks are gathered and freed again in each step: if pieces of many sizes are kept, with
+    other pieces between them, only part of them is used again, and a rank holds much more memory than it needs. Up to
+    256 MiB of smaller pieces, and of pieces allocated before, are still kept. Returns False, and changes nothing, in
+    the cases of `keep_freed_memory`.
     """
     return _set_thresholds(_LARGE_BYTES, _TRIM_BYTES, environ=environ) and give_back_once(environ)
 
 
 def give_back_once(environ: Mapping[str, str] = os.environ) -> bool:
-    """Makes glibc give back all that it keeps now; what is freed later it keeps as before.
+    """Makes glibc return all freed memory to the system now; memory that is freed later is kept as before.
 
-    For the end of the first update: the optimizer's state was made in what the activations of the first step had left,
-    and pieces of that remain between its tensors which no later step can use. Returns False, and changes nothing, where
-    `keep_freed_memory` does.
+    It is for the end of the first update: the optimizer's state was allocated in the memory that the activations of
+    the first step had left, and the pieces that remain between its tensors are of no use to later steps. Returns
+    False, and changes nothing, in the cases of `keep_freed_memory`.
     """
     glibc = _glibc(environ)
     if glibc is not None:
@@ -133,9 +132,9 @@ def give_back_once(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def give_back_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Makes glibc give back all that it keeps, and from now on each piece of more than 128 KiB when it is freed.
+    """Makes glibc return all freed memory to the system now, and later each freed piece of more than 128 KiB at once.
 
-    Returns False, and changes nothing, where `keep_freed_memory` does.
+    Returns False, and changes nothing, in the cases of `keep_freed_memory`.
     """
     return _set_thresholds(_DEFAULT_BYTES, _DEFAULT_BYTES, environ=environ) and give_back_once(environ)
 
@@ -150,7 +149,7 @@ def _set_thresholds(mmap_bytes: int, trim_bytes: int, *, environ: Mapping[str, s
 
 
 def _glibc(environ: Mapping[str, str]) -> ctypes.CDLL | None:
-    """Returns the C library; None if it is another than glibc, or the user has set glibc's variables."""
+    """Returns the C library; None if it is not glibc, or the user has set glibc's variables."""
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environ):
         return None
     library = ctypes.CDLL(None)

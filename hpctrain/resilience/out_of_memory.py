@@ -1,4 +1,4 @@
-"""Errors that say that a rank's memory is used up: recognised, and how much was asked for. Pure, but for `release`."""
+"""Recognizes errors that mean that a rank's memory is used up, and how much memory was requested."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ASKED = re.compile(r"(?:ried|nable) to allocate ([\d.]+) ?(bytes|[KMGTP]iB)")
 
 
 def shortage(error: BaseException) -> str | None:
-    """Returns how much memory was asked for in vain, such as "1.6 GiB"; "" if the error does not say it.
+    """Returns the amount of memory that could not be allocated, such as "1.6 GiB"; "" if the error does not state it.
 
     None if the error has another cause.
     """
@@ -43,16 +43,16 @@ def in_binary_units(num_bytes: int) -> str:
 
 
 def release() -> None:
-    """Frees what an error has left behind: cycles of references, and the blocks that torch keeps on a device."""
+    """Frees what an error leaves behind: reference cycles, and the blocks that torch has cached on a device."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def num_parts(rows: int, *, largest_part: int, at_least: int) -> int:
-    """Returns into how many parts to divide `rows`, so that none has more than `largest_part` rows.
+    """Returns the number of parts to divide `rows` into, so that no part has more than `largest_part` rows.
 
-    at_least: number to begin with; it is doubled as often as needed.
+    at_least: smallest number of parts; it is doubled as often as needed.
     """
     parts = at_least
     while -(-rows // parts) > largest_part:

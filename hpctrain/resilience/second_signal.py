@@ -1,7 +1,8 @@
-"""Ends this process at a second request to stop even while Python is blocked.
+"""Ends this process at a second request to stop, even if Python is blocked.
 
-Python's own thread that reads signals needs Python's lock, which C code in another thread may hold without end. The
-thread of `_second_signal.c` does not: it passes each signal on, and ends the process when a second one is not answered.
+Python's own thread that reads signals needs Python's lock, which C code in another thread may hold forever. The thread
+of `_second_signal.c` does not need it: it passes each signal on, and ends the process if a second request is not
+answered.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _SECOND = 128  # added to the number of a signal that is a second request
 
 
 class _State(ctypes.Structure):
-    """As in `_second_signal.c`."""
+    """The structure of the same layout in `_second_signal.c`."""
 
     _fields_ = [
         ("reader", ctypes.c_int),
@@ -40,7 +41,7 @@ _kept: list[_State] = []  # threads may use them as long as the process lives
 
 @functools.cache
 def _library() -> Any:
-    """The compiled thread; None if it was not compiled."""
+    """Returns the library with the compiled thread; None if it was not compiled."""
     paths = [f"{_LIBRARY}{suffix}" for suffix in EXTENSION_SUFFIXES]
     path = next((path for path in paths if os.path.exists(path)), None)
     return None if path is None else ctypes.CDLL(path)
@@ -48,12 +49,14 @@ def _library() -> Any:
 
 @final
 class SecondSignal:
-    """The thread, which reads signal numbers from the file `reader` and passes them on to `self.reader`, each as a byte
-    for `number_of`.
+    """The C thread. It reads signal numbers from the file `reader` and passes each on to `self.reader` as a byte.
 
-    handled: signals that ask for a stop. same_request_s: one that comes so long after the first is a second request.
-    leaves_within_s: after a second request the process has ended so much later, whatever Python does. who: this rank,
-    for the message. Raises OSError if the thread cannot be started or was not compiled.
+    handled: signals that ask for a stop.
+    same_request_s: seconds after the first signal from which on another one is a second request.
+    leaves_within_s: seconds after a second request within which the process ends, whatever Python does.
+    who: description of this rank, for the message.
+
+    Decode the bytes with `number_of`. Raises OSError if the thread cannot be started or was not compiled.
     """
 
     def __init__(
@@ -76,13 +79,13 @@ class SecondSignal:
 
     @staticmethod
     def number_of(byte: int) -> tuple[int, bool]:
-        """Returns the number of a signal and whether it is a second request."""
+        """Decodes a byte from `reader`: returns the signal number, and True if it is a second request."""
         return byte & ~_SECOND, bool(byte & _SECOND)
 
     def leave_with(self, code: int | None) -> None:
-        """Sets the exit code of a second request; None: 128 + the signal's number."""
+        """Sets the exit code after a second request; None means 128 + the signal's number."""
         self._state.leave_code = -1 if code is None else code
 
     def answer(self) -> None:
-        """Python's thread has got the second request, and ends the process itself."""
+        """Tells the C thread that Python has received the second request and ends the process itself."""
         self._state.answered = 1

@@ -1,4 +1,7 @@
-"""Signals that ask the run to stop; the ranks agree on the step at which they stop (F7)."""
+"""Signals that ask a run to stop.
+
+Each rank records the request; the ranks then agree on the step at which they stop.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from hpctrain.launch import identify
 from hpctrain.resilience.second_signal import SecondSignal
 from hpctrain.resilience.stop_signals import DEFAULT_STOP_SIGNALS, SignalName, keep_from_children
 
-# One request may arrive more than once: from Slurm and from srun, to which the batch script passes it on; and at a
-# time limit Slurm sends SIGTERM twice. A signal this long after the first one is a second request.
+# One request may arrive more than once: from Slurm, and from srun, to which the batch script forwards it; and at a time
+# limit Slurm sends SIGTERM twice. A signal that arrives this long after the first one is a second request.
 SAME_REQUEST_S = 2.0
-# After a second request this rank's process ends after so many seconds even if `leave`, or printing, hangs too.
+# Seconds after a second request when this process ends even if `leave`, or printing, hangs too.
 _LEAVE_MAY_TAKE_S = 15.0
 
 
@@ -28,13 +31,19 @@ _LEAVE_MAY_TAKE_S = 15.0
 class StopRequest:
     """Records that this rank was asked to stop. The training loop acts on it after a vote of all ranks.
 
-    A second request ends this rank at once, without a save: a signal SAME_REQUEST_S after the first one, or a second
-    Ctrl-C (SIGINT). A thread sees to that, so that it works while the main thread waits inside a library, and a thread
-    of the C library where Python is blocked (`SecondSignal`).
+    A second request ends this rank at once, without saving: any of the signals at least `SAME_REQUEST_S` seconds
+    after the first one, or a second Ctrl-C (SIGINT). A separate thread handles it, so that it works while the main
+    thread waits inside a library; a thread of the C library (`SecondSignal`) handles it if Python itself is blocked.
 
-    names: the signals to handle.
-    leave: ends the rank at a second request, called with the exit code; may be replaced, to end all ranks.
-    leave_code: exit code of a second request; None: 128 + the signal's number. To be set once the state is saved.
+    Args:
+        names: Signals to handle.
+
+    Attributes:
+        signal_name: Name of the signal, or the reason, of the first request; None before it.
+        leave: Function that ends the rank at a second request, called with the exit code. Replace it to end all
+            ranks.
+        leave_code: Exit code after a second request; None means 128 + the signal's number. Set it once the state is
+            saved.
     """
 
     def __init__(self, names: Sequence[SignalName] = DEFAULT_STOP_SIGNALS) -> None:
@@ -64,7 +73,10 @@ class StopRequest:
             self._second.leave_with(code)
 
     def install(self) -> StopRequest:
-        """Installs handlers for the signals and returns self. Does nothing outside the main thread."""
+        """Installs the signal handlers and returns self. Does nothing outside the main thread.
+
+        A signal that is ignored (nohup, a background job of a shell) stays ignored.
+        """
         if threading.current_thread() is not threading.main_thread():
             return self
         for number in self._signals:
@@ -88,13 +100,13 @@ class StopRequest:
         return self
 
     def restore(self) -> None:
-        """Restores the previous signal handlers."""
+        """Restores the signal handlers that were installed before."""
         if self._writer >= 0:
             self._restore()
             keep_from_children(())
 
     def request(self, reason: str) -> None:
-        """Requests a stop from inside the program. The first reason is kept."""
+        """Requests a stop from inside the program. If a request exists already, its reason is kept."""
         self.signal_name = self.signal_name or reason
 
     # ------------------------------------------------------------------ details
@@ -121,7 +133,10 @@ class StopRequest:
                         self._received(signal.Signals(number), is_second=is_second)
 
     def _received(self, number: signal.Signals, *, is_second: bool | None) -> None:
-        """is_second: whether it is a second request; None: not known yet."""
+        """Records one received signal, and ends the rank if it is a second request.
+
+        is_second: True if the C thread has recognized a second request; None if it has not decided, or does not run.
+        """
         self.request(number.name)
         now_s = time.monotonic()
         self._interrupts += number == signal.SIGINT
@@ -150,7 +165,10 @@ class StopRequest:
         self.leave(code)
 
     def _forget_in_child(self) -> None:
-        """A forked child, such as a worker of torch's DataLoader, must not report its own signals to its parent."""
+        """Removes the handlers in a forked child, such as a worker of torch's DataLoader.
+
+        Its signals do not concern its parent.
+        """
         if self._writer >= 0:
             self._restore()
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, final, get_args
 
 from hpctrain.errors import ExitCode
 
-# Those that batch systems and users send. SIGQUIT, SIGXCPU: Grid Engine and LSF can be configured to send them.
+# Signals that batch systems and users send. Grid Engine and LSF can be configured to send SIGQUIT and SIGXCPU.
 SignalName = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP", "SIGQUIT", "SIGXCPU"]
 SIGNAL_NAMES: tuple[SignalName, ...] = get_args(SignalName)
 
@@ -24,11 +24,11 @@ _kept_from_children: set[signal.Signals] = set()
 
 
 def hold_signals() -> None:
-    """Blocks all signals that can be configured: one that arrives now is delivered by `release_signals`.
+    """Blocks all signals that the recipe may configure; `release_signals` delivers those that arrive meanwhile.
 
-    Python needs seconds to load torch, and only then the recipe says which signals are handled; until then a signal
-    would end the rank. The block survives the exec of `restart_with_sleep`. Call it in the main thread, before there
-    are others.
+    Loading torch takes seconds, and only afterwards does the recipe state which signals are handled; until then a
+    signal would end the rank. The block survives the exec of `restart_with_sleep`. Call it in the main thread, before
+    other threads exist.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _all())
 
@@ -36,8 +36,9 @@ def hold_signals() -> None:
 def let_interrupts_end() -> None:
     """Lets Ctrl-C end this process at once, until its handler is installed. For a rank without a launcher.
 
-    There is nothing to save yet, and the run would only stop after its first step. A launcher does not pass Ctrl-C on
-    to its ranks: a SIGINT that they get has been sent for a stop. If it is ignored, it stays ignored.
+    There is nothing to save yet, and the run would otherwise stop only after its first step. Under a launcher it must
+    not be called: a launcher does not pass Ctrl-C to its ranks, so a SIGINT that arrives there was sent to stop the
+    run. An ignored SIGINT stays ignored.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -45,17 +46,19 @@ def let_interrupts_end() -> None:
 
 
 def let_stop_end(name: str, *, says: bool) -> None:
-    """Lets the signal `name` end this process at once, with code 75, until `release_signals` is called.
+    """Lets the signal `name` end this process at once with code 75, until `release_signals` is called.
 
-    For a rank of `hpctrain launch`, which ends all ranks when one has left: nothing is trained yet, and loading the
-    libraries may take long. says: this rank prints that it was stopped.
+    It is for a rank of `hpctrain launch`, which ends all ranks when one has left: nothing has been trained yet, and
+    loading the libraries may take long.
+
+    says: True if this rank prints that it was stopped.
     """
     signal.signal(signal.Signals[name], _Leave(says=says))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.Signals[name]])
 
 
 class _Leave:
-    """Handler of a signal that ends this process."""
+    """Signal handler that ends this process."""
 
     def __init__(self, *, says: bool) -> None:
         self._says = says
@@ -71,7 +74,7 @@ class _Leave:
 def release_signals() -> None:
     """Delivers the signals held back by `hold_signals`, or by a launcher (`env --block-signal`).
 
-    Takes back `let_stop_end`, if no other handler has been installed since.
+    It also undoes `let_stop_end`, if no other handler has been installed since.
     """
     for number in _all():
         if isinstance(signal.getsignal(number), _Leave):
@@ -80,13 +83,13 @@ def release_signals() -> None:
 
 
 def keep_from_children(numbers: Iterable[signal.Signals]) -> None:
-    """Blocks these signals except SIGTERM in this thread, and unblocks what the last call blocked.
+    """Keeps stop signals from child processes: blocks `numbers` except SIGTERM in this thread.
 
-    Threads that were started before still get the signals.
+    It unblocks what the previous call blocked. Threads that were started before still receive the signals.
 
-    mpirun, srun and terminals send a stop signal to the processes that a rank has started too, and it would end workers
-    of torch's DataLoader before the rank has saved. A process has the mask of the thread that started it, whether it is
-    forked or runs another program. SIGTERM is what ends such workers.
+    mpirun, srun and terminals send a stop signal also to processes that a rank has started, where it would end workers
+    of torch's DataLoader before the rank has saved. A new process inherits the mask of the thread that starts it,
+    whether it is forked or runs another program. SIGTERM is not blocked, because it is used to end such workers.
     """
     before = set(_kept_from_children)
     _kept_from_children.clear()
@@ -96,8 +99,11 @@ def keep_from_children(numbers: Iterable[signal.Signals]) -> None:
 
 
 def ignore_signals(names: Iterable[SignalName]) -> None:
-    """Ignores signals from now on. For a process that is about to end: the interpreter gives handled signals their
-    default action before it has ended, which would kill the rank."""
+    """Ignores signals from now on. For a process that is about to end.
+
+    The interpreter restores the default action of handled signals before it has ended, so that a late signal would
+    kill the rank.
+    """
     for name in names:
         signal.signal(signal.Signals[name], signal.SIG_IGN)
 
@@ -106,16 +112,16 @@ def _all() -> list[signal.Signals]:
     return [signal.Signals[name] for name in SIGNAL_NAMES]
 
 
-# A signal that asks the run for a checkpoint. The ranks agree on the step, as they do for a stop.
-
-
 # Slurm sends it by `scancel --signal=USR2`; mpirun, srun and `hpctrain launch` pass it on to every rank.
 DEFAULT_SAVE_SIGNAL: SignalName = "SIGUSR2"
 
 
 @final
 class SaveSignal:
-    """Records when this rank received the signal `name`."""
+    """Records when this rank received the signal `name`, which asks the run for a checkpoint.
+
+    The ranks agree on the step at which they save, as they do for a stop.
+    """
 
     def __init__(self, name: SignalName = DEFAULT_SAVE_SIGNAL) -> None:
         self._signal = signal.Signals[name]

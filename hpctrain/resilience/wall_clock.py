@@ -1,4 +1,8 @@
-"""How much time a run has left. One rank knows it, by its own clock, and asks Slurm in the background."""
+"""The time that a run has left, and the moment at which it must stop in order to save in time.
+
+Rank 0 keeps the time by its own clock, and asks Slurm in the background for the end of the job. `StopPlan` estimates
+from measured durations how long a stop takes.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,6 @@ from typing import final
 from hpctrain.errors import LaunchError
 from hpctrain.telemetry import in_words
 
-# When a run has to have ended: from the recipe and the environment. Pure.
-
-
 DEADLINE_VARIABLE = "HPCTRAIN_DEADLINE"
 # Set by Slurm since 23.02. Slurm is asked as well, since the limit of a running job can be changed.
 SLURM_END_VARIABLE = "SLURM_JOB_END_TIME"
@@ -26,13 +27,20 @@ SLURM_END_VARIABLE = "SLURM_JOB_END_TIME"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndTime:
-    """A moment at which the run has to have ended. at_s: seconds since 1970. source: who says so, for messages."""
+    """A time by which the run must have ended.
+
+    at_s: the time, in seconds since 1970.
+    source: what sets this limit, for messages.
+    """
 
     at_s: float
     source: str
 
     def describe(self, now_s: float) -> str:
-        """For example `18:00:00, in 59 min (Slurm's time limit)`; the date is left out within a day."""
+        """Returns a text such as `18:00:00, in 59 min (Slurm's time limit)`.
+
+        The date is left out within a day of `now_s`.
+        """
         left_s = self.at_s - now_s
         at = datetime.fromtimestamp(self.at_s)
         clock = f"{at:%H:%M:%S}" if abs(left_s) < 86_400 else f"{at:%Y-%m-%d %H:%M:%S}"
@@ -46,10 +54,12 @@ def earliest(ends: Iterable[EndTime]) -> EndTime | None:
 def ends_known_at_start(
     environ: Mapping[str, str], *, started_s: float, stop_after_s: float | None
 ) -> list[EndTime]:
-    """Returns the ends that need not be asked for, without Slurm's.
+    """Returns the limits that are known without asking Slurm: the recipe's `stop.after_s` and HPCTRAIN_DEADLINE.
 
-    started_s: when this start of the run began, seconds since 1970. stop_after_s: the recipe's `stop.after_s`.
-    Raises LaunchError if HPCTRAIN_DEADLINE cannot be read.
+    started_s: start of this attempt of the run, in seconds since 1970.
+    stop_after_s: the recipe's `stop.after_s`.
+
+    Raises LaunchError if HPCTRAIN_DEADLINE cannot be parsed.
     """
     ends = []
     if stop_after_s is not None:
@@ -60,9 +70,9 @@ def ends_known_at_start(
 
 
 def parse_deadline(text: str) -> float:
-    """Returns a moment in seconds since 1970. text: these seconds, or ISO 8601; without a zone it is local time.
+    """Returns the time that `text` states, in seconds since 1970. Raises LaunchError if it cannot be parsed.
 
-    Raises LaunchError if it is neither.
+    text: seconds since 1970, or a time in ISO 8601; a time without a zone is local.
     """
     try:
         seconds = float(text)
@@ -79,9 +89,6 @@ def parse_deadline(text: str) -> float:
     return seconds
 
 
-# The end of a Slurm job, asked of Slurm's controller with squeue.
-
-
 # squeue itself waits for a busy controller; `MessageTimeout` is 10 s by default.
 SQUEUE_MAY_TAKE_S = 20.0
 _ASK_AGAIN_AFTER_S = (60.0, 600.0)
@@ -89,18 +96,22 @@ _ASK_AGAIN_AFTER_S = (60.0, 600.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmAnswer:
-    """end_s: when Slurm ends the job, seconds since 1970; None: never, or unknown. problem: why it is unknown."""
+    """Slurm's answer to the question when the job ends.
+
+    end_s: end of the job, in seconds since 1970; None if it has no limit, or the end is unknown.
+    problem: why the end is unknown; None if Slurm answered.
+    """
 
     end_s: float | None = None
     problem: str | None = None
 
 
 def job_to_ask_about(environ: Mapping[str, str]) -> str | None:
-    """Returns the job of this process, as squeue and scontrol name it; None outside a Slurm job.
+    """Returns the id of this process's job, as squeue and scontrol accept it; None outside a Slurm job.
 
-    One task of a job array has the number of the whole array as its SLURM_JOB_ID; for that number squeue lists every
-    task. The components of a heterogeneous job end together, and rank 0 is in the first one, whose number stands for
-    all of them.
+    In a job array, SLURM_JOB_ID of one task may be the number of the whole array, for which squeue lists every task;
+    so the result is `<array>_<task>`. The components of a heterogeneous job end together, and rank 0 is in the first
+    one, whose number stands for all of them.
     """
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     if array and task:
@@ -109,9 +120,10 @@ def job_to_ask_about(environ: Mapping[str, str]) -> str | None:
 
 
 def ask_slurm(job: str, *, timeout_s: float = SQUEUE_MAY_TAKE_S) -> SlurmAnswer:
-    """Asks Slurm when `job` ends. Not collective; to be called on one rank only, and rarely.
+    """Asks Slurm with squeue when `job` ends, by the controller's clock.
 
-    The child is made by vfork, which is safe with MPI's registered memory. The time is one of the controller's clock.
+    Not collective; call it on one rank only, and rarely. The child process is created with vfork, which is safe with
+    MPI's registered memory.
     """
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     try:
@@ -131,7 +143,10 @@ def ask_slurm(job: str, *, timeout_s: float = SQUEUE_MAY_TAKE_S) -> SlurmAnswer:
 
 
 def parse_squeue(text: str) -> SlurmAnswer:
-    """Returns the earliest end in squeue's lines `LIMIT END`, one for each component of the job. END: since 1970."""
+    """Returns the earliest end in squeue's output.
+
+    text: lines `LIMIT END`, one per component of the job, with END in seconds since 1970.
+    """
     ends = []
     for line in text.splitlines():
         words = line.split()
@@ -149,7 +164,10 @@ def parse_squeue(text: str) -> SlurmAnswer:
 
 
 def ask_again_after_s(time_left_s: float | None) -> float:
-    """Returns the seconds until Slurm should be asked again, for a limit may be changed: from 1 to 10 minutes."""
+    """Returns how many seconds to wait before Slurm is asked again, from 1 to 10 minutes.
+
+    A job's limit can be changed while it runs.
+    """
     shortest_s, longest_s = _ASK_AGAIN_AFTER_S
     left_s = math.inf if time_left_s is None else time_left_s
     return min(longest_s, max(shortest_s, left_s / 20))
@@ -159,16 +177,19 @@ def ask_again_after_s(time_left_s: float | None) -> float:
 
 
 _SLURM = "Slurm's time limit"
-# An end that moves by less is not news: squeue's times are whole seconds.
+# An end that moves by less is not reported: squeue's times are whole seconds.
 _NEWS_FROM_S = 2.0
 
 
 @final
 class WallClock:
-    """The time that is left until the run has to have ended. For rank 0.
+    """Keeps the time that is left until the run must have ended. For rank 0.
 
-    ends: known at the start. slurm_end_s: Slurm's, seconds since 1970, until Slurm answers; None: not known yet.
-    ask: asks Slurm; called in a thread, at once and then every few minutes. None: Slurm is not asked.
+    Args:
+        ends: Limits that are known at start.
+        slurm_end_s: End of the Slurm job to assume until Slurm answers, in seconds since 1970; None if unknown.
+        ask: Function that asks Slurm. It is called in a thread, at once and then every few minutes. None: Slurm is
+            not asked.
     """
 
     def __init__(
@@ -192,9 +213,17 @@ class WallClock:
     def start(
         cls, environ: Mapping[str, str] | None = None, *, stop_after_s: float | None = None
     ) -> WallClock:
-        """Starts to count. stop_after_s: as in the recipe. Raises LaunchError if HPCTRAIN_DEADLINE cannot be read.
+        """Creates the clock of this run: reads the limits from the environment, and in a Slurm job asks Slurm.
 
-        If Slurm has set the job's end in the environment, that counts until Slurm answers.
+        If Slurm has set the job's end in the environment (SLURM_JOB_END_TIME), that limit is used until Slurm answers.
+
+        Args:
+            environ: Environment variables; None means those of this process.
+            stop_after_s: Seconds from now after which the run must have ended (the recipe's `stop.after_s`); None for
+                no such limit.
+
+        Raises:
+            LaunchError: HPCTRAIN_DEADLINE cannot be parsed.
         """
         environ = os.environ if environ is None else environ
         ends = ends_known_at_start(environ, started_s=time.time(), stop_after_s=stop_after_s)
@@ -206,16 +235,19 @@ class WallClock:
 
     @property
     def end(self) -> EndTime | None:
-        """The earliest end that is known; None: no limit is known."""
+        """The earliest known limit; None if no limit is known."""
         return self._end
 
     def time_left_s(self) -> float | None:
-        """Returns the seconds until the end, negative after it; None if no limit is known."""
+        """Returns the seconds until the earliest limit, negative after it; None if no limit is known."""
         end = self._end
         return None if end is None else end.at_s - time.time()
 
     def news(self) -> str | None:
-        """Returns a line for the user if the end has become known, has changed or cannot be found out; else None."""
+        """Returns a line for the user if the limit has become known, has changed or cannot be found out.
+
+        Otherwise it returns None.
+        """
         end, problem = self._end, self._problem
         if problem is not None:
             self._problem = None
@@ -231,7 +263,7 @@ class WallClock:
         return f"{changed}: {end.describe(time.time())}; the run saves and stops before that"
 
     def close(self) -> None:
-        """Asks no more."""
+        """Stops asking Slurm."""
         self._ended.set()
 
     # ------------------------------------------------------------------ details
@@ -252,18 +284,14 @@ class WallClock:
             self._ended.wait(ask_again_after_s(self.time_left_s()))
 
 
-# Whether a run must stop now in order to have saved before its time is over, from the times measured so
-# far. Pure.
-
-
-# A p95 over so many steps leaves the five slowest out; the first steps, which are slow, are among them.
+# A 95th percentile over this many steps ignores the five slowest, among them the first steps.
 _STEPS_REMEMBERED = 100
 _OTHERS_REMEMBERED = 20
 
 
 @final
 class RecentTimes:
-    """The newest `num_kept` of a series of durations, in seconds."""
+    """The newest `num_kept` durations of a series, in seconds."""
 
     def __init__(self, num_kept: int) -> None:
         self._seconds: deque[float] = deque(maxlen=num_kept)
@@ -272,7 +300,10 @@ class RecentTimes:
         self._seconds.append(seconds)
 
     def p95(self) -> float | None:
-        """Returns the smallest duration that at least 95% of them do not exceed; None before the first."""
+        """Returns the 95th percentile: the smallest duration that at least 95% of them do not exceed.
+
+        Returns None if there are none.
+        """
         if not self._seconds:
             return None
         return sorted(self._seconds)[math.ceil(0.95 * len(self._seconds)) - 1]
@@ -281,11 +312,15 @@ class RecentTimes:
 @final
 @dataclass(kw_only=True, slots=True)
 class StopPlan:
-    """The time that a stop takes, from the durations measured so far.
+    """Estimates how long a stop takes, from the durations measured so far.
 
-    margin_s: for what is not measured: the end of the processes, a step or save that is slower than the others.
-    assumed_save_s: duration of a save until one has been measured.
-    steps, saves, evaluations: what was measured; a save lasts until the checkpoint is committed.
+    Attributes:
+        margin_s: Seconds to allow for what is not measured: the end of the processes, and a step or save that is
+            slower than usual.
+        assumed_save_s: Duration of a save, in seconds, to assume until one has been measured.
+        steps: Measured durations of steps.
+        saves: Measured durations of saves, each until its checkpoint was committed.
+        evaluations: Measured durations of evaluations.
     """
 
     margin_s: float
@@ -296,20 +331,28 @@ class StopPlan:
 
     @property
     def save_s(self) -> float:
-        """Duration of a save to allow for."""
+        """Duration of a save to allow for, in seconds."""
         measured_s = self.saves.p95()
         return self.assumed_save_s if measured_s is None else measured_s
 
     def needed_s(self, *, num_saves: int = 1, evaluates: bool = False) -> float:
         """Returns the seconds that must be left for the run to do one more step, save and end.
 
-        num_saves: saves to be waited for, with the last one. evaluates: an evaluation comes before the next decision.
+        Args:
+            num_saves: Number of saves to wait for, including the last one.
+            evaluates: True if an evaluation comes before the next decision.
         """
         evaluation_s = (self.evaluations.p95() or 0.0) if evaluates else 0.0
         return (self.steps.p95() or 0.0) + evaluation_s + num_saves * self.save_s + self.margin_s
 
     def must_stop(self, time_left_s: float | None, *, num_saves: int = 1, evaluates: bool = False) -> bool:
-        """Returns True if less than `needed_s` is left. time_left_s: None if there is no limit."""
+        """Returns True if less time is left than `needed_s` says.
+
+        Args:
+            time_left_s: Seconds until the run must have ended; None if there is no limit.
+            num_saves: Number of saves to wait for, including the last one.
+            evaluates: True if an evaluation comes before the next decision.
+        """
         return time_left_s is not None and time_left_s < self.needed_s(
             num_saves=num_saves, evaluates=evaluates
         )

@@ -1,4 +1,4 @@
-"""Batch jobs of Slurm: the script of a recipe, its submission, what becomes of it, another number of nodes."""
+"""Batch jobs of Slurm: the script of a recipe, its submission, its status, and resizing to other numbers of nodes."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Runs Slurm's commands: each with a time limit, and a few times again while the controller is busy."""
+"""Runs Slurm's commands with a time limit, and repeats them while the controller is busy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.errors import LaunchError
-
-# What Slurm's commands print when they fail: whether to try again, and what the user can change. Pure.
-
 
 # The controller is overloaded, restarting or changing over to its backup. Texts of Slurm's slurm_errno.c and of the
 # retries that its commands announce; the last ones are those of newer versions.
@@ -68,17 +65,17 @@ _CHANGES = (
 
 
 def is_busy(text: str) -> bool:
-    """True if the controller could not answer now, but may do so in a moment. text: what a command printed."""
+    """Returns True if the controller could not answer, but may be able to in a moment. text: output of the command."""
     return _BUSY.search(text) is not None
 
 
 def answer_may_be_lost(text: str) -> bool:
-    """True if the controller may have carried out the command although the command failed."""
+    """Returns True if the controller may have carried out the command although the command failed."""
     return _ANSWER_LOST.search(text) is not None
 
 
 def what_to_change(text: str) -> str | None:
-    """Returns what the user can do about sbatch's refusal; None if this text is not known."""
+    """Returns what the user can change after sbatch has refused a job; None if the text is unknown."""
     return next((change for pattern, change in _CHANGES if re.search(pattern, text)), None)
 
 
@@ -94,14 +91,17 @@ class SlurmRefused(LaunchError):
 
 
 class SlurmUnavailable(LaunchError):
-    """Slurm's controller did not answer, also after several attempts."""
+    """Slurm's controller did not answer, even after several attempts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Controller:
-    """Slurm's controller, reached through its commands.
+    """Slurm's controller, reached through Slurm's commands.
 
-    waits_s: pauses between attempts. timeout_s: of one attempt. say: prints why it waits.
+    waits_s: pauses between attempts, in seconds.
+    timeout_s: time limit of one attempt.
+    environ: environment variables for the commands.
+    say: function that prints why a command is repeated.
     """
 
     waits_s: Sequence[float] = WAITS_S
@@ -117,11 +117,13 @@ class Controller:
         done_before: Callable[[], str | None] = lambda: None,
         stream: Literal["stdout", "stderr"] = "stdout",
     ) -> str:
-        """Runs a command and returns what it printed to `stream`, once it succeeds.
+        """Runs a command until it succeeds, and returns what it printed to `stream`.
 
-        done_before: called before another attempt of a command whose answer may have been lost; what it returns is the
-        answer, unless it is None.
-        Raises SlurmRefused, SlurmUnavailable, or LaunchError if the command is not installed.
+        done_before: called before a command whose answer may have been lost is repeated. If it does not return None,
+        its value is the answer, and the command is not repeated.
+
+        Raises SlurmRefused if Slurm answers with an error, SlurmUnavailable if it does not answer, and LaunchError if
+        the command is not installed.
         """
         program = shutil.which(words[0], path=self.environ.get("PATH"))
         if program is None:

@@ -1,4 +1,4 @@
-"""The jobs of a run as it has recorded them, and as squeue and sacct list them."""
+"""The jobs of a run: as recorded in its run directory, and as squeue and sacct list them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from hpctrain.errors import LaunchError, UsageError
 from hpctrain.slurm.controller import Controller, SlurmRefused
 from hpctrain.telemetry import RecordWriter, read_records
 
-# The jobs of a run, as recorded in `slurm/jobs.jsonl` of its run directory.
-
-
 FOLDER = "slurm"
 JOBS = "jobs.jsonl"
 NUM_RECENT = 20
@@ -25,8 +22,14 @@ NUM_RECENT = 20
 class Submission:
     """A job that `hpctrain slurm` has submitted.
 
-    by: `submit`, `resize` or `shrink` (the same job on fewer nodes). script: its batch script. recipe, overrides: what
-    it was made from. folder: where sbatch was called, to which the recipe's paths are relative.
+    job_id: id of the Slurm job.
+    by: `submit`, `resize` or `shrink` (the same job on fewer nodes).
+    script: path of the batch script.
+    recipe, overrides: the recipe and the `--set` options of the job.
+    folder: folder in which sbatch was called, to which the recipe's paths are relative.
+    nodes, tasks_per_node: size of the job.
+    is_array: True for a job array.
+    is_shrinkable: True if the job can continue on fewer nodes.
     """
 
     job_id: str
@@ -42,29 +45,29 @@ class Submission:
 
 
 def record_path(run_directory: Path) -> Path:
-    """Returns the file with one line for each job. A job adds a line for its successor."""
+    """Returns the file with one line per job. A job adds a line for its successor."""
     return run_directory / FOLDER / JOBS
 
 
 def nodes_path(run_directory: Path, job_id: str) -> Path:
-    """Returns the file from which a job's script reads how many nodes to keep."""
+    """Returns the file that tells a job's script how many nodes to keep."""
     return run_directory / FOLDER / f"nodes-{job_id}"
 
 
 def record_submission(run_directory: Path, submission: Submission) -> None:
-    """Appends a line for a job. Raises OSError."""
+    """Appends the line for a job to the record of the run. Raises OSError."""
     writer = RecordWriter(record_path(run_directory))
     writer.write({"time": time.time(), **asdict(submission)})
     writer.close()
 
 
 def recorded_ids(run_directory: Path) -> list[str]:
-    """Returns the newest NUM_RECENT jobs of a run, oldest first; [] if it has none. Raises LaunchError."""
+    """Returns the ids of a run's newest NUM_RECENT jobs, oldest first; empty if it has none. Raises LaunchError."""
     return [str(line["job_id"]) for line in _lines(run_directory) if "job_id" in line][-NUM_RECENT:]
 
 
 def newest_submission(run_directory: Path) -> Submission:
-    """Returns the newest job that was made from a recipe. Raises UsageError if there is none, or LaunchError."""
+    """Returns the newest job that was submitted from a recipe. Raises UsageError if there is none, or LaunchError."""
     names = Submission.__dataclass_fields__
     for line in reversed(_lines(run_directory)):
         if names.keys() <= line.keys():
@@ -86,10 +89,7 @@ def _lines(run_directory: Path) -> list[dict[str, Any]]:
         raise LaunchError(f"{record_path(run_directory)} cannot be read: {error}") from error
 
 
-# Jobs as squeue and sacct list them. Parsing is pure.
-
-
-# The states of a job that will not run again by itself; in every other it waits, runs or ends.
+# States of a job that will not run again by itself; in every other state it waits, runs or is ending.
 _ENDED = frozenset({
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "SPECIAL_EXIT", "TIMEOUT",
@@ -101,10 +101,14 @@ _SACCT_FIELDS = "JobID,State,ExitCode,Start,End,Elapsed,NNodes,NodeList"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One job, or one task of an array, or, of sacct, one attempt of it.
+    """One job, or one task of an array; from sacct, one attempt of it.
 
-    job_id: `12`, or `12_3` for task 3 of an array. reason: why it waits, Slurm's word for it; empty if it does not.
-    start: when it started or is expected to start, as Slurm writes it; None if unknown.
+    job_id: `12`, or `12_3` for task 3 of an array.
+    state: Slurm's state.
+    reason: Slurm's reason why it waits; empty if it does not.
+    elapsed_s, limit_s, left_s: time used, time limit and time left, in seconds; None if unknown.
+    start: when it started or is expected to start, as Slurm prints it; None if unknown.
+    end: when it ended, as Slurm prints it; None if unknown.
     """
 
     job_id: str
@@ -129,9 +133,9 @@ class Job:
 
 
 def queued_jobs(controller: Controller, job_ids: Sequence[str]) -> list[Job]:
-    """Returns the jobs among `job_ids` that Slurm's controller still knows, oldest first; ended ones stay for minutes.
+    """Returns the jobs among `job_ids` that Slurm's controller still knows, oldest first. Raises LaunchError.
 
-    Raises LaunchError.
+    The controller remembers ended jobs for some minutes.
     """
     if not job_ids:
         return []
@@ -146,7 +150,7 @@ def queued_jobs(controller: Controller, job_ids: Sequence[str]) -> list[Job]:
 
 
 def past_jobs(controller: Controller, job_ids: Sequence[str]) -> list[Job] | None:
-    """Returns the attempts of jobs that the accounting database knows, oldest first; None if there is no database."""
+    """Returns the attempts of these jobs in the accounting database, oldest first; None if there is no database."""
     if not job_ids:
         return []
     words = [
@@ -166,7 +170,7 @@ def past_jobs(controller: Controller, job_ids: Sequence[str]) -> list[Job] | Non
 
 
 def parse_squeue(text: str) -> list[Job]:
-    """Parses the output of squeue with the fields of `queued_jobs`."""
+    """Parses the output of squeue with the fields that `queued_jobs` requests."""
     found = []
     for line in text.splitlines():
         if line.count("|") != _SQUEUE_FIELDS.count("|"):
@@ -189,7 +193,7 @@ def parse_squeue(text: str) -> list[Job]:
 
 
 def parse_sacct(text: str) -> list[Job]:
-    """Parses the output of sacct with the fields of `past_jobs`."""
+    """Parses the output of sacct with the fields that `past_jobs` requests."""
     found = []
     for line in text.splitlines():
         if line.count("|") != _SACCT_FIELDS.count(","):
@@ -211,7 +215,7 @@ def parse_sacct(text: str) -> list[Job]:
 
 
 def parse_duration(text: str) -> int | None:
-    """Returns the seconds of `1-02:03:04`, `02:03:04` or `3:04`; None for UNLIMITED, NOT_SET, INVALID."""
+    """Returns a duration such as `1-02:03:04`, `02:03:04` or `3:04` in seconds; None for UNLIMITED and the like."""
     match = _DURATION.fullmatch(text)
     if match is None:
         return None
@@ -221,9 +225,6 @@ def parse_duration(text: str) -> int | None:
 
 def _time(text: str) -> str | None:
     return text if re.match(r"\d{4}-", text) else None
-
-
-# Slurm's reasons for which a job waits, in plain words. Pure.
 
 
 _REASONS = {
@@ -252,7 +253,10 @@ _REASONS = {
 
 
 def explain_reason(reason: str) -> str | None:
-    """Returns what a job's reason means and what can be done; None for one that says it itself or is not known."""
+    """Returns what a waiting job's reason means and what the user can do.
+
+    Returns None if it is unknown or needs no explanation.
+    """
     # `ReqNodeNotAvail, UnavailableNodes:a,b`
     name = reason.partition(",")[0]
     if name in _REASONS:
@@ -264,19 +268,18 @@ def explain_reason(reason: str) -> str | None:
     return None
 
 
-# Energy of jobs as Slurm accounts for it. Parsing is pure.
-
-
 _FIELDS = "JobIDRaw,ConsumedEnergyRaw"
 # Slurm's NO_VAL64 and INFINITE64 are the two largest numbers of 64 bits.
 _UNKNOWN = 2**64 - 2
 
 
 def consumed_energy(controller: Controller, job_ids: Iterable[str]) -> dict[str, float]:
-    """Returns the joules of each job of which Slurm knows them: of none where the site's Slurm does not gather energy,
-    or has no accounting database. job_ids: as in SLURM_JOB_ID.
+    """Returns the energy of each job in joules, by job id. Raises LaunchError.
 
-    They are those of the job's nodes while it ran, hence of the job only if it had them for itself. Raises LaunchError.
+    Jobs are missing if the site's Slurm does not measure energy, or has no accounting database. The energy is that of
+    the job's nodes while it ran, so it is the job's own only if no other job used these nodes.
+
+    job_ids: job ids as in SLURM_JOB_ID.
     """
     known = sorted(set(job_ids))
     if not known:
@@ -288,15 +291,16 @@ def consumed_energy(controller: Controller, job_ids: Iterable[str]) -> dict[str,
         if "disabled" in str(error):
             return {}
         raise
-    # Of an array sacct lists all tasks.
+    # For one task of an array, sacct lists all tasks.
     return {job: joules for job, joules in found.items() if job in known}
 
 
 def parse_energy(text: str) -> dict[str, float]:
-    """Parses the output of sacct with the fields of `consumed_energy`. Attempts of a requeued job are added up.
+    """Parses the output of sacct with the fields that `consumed_energy` requests.
 
-    A job's own line counts where it has a number; otherwise the sum of its numbered steps, which srun started. The
-    steps `batch` and `extern` measured the same nodes at the same time.
+    Attempts of a requeued job are added up. If the job's own line has a number, that counts; otherwise the sum of its
+    numbered steps, which srun started. The steps `batch` and `extern` are ignored, because they measured the same
+    nodes at the same time.
     """
     jobs: dict[str, float] = {}
     steps: dict[str, float] = {}

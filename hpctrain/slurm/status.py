@@ -1,4 +1,4 @@
-"""The status of a run: what Slurm and the run directory say of it, read and merged."""
+"""The status of a run, merged from what Slurm reports and what the run directory contains."""
 
 from __future__ import annotations
 
@@ -19,17 +19,13 @@ from hpctrain.slurm.jobs import Job, explain_reason, past_jobs, queued_jobs, rec
 from hpctrain.supervise import Attempt, effective_time, read_attempts
 from hpctrain.telemetry import read_records
 
-# What a run's directory says of it: starts, newest steps and their speed, newest good checkpoint, how it
-# ended.
-
-
-# The speed is that of the steps in this many last bytes of rank 0's records, some 150 steps.
+# The speed is computed over the steps in this many last bytes of rank 0's records, some 150 steps.
 _TAIL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFound:
-    """A checkpoint whose structure and metadata are intact. saved: seconds since 1970."""
+    """A checkpoint whose structure and metadata are intact. saved: time of the save, in seconds since 1970."""
 
     path: str
     step: int
@@ -38,12 +34,16 @@ class CheckpointFound:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What the run directory says.
+    """Progress of a run according to its run directory.
 
-    num_starts: how often training began or resumed. step: newest recorded; None before the first. last_step_at: when
-    that was, seconds since 1970. steps_per_s: of the newest start's last steps. damaged: newer checkpoints that are not
-    good. status: `finished`, `stopped` or `diverged` if the newest start ended so, else None. job_id: Slurm's, of the
-    newest start.
+    num_starts: number of times that training started or resumed.
+    step: newest recorded step; None before the first.
+    last_step_at: time of that step, in seconds since 1970.
+    steps_per_s, samples_per_s: speed over the last steps of the newest start.
+    checkpoint: newest intact checkpoint.
+    damaged: messages about newer checkpoints that are not intact.
+    status: `finished`, `stopped` or `diverged` if the newest start ended so; otherwise None.
+    job_id: id of the Slurm job of the newest start.
     """
 
     num_starts: int = 0
@@ -66,9 +66,11 @@ class Progress:
 
 
 def read_progress(run_directory: Path, *, checkpoints: Path | None = None) -> Progress:
-    """Reads what a run has written so far. checkpoints: their directory, if it is not in the run directory.
+    """Reads the progress of a run from its files.
 
-    Raises LaunchError if files that are there cannot be read.
+    checkpoints: folder of the checkpoints, if it is not in the run directory.
+
+    Raises LaunchError if existing files cannot be read.
     """
     try:
         starts = _records(run_directory / "starts.jsonl")
@@ -113,7 +115,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _newest_steps(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of steps in the last part of a file."""
+    """Yields the step records in the last part of a file."""
     try:
         with path.open("rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
@@ -131,7 +133,7 @@ def _newest_steps(path: Path) -> Iterator[dict[str, Any]]:
 def _status(path: Path, *, began_at: float) -> str | None:
     try:
         if path.stat().st_mtime < began_at:
-            return None  # of an earlier start
+            return None  # it is from an earlier start
         summary = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
@@ -144,7 +146,7 @@ def _newest_good(directory: Path) -> tuple[CheckpointFound | None, tuple[str, ..
         try:
             metadata = read_structure(path).metadata
         except CheckpointError as error:
-            if path.exists():  # not one that the run has just deleted
+            if path.exists():  # otherwise the run has just deleted it
                 damaged.append(str(error))
             continue
         step = step_of(path) or 0
@@ -152,18 +154,17 @@ def _newest_good(directory: Path) -> tuple[CheckpointFound | None, tuple[str, ..
     return None, tuple(damaged)
 
 
-# Merges what Slurm and the run directory say of a run. Pure.
-
-
 _ATTEMPTS_SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """A run, or one task of an array.
+    """Status of a run, or of one task of an array.
 
-    job: its newest job that Slurm knows, or None. attempts: of its jobs, from the accounting database; None without
-    one. ledger: starts of the ranks by `hpctrain supervise`, oldest first; empty without it.
+    job: its newest job that Slurm knows; None if there is none.
+    attempts: attempts of its jobs from the accounting database; None if there is no database.
+    progress: progress according to the run directory.
+    ledger: starts of the ranks by `hpctrain supervise`, oldest first; empty if it was not used.
     """
 
     name: str
@@ -174,7 +175,7 @@ class RunStatus:
     ledger: Sequence[Attempt] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all of it as JSON values."""
+        """Returns the whole status as JSON values."""
         spent = effective_time(self.ledger)
         return {
             **asdict(self),
@@ -185,7 +186,7 @@ class RunStatus:
 
 
 def newest_job(queued: Sequence[Job], past: Sequence[Job] | None) -> Job | None:
-    """Returns the job to report: the oldest that has not ended (a later one waits for it), or else the last to end."""
+    """Returns the job to report: the oldest that has not ended, because later ones wait for it, or the last to end."""
     active = [job for job in queued if not job.ended]
     if active:
         running = [job for job in active if not job.waits]
@@ -196,7 +197,7 @@ def newest_job(queued: Sequence[Job], past: Sequence[Job] | None) -> Job | None:
 
 
 def describe_status(status: RunStatus, *, now: float | None = None) -> list[str]:
-    """Returns lines for the user. now: seconds since 1970."""
+    """Returns lines for the user. now: current time, in seconds since 1970."""
     now = time.time() if now is None else now
     lines = [f"{status.name}: {_describe_job(status)}"]
     if status.job is not None and status.job.waits and status.job.reason:
@@ -284,7 +285,7 @@ def _describe_attempts(status: RunStatus) -> str:
 
 
 def describe_ledger(attempts: Sequence[Attempt], *, now: float) -> list[str]:
-    """Returns lines for the user: the effective training time, and the newest attempts with their causes."""
+    """Returns lines for the user with the effective training time, and the newest attempts with their causes."""
     if not attempts:
         return []
     spent = effective_time(attempts)
@@ -316,7 +317,7 @@ def _describe_attempt(attempt: Attempt, *, now: float) -> str:
 
 
 def _span(seconds: float) -> str:
-    """For example `42 s`, `17 min`, `3 h 05 min`, `2 d 4 h`."""
+    """Returns a duration such as `42 s`, `17 min`, `3 h 05 min`, `2 d 4 h`."""
     seconds = max(0, round(seconds))
     if seconds < 120:
         return f"{seconds} s"
@@ -327,13 +328,10 @@ def _span(seconds: float) -> str:
     return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
-# Asks Slurm and reads the run directory: the status of a run, or of each task of its array.
-
-
 def find_run(target: Path, *, overrides: Sequence[str] = ()) -> tuple[Path, Recipe | None]:
-    """Returns the run directory that a recipe names, and the recipe; or `target` itself if it is a run directory.
+    """Returns the run directory and recipe of `target`, which is a recipe or a run directory.
 
-    Raises UsageError or RecipeError.
+    The recipe is None for a run directory that contains none. Raises UsageError or RecipeError.
     """
     if not target.is_dir():
         recipe = load_recipe(target, overrides=overrides)
@@ -345,16 +343,16 @@ def find_run(target: Path, *, overrides: Sequence[str] = ()) -> tuple[Path, Reci
 
 
 def run_statuses(run_directory: Path, recipe: Recipe | None, controller: Controller) -> list[RunStatus]:
-    """Returns the status of a run; of an array, that of each task. Asks squeue and sacct once each.
+    """Returns the status of a run, or of each task of its array. Calls squeue and sacct once each.
 
-    Raises LaunchError if Slurm cannot be asked, or files not be read.
+    Raises LaunchError if Slurm does not answer, or files cannot be read.
     """
     name = run_directory.name if recipe is None else recipe.run.name
     own = None if recipe is None else recipe.checkpoint.directory
     progress = read_progress(run_directory, checkpoints=None if own is None else Path(own))
     ids = recorded_ids(run_directory)
     if not ids and progress.job_id is not None:
-        ids = [progress.job_id]  # of a script that was submitted without `hpctrain slurm`
+        ids = [progress.job_id]  # the script was submitted without `hpctrain slurm`
     queued = queued_jobs(controller, ids)
     past = past_jobs(controller, ids)
     tasks = _tasks(run_directory, [*queued, *(past or [])])
@@ -386,7 +384,7 @@ def _status_of(
 
 
 def _tasks(run_directory: Path, jobs: Sequence[Job]) -> list[int]:
-    """Returns the indexes of an array's tasks: those that Slurm knows, and those that have a run directory."""
+    """Returns the indices of an array's tasks: those that Slurm knows, and those that have a run directory."""
     found = {_index(job) for job in jobs}
     for path in run_directory.glob("task-*"):
         if match := re.fullmatch(r"task-(\d+)", path.name):

@@ -1,4 +1,4 @@
-"""Plans the job of a recipe, submits it, and ends it."""
+"""Plans the job of a recipe, writes its batch script, submits it, resizes it and ends it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,6 @@ from hpctrain.slurm.jobs import (
     recorded_ids,
 )
 
-# Writes a job's batch script from a template. Pure, but for reading the template's file.
-
-
 TEMPLATE = "job.sbatch.j2"
 TEMPLATE_VARIABLE = "HPCTRAIN_SLURM_TEMPLATE"
 _BARE = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
@@ -45,11 +42,18 @@ _BARE_WORD = re.compile(r"[A-Za-z][\w.-]*", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class JobScript:
-    """What a script is written from.
+    """Input of a batch script.
 
-    name: of the job. about: lines of its first comment. recipe: path; None: the script takes it as its first argument
-    (`ready` is its file name then). overrides: `--set` of all tasks. python: environment of the ranks. record: file to
-    which a job adds its successors. stop_signal: asks the ranks to stop; srun and mpirun pass on these two.
+    name: name of the job.
+    about: lines of the first comment.
+    settings: the recipe's section [slurm].
+    recipe: path of the recipe; None if the script takes it as its first argument.
+    run_directory: the recipe's run directory.
+    overrides: `--set` options of all tasks.
+    python: Python environment of the ranks.
+    record: file to which a job adds its successors.
+    ready: file name of the script if it takes the recipe as an argument; otherwise None.
+    stop_signal: signal that asks the ranks to stop; srun and mpirun forward only these two.
     """
 
     name: str
@@ -67,7 +71,8 @@ class JobScript:
 def render_script(job: JobScript, *, template: Path | None = None) -> str:
     """Returns the text of the batch script.
 
-    template: a site's own; it may extend hpctrain's, `job.sbatch.j2`, and replace its blocks.
+    template: the site's own template; it may extend hpctrain's, `job.sbatch.j2`, and replace its blocks.
+
     Raises RecipeError if the template cannot be read or is faulty.
     """
     slurm = job.settings
@@ -108,7 +113,7 @@ def render_script(job: JobScript, *, template: Path | None = None) -> str:
 
 
 def sweep_points(slurm: SlurmSection) -> list[list[str]]:
-    """Returns the overrides (`section.key=value`) of each combination of the sweep, by number; [] without a sweep."""
+    """Returns the overrides (`section.key=value`) of each combination of the sweep, in order; empty without a sweep."""
     if not slurm.sweep:
         return []
     tried = [[f"{key}={_override_value(value)}" for value in values] for key, values in slurm.sweep.items()]
@@ -130,7 +135,7 @@ def _environment(template: Path | None) -> jinja2.Environment:
 
 
 def option_text(value: object) -> str:
-    """Returns a value, or a whole `--name=value`, as it is written behind `#SBATCH`: quoted where Slurm needs it."""
+    """Returns a value, or a whole `--name=value`, as text for an `#SBATCH` line, quoted where Slurm needs it."""
     text = str(value)
     if _BARE.fullmatch(text):
         return text
@@ -142,7 +147,7 @@ def option_text(value: object) -> str:
 
 
 def _launch(slurm: SlurmSection, *, ready: bool) -> str:
-    """Returns what starts the ranks, up to `hpctrain`."""
+    """Returns the words that start the ranks, up to the word `hpctrain`."""
     words = []
     if slurm.launcher == "supervise":
         words.append('hpctrain supervise -n "$ranks" --')
@@ -171,7 +176,7 @@ def _launch(slurm: SlurmSection, *, ready: bool) -> str:
 
 
 def _pairs(mounts: Sequence[str]) -> list[str]:
-    """`/data` as `/data:/data`, which pyxis wants."""
+    """Returns mounts such as `/data` as `/data:/data`, the form that pyxis needs."""
     return [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
 
 
@@ -185,7 +190,7 @@ def _set_words(overrides: Sequence[str]) -> str:
 
 
 def _override_value(value: Any) -> str:
-    """Returns a value of the sweep as `--set` reads it: TOML, or a bare word."""
+    """Returns a value of the sweep in the form that `--set` accepts: TOML, or a bare word."""
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{json.dumps(k)} = {_override_value(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list):
@@ -204,7 +209,13 @@ def _override_value(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedJob:
-    """A job to submit. recipe_path: as the script names it. folder: where sbatch is called, for relative paths."""
+    """A job that is ready to submit.
+
+    recipe_path: path of the recipe, as the script names it.
+    overrides: `--set` options.
+    folder: folder in which sbatch is called; paths are relative to it.
+    text: text of the batch script.
+    """
 
     recipe: Recipe
     recipe_path: Path
@@ -221,7 +232,7 @@ class PlannedJob:
         return bool(self.recipe.slurm.array or self.recipe.slurm.sweep)
 
     def describe(self) -> str:
-        """For example `4 nodes x 2 ranks`."""
+        """Returns a text such as `4 nodes x 2 ranks`."""
         nodes, ranks = self.recipe.slurm.nodes, self.recipe.slurm.tasks_per_node
         return f"{nodes} node{'s' * (nodes > 1)} x {ranks} rank{'s' * (ranks > 1)}"
 
@@ -233,10 +244,11 @@ def plan_job(
     folder: Path | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> PlannedJob:
-    """Reads a recipe and writes the script of its job. Does not ask Slurm.
+    """Reads a recipe and plans its job, including the text of its batch script. Does not ask Slurm.
 
-    overrides: `section.key=value`; those of [slurm] shape the job, the others are passed to the ranks.
-    folder: the working directory, if it is not this process's.
+    overrides: options `section.key=value`; those of [slurm] shape the job, the others are passed to the ranks.
+    folder: working directory, if it is not that of this process.
+
     Raises RecipeError or LaunchError if the recipe and the job do not fit together.
     """
     folder = Path.cwd() if folder is None else folder
@@ -281,8 +293,11 @@ def submit_job(
 ) -> Submission:
     """Writes the script into the run directory, submits it, and records the job there.
 
-    arguments: options of `hpctrain train` for this job alone, such as `--resume never`. dependency: instead of the
-    recipe's own. Raises LaunchError if Slurm does not take the job.
+    by: what submitted the job, see `Submission`.
+    arguments: options of `hpctrain train` for this job alone, such as `--resume never`.
+    dependency: dependency that replaces the recipe's own.
+
+    Raises LaunchError if Slurm does not accept the job.
     """
     place = planned.run_directory / FOLDER
     now = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
@@ -328,7 +343,7 @@ def submit_job(
 
 
 def check_job(planned: PlannedJob, controller: Controller) -> str:
-    """Lets Slurm check the job without submitting it. Returns its answer, with the estimated start.
+    """Makes Slurm check the job without submitting it. Returns Slurm's answer, with the estimated start.
 
     Raises LaunchError if Slurm refuses the job.
     """
@@ -340,12 +355,12 @@ def check_job(planned: PlannedJob, controller: Controller) -> str:
 
 
 def active_jobs(run_directory: Path, controller: Controller) -> list[Job]:
-    """Returns the run's jobs that wait or run. Raises LaunchError."""
+    """Returns the jobs of a run that are waiting or running. Raises LaunchError."""
     return [job for job in queued_jobs(controller, recorded_ids(run_directory)) if not job.ended]
 
 
 def check_idle(planned: PlannedJob, controller: Controller) -> None:
-    """Raises UsageError if a job of this run waits or runs: two at a time would write to one run directory."""
+    """Raises UsageError if a job of this run is waiting or running: two jobs would write to the same run directory."""
     active = active_jobs(planned.run_directory, controller)
     if active:
         raise UsageError(
@@ -355,29 +370,29 @@ def check_idle(planned: PlannedJob, controller: Controller) -> None:
 
 
 def stop_jobs(jobs: Sequence[Job], controller: Controller) -> None:
-    """Removes waiting jobs from the queue; asks the ranks of running ones to save and stop, and not to come back."""
+    """Removes waiting jobs from the queue; asks the ranks of running jobs to save and stop, without being requeued."""
     waiting = [job.job_id for job in jobs if job.waits]
     running = [job.job_id for job in jobs if not job.waits]
     if waiting:
         kill_jobs(waiting, controller)
     if running:
-        # To the script alone: the job does not come back.
+        # SIGTERM goes only to the script, which then does not requeue the job.
         controller.ask(["scancel", "--batch", "--signal=TERM", *running])
         ask_to_stop(running, controller)
 
 
 def ask_to_stop(job_ids: Sequence[str], controller: Controller) -> None:
-    """Asks the ranks of running jobs to save and stop; what then becomes of a job is its script's to decide."""
+    """Asks the ranks of running jobs to save and stop; the job's script decides what happens afterwards."""
     controller.ask(["scancel", "--batch", "--signal=USR1", *job_ids])
 
 
 def kill_jobs(job_ids: Sequence[str], controller: Controller) -> None:
-    """Cancels jobs. Ranks have Slurm's KillWait, usually 30 s, to save."""
+    """Cancels jobs. The ranks have Slurm's KillWait, usually 30 s, to save."""
     controller.ask(["scancel", *job_ids])
 
 
 def _find_by_script(controller: Controller, script: Path) -> str | None:
-    """Returns the job that runs `script`, whose name is unique; None if there is none."""
+    """Returns the id of the job that runs `script`, whose name is unique; None if there is none."""
     lines = controller.ask(["squeue", "--me", "--noheader", "--states=all", "--format=%F|%o"]).splitlines()
     found = (line.partition("|") for line in lines)
     return next((job_id for job_id, _, command in found if command.startswith(str(script))), None)
@@ -411,7 +426,7 @@ def _check_array(recipe: Recipe) -> None:
 
 
 def _stop_signal(recipe: Recipe) -> Literal["USR1", "USR2"]:
-    """The signal that the script sends to srun or mpirun, which pass on no other that only asks."""
+    """Returns the signal that the script sends to srun or mpirun to stop the ranks: one that they forward."""
     if "SIGUSR1" in recipe.stop.signals:
         return "USR1"
     if "SIGUSR2" in recipe.stop.signals and recipe.slurm.launcher != "supervise":
@@ -423,7 +438,7 @@ def _stop_signal(recipe: Recipe) -> Literal["USR1", "USR2"]:
 
 
 def _python(slurm: SlurmSection, *, folder: Path) -> Path | None:
-    """The Python environment of the ranks; None if they do not use one of this filesystem."""
+    """Returns the Python environment of the ranks; None if they do not use one of this filesystem."""
     if slurm.container is not None or slurm.python_archive is not None:
         return None
     if slurm.python is not None:
@@ -440,12 +455,13 @@ def _python(slurm: SlurmSection, *, folder: Path) -> Path | None:
     return prefix
 
 
-# Continues a run on another number of nodes.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Resized:
-    """What `resize` did. replaced: jobs that end, before the submitted one begins; none if the job itself shrinks."""
+    """Result of `resize`.
+
+    submission: the job that continues the run.
+    replaced: ids of the jobs that end before it starts; empty if the job itself shrinks.
+    """
 
     submission: Submission
     replaced: Sequence[str]
@@ -454,11 +470,14 @@ class Resized:
 def resize(
     run_directory: Path, *, nodes: int, controller: Controller, overrides: Sequence[str] = ()
 ) -> Resized:
-    """Has the ranks save and stop at a step that they agree on, and the run continue on `nodes` nodes.
+    """Makes the ranks save and stop at a step on which they agree, and continues the run on `nodes` nodes.
 
-    A running job that is shrinkable keeps fewer nodes. Otherwise the run's job is submitted again, to begin when the
-    present one has ended. overrides: further ones, after those that it was submitted with.
-    Raises UsageError if there is no job to resize, LaunchError if Slurm refuses; the present job then runs on.
+    A running job that is shrinkable keeps fewer nodes. Otherwise the run's job is submitted again, to start when the
+    present one has ended.
+
+    overrides: options that are added to those of the present job.
+
+    Raises UsageError if there is no job to resize, and LaunchError if Slurm refuses; the present job then continues.
     """
     before = newest_submission(run_directory)
     if before.is_array:

@@ -1,4 +1,4 @@
-"""Which ranks, nodes and links are slower than the others, and why: scores from the steps' times, and a probe."""
+"""Finds ranks, nodes and links that are slower than the others, and why: scores from step times, and a probe."""
 
 import lazy_loader
 

@@ -1,4 +1,7 @@
-"""Measures the nodes: the links between them, and each rank's memory and arithmetic."""
+"""Measures the nodes: the links between them, and each rank's memory and arithmetic.
+
+`LinkWatch` decides during a run when the links are measured, and which of them are named as slow.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,7 @@ from hpctrain.stragglers.probe_findings import (
 from hpctrain.stragglers.slow_ranks import LEAST_EXCESS_S, Cause, Change, Limits, Slow
 from hpctrain.topology import Topology
 
-# Times messages between pairs of nodes, many pairs at once: each node is in one pair at a time.
-
-
+# Many pairs of nodes are measured at the same time, but each node is in only one pair at a time.
 LATENCY_TRIALS = 10
 BANDWIDTH_TRIALS = 3
 # One message that takes longer shows the link's rate: no further trials.
@@ -37,16 +38,20 @@ _LAST = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSpeed:
-    """latency_s: of a message of 8 bytes, one way. bytes_per_s: of large ones, the mean of both directions."""
+    """Speed between two ranks.
+
+    latency_s: one-way time of a message of 8 bytes, in seconds.
+    bytes_per_s: bandwidth of large messages, the mean of both directions.
+    """
 
     latency_s: float
     bytes_per_s: float
 
 
 def partner_of(node: int, *, number: int, num_nodes: int) -> int | None:
-    """Returns the other node of `node`'s pair in round `number`; None if it is in none. Pure.
+    """Returns the partner of `node` in round `number`; None if it has none in this round. Pure.
 
-    In rounds 0 to num_rounds - 1 every two nodes are a pair once (the circle method of tournaments).
+    In the rounds 0 to num_rounds - 1, every two nodes are partners exactly once (the circle method of tournaments).
     """
     even = num_nodes + num_nodes % 2  # a node that is not there makes their number even
     last = even - 1
@@ -60,7 +65,7 @@ def partner_of(node: int, *, number: int, num_nodes: int) -> int | None:
 
 
 def num_rounds(num_nodes: int) -> int:
-    """Returns the rounds in which all pairs have met."""
+    """Returns the number of rounds after which all pairs have met."""
     return num_nodes + num_nodes % 2 - 1
 
 
@@ -75,8 +80,10 @@ def chosen_rounds(num_nodes: int, *, at_most: int | None) -> Sequence[int]:
 def measure_pair(transport: Transport, *, peer: int, num_bytes: int) -> PairSpeed:
     """Returns the speed between this rank and rank `peer`, which must call this too; both get the same result.
 
-    A message travels there and back before the next one, so that no buffer on the way can hide the link's rate. The
-    fastest of a few trials counts. num_bytes: of a large message.
+    A message travels there and back before the next one is sent, so that no buffer on the way can hide the rate of the
+    link. The fastest of a few trials counts.
+
+    num_bytes: size of a large message.
     """
     small = torch.zeros(_SMALL_BYTES, dtype=torch.uint8)
     large = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -111,7 +118,7 @@ def _round_trip_s(transport: Transport, buffer: torch.Tensor, *, peer: int) -> f
 
 
 def _swap(transport: Transport, buffer: torch.Tensor, *, peer: int, begins: bool) -> None:
-    """Sends `buffer` to the peer and back, from the side that begins."""
+    """Sends `buffer` to the other rank and back. begins: True on the rank that sends first."""
     for send in (begins, not begins):
         if send:
             send_message(transport, buffer, to=peer, what=_WAIT)
@@ -134,7 +141,12 @@ _PRODUCTS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """The links of all nodes, by node, and the pairs that are slower than their nodes. seconds: what measuring took."""
+    """The links of all nodes.
+
+    nodes: link of each node.
+    pairs: pairs of nodes that are slower than the links of both.
+    seconds: duration of the measurement.
+    """
 
     nodes: tuple[NodeLink, ...]
     pairs: tuple[SlowPair, ...]
@@ -142,11 +154,12 @@ class Links:
 
 
 def measure_links(world: World, topology: Topology, *, thorough: bool) -> Links | None:
-    """Measures the links between the nodes' first ranks while no rank sends anything else. Collective.
+    """Measures the links between the first ranks of all nodes. Collective; no rank may send anything else meanwhile.
 
-    thorough: all pairs, with large messages; else each node with at most QUICK_ROUNDS others. The result is the same on
-    every rank; None for a single node, or a backend without messages of its own. Each rank receives 32 bytes for each
-    node.
+    thorough: True to measure all pairs, with large messages; False: each node with at most QUICK_ROUNDS others.
+
+    Returns the same result on every rank; None for a single node, or if the backend has no point-to-point messages.
+    Each rank receives 32 bytes per node.
     """
     if topology.num_nodes == 1:
         return None
@@ -184,7 +197,10 @@ def _measure_partners(transport: Transport, topology: Topology, *, thorough: boo
 
 
 def _gather(world: World, topology: Topology, speeds: dict[int, PairSpeed]) -> list[NodeLink]:
-    """Returns every node's links. Collective. speeds: of this node's pairs; empty if this rank is not its first."""
+    """Returns the link of every node. Collective.
+
+    speeds: speeds of this node's pairs; empty if this rank is not the first of its node.
+    """
     mine = torch.empty(0, dtype=torch.float64)
     if topology.local_rank_of(world.rank) == 0:
         slowest = min(speeds, key=lambda partner: speeds[partner].bytes_per_s)
@@ -226,10 +242,10 @@ def _slow_pairs(
 
 
 def measure_ranks(world: World, *, device: torch.device) -> RankSpeeds:
-    """Measures memory and arithmetic of every rank's device, on all ranks at once, as in training. Collective.
+    """Measures memory and arithmetic of every rank's device, on all ranks at the same time, as in training.
 
-    The median of a few trials: a rank that shares its core with another process is slow in all of them. Each rank
-    receives 16 bytes for each rank.
+    Collective. The median of a few trials counts: a rank that shares its core with another process is slow in all of
+    them. Each rank receives 16 bytes per rank.
     """
     world.barrier()
     began = time.perf_counter()
@@ -259,24 +275,21 @@ def _median_s(work: Callable[[], object], *, device: torch.device, trials: int) 
     return max(statistics.median(seconds[1:]), 1e-9)
 
 
-# When the links between nodes are measured during a run, and which of them are named as slow. Pure.
-#
-# A slow link delays the reduction of all ranks by the same time, so no rank's own work shows it. The
-# communication floor does: the time that even the last rank to arrive waits. When the floor has risen, a
-# short probe of the links finds the slow one, if it is a link at all.
-
-
-# A floor that has changed by this factor since the last probe calls for another one.
+# A communication floor that has changed by this factor since the last probe requires another one.
 _CHANGED = 1.5
-# After probes that find nothing the next ones wait for longer streaks, up to so many windows.
+# After probes that find nothing, the next ones wait for longer streaks, up to this many windows.
 _MOST_WINDOWS = 60
 
 
 @final
 class LinkWatch:
-    """Asks for probes (`wants_probe`), and judges them (`probed`). A link is named after two probes in a row found it.
+    """Asks for probes of the links (`wants_probe`) and judges them (`probed`) during a run. Pure.
 
-    before: the links at the start of the run; None: the first window's probe measures them.
+    A slow link delays the reduction on all ranks by the same time, so no rank's own work shows it. The communication
+    floor does: the time that even the last rank to arrive waits. When the floor has risen, a short probe finds the
+    slow link, if it is a link at all. A link is named when two consecutive probes have found it.
+
+    before: links at the start of the run; None: the probe in the first window measures them.
     """
 
     def __init__(self, topology: Topology, *, limits: Limits = Limits(), before: Links | None = None) -> None:
@@ -293,11 +306,14 @@ class LinkWatch:
 
     @property
     def named(self) -> list[Slow]:
-        """What is slow now."""
+        """The links that are slow now."""
         return list(self._named.values())
 
     def wants_probe(self, *, floor_s: float, step_s: float) -> bool:
-        """Judges a window. floor_s, step_s: of its steps. Returns True if the links should be measured now."""
+        """Judges a window of steps. Returns True if the links should be measured now.
+
+        floor_s, step_s: communication floor and duration of a step in this window, in seconds.
+        """
         self._floor_s, self._step_s = floor_s, step_s
         if self._before is None or self._suspected:
             return True
@@ -311,7 +327,7 @@ class LinkWatch:
         return self._streak >= self._needed
 
     def probed(self, links: Links) -> list[Change]:
-        """Judges a probe of the window that `wants_probe` has seen last. Returns what is new."""
+        """Judges a probe made in the window that `wants_probe` saw last. Returns what has changed."""
         found = {
             finding.nodes: finding
             for finding in slow_links(

@@ -1,4 +1,4 @@
-"""What a probe of the nodes means: which nodes, links and ranks are slower than usual. Pure."""
+"""Conclusions from a probe of the nodes: which nodes, links and ranks are slower than usual. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from hpctrain.comm import describe_ranks
 from hpctrain.topology import Topology
 
-# A link is slow below this share of what is usual. The measured rates of sound links differ by less than 2.
+# A link is slow below this share of the usual bandwidth. The measured bandwidths of intact links differ by less than a
+# factor of 2.
 SLOW_SHARE = 0.5
 # Latencies vary more, and a short one does no harm.
 SLOW_LATENCY = 5.0
@@ -24,7 +25,7 @@ SLOW_RANK_SHARE = 0.7
 
 
 class Quantity(Enum):
-    """What the probe of nodes measures: of a link its bandwidth and latency, of a rank its memory and arithmetic."""
+    """Quantities that the probe measures: bandwidth and latency of links, memory bandwidth and arithmetic of ranks."""
 
     BANDWIDTH = "bandwidth"
     LATENCY = "latency"
@@ -42,7 +43,13 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLink:
-    """A node's link: the median over its partners, and its slowest partner."""
+    """Speed of one node's link.
+
+    bytes_per_s: median bandwidth over the partner nodes.
+    latency_s: median latency over the partner nodes, in seconds.
+    slowest_partner: index of the partner node with the lowest bandwidth.
+    slowest_bytes_per_s: bandwidth with that partner.
+    """
 
     bytes_per_s: float
     latency_s: float
@@ -52,9 +59,11 @@ class NodeLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpeeds:
-    """memory_bytes_per_s: read and written by a copy; flop_per_s: of a float32 matrix product. Shape (ranks,).
+    """Speeds of all ranks, as arrays of shape (ranks,).
 
-    seconds: what measuring took.
+    memory_bytes_per_s: bytes read and written per second by a copy.
+    flop_per_s: floating-point operations per second in a float32 matrix product.
+    seconds: duration of the measurement.
     """
 
     memory_bytes_per_s: NDArray[np.float64]
@@ -72,9 +81,14 @@ class SlowPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Nodes (one: the node; two: the link between them; more: most of all), or ranks, that are slower than usual.
+    """Nodes or ranks that are slower than usual.
 
-    before: `usual` was measured earlier in the run; else it is the median of the nodes or ranks.
+    quantity: what is slow.
+    nodes: one node: the node itself; two: the link between them; more: most of the nodes.
+    ranks: ranks on these nodes, or the slow ranks.
+    value: measured value.
+    usual: usual value: the median of the nodes or ranks.
+    before: True if `usual` was measured earlier in the run instead.
     """
 
     quantity: Quantity
@@ -117,8 +131,8 @@ def slow_links(
 ) -> list[Finding]:
     """Returns the slow links between nodes.
 
-    before: an earlier measurement of the same nodes. With it a link is also slow if it was at least twice as fast; of
-    two nodes only that can be seen.
+    before: earlier measurement of the same nodes. With it, a link is also slow if it was at least twice as fast
+    before; with two nodes, this is the only criterion that can be met.
     """
     rates = [link.bytes_per_s for link in links]
     latencies = [link.latency_s for link in links]
@@ -190,9 +204,11 @@ def document(
     findings: Sequence[Finding],
     about: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns what is written as JSON: one entry for each node. about: further keys, such as the time.
+    """Returns the JSON document of a probe, with one entry per node.
 
-    slow_nodes: those that a finding names alone, which a run may leave out.
+    Its `slow_nodes` are the nodes that a finding names alone, so that a run can leave them out.
+
+    about: further keys, such as the time.
     """
     nodes = []
     for number, (name, members) in enumerate(zip(topology.node_names, topology.ranks_by_node, strict=True)):

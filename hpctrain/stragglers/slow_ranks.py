@@ -1,13 +1,14 @@
-"""Which ranks are slow, from the numbers of all ranks in successive windows. Pure.
+"""Finds slow ranks from the numbers of all ranks in successive windows of steps. Pure.
 
-In synchronous training every rank's step takes as long as the slowest rank's own work, so the durations of steps do not
-show which rank is slow. A rank's own work (input, compute, other: all before it waits for other ranks) does.
+In synchronous training every rank's step takes as long as the slowest rank's own work, so step durations do not show
+which rank is slow. A rank's own work does: input, compute and other, that is, everything before it waits for other
+ranks.
 
-A rank stands out in a window if its own work exceeds the median of the ranks by a share of the step, by several robust
-deviations between the ranks, and by as many of what the same rank varies from window to window. It is named if it
-stands out in several windows in a row: in so many that chance, at the rate at which windows of this run have stood out
-so far, names a rank once in a hundred days. It is no longer slow if its excess is below half of the limit in several
-windows in a row.
+A rank stands out in a window if its own work exceeds the median of the ranks by three limits: a share of the step,
+several robust deviations between the ranks, and as many deviations of the same rank from window to window. It is named
+if it stands out in several consecutive windows: so many that chance, at the rate at which windows of this run have
+stood out so far, names a rank once in a hundred days. It is no longer slow if its excess is below half of the limit in
+several consecutive windows.
 """
 
 from __future__ import annotations
@@ -27,15 +28,12 @@ from hpctrain.comm import describe_ranks
 from hpctrain.telemetry import in_words
 from hpctrain.topology import Topology
 
-# What is found to be slow, and the lines that say so. Pure.
-
-
-# Of more ranks or nodes that become slow at once the records have the rest.
+# Most lines that are printed if many ranks or nodes become slow at once; the records contain all of them.
 MOST_LINES = 8
 
 
 class Cause(Enum):
-    """Probable cause. OTHER: work of the rank outside of input, compute and saving, such as writing its records."""
+    """Probable cause of slowness. OTHER: work outside of input, compute and saving, such as writing records."""
 
     INPUT = "input"
     COMPUTE = "compute"
@@ -46,11 +44,12 @@ class Cause(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
-    """Ranks of one node that are slower than the others, or the links of one node, between two nodes or of all.
+    """Ranks of one node that are slower than the others, or slow links of one node, between two nodes, or of all.
 
-    value, usual: seconds of the cause in a step (checkpoint: in a save), here and as the median of all ranks; for the
-    network bytes/s, here and as the median of the nodes or, if `before`, as it was earlier in the run.
-    wait_s: for which the other ranks wait in each step; 0 if unknown.
+    value, usual: value here, and median of all ranks: seconds per step that the cause takes (for checkpoints, seconds
+    per save). For the network: bytes per second here, and the median of the nodes or, if `before`, the value earlier
+    in the run.
+    wait_s: seconds that the other ranks wait in each step; 0 if unknown.
     """
 
     ranks: tuple[int, ...]
@@ -66,7 +65,7 @@ class Slow:
         return self.ranks, self.cause
 
     def describe(self, *, over: str) -> str:
-        """Returns the line for the user. over: the steps or saves that were compared, as `the last 200 steps`."""
+        """Returns the line for the user. over: the steps or saves that were compared, such as `the last 200 steps`."""
         if self.cause is Cause.NETWORK:
             usual = "it was" if self.before else "the median of the nodes is"
             found = (
@@ -95,14 +94,14 @@ class Slow:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something has become slow, or (`ended`) is no longer slow."""
+    """A change: something has become slow or, if `ended`, is no longer slow."""
 
     slow: Slow
     ended: bool = False
 
 
 def lines_of(changes: Sequence[Change], *, over: str) -> list[str]:
-    """Returns the lines for the user, at most MOST_LINES and one that says how many more there are."""
+    """Returns the lines for the user: at most MOST_LINES, and one that counts the remaining changes."""
     lines = [c.slow.describe_end() if c.ended else c.slow.describe(over=over) for c in changes[:MOST_LINES]]
     if len(changes) > MOST_LINES:
         lines.append(f"{len(changes) - MOST_LINES} more of such changes are in the records only")
@@ -125,28 +124,24 @@ def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e6:.3g} MB/s"
 
 
-# What a rank measures of itself in a window of steps: a few numbers, robust against single slow steps.
-# Pure.
-
-
-# Seconds of a step: waiting for data; forward, backward and optimizer, in a pipeline with waits for other stages, so
-# that stages of different lengths are not taken for slow ranks; what is not named; waiting for communication; the whole
-# step without an evaluation. Then the rank's samples of a step, and the seconds of writing its part of a
-# checkpoint.
+# The numbers of a window. Seconds per step: input is waiting for data; compute is forward, backward and optimizer, in a
+# pipeline with waits for other stages, so that stages of different lengths are not taken for slow ranks; other is the
+# rest; exposed_sync is waiting for communication; step is the whole step without an evaluation. Then samples is the
+# rank's samples per step, and save the seconds of writing its part of a checkpoint.
 COLUMNS = ("input", "compute", "other", "exposed_sync", "step", "samples", "save")
 INPUT, COMPUTE, OTHER, EXPOSED, STEP, SAMPLES, SAVE = range(len(COLUMNS))
-NUM_OWN = 3  # columns of the rank's own work in a step: input, compute, other
+NUM_OWN = 3  # columns of the rank's own work per step: input, compute, other
 NUM_PARTS = 5
 _NUM_PER_STEP = SAVE
 
 
 @final
 class WindowTimes:
-    """Collects this rank's steps until `take`.
+    """Collects this rank's steps in a window, until `take` is called.
 
     A time is the median of the means over NUM_PARTS successive parts of the window (median of means: Lugosi and
-    Mendelson 2019, arXiv:1906.04280). So one or two hiccups do not count, but waits for data that come in every tenth
-    step do.
+    Mendelson 2019, arXiv:1906.04280). So one or two slow steps do not count, but waits for data that occur in every
+    tenth step do.
     """
 
     def __init__(self) -> None:
@@ -158,7 +153,7 @@ class WindowTimes:
         return len(self._steps) // _NUM_PER_STEP
 
     def add(self, seconds: Mapping[str, float], *, samples: int) -> None:
-        """Adds a step. seconds: as `StepClock.lap` returns them. samples: of this rank."""
+        """Adds a step. seconds: result of `StepClock.lap`. samples: number of this rank's samples."""
         step = seconds["step"] - seconds["evaluation"]
         own = (seconds["input"], seconds["compute"] + seconds.get("bubble", 0.0), seconds["other"])
         self._steps.extend((*own, seconds["exposed_sync"], step, samples))
@@ -166,11 +161,11 @@ class WindowTimes:
             self._saves.append(seconds["own_write"])
 
     def take(self) -> NDArray[np.float32]:
-        """Returns the numbers of the window, shape (len(COLUMNS),), and starts the next one. At least one step."""
+        """Returns the numbers of the window, shape (len(COLUMNS),), and starts the next. Needs at least one step."""
         steps = np.array(self._steps, dtype=np.float64).reshape(-1, _NUM_PER_STEP)
         parts = np.array_split(steps, min(NUM_PARTS, len(steps)))
         numbers = np.full(len(COLUMNS), np.nan, dtype=np.float32)
-        # Not np.median: its first call imports numpy.ma, on every rank in the middle of training (0.8 MB).
+        # The first call of np.median would import numpy.ma, on every rank in the middle of training (0.8 MB).
         numbers[:_NUM_PER_STEP] = np.quantile([part.mean(axis=0) for part in parts], 0.5, axis=0)
         numbers[SAMPLES] = steps[:, SAMPLES].mean()
         if self._saves:
@@ -201,32 +196,37 @@ _SAVES_A_DAY = 150
 _FALSE_A_DAY = 0.01
 # Saves are rare, and compared one by one.
 SAVES_IN_A_ROW = 2
-SAVE_EXCESS = 0.5  # of the median
+SAVE_EXCESS = 0.5  # share of the median
 LEAST_SAVE_EXCESS_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """min_excess: of own work over the median of the ranks, as a share of the step. windows: in a row."""
+    """Limits for naming slow ranks.
+
+    min_excess: smallest excess of a rank's own work over the median of the ranks, as a share of the step.
+    windows: smallest number of consecutive windows.
+    """
 
     min_excess: float = 0.1
     windows: int = 3
 
 
 def lower_median(values: Numbers) -> Numbers:
-    """Returns the median along the first axis; of an even number of values the lower one of the two in the middle.
+    """Returns the median along the first axis; for an even number of values, the lower of the two in the middle.
 
-    So of two ranks the faster one is the usual one.
+    So with two ranks, the faster one defines what is usual.
     """
     middle: Numbers = np.partition(values, (len(values) - 1) // 2, axis=0)[(len(values) - 1) // 2]
     return middle
 
 
 def own_work(numbers: Numbers) -> tuple[Numbers, Numbers]:
-    """Returns each rank's own work in a step, and what is usual, each in seconds, shape (ranks, NUM_OWN).
+    """Returns each rank's own work per step, and the usual value, both in seconds, shape (ranks, NUM_OWN).
 
-    numbers: of all ranks, shape (ranks, columns). Usual is the median of the ranks; a rank with more samples than
-    others may compute longer in that proportion.
+    The usual value is the median of the ranks; a rank with more samples than others may compute longer in proportion.
+
+    numbers: numbers of all ranks, shape (ranks, columns).
     """
     own = numbers[:, :NUM_OWN]
     samples = numbers[:, SAMPLES]
@@ -236,15 +236,18 @@ def own_work(numbers: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def deviations_for(num_ranks: int) -> float:
-    """Returns how many deviations count: the largest of many normal numbers has sqrt(2 ln n) of them."""
+    """Returns the number of deviations that is significant: the largest of n normal numbers is about sqrt(2 ln n)."""
     return max(DEVIATIONS, math.sqrt(2 * math.log(max(num_ranks, 2))))
 
 
 def streak_needed(*, num_out: int, num_seen: int, num_ranks: int, per_day: float) -> int:
-    """Returns in how many windows in a row a rank must stand out so that chance does not name it.
+    """Returns the number of consecutive windows in which a rank must stand out so that chance does not name it.
 
-    num_out of num_seen windows of single ranks stood out without a cause. Their probability is estimated as if one in
-    twenty of a few more had; a streak of k windows then has the k-th power of it. per_day: windows.
+    num_out, num_seen: number of windows of single ranks that stood out without a cause, and of all windows seen.
+    per_day: number of windows per day.
+
+    The probability of standing out is estimated as if one in twenty of a few additional windows had stood out; a
+    streak of k windows has the k-th power of it.
     """
     probability = (num_out + _PRIOR * _PRIOR_WEIGHT) / (num_seen + _PRIOR_WEIGHT)
     return math.ceil(math.log(num_ranks * per_day / _FALSE_A_DAY) / -math.log(min(probability, 0.9)))
@@ -252,7 +255,7 @@ def streak_needed(*, num_out: int, num_seen: int, num_ranks: int, per_day: float
 
 @final
 class _Streaks:
-    """Counts for each rank the windows in a row in which it stands out, or is well under the limit."""
+    """Counts, for each rank, the consecutive windows in which it stands out, or is well below the limit."""
 
     def __init__(self, *, num_ranks: int, least: int, per_day: float) -> None:
         self._least = least
@@ -265,7 +268,7 @@ class _Streaks:
         self.named: NDArray[np.bool_] = np.zeros(num_ranks, dtype=bool)
 
     def update(self, excess: Numbers, *, limit: float) -> tuple[list[int], list[int]]:
-        """Returns the ranks that are slow from now on, and those that no longer are."""
+        """Returns the ranks that have become slow, and those that are no longer slow."""
         over = excess >= limit
         self._over = np.where(over, self._over + 1, 0)
         self._under = np.where(excess < limit / 2, self._under + 1, 0)
@@ -289,7 +292,7 @@ class _Streaks:
 
 @final
 class SlowRanks:
-    """Names slow ranks, once when they become slow and again when they no longer are."""
+    """Names slow ranks: once when they become slow, and again when they no longer are."""
 
     def __init__(self, topology: Topology, *, limits: Limits = Limits()) -> None:
         num = topology.num_ranks
@@ -310,11 +313,14 @@ class SlowRanks:
 
     @property
     def named(self) -> list[Slow]:
-        """What is slow now."""
+        """Everything that is slow now."""
         return list(self._named.values())
 
     def observe(self, numbers: Numbers) -> list[Change]:
-        """Judges a window. numbers: of all ranks, shape (ranks, columns of `WindowTimes`). Returns what is new."""
+        """Judges a window, and returns what has changed.
+
+        numbers: numbers of all ranks, shape (ranks, columns of `WindowTimes`).
+        """
         numbers = numbers.astype(np.float64)
         changes = self._observe_steps(numbers)
         if not np.isnan(numbers[:, SAVE]).any():
@@ -325,7 +331,7 @@ class SlowRanks:
         own, usual = own_work(numbers)
         self._recent.append((own, usual))
         excess = (own - usual).sum(axis=1)
-        # Not the excess itself: that of the usual rank is 0, and of two ranks one is always the usual one.
+        # The excess itself is not used: it is 0 for the usual rank, and with two ranks one is always the usual one.
         apart = (excess - excess.mean()) * len(excess) / max(1, len(excess) - 1)
         if self._apart is not None:
             self._changes.append(np.abs(apart - self._apart))
@@ -343,7 +349,7 @@ class SlowRanks:
         return changes + self._turns(excess >= limit, column_of=(own - usual).argmax(axis=1))
 
     def _turns(self, over: NDArray[np.bool_], *, column_of: NDArray[np.int64]) -> list[Change]:
-        """Of ranks that are still slow, for another cause in several windows in a row, the other one is named."""
+        """Replaces the cause of ranks that are still slow, if several consecutive windows show another cause."""
         changes = []
         for key, slow in list(self._named.items()):
             if slow.cause is Cause.CHECKPOINT:
@@ -372,7 +378,7 @@ class SlowRanks:
         return changes
 
     def _variation(self) -> float:
-        """Returns how much a rank's excess varies from window to window, as a standard deviation."""
+        """Returns the standard deviation of a rank's excess from window to window."""
         if not self._changes:
             return 0.0
         # The difference of two numbers varies sqrt(2) times as much as one.
@@ -381,7 +387,7 @@ class SlowRanks:
     def _by_node(
         self, ranks: list[int], *, kinds: NDArray[np.int64]
     ) -> list[tuple[tuple[int, int], tuple[int, ...]]]:
-        """Groups ranks of the same node and kind. kinds: of all ranks."""
+        """Groups ranks of the same node and kind. kinds: kind of each rank of the run."""
         groups: dict[tuple[int, int], tuple[int, ...]] = {}
         for rank in ranks:
             key = (self._topology.node_of(rank), int(kinds[rank]))
@@ -392,7 +398,10 @@ class SlowRanks:
         return (self._topology.node_names[self._topology.node_of(ranks[0])],)
 
     def _began(self, ranks: tuple[int, ...], *, column: int) -> Change:
-        """column: of the cause. Its seconds are means over the last windows."""
+        """Records that ranks have become slow. Their seconds are means over the last windows.
+
+        column: column of the cause.
+        """
         own, usual = (np.mean([pair[k][list(ranks)] for pair in self._recent], axis=0) for k in (0, 1))
         slow = Slow(
             ranks=ranks, nodes=self._nodes_of(ranks), cause=CAUSES[column], value=float(own[:, column].mean()),
@@ -406,7 +415,7 @@ class SlowRanks:
         self._turned.pop(key, None)
 
     def _ended(self, ranks: list[int], *, causes: Iterable[Cause]) -> list[Change]:
-        """A group that was named together ends when none of its ranks is slow any more."""
+        """Returns the groups that are no longer slow: those in which no rank is slow any more."""
         if not ranks:
             return []
         changes = []
@@ -420,5 +429,5 @@ class SlowRanks:
 
 
 def _spread(values: Numbers) -> float:
-    """Returns the standard deviation between ranks, from the median of absolute deviations."""
+    """Returns the standard deviation between ranks, estimated from the median of absolute deviations."""
     return MAD_FACTOR * float(lower_median(np.abs(values - lower_median(values))))

@@ -1,4 +1,4 @@
-"""Keeping a run alive: starts the ranks, finds why they ended, and starts them again on the nodes that are left."""
+"""Keeps a run alive: starts the ranks, finds out why they ended, and restarts them on the remaining nodes."""
 
 import lazy_loader
 

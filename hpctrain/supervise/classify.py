@@ -1,11 +1,13 @@
-"""The failure classifier: from what is known about the end of an attempt to its cause. Pure.
+"""The failure classifier: concludes from the evidence about the end of an attempt why it ended. Pure.
 
-What is certain comes first: a normal end, a stop that was asked for, nodes that do not answer. Then the text that
-names a resource (memory, disk). Then who failed first: the rank that says in our own words that it ends the run; the
-rank that a signal has ended; the rank that has exited with a code. The others are ended because of it: where srun says
-`Killed` it names the victim, and by `Terminated`, or after a line that the step is being ended, the innocent. The
-kernel's counter of processes that it has ended for want of memory says why a rank was killed, and nothing else: it
-counts those of other jobs on the node too.
+Certain evidence comes first: a normal end, a requested stop, nodes that do not answer. Then lines that name an
+exhausted resource (memory, disk). Then the rank that failed first: a rank whose own message says that it ends the run;
+the rank that a signal has ended; the rank that has exited with an error code. The other ranks are ended because of it:
+where srun prints `Killed` it names the rank that failed, while `Terminated`, or a line after the announcement that the
+step ends, names ranks that did not.
+
+The kernel's counter of processes that it has ended because memory ran out only explains why a rank was killed, since
+it also counts processes of other jobs on the node.
 """
 
 from __future__ import annotations
@@ -28,11 +30,9 @@ from hpctrain.launch import (
     signal_name,
 )
 
-# Causes for which an attempt of a run ends.
-
 
 class Cause(str, Enum):
-    """Why an attempt ended. FINISHED: the command ended with 0. UNKNOWN: nothing that is known says why."""
+    """Why an attempt ended. FINISHED: the command exited with 0. UNKNOWN: no evidence tells why."""
 
     FINISHED = "finished"
     WALL_CLOCK = "wall clock"
@@ -53,9 +53,11 @@ class Cause(str, Enum):
 class Diagnosis:
     """Result of the classifier.
 
-    reason: one line for the user, mostly the line of the log that decided. nodes: to which the failure is attributed,
-    by name; none if it is not tied to nodes. error: text by which the same error of a program is recognised again;
-    "" if the cause is not an error of the program, its data or its files, or if it need not come again.
+    cause: why the attempt ended.
+    reason: one line for the user, mostly the line of the log that decided.
+    nodes: names of the nodes to which the failure is attributed; empty if it is not tied to nodes.
+    error: text that identifies the same error of a program in a later attempt; "" if the cause is not an error of the
+    program, its data or its files, or if it need not occur again.
     """
 
     cause: Cause
@@ -72,7 +74,7 @@ class Diagnosis:
 
 _NODE = r"(?P<node>[\w.\[\],-]+)"
 
-# Slurm says why it has ended a step or a job.
+# Slurm's messages on why it has ended a step or a job.
 TIME_LIMIT = re.compile(r"CANCELLED AT \S+ DUE TO TIME LIMIT")
 PREEMPTED = re.compile(r"CANCELLED AT \S+ DUE TO PREEMPTION|DUE TO JOB REQUEUE|CANCELLED DUE TO PREEMPTION")
 NODE_FAILURE = re.compile(r"CANCELLED AT \S+ DUE TO NODE FAILURE")
@@ -119,8 +121,8 @@ OUT_OF_MEMORY = re.compile(
 SRUN_OUT_OF_MEMORY = re.compile(rf"srun: error: {_NODE}: tasks? \S+: Out Of Memory")
 DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]|errno = (28|122)\b")
 
-# Our own lines.
-# In the reason of such a stop: the ranks' own clock (`hpctrain.resilience.WallClock`) names what ends the time.
+# Lines that hpctrain prints.
+# Part of the reason of a stop: the ranks' own clock (`hpctrain.resilience.WallClock`) names the limit that ends.
 TIME_OVER = re.compile(r"Slurm's time limit|HPCTRAIN_DEADLINE|stop\.after_s")
 RANK_ENDS = re.compile(r"hpctrain: rank (?P<rank>\d+) ends the run \(exit code (?P<code>\d+)\)")
 RANK_SAYS = re.compile(r"^hpctrain: rank \d+ on \S+: (?P<text>.*)$")
@@ -131,14 +133,14 @@ SAYS = re.compile(r"^hpctrain: (?P<text>(?!rank \d+ (?:ends|on \S+ (?:has waited
 
 TRACEBACK = re.compile(r"Traceback \(most recent call last\):")
 EXCEPTION = re.compile(r"^(?P<text>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Iteration)\b.*)$")
-# An exception that says that another rank or a connection to it is gone: a consequence.
+# An exception that reports the loss of another rank, or of the connection to it: a consequence.
 BROKEN_CONNECTION = re.compile(
     r"MPI_ERR_|mpi4py\.MPI\.Exception|Connection (reset|refused|closed)|Broken pipe|HorovodInternalError"
     r"|Horovod has been shut down"
 )
 
 MPIRUN_EXIT_CODE = re.compile(r"^\s+Exit code:\s+\d+")
-# MPICH's and Intel MPI's forms. Neither says which rank ended first; `hpctrain launch` finds out.
+# Messages of MPICH and Intel MPI. Neither names the rank that ended first; `hpctrain launch` finds it.
 HYDRA_SIGNAL = re.compile(r"EXIT STRING: .*\(signal (?P<mpich>\d+)\)|=\s+KILLED BY SIGNAL: (?P<intel>\d+)")
 HYDRA_NODE = re.compile(rf"=\s+(?:RANK \d+ )?PID \d+ RUNNING AT {_NODE}")
 
@@ -150,14 +152,15 @@ _TELLING = (
 
 
 def is_telling(line: str) -> bool:
-    """Returns True if the classifier may use this line."""
+    """Returns True if the classifier may use this line of a log."""
     return any(sign.search(line) for sign in _TELLING) or find_failure(line.encode()) is not None
 
 
 def failures_in(lines: Sequence[str]) -> Iterator[tuple[int, RankFailure]]:
     """Yields the ranks that the launcher reports as failed, each with the index of its line.
 
-    Not those that stopped, nor those that left because they lost a peer. Open MPI 5 breaks its line in two.
+    Ranks that stopped early, or that exited because they had lost a peer, are left out. Open MPI 5 splits its message
+    over two lines.
     """
     lost_peer = any(LOST_PEER.search(line) for line in lines)
     for index, line in enumerate(lines):
@@ -171,9 +174,9 @@ def failures_in(lines: Sequence[str]) -> Iterator[tuple[int, RankFailure]]:
 
 
 def lost_node_in(line: str) -> str | None:
-    """Returns the node that this line says is lost: its name, or `#2` for number 2 of the step; None for other lines.
+    """Returns the node that this line reports as lost; None if it reports no lost node.
 
-    "" if the line says so without naming it.
+    It is the node's name, or `#2` for number 2 of the step's nodes, or "" if the line does not name it.
     """
     for sign in _LOST_NODE:
         match = sign.search(line)
@@ -186,14 +189,11 @@ def lost_node_in(line: str) -> str | None:
 
 
 def says_a_loss(line: str) -> bool:
-    """Returns True if this line says that a node or a rank is gone."""
+    """Returns True if this line reports that a node or a rank is lost."""
     return lost_node_in(line) is not None or PEER_GONE.search(line) is not None
 
 
-# The failure classifier.
-
-
-# A warning before the time limit may come so much earlier; SIGTERM comes at the limit itself.
+# Seconds before the time limit in which a warning may come; SIGTERM comes at the limit itself.
 _WARNED_BEFORE_S = 900.0
 _AT_THE_LIMIT_S = 60.0
 _CAUSE_OF_CODE = {
@@ -208,16 +208,22 @@ _CAUSE_OF_CODE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What is known about the end of an attempt.
+    """What is known about the end of an attempt. Times are in seconds since 1970.
 
-    exit_code: of mpirun or srun, 128 + n for signal n; None: not known, since the supervisor was ended too. lines:
-    that the launcher and the ranks printed to stderr, in order, and our own last records, as lines. failure: the rank
-    that `hpctrain launch` found to have failed first; it is used where Hydra does not name one. ended,
-    time_limit: epoch; the limit is None if there is none. signals: names of those that asked the supervisor to stop,
-    in order. nodes: of the attempt, in Slurm's order. silent_nodes: those that do not answer any more.
-    answering_nodes: those that did after the end. oom_nodes: on which the kernel has ended processes for want of
-    memory meanwhile. overdue_s: training had not begun so many seconds after the launch, which was ended for that.
-    preempted: Slurm says that it has preempted the job.
+    exit_code: exit code of mpirun or srun, 128 + n for signal n; None if unknown, because the supervisor was ended
+    too.
+    lines: lines that the launcher and the ranks printed to stderr, in order, and our own last records as lines.
+    failure: the rank that failed first, as `hpctrain launch` has found; used if Hydra does not name one.
+    ended: end of the attempt.
+    time_limit: end of the job by its time limit; None if it has none.
+    signals: names of the signals that asked the supervisor to stop, in order.
+    nodes: nodes of the attempt, in Slurm's order.
+    silent_nodes: nodes that no longer answer.
+    answering_nodes: nodes that answered after the end.
+    oom_nodes: nodes whose kernel has meanwhile ended processes because memory ran out.
+    overdue_s: seconds after the launch when the attempt was ended because training had not started; None if it was
+    not.
+    preempted: True if Slurm reports that it has preempted the job.
     """
 
     exit_code: int | None
@@ -235,7 +241,7 @@ class Evidence:
 
 
 def classify(evidence: Evidence) -> Diagnosis:
-    """Returns the cause of the attempt's end."""
+    """Returns the cause of an attempt's end."""
     for judge in (_wanted_end, _lost_node, _resources):
         diagnosis = judge(evidence)
         if diagnosis is not None:
@@ -250,7 +256,7 @@ def classify(evidence: Evidence) -> Diagnosis:
 
 
 def _wanted_end(evidence: Evidence) -> Diagnosis | None:
-    """Judges an intended end: by the command itself, by the user, or by Slurm."""
+    """Recognizes an intended end: by the command itself, by the user, or by Slurm."""
     if evidence.exit_code == ExitCode.DONE:
         return Diagnosis(cause=Cause.FINISHED, reason="the command ended with 0")
     for sign, cause in ((TIME_LIMIT, Cause.WALL_CLOCK), (PREEMPTED, Cause.PREEMPTION)):
@@ -285,7 +291,7 @@ def _wanted_end(evidence: Evidence) -> Diagnosis | None:
 
 def _lost_node(evidence: Evidence) -> Diagnosis | None:
     silent = tuple(node for node in evidence.nodes if node in evidence.silent_nodes)
-    found: dict[str, str] = {}  # node, or "" -> the line that says that it is lost
+    found: dict[str, str] = {}  # node, or "" -> the line that reports its loss
     for line in evidence.lines:
         name = lost_node_in(line)
         if name is not None:
@@ -309,7 +315,7 @@ def _lost_node(evidence: Evidence) -> Diagnosis | None:
 
 
 def _name_of(name: str, nodes: Sequence[str]) -> str:
-    """Returns the node's name, also for `#2`, number 2 of the step's nodes; "" if it is not known."""
+    """Returns the name of a node given by name or as `#2`, number 2 of the step's nodes; "" if it is unknown."""
     if not name.startswith("#"):
         return name
     number = int(name[1:])
@@ -317,7 +323,7 @@ def _name_of(name: str, nodes: Sequence[str]) -> str:
 
 
 def _resources(evidence: Evidence) -> Diagnosis | None:
-    """Judges by the first line that says that memory or disk is used up."""
+    """Recognizes exhausted memory or disk space, by the first line that reports it."""
     for line in evidence.lines:
         if OUT_OF_MEMORY.search(line):
             victim = _first(SRUN_OUT_OF_MEMORY, evidence.lines)
@@ -331,8 +337,10 @@ def _resources(evidence: Evidence) -> Diagnosis | None:
 
 
 def _by_counter(found: Diagnosis | None, evidence: Evidence) -> Diagnosis | None:
-    """Returns what the kernel's counter says of a rank that was killed, or that ended without a word; None if something
-    else ended the ranks. found: what the lines say."""
+    """Returns out of memory as the cause, if the kernel's counter explains a killed or silently ended rank.
+
+    found: diagnosis by the lines of the log. None is returned if the ranks ended for another reason.
+    """
     says_nothing = found is None or (found.cause is Cause.LOST_RANK and "(SIG" not in found.reason)
     first = _first_failure(evidence.lines) or _hydra_failure(evidence)
     was_killed = first is not None and first.signal == signal.SIGKILL
@@ -375,7 +383,7 @@ def _who_failed(evidence: Evidence) -> Diagnosis | None:
     if victim is not None:
         return _by_code(victim.exit_code, text=text, evidence=evidence)
     cancelled = _first(STEP_CANCELLED, lines)
-    # Slurm 24.11 also says so when a rank ends all after a hang, before it says how any has ended.
+    # Slurm 24.11 also prints this when a rank ends all ranks after a hang, before it reports how any has ended.
     if cancelled is not None and not text and _first(HANG, lines) is None:
         return _cancelled_or_killed(cancelled.string, lines)
     code = evidence.exit_code
@@ -386,10 +394,11 @@ def _who_failed(evidence: Evidence) -> Diagnosis | None:
 
 
 def _cancelled_or_killed(cancelled: str, lines: Sequence[str]) -> Diagnosis:
-    """Judges a step that Slurm says it has cancelled, although nobody has asked the supervisor to stop.
+    """Judges a step that Slurm reports as cancelled although nobody has asked the supervisor to stop.
 
     Slurm 24.11 prints the same for a killed rank and for `scancel JOB.STEP`: first that the step is cancelled, then
-    that a task was killed. A user who wants the run to end can say so to the supervisor; a killed rank cannot.
+    that a task was killed. It is taken as a killed rank, because a user who wants to end the run can tell the
+    supervisor.
     """
     killed = next((failure for _, failure in failures_in(lines) if failure.signal == signal.SIGKILL), None)
     if killed is None:
@@ -401,7 +410,7 @@ def _cancelled_or_killed(cancelled: str, lines: Sequence[str]) -> Diagnosis:
 
 
 def _by_code(code: int, *, text: str, evidence: Evidence) -> Diagnosis | None:
-    """Judges by the exit code of the rank that failed first. text: what it printed."""
+    """Judges by the exit code of the rank that failed first. text: the error that it printed."""
     if code == ExitCode.COMMUNICATION:
         return _communication(evidence, text=text)
     if code > 128 and not text:
@@ -432,8 +441,8 @@ def _communication(evidence: Evidence, *, text: str) -> Diagnosis:
 def _victim(lines: Sequence[str]) -> RankFailure | None:
     """Returns the rank that failed first, according to the launcher.
 
-    It is named by Slurm's PMIx plugin or by MPI_Abort, or else is the first that is reported before the step is being
-    ended: later lines may name the innocent.
+    It is the rank named by Slurm's PMIx plugin or by MPI_Abort, or else the first one reported before the launcher
+    ends the step: later lines may name ranks that did not fail.
     """
     failures = list(failures_in(lines))
     abort_code = _first(MPI_ABORT_CODE, lines)
@@ -449,12 +458,12 @@ def _victim(lines: Sequence[str]) -> RankFailure | None:
 
 
 def _hydra_failure(evidence: Evidence) -> RankFailure | None:
-    """Returns the rank that `hpctrain launch` found where Hydra says that a signal has ended one."""
+    """Returns the rank that `hpctrain launch` has found, if Hydra reports that a signal has ended a rank."""
     return None if _first(HYDRA_SIGNAL, evidence.lines) is None else evidence.failure
 
 
 def _first_failure(lines: Sequence[str]) -> RankFailure | None:
-    """Returns the rank that is reported first as failed, before the step is being ended."""
+    """Returns the first rank that is reported as failed before the launcher ends the step."""
     step_ends = next((index for index, line in enumerate(lines) if STEP_ENDS.search(line)), len(lines))
     return next((failure for index, failure in failures_in(lines) if index < step_ends), None)
 
@@ -469,13 +478,13 @@ def _includes(ranks: str, rank: int) -> bool:
 
 
 def _is_consequence(lines: Sequence[str]) -> bool:
-    """Returns True if the first exception says that another rank, or the connection to it, is gone."""
+    """Returns True if the first exception reports that another rank, or the connection to it, is lost."""
     exception = _first(EXCEPTION, lines)
     return exception is not None and BROKEN_CONNECTION.search(exception.string) is not None
 
 
 def _error_text(lines: Sequence[str]) -> str:
-    """Returns the exception of the first traceback, or else the first message of hpctrain; "" if there is neither."""
+    """Returns the exception of the first traceback, or else hpctrain's first message; "" if there is neither."""
     in_traceback = False
     for line in lines:
         in_traceback = in_traceback or TRACEBACK.search(line) is not None
@@ -489,7 +498,7 @@ def _error_text(lines: Sequence[str]) -> str:
 
 
 def _fingerprint(text: str) -> str:
-    """Returns the text without what differs from time to time: numbers, addresses, spaces."""
+    """Returns the text without what differs between occurrences: numbers, addresses, white space."""
     return " ".join(re.sub(r"0x[0-9a-f]+|\d+", "#", text).split())[:300]
 
 

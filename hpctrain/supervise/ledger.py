@@ -1,7 +1,8 @@
-"""Ledger of attempts: one JSON line for each start of a run by `hpctrain supervise`, in the file `attempts.jsonl`.
+"""The ledger of attempts: one JSON line per start of the ranks by `hpctrain supervise`, in the file `attempts.jsonl`.
 
-The supervisor is its only writer. The file is replaced as a whole, so that readers never see half a line; a run has few
-attempts. `docs/metrics.md` describes the fields.
+The supervisor is its only writer. The file is replaced as a whole, so that readers never see half a line; a run has
+few attempts. `docs/metrics.md` describes the fields. `RunProgress` reads from the run directory how far an attempt has
+come.
 """
 
 from __future__ import annotations
@@ -26,16 +27,25 @@ FILE_NAME = "attempts.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One start of the ranks. Times are seconds since 1970, by the supervisor's clock.
+    """One start of the ranks. Times are in seconds since 1970, by the supervisor's clock.
 
-    number: 1 for the first in this run directory. job: the Slurm job, or `local-...` of one supervisor outside Slurm.
-    allocation: counts the job's allocations (0, then 1 after a requeue). began: the launcher was started.
-    training_began, first_step: training began after so many steps; None if it never did. last_step: last one
-    recorded. lost_at: first sign that a rank or node was lost; None if there was none before the end. ended: all was
-    over; None: the attempt still runs, or its supervisor was ended with it. time_limit: when Slurm would have ended
-    the allocation (epoch). blamed: nodes to which the failure is attributed. error: see `Diagnosis`. checkpoint_step:
-    of the newest checkpoint in the shared folder at the end. steps_gained, steps_lost: steps that the next start did
-    and did not build on; before it has begun, what the newest checkpoint in the shared folder leads to expect.
+    number: 1 for the first attempt in this run directory.
+    job: id of the Slurm job, or `local-...` for one supervisor outside Slurm.
+    allocation: number of the job's allocation: 0, then 1 after a requeue.
+    nodes: names of the nodes.
+    ranks: number of ranks.
+    began: start of the launcher.
+    training_began: start of training; None if it never started.
+    lost_at: first sign that a rank or node was lost; None if there was none before the end.
+    ended: end of the attempt; None if it still runs, or its supervisor was ended with it.
+    first_step: number of steps done before training started; None if it never did.
+    last_step: last step that was recorded.
+    checkpoint_step: step of the newest checkpoint in the shared folder at the end.
+    steps_gained, steps_lost: steps that the next attempt did and did not build on; until that has started, an estimate
+    from the newest checkpoint in the shared folder.
+    time_limit: end of the allocation by its time limit.
+    blamed: nodes to which the failure is attributed.
+    error: see `Diagnosis`.
     """
 
     number: int
@@ -65,7 +75,7 @@ class Attempt:
 
     @classmethod
     def from_json(cls, values: Any) -> Attempt:
-        """Raises TypeError or ValueError if these are not the values of an attempt."""
+        """Builds an attempt from its JSON values. Raises TypeError or ValueError if they are not an attempt's."""
         if not isinstance(values, dict):
             raise TypeError("a line is not a JSON object")
         known = {field.name for field in fields(cls)}
@@ -88,7 +98,7 @@ class Ledger:
         self._write()
 
     def replace(self, attempt: Attempt) -> None:
-        """Replaces the attempt of the same number."""
+        """Replaces the attempt that has the same number."""
         self.attempts = [attempt if old.number == attempt.number else old for old in self.attempts]
         self._write()
 
@@ -128,8 +138,11 @@ def read_attempts(directory: Path) -> tuple[Attempt, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EffectiveTime:
-    """wall_s: from the first start to the last end. effective_s: the part spent on steps that no later attempt had to
-    repeat."""
+    """How much of the time of a run was effective.
+
+    wall_s: seconds from the first start to the last end.
+    effective_s: seconds of it that were spent on steps that no later attempt had to repeat.
+    """
 
     wall_s: float
     effective_s: float
@@ -140,9 +153,9 @@ class EffectiveTime:
 
 
 def effective_time(attempts: Sequence[Attempt]) -> EffectiveTime:
-    """Returns how much of the attempts' time advanced the run. Pure. Attempts that still run are left out.
+    """Returns how much of the attempts' time advanced the run. Attempts that still run are left out. Pure.
 
-    An attempt's time of training counts in the proportion of its steps that were not lost. Start-up, failures and the
+    The training time of an attempt counts in proportion to its steps that were not lost. Start-up, failures and the
     time between attempts of one job count as wall time; the time in which a job waits in the queue does not.
     """
     wall_s = effective_s = 0.0
@@ -161,14 +174,7 @@ def effective_time(attempts: Sequence[Attempt]) -> EffectiveTime:
     return EffectiveTime(wall_s=wall_s, effective_s=effective_s)
 
 
-# What an attempt has achieved, read from the run directory: when training began, at which step, and how far
-# it came.
-#
-# Files are compared with what they were when the attempt began, not by their times: the clocks of nodes may
-# differ. They are opened each time, since over NFS the size of a file is only current after an open.
-
-
-# The line of a start holds the whole environment; the step is among its first fields (`hpctrain/run/training.py`).
+# The line of a start contains the whole environment; the step is among its first fields (`hpctrain/run/training.py`).
 _START = re.compile(rb'^\{"time": [\d.e+]+, "step": (\d+),', re.MULTILINE)
 STEPS = Path("metrics", "rank-00000.jsonl")
 _MAX_BYTES = 1 << 20
@@ -177,9 +183,13 @@ _TAIL_BYTES = 1 << 16
 
 @final
 class RunProgress:
-    """One attempt's progress; make it before the attempt begins.
+    """Progress of one attempt, read from the run directory; create it before the attempt starts.
 
-    directory: the run directory. checkpoints: folder of the finished checkpoints.
+    directory: the run directory.
+    checkpoints: folder of the finished checkpoints.
+
+    Files are compared with their state at the start of the attempt, not by their times, because the clocks of nodes
+    may differ. They are opened each time, because over NFS the size of a file is current only after an open.
     """
 
     def __init__(self, directory: Path, *, checkpoints: Path) -> None:
@@ -190,14 +200,14 @@ class RunProgress:
 
     @classmethod
     def of_all(cls, directory: Path, *, checkpoints: Path) -> RunProgress:
-        """Returns the progress of all that was ever recorded in the directory, for an attempt that has ended."""
+        """Returns the progress by everything that was ever recorded in the directory. For attempts that have ended."""
         progress = cls(directory, checkpoints=checkpoints)
         for content in (progress._starts, progress._steps, progress._ending):
             content.forget()
         return progress
 
     def first_step(self) -> int | None:
-        """Returns the step from which training began: 0, or that of a checkpoint. None: it has not begun."""
+        """Returns the step from which training started: 0, or that of a checkpoint. None if it has not started."""
         found = _START.findall(self._starts.read(_MAX_BYTES))
         return int(found[-1]) if found else None
 
@@ -221,7 +231,7 @@ class RunProgress:
         return step_of(paths[0]) if paths else None
 
     def announced_ending(self) -> str | None:
-        """Returns why the ranks ended the run, as one of them announced it (`watch/ending.json`); None: none did."""
+        """Returns the reason that a rank announced for the end of the run (`watch/ending.json`); None if none did."""
         try:
             ending = json.loads(self._ending.read(_TAIL_BYTES))
             return f"hpctrain: rank {ending['rank']} on {ending['host']} ends the run: {ending['reason']}"
@@ -230,7 +240,7 @@ class RunProgress:
 
 
 class _NewContent:
-    """What is added to a file, or stands in a file that has replaced it, after this object was made."""
+    """The content that was added to a file, or is in a file that replaced it, after this object was created."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -242,11 +252,11 @@ class _NewContent:
         self._inode, self._size = found.st_ino, found.st_size
 
     def forget(self) -> None:
-        """Takes all of the file for new."""
+        """Treats the whole file as new."""
         self._inode, self._size = 0, 0
 
     def read(self, max_bytes: int) -> bytes:
-        """Returns the last `max_bytes` of it at most."""
+        """Returns the new content, at most its last `max_bytes`."""
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -258,16 +268,12 @@ class _NewContent:
             return b""
 
 
-# Records in the ledger how far an attempt came: when training begins, at its end, and when the next one
-# continues from it.
-
-
 def record_begin_of_training(ledger: Ledger, *, first_step: int, at: float) -> float | None:
-    """Records that the last attempt trains from `first_step` on, and what that says of the one before it.
+    """Records that the last attempt trains from `first_step` on, and how far the attempt before it came.
 
-    Only now it is known from where training could continue: the nodes' own storage may have held a newer checkpoint
-    than the shared folder. Returns when that attempt was lost (epoch); None if this job has trained for the first
-    time.
+    Only now it is known from which step training could continue: the storage of the nodes may have held a newer
+    checkpoint than the shared folder. Returns when the previous attempt was lost, in seconds since 1970; None if this
+    is the first training of the job.
     """
     *earlier, attempt = ledger.attempts
     ledger.replace(replace(attempt, training_began=at, first_step=first_step))
@@ -288,7 +294,7 @@ def record_end(
     ended: float,
     lost_at: float | None = None,
 ) -> Attempt:
-    """Records the end of the last attempt, and returns it. Arguments: see `Attempt`."""
+    """Records the end of the last attempt, and returns it. See `Attempt` for the arguments."""
     attempt = ledger.attempts[-1]
     finished = replace(
         attempt,
@@ -308,7 +314,7 @@ def record_end(
 
 
 def close_open_attempt(ledger: Ledger, *, directory: Path, checkpoints: Path) -> None:
-    """Completes the record of an attempt whose supervisor was ended with it, if the last one is such."""
+    """Completes the record of the last attempt, if its supervisor was ended together with it."""
     if not ledger.attempts or ledger.attempts[-1].ended is not None:
         return
     attempt = ledger.attempts[-1]
@@ -321,7 +327,7 @@ def close_open_attempt(ledger: Ledger, *, directory: Path, checkpoints: Path) ->
 
 
 def _with_steps(attempt: Attempt, *, reached: int) -> Attempt:
-    """Returns the attempt with what is known about its steps if the next one continues from step `reached`."""
+    """Returns the attempt with its gained and lost steps, if the next attempt continues from step `reached`."""
     if attempt.first_step is None:
         return replace(attempt, checkpoint_step=reached, steps_gained=0, steps_lost=0)
     last = attempt.last_step if attempt.last_step is not None else attempt.first_step

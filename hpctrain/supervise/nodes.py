@@ -1,4 +1,4 @@
-"""The nodes of a supervised run: which it may use, their check before a start, and their watch during a run."""
+"""The nodes of a supervised run: those that it may use, their check before a start, and their watch during a run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,6 @@ from hpctrain.comm import ProbeTarget, probe_hosts
 from hpctrain.errors import LaunchError
 from hpctrain.resilience import job_to_ask_about
 
-# The nodes that a run may use: those of the Slurm allocation, or this machine.
-
-
 # A controller that is busy or failing over must not hold up a restart for longer.
 _QUERY_TIMEOUT_S = 10.0
 _USUAL_SLURMD_PORT = 6818
@@ -31,9 +28,17 @@ _USUAL_SLURMD_PORT = 6818
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """job: the Slurm job, as scontrol names it (`12`, or `12_3` for task 3 of an array), or a name for this process
-    outside Slurm. number: 0, then 1 after a requeue. nodes: by name, in Slurm's order. addresses: of each node that
-    could be resolved. time_limit: when Slurm ends the allocation (epoch); None: unknown or never."""
+    """The nodes that a run may use: those of the Slurm allocation, or this machine.
+
+    job: id of the Slurm job as scontrol names it (`12`, or `12_3` for task 3 of an array); outside Slurm, a name for
+    this process.
+    number: number of the job's allocation: 0, then 1 after a requeue.
+    nodes: names of the nodes, in Slurm's order.
+    in_slurm: False outside Slurm.
+    addresses: addresses of each node whose name could be resolved.
+    slurmd_port: port of Slurm's daemon on the nodes.
+    time_limit: end of the allocation by its time limit, in seconds since 1970; None if unknown or unlimited.
+    """
 
     job: str
     number: int
@@ -45,7 +50,7 @@ class Allocation:
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation:
-    """Returns the allocation that this process is in; outside Slurm, this machine. Asks the controller once.
+    """Returns the allocation of this process; outside Slurm, this machine. Asks Slurm's controller once.
 
     Raises LaunchError if the node list cannot be read, or if the job is heterogeneous.
     """
@@ -80,9 +85,9 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation:
 
 
 def nodes_now(allocation: Allocation) -> tuple[str, ...]:
-    """Returns the allocation's nodes without those that Slurm has taken out of it since, having noticed their loss.
+    """Returns the nodes that are still in the allocation: Slurm removes a node when it has noticed its loss.
 
-    If the controller does not answer, all of them are returned.
+    All nodes are returned if the controller does not answer.
     """
     if not allocation.in_slurm:
         return allocation.nodes
@@ -91,17 +96,21 @@ def nodes_now(allocation: Allocation) -> tuple[str, ...]:
 
 
 def was_preempted(allocation: Allocation) -> bool:
-    """Returns True if Slurm says that it has preempted the job since it gave the job this allocation.
+    """Returns True if Slurm reports that it has preempted the job in this allocation.
 
-    Slurm then sends SIGTERM to the ranks without a reason. If the controller does not answer, False is returned.
+    Slurm then sends SIGTERM to the ranks without a reason. False is returned if the controller does not answer.
     """
     return allocation.in_slurm and read_job(_scontrol("show", "job", "--oneliner", allocation.job)).preempted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
-    """nodes: in Slurm's short form; "" if unknown. time_limit: epoch; None if unknown or never. preempted: in this
-    allocation."""
+    """What scontrol reports about a job.
+
+    nodes: list of nodes in Slurm's short form; "" if unknown.
+    time_limit: end by the time limit, in seconds since 1970; None if unknown or unlimited.
+    preempted: True if the job was preempted in this allocation.
+    """
 
     nodes: str = ""
     time_limit: float | None = None
@@ -109,7 +118,7 @@ class JobFacts:
 
 
 def read_job(text: str) -> JobFacts:
-    """Reads the output of `scontrol show job --oneliner` with times in seconds since 1970. Pure."""
+    """Parses the output of `scontrol show job --oneliner` with times in seconds since 1970. Pure."""
     nodes = re.search(r"(?<!\S)NodeList=(\S+)", text)
     start, end, preempted = (
         re.search(rf"(?<!\S){name}=(\d+)(?!\S)", text) for name in ("StartTime", "EndTime", "PreemptTime")
@@ -122,12 +131,12 @@ def read_job(text: str) -> JobFacts:
 
 
 def expand_nodes(short: str) -> tuple[str, ...]:
-    """Returns the names in Slurm's short form of a list (`hpct[0-3]`); none if scontrol cannot be run."""
+    """Returns the node names of a list in Slurm's short form (`hpct[0-3]`); empty if scontrol cannot be run."""
     return tuple(_scontrol("show", "hostnames", short).split()) if short else ()
 
 
 def _addresses(nodes: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Returns the addresses of the nodes by name: by the name, or by what Slurm says (NodeAddr)."""
+    """Returns the addresses of the nodes, resolved from the name or from Slurm's NodeAddr."""
     found = {node: _resolve(node) for node in nodes}
     unknown = [node for node, addresses in found.items() if not addresses]
     if unknown:
@@ -146,7 +155,7 @@ def _resolve(name: str) -> tuple[str, ...]:
 
 
 def _scontrol(*words: str) -> str:
-    """Output of a scontrol command; "" if it fails or takes longer than _QUERY_TIMEOUT_S."""
+    """Returns the output of a scontrol command; "" if it fails or takes longer than _QUERY_TIMEOUT_S."""
     try:
         done = subprocess.run(
             ["scontrol", *words],
@@ -171,7 +180,7 @@ def _scontrol(*words: str) -> str:
 # Set for all ranks, so that those of an earlier attempt are found on a node and ended.
 MARK_VARIABLE = "HPCTRAIN_SUPERVISED"
 _PROBE_TIMEOUT_S = 1.5
-# srun's own settings for a job's steps, which a check of one task a node is not to follow.
+# srun's own settings for a job's steps, which must not apply to a check with one task per node.
 _JOB_SETTINGS = (
     "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_DISTRIBUTION",
     "SLURM_GPUS_PER_TASK", "SLURM_GPUS",
@@ -202,8 +211,14 @@ _LINE = re.compile(r"^hpctrain-node (\S+) (ok|bad) ?(.*)\n", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checks:
-    """What is checked on each node. mark: value of MARK_VARIABLE in this supervisor's ranks. script: of the site; it
-    must end with 0. timeout_s: a node that has not answered until then is not used."""
+    """What is checked on each node before a start.
+
+    mark: value of MARK_VARIABLE in this supervisor's ranks.
+    run_directory: directory that must be writable.
+    paths: paths that must exist.
+    script: the site's own check, which must exit with 0; None for none.
+    timeout_s: seconds that a node has to answer; otherwise it is not used.
+    """
 
     mark: str
     run_directory: Path
@@ -214,9 +229,14 @@ class Checks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """usable: nodes that passed, in Slurm's order. unusable: why each of the others is not used. silent: those of
-    them that do not answer. oom_kills: processes that the kernel of a node has ended for want of memory since it was
-    started."""
+    """Result of the check of the nodes.
+
+    usable: nodes that passed, in Slurm's order.
+    unusable: for each other node, why it is not used.
+    silent: nodes among these that do not answer.
+    oom_kills: for each usable node, how many processes its kernel has ended because memory ran out, since it was
+    booted.
+    """
 
     usable: tuple[str, ...]
     unusable: Mapping[str, str] = field(default_factory=dict)
@@ -232,9 +252,9 @@ def survey_nodes(
     environ: Mapping[str, str],
     known_silent: Sequence[str] = (),
 ) -> Survey:
-    """Checks the nodes, all at once. Takes no longer than `checks.timeout_s` and a few seconds.
+    """Checks all nodes at the same time. Takes at most `checks.timeout_s` and a few seconds.
 
-    known_silent: nodes that have just been found not to answer; they are not asked.
+    known_silent: nodes that were just found not to answer; they are not checked.
     """
     silent = [node for node in nodes if node in known_silent]
     unusable = dict.fromkeys(silent, "it does not answer")
@@ -271,14 +291,14 @@ def _without_slurmd(nodes: Sequence[str], *, allocation: Allocation) -> list[str
 
 
 def read_check(text: str) -> dict[str, tuple[str, str]]:
-    """Returns for each node the verdict, `ok` or `bad`, and what follows it. Pure."""
+    """Returns for each node its verdict, `ok` or `bad`, and the text that follows it. Pure."""
     return {node: (word, rest.strip()) for node, word, rest in _LINE.findall(text)}
 
 
 def _run_check(
     nodes: Sequence[str], *, allocation: Allocation, checks: Checks, environ: Mapping[str, str]
 ) -> str:
-    """Runs the script on all nodes; returns what has been printed once all have answered or time is up."""
+    """Runs the script on all nodes. Returns what was printed until all had answered or the time was over."""
     argv = ["sh", "-c", _SCRIPT, "sh", f"{MARK_VARIABLE}={checks.mark}", str(checks.run_directory)]
     argv += [checks.script or "", *checks.paths]
     if allocation.in_slurm:
@@ -326,13 +346,6 @@ def _read_until(stream: IO[bytes], *, num_nodes: int, timeout_s: float) -> str:
     return text.decode(errors="replace")
 
 
-# Watches the nodes of a running step. A node whose kernel or Slurm daemon is gone is lost, long before
-# Slurm says so.
-#
-# srun itself does not end, nor print anything, when all processes of a node are killed or its link is cut
-# (Slurm 22.05).
-
-
 # "Discard": on most nodes nothing listens there, and the kernel refuses the connection; what does listen ignores it.
 _KERNEL_PORT = 9
 _INTERVAL_S = 1.0
@@ -344,14 +357,18 @@ _SILENCES = 2
 
 @final
 class NodeWatch:
-    """Probes nodes every _INTERVAL_S seconds, by two methods.
+    """Watches the nodes of a running step: probes them every _INTERVAL_S seconds, by two methods.
 
-    Their kernels: a connection to a port on which nothing listens is refused by a kernel that is alive. A node that
-    has never answered (a firewall that drops packets) is not judged. And srun's connections: the daemon of a step on
-    each node (slurmstepd) has one to srun, for the ranks' output. When it is gone, the ranks there have ended, or the
-    node has lost its processes: which of the two, slurmd answers. It is asked only then, since it logs each connection.
+    The first is each node's kernel: a kernel that is alive refuses a connection to a port on which nothing listens. A
+    node that has never answered (because of a firewall that drops packets) is not judged. The second is srun's
+    connections: on each node, the daemon of the step (slurmstepd) has a connection to srun, for the ranks' output.
+    When that is gone, either the ranks there have ended, or the node has lost its processes; whether slurmd answers
+    tells which. slurmd is asked only then, since it logs each connection.
 
-    addresses: of each node, by name.
+    This finds a lost node long before Slurm reports it. srun itself neither ends nor prints anything if all processes
+    of a node are killed or its link is cut (Slurm 22.05).
+
+    addresses: addresses of each node, by name.
     """
 
     def __init__(
@@ -367,11 +384,11 @@ class NodeWatch:
         self._next_s = 0.0
 
     def launched(self, pid: int) -> None:
-        """Tells the process id of srun."""
+        """Sets the process id of srun."""
         self._srun = psutil.Process(pid)
 
     def look(self) -> None:
-        """Probes the nodes if it is time to. Takes milliseconds if all answer, and at most twice _TIMEOUT_S."""
+        """Probes the nodes if a probe is due. Takes milliseconds if all answer, and at most twice _TIMEOUT_S."""
         if not self._addresses or time.monotonic() < self._next_s:
             return
         asked = time.time()
@@ -384,7 +401,7 @@ class NodeWatch:
         self._next_s = time.monotonic() + (_AGAIN_S if silent else _INTERVAL_S)
 
     def lost(self) -> dict[str, float]:
-        """Returns the lost nodes, each with the time (epoch) at which it was last known to be well."""
+        """Returns the lost nodes, each with the time when it last answered or was connected, in seconds since 1970."""
         return {
             node: (self._answered if what == "kernel" else self._connected)[node]
             for (node, what), count in self._silences.items()
@@ -392,7 +409,7 @@ class NodeWatch:
         }
 
     def note_kernels(self, answers: Mapping[str, bool], *, asked: float) -> None:
-        """Takes in whether each node's kernel has answered at the time `asked` (epoch)."""
+        """Records whether each node's kernel answered a probe made at the time `asked` (seconds since 1970)."""
         for node, answered in answers.items():
             if answered:
                 self._answered[node] = asked
@@ -400,15 +417,17 @@ class NodeWatch:
                 self._count(node, "kernel", answered=answered)
 
     def note_connections(self, connected: Sequence[str], *, asked: float) -> list[str]:
-        """Takes in which nodes are connected to srun. Returns those that were and are not any more, for no known
-        reason."""
+        """Records which nodes are connected to srun.
+
+        Returns the nodes that were connected before and are no longer, for no known reason.
+        """
         for node in connected:
             self._connected[node] = asked
             self._count(node, "daemon", answered=True)
         return [node for node in self._connected if node not in connected and node not in self._ended]
 
     def note_daemons(self, answers: Mapping[str, bool]) -> None:
-        """Takes in whether slurmd answers on nodes that are no longer connected to srun."""
+        """Records whether slurmd answers on nodes that are no longer connected to srun."""
         for node, answered in answers.items():
             self._count(node, "daemon", answered=answered)
             if answered:

@@ -1,4 +1,4 @@
-"""Rules of restarting: what follows from the attempts so far, and which nodes are excluded. Pure."""
+"""Rules of restarting: the decision that follows from the attempts so far, and the nodes that are excluded. Pure."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from hpctrain.errors import ExitCode
 from hpctrain.supervise.classify import Cause
 from hpctrain.supervise.ledger import Attempt
 
-# The node may be what failed. Out of memory is not among them: mostly the program asks for too much, wherever it runs.
+# Causes that may be the fault of a node. Out of memory is not one: mostly the program needs too much, wherever it runs.
 _BLAMES_NODES = (Cause.LOST_NODE, Cause.LOST_RANK, Cause.HANG)
-# Errors that a restart repeats, unless they were a passing disturbance: the second time shows that they were not.
+# Errors that a restart repeats, unless they were temporary: if they occur a second time, they were not.
 _LIKELY_TO_REPEAT = (Cause.USER_ERROR, Cause.DATA, Cause.CHECKPOINT, Cause.DISK_FULL, Cause.OUT_OF_MEMORY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """max_restarts: in one allocation. node_budget: failures attributed to a node before it is excluded, for
-    `exclude_for_s` from the last of them. max_without_progress: restarts in a row without a newer checkpoint.
-    min_nodes: least number of nodes to train on."""
+    """Limits of restarting.
+
+    max_restarts: largest number of restarts in one allocation.
+    node_budget: number of failures attributed to a node after which it is excluded.
+    exclude_for_s: seconds that it is excluded for, from the last of these failures.
+    max_without_progress: number of consecutive restarts without a newer checkpoint after which the run is given up.
+    min_nodes: smallest number of nodes to train on.
+    """
 
     max_restarts: int = 10
     node_budget: int = 2
@@ -30,8 +35,13 @@ class Limits:
 
 
 class Action(Enum):
-    """END: nothing more is to be done, or the user has ended the run. REQUEUE: end, so that the job is queued again.
-    GIVE_UP: end, and do not queue the job again."""
+    """What the supervisor does after an attempt.
+
+    RESTART: start the ranks again.
+    REQUEUE: end, so that the job is queued again.
+    GIVE_UP: end, and do not queue the job again.
+    END: end, because nothing remains to be done, or the user has ended the run.
+    """
 
     RESTART = "restart"
     REQUEUE = "requeue"
@@ -46,9 +56,9 @@ class Decision:
 
 
 def decide(attempts: Sequence[Attempt], *, limits: Limits) -> Decision:
-    """Returns what is to be done after the last attempt, which has ended.
+    """Returns what to do after the last attempt, which must have ended.
 
-    Attempts of other jobs do not count: who submits a job anew has seen why the last one ended.
+    Attempts of other jobs do not count: a user who submits a new job knows why the previous one ended.
     """
     last = attempts[-1]
     of_job = [attempt for attempt in attempts if attempt.job == last.job]
@@ -87,15 +97,19 @@ def decide(attempts: Sequence[Attempt], *, limits: Limits) -> Decision:
 
 
 def needs_smaller_micro_batches(attempt: Attempt) -> bool:
-    """Returns True if the attempt ended out of memory without having divided its micro-batches as far as that helps.
+    """Returns True if the attempt ran out of memory although its micro-batches could still be divided.
 
-    The kernel kills a rank without an error that the rank could handle. Exit code 8 says that dividing does not help.
+    That is so if the kernel killed a rank, without an error that the rank could handle. Exit code 8 means that
+    dividing them does not help.
     """
     return attempt.cause is Cause.OUT_OF_MEMORY and attempt.exit_code != ExitCode.OUT_OF_MEMORY
 
 
 def restarts_without_progress(of_job: Sequence[Attempt]) -> int:
-    """Returns how many of the last attempts in a row have led to no newer checkpoint; the job's first is no restart."""
+    """Returns how many of the last consecutive restarts of the job led to no newer checkpoint.
+
+    of_job: attempts of one job; the first is not a restart.
+    """
     count = 0
     for before, attempt in zip(of_job[-2::-1], of_job[:0:-1], strict=False):
         if _reached(attempt) > _reached(before):
@@ -105,14 +119,15 @@ def restarts_without_progress(of_job: Sequence[Attempt]) -> int:
 
 
 def _reached(attempt: Attempt) -> int:
-    """Step from which the next attempt can continue, as far as it is known."""
+    """Returns the step from which the next attempt can continue, as far as it is known."""
     return max(attempt.first_step or 0, attempt.checkpoint_step or 0)
 
 
 def excluded_nodes(attempts: Sequence[Attempt], *, limits: Limits, now: float) -> dict[str, float]:
-    """Returns the nodes that have used up their budget, each with the time (epoch) until which it is excluded.
+    """Returns the nodes that have used up their failure budget, each with the time until which it is excluded.
 
-    It follows from the ledger, so it survives requeues and new jobs in the same run directory.
+    Times are in seconds since 1970. The result follows from the ledger, so it survives requeues and new jobs in the
+    same run directory.
     """
     failures: dict[str, list[float]] = {}
     for attempt in attempts:
@@ -128,7 +143,10 @@ def excluded_nodes(attempts: Sequence[Attempt], *, limits: Limits, now: float) -
 
 
 def choose_nodes(usable: Sequence[str], *, wanted: int, in_use: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns up to `wanted` of the usable nodes, in their order: those of the last attempt first, then spares."""
+    """Returns up to `wanted` of the usable nodes, in their order: preferably those of the last attempt, then spares.
+
+    in_use: nodes of the last attempt.
+    """
     preferred = [node for node in usable if node in in_use]
     chosen = {*preferred[:wanted]}
     for node in usable:

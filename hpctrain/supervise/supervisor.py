@@ -1,6 +1,6 @@
-"""`hpctrain supervise`: starts the ranks, watches them, and starts them again on the nodes that are left.
+"""`hpctrain supervise`: starts the ranks, watches them, and restarts them on the remaining nodes.
 
-Thin: what an end means is decided by `classify` and `decide`, which are pure.
+The decisions are made by `classify` (why an attempt ended) and `decide` (what to do next), which are pure.
 """
 
 from __future__ import annotations
@@ -57,20 +57,19 @@ from hpctrain.supervise.rules import (
     needs_smaller_micro_batches,
 )
 
-# Keeps of a log what the classifier needs: the last lines, and of the lines before them those that tell
-# something.
-
-
-# What was printed earlier has been survived: it says nothing about the end.
+# Earlier lines are ignored: the attempt has survived what they report.
 _WINDOW_S = 60.0
 _MAX_TELLING = 1000
 _MAX_RECENT = 1000
-_MAX_CHARACTERS = 1000  # of a line
+_MAX_CHARACTERS = 1000  # per line
 
 
 @final
 class LogLines:
-    """The lines are added in order. Of a step that prints for days, bounded memory is used."""
+    """The part of a log that the classifier needs: the last lines, and telling lines among those before them.
+
+    Lines are added in order. Memory is bounded, even for a step that prints for days.
+    """
 
     def __init__(self) -> None:
         self._telling: deque[tuple[int, float, str]] = deque(maxlen=_MAX_TELLING)
@@ -86,26 +85,28 @@ class LogLines:
             self._telling.append(entry)
 
     def lines(self) -> tuple[str, ...]:
-        """Returns the lines of the last minute that were kept, in order."""
+        """Returns the kept lines of the last minute, in order."""
         since = time.monotonic() - _WINDOW_S
         return tuple(text for _, added, text in sorted({*self._telling, *self._recent}) if added >= since)
 
 
-# Follows one attempt while it runs: notes when training begins and when a rank or node is lost, and says
-# when to end.
-
-
-# From the first line that names a lost rank or node until the others are ended: they may still say why.
+# Seconds from the first line that names a lost rank or node until the others are ended: they may still print why.
 _GRACE_S = 1.5
 
 
 @final
 class AttemptWatch:
-    """An `Observer` of a launch.
+    """An `Observer` that follows one attempt: records the start of training and the first loss, and asks for the end.
 
-    kill_after_s: see `EndRequest`. training_begins: called once, with the step from which training begins and the
-    time (epoch). lost_at: first sign of a loss (epoch). silent_nodes: that no longer answered. overdue: training has
-    not begun in time; what the ranks still do and print while they are ended for that does not count.
+    start_within_s: seconds within which training must start; None for no limit.
+    kill_after_s: see `EndRequest`.
+    training_begins: function that is called once, with the step from which training starts and the time (seconds since
+    1970).
+
+    lost_at: time of the first sign of a loss, in seconds since 1970; None if there was none.
+    silent_nodes: nodes that no longer answered.
+    overdue: True if training has not started in time. What the ranks do and print while they are ended for that is
+    ignored.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class AttemptWatch:
         return EndRequest(reason=reason, kill_after_s=self._kill_after_s)
 
     def look_for_begin(self) -> None:
-        """Calls `training_begins` if training has begun since the last look."""
+        """Calls `training_begins` if training has started since the last look."""
         step = None if self._has_begun or self.overdue else self._progress.first_step()
         if step is not None:
             self._has_begun = True
@@ -174,7 +175,7 @@ class AttemptWatch:
 
 
 ATTEMPT_VARIABLE = "HPCTRAIN_ATTEMPT"
-# A controller that is busy or failing over: pauses before nodes are asked once more when none has answered.
+# Pauses before the nodes are checked again if none has answered, since the controller may be busy or failing over.
 _ASK_AGAIN_AFTER_S = (5.0, 15.0, 30.0)
 
 # srun has the living nodes' ranks killed in about a second, but then waits for the lost node for KillWait, 30 s as a
@@ -186,12 +187,17 @@ _MPIRUN_KILLED_AFTER_S = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedRun:
-    """What is supervised.
+    """The run to supervise.
 
-    command: of each rank. again: words that are added to it from the job's second attempt on. num_ranks: at most;
-    fewer if too few nodes are left. ranks_per_node: outside Slurm, less than `num_ranks` emulates nodes. checkpoints:
-    folder of finished checkpoints. start_within_s: from the launch to the begin of training; None: not limited.
-    fork_server: for all attempts, see `plan_launch`.
+    command: command of each rank.
+    again: words that are appended to the command from the job's second attempt on.
+    num_ranks: largest number of ranks; there are fewer if too few nodes are left.
+    ranks_per_node: number of ranks per node; outside Slurm, a number below `num_ranks` emulates nodes.
+    directory: run directory.
+    checkpoints: folder of the finished checkpoints.
+    start_within_s: seconds from the launch to the start of training; None for no limit.
+    check_paths, check_script, check_timeout_s: see `Checks`.
+    fork_server: fork server for all attempts, see `plan_launch`.
     """
 
     command: Sequence[str]
@@ -211,7 +217,10 @@ class SupervisedRun:
 class Supervisor:
     """Runs attempts until the run has ended.
 
-    machine: this one's launchers. environ: of this process.
+    allocation: nodes that the run may use.
+    limits: limits of restarting.
+    machine: cores and launchers of this machine.
+    environ: environment variables of this process.
     """
 
     def __init__(
@@ -239,9 +248,10 @@ class Supervisor:
         self._signals: list[str] = []
 
     def run(self) -> int:
-        """Returns the exit code: 0, 75 if the job is to be queued again, or that of ranks which the user has stopped.
+        """Runs attempts, and returns the exit code of the command.
 
-        Raises GivenUp if starting again would not help.
+        It is 0, or 75 if the job is to be queued again, or the exit code of ranks that the user has stopped. Raises
+        GivenUp if a restart would not help.
         """
         self._run.directory.mkdir(parents=True, exist_ok=True)
         close_open_attempt(self._ledger, directory=self._run.directory, checkpoints=self._run.checkpoints)
@@ -267,7 +277,7 @@ class Supervisor:
                     return self._end(decision, attempt)
 
     def _end(self, decision: Decision, attempt: Attempt) -> int:
-        """Returns the exit code. Raises GivenUp."""
+        """Prints the effective training time and returns the exit code. Raises GivenUp if the run is given up."""
         spent = effective_time([entry for entry in self._ledger.attempts if entry.job == attempt.job])
         say(
             f"effective training time of this job: {spent.share:.0%} of {spent.wall_s:.0f} s; its attempts are in "
@@ -305,7 +315,7 @@ class Supervisor:
         )
 
     def _choose(self, survey: Survey) -> tuple[str, ...]:
-        """Returns the nodes of the next attempt; prints which are left out, and why."""
+        """Returns the nodes of the next attempt, and prints which nodes are left out, and why."""
         left_out = dict(survey.unusable)
         if self._allocation.in_slurm:  # elsewhere there is no other node
             excluded = excluded_nodes(self._ledger.attempts, limits=self._limits, now=time.time())
@@ -322,7 +332,10 @@ class Supervisor:
     # ---- one attempt
 
     def _attempt(self, nodes: Sequence[str], *, before: Survey) -> tuple[Attempt, Survey]:
-        """Starts the ranks on `nodes` and waits for their end. Returns the attempt and the state of the nodes then."""
+        """Starts the ranks on `nodes` and waits for their end.
+
+        Returns the attempt, and the state of the nodes at its end.
+        """
         run, in_slurm = self._run, self._allocation.in_slurm
         num_ranks = min(run.num_ranks, run.ranks_per_node * len(nodes)) if in_slurm else run.num_ranks
         attempts = self._ledger.attempts
@@ -411,7 +424,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _noting_signals(self) -> Iterator[None]:
-        """Between launches, which handle signals themselves, those that ask to stop are noted and acted on."""
+        """Records signals that ask to stop between launches; during a launch, the launch handles them."""
 
         def note(number: int, frame: object) -> None:
             self._signals.append(signal.Signals(number).name)
@@ -434,7 +447,7 @@ def _cause(attempt: Attempt) -> str:
 
 
 def _fold(reasons: Mapping[str, str]) -> str:
-    """Names the nodes by reason."""
+    """Returns a text that lists the nodes by reason."""
     by_reason: dict[str, list[str]] = {}
     for node, reason in reasons.items():
         by_reason.setdefault(reason, []).append(node)

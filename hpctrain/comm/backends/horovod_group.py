@@ -1,7 +1,7 @@
 """The collective operations over one of Horovod's process sets.
 
-Horovod matches the ranks' operations by name. A name consists of the communicator's number and the operation's number
-on it, so two threads may communicate at the same time, each on a separate communicator.
+Horovod matches the ranks' operations by name. A name consists of the communicator's number and the number of the
+operation on it, so two threads can communicate at the same time, each on its own communicator.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hpctrain.storage import split_evenly
 
 NAMES_IN_TURN = 64
 # Pauses of a rank that waits for a sum: a share of the time that it has waited, within these limits. 8 ranks on 2 cores
-# that paused 20 us each time woke up 3,000 times a step, which took a quarter of the cores from their own computation.
+# that paused for 20 us each time woke up 3,000 times per step, which cost a quarter of their computing time.
 SHORTEST_PAUSE_S = 20e-6  # the kernel rounds it up to about 70 us
 LONGEST_PAUSE_S = 2e-3
 PAUSE_SHARE = 0.1
@@ -50,7 +50,11 @@ class HorovodGroup(Attributes):
     def __init__(
         self, hvd: Any, *, process_set: Any, members: tuple[int, ...], name: str, chunk_elems: int
     ) -> None:
-        """chunk_elems: maximum number of elements in one Horovod operation; longer buffers are split."""
+        """Creates the communicator.
+
+        name: prefix of the operation names, the same on all members and unique among communicators.
+        chunk_elems: largest number of elements in one Horovod operation; longer buffers are split.
+        """
         self._hvd = hvd
         self._chunk_elems = max(chunk_elems, len(members))
         self._process_set = process_set
@@ -104,7 +108,7 @@ class HorovodGroup(Attributes):
             )
 
     def _to_horovod(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns `buffer`, in host memory if Horovod is built without NCCL."""
+        """Returns `buffer` itself, or a copy in host memory if Horovod is built without NCCL."""
         if buffer.device.type == "cpu" or self._hvd.nccl_built():
             return buffer
         return buffer.cpu()
@@ -112,21 +116,25 @@ class HorovodGroup(Attributes):
     def _stand_in(self, buffer: torch.Tensor) -> torch.Tensor:
         """Returns a placeholder for an empty buffer, which Horovod rejects: zeros in a shape that no other buffer has.
 
-        If other ranks' buffers are not empty, Horovod then reports on all ranks that the shapes differ.
+        If the buffers of other ranks are not empty, Horovod then reports the difference of shapes on all ranks.
         """
         return self._to_horovod(torch.zeros(self.num_ranks, 1, 1, dtype=torch.int32, device=buffer.device))
 
     def _chunks(self, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, str]]:
         """Yields the chunks of `buffer`, one per operation, and the suffix of each operation's name.
 
-        The first has no suffix, so that Horovod compares it with the other ranks' buffers. Later ones have the buffer's
-        length in the name: otherwise the rest of a longer buffer would be matched with the other ranks' next operation.
+        The first operation has no suffix, so that Horovod compares its chunk with the other ranks' buffers. The suffix
+        of later ones contains the buffer's length: otherwise the rest of a longer buffer would be matched with the
+        next operation of the other ranks.
         """
         for number, chunk in enumerate(buffer.split(self._chunk_elems)):  # an empty tensor is one empty chunk
             yield chunk, f".{buffer.numel()}" if number else ""
 
     def _windows(self, counts: Sequence[int]) -> Iterator[tuple[list[int], list[int], str]]:
-        """Yields `windows_of` slices padded to the widest, as Horovod requires, and the suffix of the name."""
+        """Yields the windows of `windows_of` and the suffix of the operation's name.
+
+        The slices are padded to the widest one, as Horovod requires.
+        """
         padded = [max(counts)] * len(counts)
         for number, (begins, widths) in enumerate(windows_of(padded, max_elems=self._chunk_elems)):
             ends = [
@@ -137,7 +145,10 @@ class HorovodGroup(Attributes):
             yield begins, widths, f".{sum(counts)}" if number else ""
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
-        """See `Collective.all_reduce`. float16 is summed in float16; MAX with NaN depends on the MPI library."""
+        """See `Collective.all_reduce`.
+
+        float16 is summed in float16. MAX of buffers with NaN depends on the MPI library.
+        """
         self._check(buffer, operation="all_reduce")
         for chunk, end in self._chunks(buffer):
             given = widened(self._to_horovod(chunk), op=op) if chunk.numel() else self._stand_in(chunk)
@@ -152,7 +163,7 @@ class HorovodGroup(Attributes):
                 chunk.copy_(result)
 
     def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
-        """See `Collective.start_all_reduce`. Sums started together share one cycle of Horovod's thread."""
+        """See `Collective.start_all_reduce`. Sums that are started together share one cycle of Horovod's thread."""
         given = self._to_horovod(buffer)
         if given is not buffer or not 0 < buffer.numel() <= self._chunk_elems:
             self.all_reduce(buffer)
@@ -191,7 +202,7 @@ class HorovodGroup(Attributes):
         return mine
 
     def _sum_slices(self, buffer: torch.Tensor, *, counts: Sequence[int], name_end: str = "") -> torch.Tensor:
-        """`reduce_scatter` in one Horovod operation."""
+        """Runs `reduce_scatter` as one Horovod operation."""
         staged = widened(self._to_horovod(buffer), op=ReduceOp.SUM)
         if buffer.numel() == 0:
             rows = self._stand_in(buffer)
@@ -220,7 +231,7 @@ class HorovodGroup(Attributes):
         self._check(part, operation="all_gather")
         if sum(counts) <= self._chunk_elems:
             return filled(out, self._gather(part, counts=counts))
-        # Not `out`: what has arrived must not be written where `part` may be before all of it is sent.
+        # Not into `out`: `part` may be a slice of it, which must not be overwritten before all of it is sent.
         whole, offsets = part.new_empty(sum(counts)), offsets_of(counts)
         for begins, widths, name_end in self._windows(counts):
             piece = part[begins[self.rank] : begins[self.rank] + widths[self.rank]]
@@ -231,7 +242,7 @@ class HorovodGroup(Attributes):
         return filled(out, whole)
 
     def _gather(self, part: torch.Tensor, *, counts: Sequence[int], name_end: str = "") -> torch.Tensor:
-        """`all_gather` in one Horovod operation."""
+        """Runs `all_gather` as one Horovod operation."""
         given = self._to_horovod(part) if sum(counts) else self._stand_in(part)
         with self._reported("all_gather"):
             handle = self._hvd.allgather_async(
@@ -307,11 +318,14 @@ class HorovodGroup(Attributes):
         """Does nothing: Horovod frees its process sets when it stops."""
 
     def barrier(self) -> None:
-        """Sums one int: Horovod's own barrier has no name, so it could mix up the barriers of two threads."""
+        """Waits for all ranks by summing one int.
+
+        Horovod's own barrier has no name, so the barriers of two threads could be mixed up.
+        """
         self.all_reduce(torch.zeros(1, dtype=torch.int32))
 
     def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles | None:
-        """Returns MPI's collective files where Horovod runs over MPI, else None."""
+        """Returns MPI's collective files if Horovod runs over MPI, otherwise None."""
         from hpctrain.comm.backends.mpi_world import open_collective_files
 
         if not all_have_mpi(self._hvd, self):
@@ -320,7 +334,7 @@ class HorovodGroup(Attributes):
 
 
 def all_have_mpi(hvd: Any, group: Collective) -> bool:
-    """Returns True if on all ranks of `group` Horovod runs over MPI and mpi4py can be used with it. Collective."""
+    """Returns True if, on all ranks of `group`, Horovod runs over MPI and mpi4py can share that MPI. Collective."""
     from hpctrain.comm.backends.mpi_world import can_open_transport
 
     mine = bool(hvd.mpi_enabled()) and can_open_transport()

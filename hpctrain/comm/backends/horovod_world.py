@@ -1,4 +1,7 @@
-"""All ranks of a Horovod run. Groups of ranks are process sets."""
+"""The worlds of a Horovod run: over Horovod alone, and over MPI with Horovod for reductions.
+
+Groups of ranks are Horovod's process sets.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,13 @@ from hpctrain.topology import Topology
 
 @final
 class HorovodWorld(Forwarding):
-    """All ranks of a Horovod run, with Horovod for every operation."""
+    """The world of all ranks of a Horovod run, which uses Horovod for every operation."""
 
     def __init__(self, horovod: RunningHorovod, *, is_run: bool = False) -> None:
-        """Use `open`, or `open_reduction_world` of another world. is_run: `close` always stops Horovod."""
+        """Creates a world over a running Horovod. Use `open`, or `open_reduction_world` of another world.
+
+        is_run: True for the world of the run, whose `close` always stops Horovod.
+        """
         horovod.add_world()
         self._horovod = horovod
         self._is_run = is_run
@@ -42,10 +48,12 @@ class HorovodWorld(Forwarding):
 
     @classmethod
     def open(cls, *, algorithm: str | None = None, chunk_elems: int = MAX_CHUNK_ELEMS) -> HorovodWorld:
-        """Starts Horovod, unless it runs already. Collective. Raises LaunchError when it does not load or start.
+        """Starts Horovod, unless it is running, and returns the world of all ranks. Collective.
 
-        algorithm: from the recipe; `nccl-hierarchical` and `nccl-torus` are switched on here (see
-        `running_horovod`), without effect if Horovod runs already.
+        algorithm: the recipe's reduction algorithm. `nccl-hierarchical` and `nccl-torus` are switched on here (see
+        `running_horovod`), without effect if Horovod is already running.
+
+        Raises LaunchError if Horovod cannot be loaded or does not start.
         """
         hvd = load_horovod()
         if not hvd.is_initialized():
@@ -81,13 +89,13 @@ class HorovodWorld(Forwarding):
         return self._horovod.group(self.members, number=self._horovod.next_number())
 
     def transport(self, topology: Topology) -> Transport | None:
-        """Returns MPI's transport where Horovod runs over MPI, else None: Horovod has no point-to-point messages."""
+        """Returns MPI's transport if Horovod runs over MPI, otherwise None: Horovod has no point-to-point messages."""
         from hpctrain.comm.backends.mpi_world import open_transport
 
         return open_transport(topology) if self._all_have_mpi() else None
 
     def remote_memory(self, num_bytes: int) -> RemoteMemory | None:
-        """Returns MPI's remote memory where Horovod runs over MPI, else None."""
+        """Returns MPI's remote memory if Horovod runs over MPI, otherwise None."""
         from hpctrain.comm.backends.mpi_world import open_remote_memory
 
         return open_remote_memory(num_bytes) if self._all_have_mpi() else None
@@ -98,8 +106,8 @@ class HorovodWorld(Forwarding):
     def abort(self, exit_code: int) -> None:
         """Ends all ranks with `exit_code`, from any thread.
 
-        Calls MPI_Abort if mpi4py is installed; else ends this process at once, and the launcher ends the others
-        because a rank ended without finalizing.
+        Calls MPI_Abort if mpi4py is installed. Otherwise it ends this process at once, and the launcher then ends the
+        others, because a rank has ended without finalizing.
         """
         sys.stdout.flush()
         sys.stderr.flush()
@@ -110,7 +118,7 @@ class HorovodWorld(Forwarding):
         os._exit(exit_code)
 
     def close(self) -> None:
-        """Finishes communication. Collective. Horovod stops when its last world is closed, if it can start again."""
+        """Finishes communication. Collective. Closing the last world stops Horovod, if it can be started again."""
         if not self._closed:
             self._closed = True
             self._horovod.close_world()
@@ -118,23 +126,25 @@ class HorovodWorld(Forwarding):
                 self._horovod.stop()
 
 
-# A world that uses Horovod for Horovod's own reductions and MPI for everything else.
-#
-# Horovod's thread polls inside MPI on a core that also computes, and every operation waits for the thread's
-# next cycle. Two ranks on two cores ran 825 backward passes/s without Horovod and 480 with an idle one; a
-# checkpoint took 4.5 s instead of 0.17. So control messages and hpctrain's own reductions use MPI; Horovod
-# is started when one of its own reductions is requested, and stopped when the last world over it is closed.
-# See docs/adr/0023.
-
-
 @final
 class HorovodOverMpi(Forwarding):
-    """An MPI world whose reduction worlds are Horovod's. `backend` is `mpi`, which runs the other operations."""
+    """An MPI world that uses Horovod only for reduction worlds. `backend` is `mpi`, which runs all other operations.
+
+    Horovod's thread polls inside MPI on a core that also computes, and every operation waits for the thread's next
+    cycle. Two ranks on two cores ran 825 backward passes/s without Horovod and 480 with an idle one; a checkpoint took
+    4.5 s instead of 0.17. So control messages and hpctrain's own reductions use MPI. Horovod is started when one of
+    its own reductions is requested, and stopped when the last world over it is closed. See docs/adr/0023.
+    """
 
     def __init__(
         self, mpi: World, *, hvd: Any, algorithm: str | None = None, chunk_elems: int = MAX_CHUNK_ELEMS
     ) -> None:
-        """mpi: closed along with this world. hvd: horovod.torch, loaded. algorithm: see `HorovodWorld.open`."""
+        """Creates the world; Horovod is not started.
+
+        mpi: MPI world, which is closed together with this one.
+        hvd: the loaded module horovod.torch.
+        algorithm: the recipe's reduction algorithm, see `HorovodWorld.open`.
+        """
         self._mpi = self._group = mpi
         self._hvd = hvd
         self._chunk_elems = chunk_elems
@@ -148,7 +158,10 @@ class HorovodOverMpi(Forwarding):
         return "horovod"
 
     def open_reduction_world(self) -> World:
-        """See `World.open_reduction_world`. Starts Horovod unless it runs; raises LaunchError if it does not start."""
+        """See `World.open_reduction_world`.
+
+        Starts Horovod unless it is running; raises LaunchError if it does not start.
+        """
         if self._horovod is None or not self._horovod.running:
             self._horovod = RunningHorovod.start(self._hvd, chunk_elems=self._chunk_elems)
         return HorovodWorld(self._horovod)

@@ -1,8 +1,8 @@
-"""Facts about the installed communication libraries, for `hpctrain doctor`. Starts none of them.
+"""Facts about the installed communication libraries, for `hpctrain doctor`. None of them is started.
 
 The libraries are imported through importlib, so that a missing one is a finding and not an error. MPI is the
-exception: loading `mpi4py.MPI` may start it, and a failed start ends the process. It is therefore probed after a
-world was opened, or in a separate process (`python -m hpctrain.comm.backends.library_probe`).
+exception: loading `mpi4py.MPI` may start it, and a failed start ends the process. It is therefore probed after a world
+was opened, or in a separate process (`python -m hpctrain.comm.backends.library_probe`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Why mpi4py cannot be loaded, and what to do. Pure but for looking for its files.
-
-
 _NAMES = {"mpich": "MPICH and Intel MPI", "openmpi": "Open MPI", "mpiabi": "the MPI ABI"}
 
 
 def explain_failure(error: Exception) -> tuple[str, str]:
-    """Returns what was found and the remedy, each one line without a full stop.
+    """Returns why mpi4py cannot be loaded, and the remedy: each one line without a full stop.
 
-    error: of importing `mpi4py.MPI`. mpi4py has one such module, or, as published, one for each family of MPI.
+    error: the exception from importing `mpi4py.MPI`. An installed mpi4py has one such module or, as published, one for
+    each family of MPI libraries.
     """
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
     found = f"mpi4py cannot be loaded: {first_line}"
@@ -62,7 +60,7 @@ _HOROVOD_PARTS = ("mpi", "gloo", "nccl", "cuda", "rocm")
 
 
 def probe_horovod() -> dict[str, Any]:
-    """Returns `version` and `built`, the parts it was built with; or `error`, if it cannot be loaded."""
+    """Returns `version` and `built` (the parts that Horovod was built with), or `error` if it cannot be loaded."""
     try:
         version = importlib.metadata.version("horovod")
         horovod = importlib.import_module("horovod.torch")
@@ -76,7 +74,7 @@ def probe_horovod() -> dict[str, Any]:
 
 
 def probe_mpi4py() -> dict[str, Any]:
-    """Returns `version` of mpi4py from its metadata, or `error`. MPI is neither loaded nor started."""
+    """Returns the `version` of mpi4py from its metadata, or `error`. MPI is neither loaded nor started."""
     try:
         return {"version": importlib.metadata.version("mpi4py")}
     except importlib.metadata.PackageNotFoundError:
@@ -84,10 +82,10 @@ def probe_mpi4py() -> dict[str, Any]:
 
 
 def probe_started_mpi() -> dict[str, Any]:
-    """Returns `library` and `standard` of MPI, or `error` and `remedy`; if it is started also `thread_level`,
-    `num_ranks`, `transports` and `rdma_fork`.
+    """Returns facts about MPI, without starting it.
 
-    Does not start MPI.
+    The keys are `library` and `standard`, or `error` and `remedy` if it cannot be loaded. If MPI is running, also
+    `thread_level`, `num_ranks`, `transports` and `rdma_fork`.
     """
     try:
         mpi4py: Any = importlib.import_module("mpi4py")
@@ -109,9 +107,9 @@ def probe_started_mpi() -> dict[str, Any]:
 
 
 def transports_in(maps: str) -> list[str]:
-    """Returns the transports among the libraries in /proc/PID/maps: Open MPI unloads those that it does not use.
+    """Returns the MPI transports among the libraries that /proc/PID/maps lists. Pure.
 
-    Empty where a library has its transports built in. Pure.
+    Open MPI unloads transports that it does not use. The list is empty if MPI has its transports built in.
     """
     return sorted(
         set(re.findall(r"/(mca_(?:pml|btl|mtl)_\w+|libucp|libfabric|libpsm2|libibverbs)\.so", maps))
@@ -126,7 +124,10 @@ def _own_maps() -> str:
 
 
 def _rdma_fork(transports: list[str]) -> str | None:
-    """Returns libibverbs' word on forking with registered memory, if it is loaded and knows the question."""
+    """Returns what libibverbs reports about forking with registered memory.
+
+    Returns None if libibverbs is not loaded, or too old to know.
+    """
     if "libibverbs" not in transports:
         return None
     try:
@@ -138,7 +139,7 @@ def _rdma_fork(transports: list[str]) -> str | None:
 def probe_mpi_alone(*, timeout_s: float = 60.0) -> dict[str, Any]:
     """Returns the facts of `probe_started_mpi` from a separate process, which starts MPI as one rank.
 
-    `error` holds the output of a failed start, since MPI ends a process in which it cannot start.
+    If MPI cannot start, it ends that process, and `error` holds its output.
     """
     try:
         done = subprocess.run(

@@ -1,14 +1,15 @@
-"""Collective operations over one MPI communicator. `hpctrain.comm.backends.mpi_world` passes it.
+"""Collective operations over one MPI communicator, which `hpctrain.comm.backends.mpi_world` passes.
 
 MPI receives numpy views of CPU tensors, without a copy. Tensors on another device are copied to the host, which works
 with every MPI, including those without device support.
 
-Half types have no MPI type. They are sent as 16-bit integers: an all-to-all of slices, a float32 sum in rank
-order at each slice's owner, one rounding, and an all-gather. That sends as many bytes as a ring all-reduce. Groups
-that poll sum other types in the same way, and send large buffers in a ring (`mpi_messages.py`).
+Half types have no MPI type and are sent as 16-bit integers. They are summed by slices: an all-to-all of the slices, a
+float32 sum in rank order at the owner of each slice, one rounding, and an all-gather. That sends as many bytes as a
+ring all-reduce. Groups that poll sum other types in the same way, and send large buffers in a ring
+(`mpi_messages.py`).
 
-Source of the reduction by slices: Thakur et al. 2005, Optimization of Collective Communication Operations
-in MPICH, section 4.5 (reduce-scatter followed by all-gather).
+Source of the reduction by slices: Thakur et al. 2005, Optimization of Collective Communication Operations in MPICH,
+section 4.5 (reduce-scatter followed by all-gather).
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ from hpctrain.comm.interface.transport import poll_until
 from hpctrain.errors import CommunicationError
 from hpctrain.storage import split_evenly
 
-# Rings have another tag; of one operation at a time messages between two ranks arrive in order, so one suffices.
+# Rings use another tag. Within one operation, messages between two ranks arrive in order, so one tag suffices.
 ALL_TO_ALL_TAG = 1
-# From this size on a group that polls sums slices itself: the messages of smaller buffers cost more than their bytes.
+# Buffers of at least this size are summed by slices in a group that polls: for smaller ones, messages cost more than
+# bytes.
 _SLICED_BYTES = 1 << 16
-# From this size of a rank's part on it sends to the next rank only: smaller ones would cost less than a ring's steps.
+# Parts of at least this size are sent in a ring: for smaller ones, the steps of a ring cost more than the bytes.
 _RING_BYTES = 1 << 16
-# Most bytes that a rank sends another at a time, in pieces: MPI copies what waits, and keeps that memory.
+# Largest number of bytes in flight from one rank to another: MPI copies waiting messages, and keeps that memory.
 _EXCHANGED_BYTES = 1 << 22
 
 
@@ -71,9 +73,12 @@ def _is_exact(buffer: torch.Tensor) -> bool:
 
 
 def make_collective_files(mpi: Any, members: Sequence[int]) -> CollectiveFiles:
-    """Returns collective files of the world ranks `members`. Collective over `members`. mpi: the module mpi4py.MPI.
+    """Returns collective files for some world ranks. Collective over `members`.
 
-    Raises CommunicationError if these are not ranks of MPI's COMM_WORLD.
+    mpi: the module mpi4py.MPI.
+    members: world ranks that use the files.
+
+    Raises CommunicationError if `members` are not ranks of MPI's COMM_WORLD.
     """
     try:
         group = mpi.COMM_WORLD.Get_group().Incl(list(members))
@@ -88,8 +93,9 @@ def make_collective_files(mpi: Any, members: Sequence[int]) -> CollectiveFiles:
 class MpiGroup(Attributes):
     """Collective operations over one MPI communicator. The constructor is collective over it.
 
-    comm: of mpi4py, used by this object only. polls: waits by asking from time to time whether an operation has ended,
-    so that another thread can use the core, which MPI's own waits keep busy.
+    comm: mpi4py communicator, used by this object only.
+    polls: if True, waits by polling the operation with pauses, so that another thread can use the core, which MPI's
+    own waits keep busy.
     """
 
     def __init__(
@@ -135,14 +141,14 @@ class MpiGroup(Attributes):
             ) from error
 
     def _call(self, operation: str, *arguments: Any, **options: Any) -> None:
-        """Runs a collective operation of MPI to its end. operation: mpi4py's name of the blocking one."""
+        """Runs a collective MPI operation to its end. operation: mpi4py's name of the blocking version."""
         if self._polls:
             poll_until(getattr(self._comm, f"I{operation.lower()}")(*arguments, **options).Test)
         else:
             getattr(self._comm, operation)(*arguments, **options)
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
-        """See `Collective.all_reduce`. For MAX, the result with NaN depends on the MPI library."""
+        """See `Collective.all_reduce`. For MAX, the result for buffers that contain NaN depends on the MPI library."""
         check_buffer(buffer, operation="all_reduce", rank=self.rank)
         with self._reported("all_reduce"), on_host(buffer) as host:
             for chunk in host.split(self._chunk_elems):
@@ -211,8 +217,8 @@ class MpiGroup(Attributes):
     ) -> torch.Tensor:
         """See `Collective.all_to_all`. Sends point-to-point messages.
 
-        Long buffers must be split. For Alltoallv the ranks would first have to agree on the chunks, as their counts
-        differ; the two ranks of a pair both know the count of their slice, and so its chunks.
+        Long buffers must be split into chunks. With Alltoallv all ranks would first have to agree on the chunks, since
+        their counts differ. The two ranks of a pair both know the length of their slice, and therefore its chunks.
         """
         check_exchange(
             buffer, send_counts=send_counts, receive_counts=receive_counts, rank=self.rank,
@@ -237,7 +243,7 @@ class MpiGroup(Attributes):
     def _exchange(
         self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor], *, most: int
     ) -> None:
-        """Sends each other rank its slice, and receives theirs, in messages of at most `most` elements."""
+        """Sends each other rank its slice, and receives this rank's slices, in messages of at most `most` elements."""
         requests: list[Any] = []
         # In order of distance, so that not all ranks send to rank 0 at once.
         for distance in range(1, self.num_ranks):
@@ -279,10 +285,10 @@ class MpiGroup(Attributes):
         self._comm.Free()
 
     def _sums_slices(self, buffer: torch.Tensor) -> bool:
-        """Returns True if each rank is to sum one slice of `buffer`, which the others send to it, instead of MPI.
+        """Returns True if the ranks sum `buffer` by slices (each rank sums one slice) instead of calling MPI's sum.
 
-        MPI cannot sum half precision. Open MPI's non-blocking sums of large buffers go along a tree, where some ranks
-        send the whole buffer once or twice (counted on four nodes: 1.25 and 1.33 times what slices send).
+        MPI cannot sum half precision. Open MPI's non-blocking sums of large buffers use a tree, in which some ranks
+        send the whole buffer once or twice (measured on four nodes: 1.25 and 1.33 times the bytes of a sum by slices).
         """
         large = self._polls and buffer.numel() * buffer.element_size() >= _SLICED_BYTES
         return buffer.dtype in HALF_TYPES or large

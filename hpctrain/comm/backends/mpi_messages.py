@@ -1,4 +1,7 @@
-"""How messages of MPI travel: in which pieces, and from rank to rank in a ring."""
+"""How hpctrain sends MPI messages: the pieces that long messages are split into, rings, and `PeerMessages` over MPI.
+
+The modules of the MPI backend pass the communicators; nothing here imports mpi4py.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,11 @@ from hpctrain.comm.interface.buffer_checks import offsets_of
 from hpctrain.comm.interface.transport import Pending, poll_until
 from hpctrain.errors import CommunicationError
 
-# In which pieces messages travel: of any, since MPI counts 32 bits, and smaller ones between nodes (ADR
+# Messages are split for two reasons: MPI counts bytes in 32 bits, and between nodes smaller messages are faster (ADR
 # 60).
 
-
-# Less than 2^31 - 1, and no length that a tensor is likely to have: where sender and receiver have buffers of different
-# lengths, the sender's then ends with a shorter piece, by which the receiver notices it.
+# Less than 2^31 - 1, and no length that a tensor is likely to have: if sender and receiver have buffers of different
+# lengths, the sender's ends with a shorter piece, from which the receiver notices the difference.
 MOST_BYTES = (1 << 30) - 4096 - 64
 
 # Below Open MPI's eager limit over TCP, 64 KiB with its header.
@@ -35,11 +37,13 @@ _FABRICS = ("infiniband", "cxi")
 
 
 def piece_bytes(mpi: Any, comm: Any) -> int | None:
-    """Returns the most bytes of a message of the ranks of `comm`; None if long ones are best, `MOST_BYTES`. Collective.
+    """Returns the largest message to send between the ranks of `comm`, in bytes.
 
-    mpi: the module mpi4py.MPI. A message above the eager limit waits for the receiver's answer before its bytes leave,
-    and over TCP that answer waits behind all bytes that the receiver's own link still has to send. Within a node, and
-    on other fabrics, it costs microseconds.
+    Returns None if there is no limit but `MOST_BYTES`. Collective over `comm`. A message above the eager limit waits
+    for the receiver's answer before its bytes leave, and over TCP that answer waits behind all bytes that the
+    receiver's own link still has to send. Within a node, and on other fabrics, the answer costs microseconds.
+
+    mpi: the module mpi4py.MPI.
     """
     host = zlib.crc32(socket.gethostname().encode())
     found = np.array([host, -host, _has_fabric()], dtype=np.int64)
@@ -49,7 +53,10 @@ def piece_bytes(mpi: Any, comm: Any) -> int | None:
 
 
 def pieces(num_elems: int, *, most: int | None) -> Iterator[slice]:
-    """Yields slices of at most `most` of so many elements, in their order; of all, if there is no limit."""
+    """Yields consecutive slices that cover `num_elems` elements, with at most `most` elements each.
+
+    most: largest number of elements in a slice; None for no limit.
+    """
     most = most or max(1, num_elems)
     for begin in range(0, num_elems, most):
         yield slice(begin, min(begin + most, num_elems))
@@ -58,16 +65,6 @@ def pieces(num_elems: int, *, most: int | None) -> Iterator[slice]:
 @functools.cache
 def _has_fabric() -> bool:
     return any(any(Path("/sys/class", name).glob("*")) for name in _FABRICS)
-
-
-# All-gather, reduce-scatter and sums of MPI messages in a ring. `hpctrain.comm.backends.mpi_group` passes
-# the communicator.
-#
-# Each rank sends to the next one only. Of ranks that follow each other on a node one sends to another node,
-# so that each element leaves a node once, and no link has to take what several ranks send at the same time.
-# A rank passes on each piece as soon as it has arrived.
-#
-# Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
 
 
 Array = np.ndarray[Any, Any]
@@ -79,9 +76,16 @@ _AHEAD_BYTES = 1 << 21  # that are sent before any piece has arrived
 
 @final
 class MessageRing:
-    """The ranks of `comm`, of mpi4py, more than one, each of which sends to the next.
+    """A ring over the ranks of a communicator, in which each rank sends only to the next one.
 
-    piece_bytes: the most of a message; None: 256 KiB, so that pieces can be passed on. All methods are collective.
+    All methods are collective. Of consecutive ranks on a node only one sends to another node. Each element therefore
+    leaves a node once, and no link has to take what several ranks send at the same time. A rank passes on each piece
+    as soon as it has arrived.
+
+    comm: mpi4py communicator of more than one rank.
+    piece_bytes: largest message in bytes; None means 256 KiB, so that there are pieces to pass on.
+
+    Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
     """
 
     def __init__(self, comm: Any, *, piece_bytes: int | None) -> None:
@@ -92,9 +96,9 @@ class MessageRing:
         self._next, self._previous = (self._rank + 1) % self._num_ranks, (self._rank - 1) % self._num_ranks
 
     def gather(self, whole: Array, *, counts: Sequence[int]) -> None:
-        """Fills `whole`, shape (sum(counts),), with the parts of all ranks; this rank's must be in its place.
+        """Fills `whole`, shape (sum(counts),), with the parts of all ranks.
 
-        Bytes sent: all parts but that of the next rank.
+        This rank's part must already be in its place. Each rank sends all parts except that of the next rank.
         """
         arriving = list(self._slices(self._before(self._rank), counts=counts, itemsize=whole.itemsize))
         receiving = [self._receive(whole[piece]) for _, piece in arriving]
@@ -106,10 +110,12 @@ class MessageRing:
         queue.finish()
 
     def reduce_scatter(self, values: Array, *, counts: Sequence[int]) -> Array:
-        """Returns the sum over the ranks of this rank's slice of `values`, shape (counts[rank],).
+        """Returns this rank's slice of the sum of `values` over the ranks, shape (counts[rank],).
 
-        values: shape (sum(counts),), not changed. The values of slice r are added up from rank r + 1 on. Bytes sent:
-        all slices but the own one. Memory: of all slices but that of the rank before.
+        values: array of shape (sum(counts),), which is not changed.
+
+        Slice r is summed in ring order, starting at rank r + 1. Each rank sends all slices except its own, and needs
+        memory for all slices except that of the previous rank.
         """
         arriving = list(self._slices(self._before(self._previous), counts=counts, itemsize=values.itemsize))
         partial = _room_for([piece for _, piece in arriving], dtype=values.dtype)
@@ -132,7 +138,8 @@ class MessageRing:
     def sum_of_two(self, values: Array) -> None:
         """Replaces `values`, shape (n,), by their sum over the two ranks.
 
-        Each sends all of its values: as many bytes as by `reduce_scatter` and `gather`, in one step.
+        Each rank sends all of its values to the other: as many bytes as `reduce_scatter` and `gather` send, in one
+        step.
         """
         own = [piece for _, piece in self._slices([0], counts=[len(values)], itemsize=values.itemsize)]
         arriving = _room_for(own, dtype=values.dtype)
@@ -145,13 +152,13 @@ class MessageRing:
             _add(values[piece], array, out=values[piece])
 
     def _before(self, rank: int) -> list[int]:
-        """Returns the ranks before `rank`, the next one first: whose slices arrive one after another."""
+        """Returns the other ranks in the order in which their slices arrive: the predecessor of `rank` first."""
         return [(rank - step) % self._num_ranks for step in range(1, self._num_ranks)]
 
     def _slices(
         self, owners: Sequence[int], *, counts: Sequence[int], itemsize: int
     ) -> Iterator[tuple[int, slice]]:
-        """Yields each owner's slice of the whole, in pieces."""
+        """Yields (owner, piece) for each owner in turn: the pieces of its slice of the whole array."""
         offsets = offsets_of(counts)
         for owner in owners:
             for piece in pieces(counts[owner], most=max(1, self._piece_bytes // itemsize)):
@@ -165,22 +172,26 @@ class MessageRing:
 
 
 def _add(a: Array, b: Array, *, out: Array) -> None:
-    """Adds without NumPy's warnings: gradients may overflow, which the loss scale looks for."""
+    """Adds two arrays without NumPy's overflow warnings: gradients may overflow, which the loss scale handles."""
     with np.errstate(over="ignore", invalid="ignore"):
         np.add(a, b, out=out)
 
 
 def _room_for(slices: Sequence[slice], *, dtype: Any) -> list[Array]:
-    """Returns an array for each slice, all in one piece of memory, which the system gets back if it is large."""
+    """Returns one array for each slice, all in one allocation.
+
+    A large allocation is returned to the system when it is freed.
+    """
     ends = list(accumulate(piece.stop - piece.start for piece in slices))
     return np.split(np.empty(ends[-1] if ends else 0, dtype), ends[:-1])[: len(ends)]
 
 
 @final
 class _SendQueue:
-    """Pieces to be sent in their order: `ahead` at once, then one for each that arrives, as links are equally fast.
+    """Sends pieces in order: `ahead` of them at once, then one for each piece that arrives.
 
-    MPI copies messages below its eager limit when they are sent, and does not give that memory back.
+    One for one, because links are equally fast in both directions. MPI copies messages below its eager limit when they
+    are sent, and never frees that memory: the queue limits it.
     """
 
     def __init__(self, send: Callable[[Array], Any], arrays: Sequence[Array], *, ahead: int) -> None:
@@ -189,34 +200,24 @@ class _SendQueue:
         self._waiting = deque(arrays[ahead:])
 
     def advance(self, array: Array | None) -> None:
-        """Notes that a piece has arrived. array: to be sent after all others."""
+        """Records that a piece has arrived, and sends the next one.
+
+        array: piece to append to the queue; None for none.
+        """
         if array is not None:
             self._waiting.append(array)
         if self._waiting:
             self._sent.append(self._send(self._waiting.popleft()))
 
     def wait_for(self, number: int) -> None:
-        """Waits until piece `number`, which has been sent, has left."""
+        """Waits until MPI has finished sending piece `number`."""
         poll_until(self._sent[number].Test)
 
     def finish(self) -> None:
-        """Sends the rest, and waits until all pieces have left."""
+        """Sends the remaining pieces, and waits until MPI has finished sending all of them."""
         self._sent += map(self._send, self._waiting)
         for request in self._sent:
             poll_until(request.Test)
-
-
-# `PeerMessages` over MPI. `hpctrain.comm.backends.mpi_world` passes the communicator.
-#
-# MPI counts the bytes of a message in 32 bits. A longer buffer is sent as several messages, its pieces,
-# which arrive in the order in which they were sent, since all have the same sender, tag and communicator.
-# Sender and receiver each cut their buffers at multiples of the same length, so that they need not exchange
-# anything before.
-#
-# A long receive posts its next piece when the one before has arrived, for two reasons: only then is it
-# known whether the sender's buffer has another piece, and, of a receive from any rank, who the sender is.
-# Later receives with the same tag could take pieces of its message. Therefore they are posted after its
-# last piece.
 
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -226,9 +227,12 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 class _Operation:
     """A buffer that is being sent or received.
 
-    posted: the pieces given to MPI so far, in order, with their requests. unposted: the pieces that follow.
-    num_ended: how many of those posted have ended. error: how it failed. MPI reports that once only: a request that has
-    ended counts as finished afterwards. source: the rank whose message was received.
+    posted: the pieces given to MPI so far, in order, with their requests.
+    unposted: the pieces that follow.
+    num_ended: number of posted pieces whose requests have ended.
+    error: why the operation failed. MPI reports a failure only once; a request that has ended counts as finished
+    afterwards.
+    source: rank whose message was received.
     """
 
     def __init__(self, buffer: Bytes, *, peer: int, tag: int, receives: bool, most_bytes: int) -> None:
@@ -250,16 +254,30 @@ class _Operation:
 
 @final
 class MpiMessages:
-    """`PeerMessages` over a separate MPI communicator."""
+    """`PeerMessages` over a separate MPI communicator.
+
+    MPI counts the bytes of a message in 32 bits, so a longer buffer is sent as several messages, its pieces. They
+    arrive in the order in which they were sent, since all have the same sender, tag and communicator. Sender and
+    receiver cut their buffers at multiples of the same length, so that they need not exchange lengths first.
+
+    A long receive posts its next piece only when the previous one has arrived: only then is it known whether the
+    sender's buffer has another piece and, for a receive from any rank, which rank the sender is. Later receives with
+    the same tag could take pieces of that message, so they are posted after its last piece.
+    """
 
     def __init__(self, mpi: Any, comm: Any, *, most_bytes: int = MOST_BYTES) -> None:
-        """mpi: the module mpi4py.MPI. comm: of the group, used by this object only. most_bytes: of an MPI message."""
+        """Creates the message space.
+
+        mpi: the module mpi4py.MPI.
+        comm: communicator of the group, used by this object only.
+        most_bytes: largest MPI message in bytes.
+        """
         self._mpi = mpi
         self._comm = comm
         self._most_bytes = most_bytes
         # Pieces of two buffers must not mix, whichever threads send and receive them.
         self._posting = threading.RLock()
-        # By tag, receives of which pieces are unposted: the others wait for the first one.
+        # By tag, receives with pieces that are not posted yet: the later ones wait for the first.
         self._held_back: dict[int, deque[_Operation]] = {}
 
     @contextlib.contextmanager
@@ -287,7 +305,7 @@ class MpiMessages:
         return operation
 
     def _advance(self, tag: int) -> None:
-        """Posts the receives that were held back, as far as that is possible now."""
+        """Posts as many of the held-back receives with this tag as possible."""
         waiting = self._held_back[tag]
         while waiting:
             first = waiting[0]
@@ -299,7 +317,7 @@ class MpiMessages:
             waiting.popleft()
 
     def _post(self, operation: _Operation) -> None:
-        """Posts the next piece; of a buffer that is sent, all."""
+        """Posts the next piece of a receive, or all pieces of a send."""
         while operation.unposted:
             piece = operation.unposted.popleft()
             message = [operation.buffer[piece], self._mpi.BYTE]
@@ -324,7 +342,10 @@ class MpiMessages:
         return operation.finished
 
     def _test_piece(self, operation: _Operation) -> bool:
-        """Returns True if the oldest piece that has not ended has now; keeps its error in the operation."""
+        """Tests the oldest posted piece that has not ended; returns True if it has ended now, or if there is none.
+
+        A failure is kept in the operation.
+        """
         if operation.num_ended == len(operation.posted):
             return True
         piece, request = operation.posted[operation.num_ended]

@@ -1,4 +1,4 @@
-"""MPI through mpi4py: the world of all ranks. The only file of hpctrain that imports mpi4py."""
+"""MPI through mpi4py: the world of all ranks, and its transport. The only module of hpctrain that imports mpi4py."""
 
 from __future__ import annotations
 
@@ -35,27 +35,28 @@ from hpctrain.topology import Topology
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# `Transport` over MPI: messages, and MPI's shared windows within a node.
-#
-# `hpctrain.comm.backends.mpi_world`, the only module that imports mpi4py, passes the communicators. Source
-# of the shared window: MPI 3.1 standard, section 11.2.3 (MPI_Win_allocate_shared).
-
-
 # Where Open MPI and MPICH keep shared windows on Linux.
 SHARED_MEMORY = Path("/dev/shm")
 
 
 @final
 class MpiTransport:
-    """`Transport` over a separate MPI communicator."""
+    """`Transport` over a separate MPI communicator: MPI messages, and MPI's shared windows within a node.
+
+    Source of the shared window: MPI 3.1 standard, section 11.2.3 (MPI_Win_allocate_shared).
+    """
 
     def __init__(self, mpi: Any, comm: Any, *, topology: Topology) -> None:
-        """mpi: the module mpi4py.MPI. comm: communicator of all ranks, used by this object only. Collective."""
+        """Splits off the communicator of this rank's node. Collective.
+
+        mpi: the module mpi4py.MPI.
+        comm: communicator of all ranks, used by this object only.
+        """
         self._mpi = mpi
         self._comm = comm
         self._topology = topology
         self._rank = comm.Get_rank()
-        # By the topology, not by MPI's notion of a node: nodes may be emulated.
+        # By the topology and not by MPI's nodes, because nodes may be emulated.
         self._node = comm.Split(topology.node_of(self._rank), key=self._rank)
         self._windows: list[Any] = []
         self._byte = mpi.BYTE
@@ -112,7 +113,7 @@ class MpiTransport:
         return segments
 
     def _check_free_memory(self, num_bytes: int) -> None:
-        """Raises CommunicationError on every rank of the node if memory is short, before MPI or the kernel fails."""
+        """Raises CommunicationError on every rank of the node if it lacks memory, before MPI or the kernel fails."""
         free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 2**62
         asked = np.zeros((self._node.Get_size(), 2), dtype=np.int64)
         self._node.Allgather(np.array([num_bytes, free], dtype=np.int64), asked)
@@ -130,13 +131,13 @@ class MpiTransport:
             self._windows[-1].Sync()
 
     def begun(self, what: str) -> None:
-        """Does nothing: there is no watchdog here."""
+        """Does nothing: this transport has no watchdog."""
 
     def waits(self, what: str) -> None:
-        """Does nothing: there is no watchdog here."""
+        """Does nothing: this transport has no watchdog."""
 
     def progressed(self) -> None:
-        """Does nothing: there is no watchdog here."""
+        """Does nothing: this transport has no watchdog."""
 
     def close(self) -> None:
         for window in self._windows:
@@ -148,7 +149,7 @@ class MpiTransport:
 
 
 def _tensor_of(memory: Any) -> torch.Tensor:
-    """Returns a window's segment as a uint8 tensor, without a copy."""
+    """Returns the memory of a window segment as a uint8 tensor, without a copy."""
     if len(memory) == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(memory, dtype=torch.uint8)
@@ -161,7 +162,9 @@ _ABORT_MAY_TAKE_S = 3.0
 
 
 def _import_mpi(*, initialize: bool = True) -> Any:
-    """Returns mpi4py's MPI module. Importing it initialises MPI, so it is imported only when a world is opened.
+    """Returns mpi4py's MPI module. The import initializes MPI, so it happens only when a world is opened.
+
+    initialize: False to import the module without initializing MPI.
 
     Raises LaunchError if mpi4py cannot be loaded.
     """
@@ -186,9 +189,9 @@ def _import_mpi(*, initialize: bool = True) -> Any:
 
 
 def abort_all(exit_code: int) -> None:
-    """Ends all ranks of COMM_WORLD with `exit_code` if MPI is initialised, by any library; else does nothing.
+    """Ends all ranks of COMM_WORLD with `exit_code`, if any library has initialized MPI. Not collective.
 
-    On a node without network MPI_Abort blocks; this process then ends after `_ABORT_MAY_TAKE_S`. Not collective.
+    On a node without network MPI_Abort blocks; then this process ends alone after `_ABORT_MAY_TAKE_S`.
     """
     mpi = _import_mpi(initialize=False)
     if not mpi.Is_initialized() or mpi.Is_finalized():
@@ -196,7 +199,7 @@ def abort_all(exit_code: int) -> None:
     last_resort = threading.Timer(_ABORT_MAY_TAKE_S, os._exit, args=(exit_code,))
     last_resort.daemon = True
     last_resort.start()
-    # Not mpi4py's Abort: it holds Python's lock while it waits, so the timer could not run.
+    # mpi4py's Abort holds Python's lock while it waits, so that the timer could not run: call MPI directly.
     library = ctypes.CDLL(mpi.__file__)
     handle = (ctypes.c_void_p if mpi._sizeof(mpi.Comm) == 8 else ctypes.c_int).from_address(
         mpi._addressof(mpi.COMM_WORLD)
@@ -216,7 +219,7 @@ def can_open_transport() -> bool:
 def open_transport(topology: Topology) -> Transport:
     """Returns a transport over all ranks, in a separate message space. Collective.
 
-    Horovod may have initialised MPI. Raises LaunchError if mpi4py is missing or MPI is not running.
+    Horovod may be what has initialized MPI. Raises LaunchError if mpi4py is missing or MPI is not running.
     """
     mpi = _import_mpi(initialize=False)
     if not mpi.Is_initialized():
@@ -225,25 +228,25 @@ def open_transport(topology: Topology) -> Transport:
 
 
 def open_remote_memory(num_bytes: int) -> RemoteMemory:
-    """Implements `World.remote_memory`; Horovod may have initialised MPI. Collective over all ranks."""
+    """Implements `World.remote_memory`, also if Horovod has initialized MPI. Collective over all ranks."""
     mpi = _import_mpi(initialize=False)
     return MpiRemoteMemory(mpi, mpi.COMM_WORLD.Dup(), num_bytes=num_bytes)
 
 
 def open_collective_files(members: Sequence[int]) -> CollectiveFiles:
-    """Returns collective files of the world ranks `members`; Horovod may have initialised MPI.
+    """Returns collective files for some world ranks, also if Horovod has initialized MPI. Collective over `members`.
 
-    Collective over `members`. Raises CommunicationError if these are not ranks of MPI's COMM_WORLD.
+    Raises CommunicationError if `members` are not ranks of MPI's COMM_WORLD.
     """
     return make_collective_files(_import_mpi(initialize=False), members)
 
 
 @final
 class MpiWorld(Forwarding):
-    """All ranks that the MPI launcher started."""
+    """The world of all ranks that the MPI launcher started."""
 
     def __init__(self, comm: MPI.Intracomm, *, chunk_elems: int = MAX_CHUNK_ELEMS) -> None:
-        """Use `open`. comm: a communicator used by this object only."""
+        """Wraps `comm`, a communicator used by this object only. Use `open` instead."""
         self._comm = comm
         self._chunk_elems = chunk_elems
         self._group = MpiGroup(comm, members=tuple(range(comm.Get_size())), chunk_elems=chunk_elems)
@@ -251,10 +254,11 @@ class MpiWorld(Forwarding):
 
     @classmethod
     def open(cls, *, chunk_elems: int = MAX_CHUNK_ELEMS) -> MpiWorld:
-        """Initialises MPI unless it is, and duplicates COMM_WORLD. Collective.
+        """Initializes MPI, if it is not yet, and duplicates COMM_WORLD. Collective.
 
-        chunk_elems: maximum number of elements in one MPI call. Raises LaunchError if mpi4py is missing or MPI lacks
-        MPI_THREAD_MULTIPLE.
+        chunk_elems: largest number of elements in one MPI call.
+
+        Raises LaunchError if mpi4py is missing or MPI lacks MPI_THREAD_MULTIPLE.
         """
         mpi = _import_mpi()
         provided = mpi.Query_thread()
@@ -292,7 +296,7 @@ class MpiWorld(Forwarding):
         mpi = _import_mpi()
         everyone = self._comm.Get_group()
         group = everyone.Incl(list(members))
-        # Groups with common members may be made at the same time, each by its own members.
+        # Groups with common members may be created at the same time, each by its own members.
         comm = self._comm.Create_group(group, tag=zlib.crc32(str(list(members)).encode()) % NUM_TAGS)
         group.Free()
         everyone.Free()
@@ -312,7 +316,7 @@ class MpiWorld(Forwarding):
         abort_all(exit_code)
 
     def close(self) -> None:
-        """Frees the communicator. MPI itself ends with the process: other libraries (HDF5) may still use it."""
+        """Frees the communicator. MPI itself ends with the process, since other libraries (HDF5) may still use it."""
         if not self._closed:
             self._closed = True
             self._comm.Free()

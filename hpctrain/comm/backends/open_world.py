@@ -33,9 +33,12 @@ INSTALL = "install one of them in the environment that every rank uses (make set
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedWorld:
-    """A world, the reason for its backend, and notes for the user on what could not be used.
+    """The result of `open_world`.
 
-    reason: a clause; empty if the user chose the backend. horovod: its build; None with other backends.
+    world: the world.
+    reason: why this backend was chosen, as a clause; empty if the user chose it.
+    notes: messages for the user about what could not be used.
+    horovod: capabilities of the loaded Horovod; None with other backends.
     """
 
     world: World
@@ -51,17 +54,20 @@ def open_world(
     algorithm: str | None = None,
     device: str = "auto",
 ) -> OpenedWorld:
-    """Connects to the other ranks over `backend`. Collective over all ranks that the launcher started.
+    """Connects this process to the other ranks. Collective over all ranks that the launcher started.
 
-    auto: serial for one rank; for more, MPI, along with Horovod if gradients are on GPUs and Horovod has NCCL
-    (docs/adr/0023); Horovod alone if mpi4py is missing.
-    horovod: for its own reductions; all else uses MPI, if Horovod is built with it and mpi4py is installed.
-    identity: rank and size of this process; default: read from the environment.
-    algorithm: from the recipe; Horovod's own ones take effect when it starts (see `horovod_environment.why_no_nccl`).
-    device: from the recipe; with `cpu`, GPUs are ignored.
-    Raises UsageError for an unknown backend; LaunchError when the backend cannot be loaded or does not fit the number
-    of ranks, or when a container hides other ranks; TopologyError when the backend counts the ranks differently from
-    the launcher.
+    backend: `serial`, `mpi`, `horovod` or `auto`. `horovod` uses Horovod for its own reductions and MPI for everything
+    else, if Horovod is built with MPI and mpi4py is installed. `auto` chooses serial for one rank; for several ranks
+    MPI, together with Horovod if gradients are on GPUs and Horovod has NCCL (docs/adr/0023); and Horovod alone if
+    mpi4py is missing.
+    identity: rank and size of this process; None: they are read from the environment.
+    algorithm: the recipe's reduction algorithm. Horovod's own algorithms must be set when it starts (see
+    `running_horovod.why_no_nccl`).
+    device: the recipe's device; with `cpu`, GPUs are ignored.
+
+    Raises UsageError for an unknown backend; LaunchError if the backend cannot be loaded or does not fit the number of
+    ranks, or if a container hides other ranks; TopologyError if the backend and the launcher disagree on the number of
+    ranks.
     """
     if identity is None:
         identity = identify(os.environ, socket.gethostname())
@@ -93,7 +99,7 @@ def open_world(
 
 
 def why_no_horovod() -> str | None:
-    """Returns the reason why this process cannot load Horovod, None if it can. Loads Horovod, but does not start it."""
+    """Returns the reason why this process cannot load Horovod; None if it can. Loads Horovod, but does not start it."""
     from hpctrain.comm.backends.running_horovod import load_horovod
 
     try:
@@ -104,10 +110,10 @@ def why_no_horovod() -> str | None:
 
 
 def yield_while_idle(environ: MutableMapping[str, str], *, identity: RankIdentity, num_cores: int) -> None:
-    """Makes Open MPI yield the core while it waits, unless the user set that variable. Call before MPI starts.
+    """Makes Open MPI yield the core while it waits, unless the user has set that variable. Call it before MPI starts.
 
     Horovod's thread waits inside MPI on a core that also computes: with yielding, two ranks on two cores train 1.4 to
-    2.1 times as fast. Where ranks outnumber cores, yielding needs a preloaded library (docs/adr/0024).
+    2.1 times as fast. If there are more ranks than cores, yielding needs a preloaded library (docs/adr/0024).
     """
     if (identity.host_size or 1) <= num_cores or in_effect():
         environ.setdefault(YIELD_VARIABLE, "1")
@@ -117,7 +123,7 @@ def _open_mpi(identity: RankIdentity) -> World:
     from hpctrain.comm.backends.mpi_world import MpiWorld
 
     world = MpiWorld.open()
-    # Check before the first message: ranks that MPI started as separate worlds of one would wait for ever.
+    # Check before the first message: ranks that MPI started as separate worlds of one would wait forever.
     _check_count(identity, world)
     return world
 
@@ -189,7 +195,10 @@ def _open_best(identity: RankIdentity, algorithm: str | None, device: str) -> Op
 
 
 def _why_not_on_gpus() -> str | None:
-    """Returns the reason why Horovod, which can be loaded, has no advantage on GPUs; None if it has. Not collective."""
+    """Returns the reason why Horovod, which can be loaded, has no advantage on GPUs; None if it has one.
+
+    Not collective.
+    """
     from hpctrain.comm.backends.running_horovod import load_horovod
 
     hvd = load_horovod()

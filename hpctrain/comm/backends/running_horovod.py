@@ -1,4 +1,4 @@
-"""Starting and stopping Horovod in this process. The only file of hpctrain that imports horovod."""
+"""Starts, configures and stops Horovod in this process. The only module of hpctrain that imports horovod."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CommunicationError, LaunchError
 from hpctrain.topology import Topology
 
-# The environment variables that configure Horovod. It reads them once, when it starts.
-
-
-# hpctrain's defaults; variables that the user has set take precedence.
+# hpctrain's defaults for Horovod's variables, which it reads once, when it starts. The user's values have precedence.
 SETTINGS = {
     # Fusion joins buffers that are ready at the same moment, so the order of a sum would depend on timing, and a
     # resumed run would differ in the last bit. hpctrain's buckets are fused already.
@@ -46,10 +43,12 @@ NCCL_VARIABLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HorovodBuild:
-    """Capabilities of a started Horovod.
+    """Capabilities of the loaded Horovod.
 
-    nccl: built with NCCL. mpi: runs over MPI, not over Gloo alone. nccl_asked: which of `NCCL_VARIABLES` was switched
-    on at its start; Horovod ignores one that it does not support without a message.
+    nccl: True if it is built with NCCL.
+    mpi: True if it runs over MPI, and not over Gloo alone.
+    nccl_asked: key of `NCCL_VARIABLES` that was switched on when it started, or None. Horovod silently ignores an
+    algorithm that it does not support.
     """
 
     nccl: bool
@@ -60,11 +59,12 @@ class HorovodBuild:
 def apply_settings(
     environ: MutableMapping[str, str], *, algorithm: str | None = None, groups: bool = True
 ) -> None:
-    """Adds `SETTINGS` to `environ` where the user has set nothing. Call before Horovod starts.
+    """Adds `SETTINGS` to `environ` where the user has set nothing. Call it before Horovod starts.
 
-    groups: allow groups of ranks. Without them Horovod must be restarted before the first group is made; they are
-    therefore always allowed if it cannot be restarted.
-    algorithm: if in `NCCL_VARIABLES`, it is switched on and the other off; any other name changes nothing.
+    algorithm: if it is a key of `NCCL_VARIABLES`, this algorithm is switched on and the other one off; any other name
+    changes nothing.
+    groups: True to allow groups of ranks. Without them Horovod must be restarted before the first group is created;
+    they are therefore always allowed if it cannot be restarted.
     """
     for name, value in SETTINGS.items():
         environ.setdefault(name, value)
@@ -81,12 +81,12 @@ def can_start_again(environ: Mapping[str, str]) -> bool:
 
 
 def has_groups(environ: Mapping[str, str]) -> bool:
-    """Returns True if `apply_settings` has allowed groups."""
+    """Returns True if `apply_settings` has allowed groups of ranks."""
     return environ.get(_LATER_GROUPS) == "1"
 
 
 def nccl_asked(environ: Mapping[str, str]) -> str | None:
-    """Returns which of `NCCL_VARIABLES` is switched on in `environ`, parsed as Horovod does; None if none is."""
+    """Returns the key of `NCCL_VARIABLES` that is switched on in `environ`, parsed as Horovod does; None if none is."""
     for name, variable in NCCL_VARIABLES.items():
         digits = environ.get(variable, "").strip()
         if digits.lstrip("+").isdecimal() and int(digits) > 0:
@@ -97,10 +97,12 @@ def nccl_asked(environ: Mapping[str, str]) -> str | None:
 def why_no_nccl(
     algorithm: str, *, build: HorovodBuild | None, topology: Topology, device_type: str
 ) -> str | None:
-    """Returns the reason why Horovod does not run `algorithm`, one of `NCCL_VARIABLES`; None if it does. Pure.
+    """Returns the reason why Horovod does not run `algorithm`, a key of `NCCL_VARIABLES`; None if it does. Pure.
 
-    build: None if the backend is not Horovod. The reason is a clause for a note; Horovod itself silently runs its
-    flat sum. All ranks must have the same build and device.
+    The reason is a clause for a note to the user, since Horovod silently runs its flat sum instead. All ranks must
+    have the same build and device.
+
+    build: Horovod's capabilities; None if the backend is not Horovod.
     """
     if build is None:
         return "only Horovod has it, and the backend is another one"
@@ -123,7 +125,7 @@ def why_no_nccl(
 
 
 def nccl_in_effect(build: HorovodBuild | None, *, topology: Topology, device_type: str) -> str | None:
-    """Returns the algorithm that Horovod's all-reduce runs instead of the flat one, None if it runs that. Pure."""
+    """Returns the two-level algorithm that Horovod's all-reduce runs; None if it runs the flat one. Pure."""
     asked = build.nccl_asked if build is not None else None
     if asked is None or why_no_nccl(asked, build=build, topology=topology, device_type=device_type):
         return None
@@ -134,7 +136,7 @@ def nccl_in_effect(build: HorovodBuild | None, *, topology: Topology, device_typ
 
 
 def load_horovod() -> Any:
-    """Returns the module horovod.torch, not started. Raises LaunchError if it cannot be loaded."""
+    """Returns the module horovod.torch without starting Horovod. Raises LaunchError if it cannot be loaded."""
     try:
         import horovod.torch as hvd
     except (ImportError, OSError, RuntimeError) as error:
@@ -154,10 +156,14 @@ def _start(hvd: Any) -> None:
 
 @final
 class RunningHorovod:
-    """Running Horovod of this process, and the state its worlds share: process sets and communicator numbers."""
+    """The running Horovod of this process, and what its worlds share: process sets and communicator numbers."""
 
     def __init__(self, hvd: Any, *, chunk_elems: int, owned: bool) -> None:
-        """Use `start`. hvd: horovod.torch, initialised. owned: stop Horovod when the last world is closed."""
+        """Creates the object. Use `start` instead.
+
+        hvd: the initialized module horovod.torch.
+        owned: True if Horovod is to be stopped when the last world is closed.
+        """
         self.hvd = hvd
         self.chunk_elems = chunk_elems
         self.running = True
@@ -168,26 +174,30 @@ class RunningHorovod:
 
     @classmethod
     def start(cls, hvd: Any, *, chunk_elems: int = MAX_CHUNK_ELEMS) -> RunningHorovod:
-        """Starts Horovod, unless the user's script has. Collective over all ranks. Raises LaunchError if it fails.
+        """Starts Horovod, unless the user's script has. Collective over all ranks.
 
-        If the script started Horovod, it is left running at the end, since the script may still use it.
+        Raises LaunchError if it does not start. If the script started Horovod, it is left running at the end, since
+        the script may still use it.
         """
         owned = not hvd.is_initialized()
         _start(hvd)
         return cls(hvd, chunk_elems=chunk_elems, owned=owned)
 
     def add_world(self) -> None:
-        """Registers a world, which must call `close_world` once. Called on every rank."""
+        """Registers a world, which must call `close_world` once. Every rank calls it."""
         self._num_worlds += 1
 
     def close_world(self) -> None:
-        """Unregisters a world; stops Horovod after the last one, if it can start again. Collective over all ranks."""
+        """Unregisters a world. Stops Horovod after the last one, if it can be started again.
+
+        Collective over all ranks.
+        """
         self._num_worlds -= 1
         if self._num_worlds == 0 and can_start_again(os.environ):
             self.stop()
 
     def stop(self) -> None:
-        """Stops Horovod's thread if it runs and was started here. Collective over all ranks."""
+        """Stops Horovod's thread if it is running and was started here. Collective over all ranks."""
         if not self.running:
             return
         self.running = False
@@ -206,7 +216,7 @@ class RunningHorovod:
         return self._num_made
 
     def group(self, members: tuple[int, ...], *, number: int) -> Collective:
-        """Returns a communicator over `members`, which include this rank. Their process set must exist."""
+        """Returns a communicator over `members`, which must include this rank and have a process set already."""
         if len(members) == 1:
             return SerialGroup(member=members[0], backend="horovod")
         return HorovodGroup(
@@ -227,9 +237,9 @@ class RunningHorovod:
         self.running = True
 
     def process_set(self, members: tuple[int, ...]) -> Any:
-        """Returns the process set of these ranks; makes it on the first call. Collective over all ranks.
+        """Returns the process set of these ranks, which the first call creates. Collective over all ranks.
 
-        Raises CommunicationError if Horovod cannot make it.
+        Raises CommunicationError if Horovod cannot create it.
         """
         ranks = tuple(sorted(members))
         if len(ranks) == self.hvd.size():

@@ -1,7 +1,7 @@
-"""N ranks as threads of one process, to test algorithms in milliseconds, without a launcher.
+"""A world whose ranks are threads of one process, to test algorithms in milliseconds without a launcher.
 
-In each operation the ranks meet at a barrier, read each other's buffers, compute their results in rank order, and
-meet again before they continue. Results are deterministic; speed is not a goal.
+In each operation the ranks meet at a barrier, read each other's buffers, compute their results in rank order, and meet
+again before they continue. Results are deterministic; speed is not a goal.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ from hpctrain.comm.interface.transport import Pending, Transport
 from hpctrain.errors import BufferMismatch, CommunicationError, HpctrainError, from_exit_code
 from hpctrain.topology import Topology
 
-# Synchronization, messages and shared memory of the threads that are ranks in `threads_world`.
-
 
 class Rendezvous:
-    """A barrier for the threads of one group, and a slot for each in which it passes a value to the others."""
+    """A barrier for the threads of one group, with one slot per thread to pass a value to the others."""
 
     def __init__(self, run: ThreadsRun, *, members: tuple[int, ...]) -> None:
         self.run = run
@@ -60,7 +58,7 @@ class Rendezvous:
         """Passes `value` to the other ranks and returns every rank's value. Collective over the group.
 
         Call `wait` before any of the values changes. Raises BufferMismatch on every rank if the ranks called different
-        operations, LeftError if a rank has ended.
+        operations, and LeftError if a rank has ended.
         """
         self.laid[place] = (operation, value)
         self.wait()
@@ -74,7 +72,7 @@ class Rendezvous:
 
 
 class LeftError(CommunicationError):
-    """Another rank has ended or aborted, so this one cannot continue: a consequence, never the cause."""
+    """Another rank has ended or aborted, so this one cannot continue. It is always a consequence, never the cause."""
 
 
 class ThreadsRun:
@@ -101,7 +99,7 @@ class ThreadsRun:
 
 @final
 class Mailbox:
-    """Messages in flight of all ranks of one transport: copies, by source, destination and tag."""
+    """Copies of all messages in flight between the ranks of one transport, by source, destination and tag."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -110,7 +108,7 @@ class Mailbox:
 
 @final
 class _Receiving:
-    """A receive in flight. Receives with equal source and tag are served in the order in which they started."""
+    """A receive in flight. Receives with the same source and tag are served in the order in which they were started."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
@@ -124,7 +122,12 @@ class ThreadsTransport:
     def __init__(
         self, rendezvous: Rendezvous, *, node: Rendezvous, mailbox: Mailbox, rank: int, topology: Topology
     ) -> None:
-        """rendezvous: of all ranks. node: rendezvous of this node's ranks. mailbox: shared by all ranks."""
+        """Creates one rank's transport.
+
+        rendezvous: rendezvous of all ranks.
+        node: rendezvous of the ranks of this node.
+        mailbox: messages in flight, shared by all ranks.
+        """
         self._rendezvous = rendezvous
         self._node = node
         self._mailbox = mailbox
@@ -177,10 +180,10 @@ class ThreadsTransport:
         return list(segments)
 
     def fence(self) -> None:
-        """Does nothing: Python's lock orders its threads' memory accesses; compiled code has its own fences."""
+        """Does nothing: Python's lock orders its threads' memory accesses, and compiled code has its own fences."""
 
     def begun(self, what: str) -> None:
-        """Does nothing: there is no watchdog here."""
+        """Does nothing: this transport has no watchdog."""
 
     def waits(self, what: str) -> None:
         """Raises LeftError if a rank has ended, so that no rank waits for it."""
@@ -188,7 +191,7 @@ class ThreadsTransport:
             raise LeftError(self._rendezvous.run.reason)
 
     def progressed(self) -> None:
-        """Does nothing: there is no watchdog here."""
+        """Does nothing: this transport has no watchdog."""
 
     def close(self) -> None:
         self._rendezvous.exchange(
@@ -202,12 +205,12 @@ class ThreadsTransport:
 
 T = TypeVar("T")
 
-# With NumPy 1, PyTorch 2.3 may wait for ever if its first conversion of an array comes from two threads at once.
+# With NumPy 1, PyTorch 2.3 may wait forever if its first conversion of an array comes from two threads at once.
 torch.from_numpy(np.empty(0))
 
 
 def _same(tensors: Sequence[torch.Tensor], *, operation: str, members: Sequence[int]) -> str | None:
-    """Returns an error message if the ranks' buffers differ in length or dtype, else None."""
+    """Returns an error message if the ranks' buffers differ in length or dtype, otherwise None."""
     if len({(t.numel(), t.dtype) for t in tensors}) == 1:
         return None
     each = ", ".join(f"rank {r} {t.numel()} x {t.dtype}" for r, t in zip(members, tensors, strict=True))
@@ -325,7 +328,7 @@ class ThreadsGroup(Attributes):
 
 @final
 class ThreadsWorld(Forwarding):
-    """One thread's world over all threads of a `run_threads` call."""
+    """One thread's view of the world of all threads of a `run_threads` call."""
 
     def __init__(self, rendezvous: Rendezvous, *, rank: int) -> None:
         self._rendezvous = rendezvous
@@ -381,7 +384,7 @@ class ThreadsWorld(Forwarding):
         return SharedRemoteMemory(parts=parts, rank=self.rank, barrier=self._group.barrier)
 
     def abort(self, exit_code: int) -> NoReturn:
-        """Ends the waits of every rank; `run_threads` then raises the error class of `exit_code`. Raises LeftError."""
+        """Ends the waits of all ranks, raising LeftError; `run_threads` then raises the error class of `exit_code`."""
         run = self._rendezvous.run
         run.exit_code = exit_code
         run.end(f"rank {self.rank} ended the run with exit code {exit_code}")
@@ -392,10 +395,10 @@ class ThreadsWorld(Forwarding):
 
 
 def run_threads(num_ranks: int, function: Callable[[ThreadsWorld], T], *, timeout_s: float = 60) -> list[T]:
-    """Runs `function(world)` on `num_ranks` ranks, each a thread of this process; returns their results by rank.
+    """Runs `function(world)` on `num_ranks` threads of this process, one per rank, and returns their results by rank.
 
-    An exception on one rank ends the waits of all others and is raised here; if several ranks failed, that of the
-    lowest. Raises CommunicationError with the stack of each rank that has not ended after `timeout_s`.
+    An exception on one rank ends the waits of all others and is raised here; if several ranks failed, the exception of
+    the lowest rank is raised. Raises CommunicationError, with the stacks of the unfinished ranks, after `timeout_s`.
     """
     run = ThreadsRun()
     rendezvous = Rendezvous(run, members=tuple(range(num_ranks)))

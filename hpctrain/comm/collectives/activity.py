@@ -1,5 +1,7 @@
-"""What a rank is doing: labels for the watchdog's messages ("saving checkpoint step 50: writing"), and sections of a
-run, which have time limits of their own."""
+"""What a rank is doing: labels for the watchdog's messages, and sections of a run, which have their own time limits.
+
+An example of a label is "saving checkpoint step 50: writing".
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from hpctrain.comm.interface.communicator import Collective
 
 
 class Section(str, Enum):
-    """Parts of a run whose waits have time limits of their own (`hpctrain.comm.watchdog.section_limits`)."""
+    """Parts of a run whose waits have their own time limits (`hpctrain.comm.watchdog.section_limits`)."""
 
     START = "start"
     STEP = "step"
@@ -27,23 +29,23 @@ class Section(str, Enum):
 
 @runtime_checkable
 class SaysWhatItDoes(Protocol):
-    """A communicator whose operations have a deadline."""
+    """A communicator whose operations have a deadline, and which therefore accepts labels and sections."""
 
     def doing(self, what: str) -> AbstractContextManager[None]:
         """Labels the operations inside the `with` block."""
 
     def section(self, section: Section | None) -> AbstractContextManager[None]:
-        """Marks the section of the run in which the `with` block is."""
+        """Marks the `with` block as part of `section` of the run."""
 
     def without_limit(self) -> AbstractContextManager[None]:
-        """Lets this communicator's operations inside the `with` block take as long as they will."""
+        """Suspends the deadline for this communicator's operations inside the `with` block."""
 
 
 @contextlib.contextmanager
 def doing(comm: Collective, what: str) -> Iterator[None]:
-    """Labels the `with` block in the message that is printed when ranks wait too long in it. Not collective.
+    """Labels the `with` block in the message that is printed if ranks wait too long in it. Not collective.
 
-    The innermost label is used. No effect on a communicator without a deadline.
+    The innermost label is shown. Has no effect on a communicator without a deadline.
     """
     if isinstance(comm, SaysWhatItDoes):
         with comm.doing(what):
@@ -54,11 +56,11 @@ def doing(comm: Collective, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_section(comm: Collective, section: Section | None) -> Iterator[None]:
-    """Has the time limit of `section` apply to the operations in the `with` block. Not collective, but every rank has
-    to do it at the same place.
+    """Applies the time limit of `section` to the operations in the `with` block.
 
-    The innermost section counts. None: something that is in no section, for which the limit of the whole run applies.
-    No effect on a communicator without a deadline.
+    It does not communicate, but every rank must enter and leave the section at the same place. The innermost section
+    counts; None means no section, so that the limit of the whole run applies. Has no effect on a communicator without
+    a deadline.
     """
     if isinstance(comm, SaysWhatItDoes):
         with comm.section(section):
@@ -69,9 +71,10 @@ def in_section(comm: Collective, section: Section | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_limit(comm: Collective) -> Iterator[None]:
-    """Lets operations of `comm` in the `with` block wait as long as they will. Not collective.
+    """Lets operations of `comm` in the `with` block wait without a deadline. Not collective.
 
-    For a rank that has nothing to do until others call it. No effect on a communicator without a deadline.
+    It is for a rank that has nothing to do until other ranks call it. Has no effect on a communicator without a
+    deadline.
     """
     if isinstance(comm, SaysWhatItDoes):
         with comm.without_limit():

@@ -1,6 +1,6 @@
-"""Agreed errors: an error of one rank is raised on all ranks before the next collective.
+"""Agreement between ranks: an error of one rank is raised on all of them before the next collective operation.
 
-Every function with a communicator is collective over it. Values are sent as JSON, never as pickle.
+Every function here that takes a communicator is collective over it. Values are sent as JSON, never as pickle.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from hpctrain.errors import BufferMismatch, CommunicationError, HpctrainError, L
 
 T = TypeVar("T")
 
-# Up to so many different values are broadcast one by one, which saves gathering the length of every rank's.
+# Up to this many distinct values are broadcast one by one, which saves gathering the length of every rank's value.
 MAX_BROADCASTS = 8
 
 
 def all_gather_json(comm: Collective, value: Any) -> list[Any]:
-    """Returns every rank's `value`, in rank order. Collective. Raises TypeError, before sending, if it is not JSON.
+    """Returns every rank's `value`, in rank order. Collective.
 
-    Ranks with equal values share one object: do not change it.
+    Equal values of several ranks are one object: do not change it. Raises TypeError, before anything is sent, if
+    `value` cannot be written as JSON.
     """
     values, value_of_rank = all_gather_distinct(comm, value)
     return [values[number] for number in value_of_rank]
@@ -42,12 +43,14 @@ def all_gather_json(comm: Collective, value: Any) -> list[Any]:
 def all_gather_distinct(
     comm: Collective, value: Any, *, key: str | None = None
 ) -> tuple[list[Any], list[int]]:
-    """Returns the different values of all ranks, and the index of each rank's value among them. Collective.
+    """Returns the distinct values of all ranks, and for each rank the index of its value among them. Collective.
 
-    Each rank receives 8 bytes from every other rank, the hash of its value (XXH3, 64 bits), and each different value
-    once. `value` must be JSON; the values are in the order of the lowest ranks that have them.
-    key: on all ranks or none; then the keys are compared instead, and of ranks with one key the lowest one's value
-    counts. Raises TypeError, before sending, if `value` is not JSON.
+    Each rank receives 8 bytes from every other rank, the hash of its value (XXH3, 64 bits), and each distinct value
+    once. The values are ordered by the lowest rank that has them. Raises TypeError, before anything is sent, if
+    `value` cannot be written as JSON.
+
+    key: text to compare instead of the values, given on all ranks or on none. Of ranks with the same key, the value of
+    the lowest rank is used.
     """
     text = json.dumps(value)
     # torch has no unsigned 64-bit integers.
@@ -72,7 +75,7 @@ def all_gather_distinct(
 
 
 def broadcast_json(comm: Collective, value: Any, *, root: int = 0) -> Any:
-    """Returns the `value` of the group's rank `root` on every rank. Collective. Other ranks' `value` is ignored."""
+    """Returns the `value` of the group's rank `root` on every rank; that of other ranks is ignored. Collective."""
     data = json.dumps(value).encode() if comm.rank == root else b""
     length = torch.tensor([len(data)], dtype=torch.int64)
     comm.broadcast(length, root=root)
@@ -98,11 +101,10 @@ def describe_ranks(ranks: Sequence[int]) -> str:
 
 
 def raise_together(comm: Collective, error: HpctrainError | None) -> None:
-    """If any rank passes an error, every rank raises one of the lowest failing rank's class. Collective.
+    """Raises an error on every rank if any rank passes one; its class is that of the lowest failing rank. Collective.
 
-    The message is the same on every rank: each distinct message once, preceded by its ranks and hosts
-    ("ranks 0-2 (host): ..."), without these if all ranks passed the same. Ranks are world ranks. The
-    error raised has `agreed` set.
+    The message is the same on every rank: each distinct message once, preceded by its world ranks and hosts ("ranks
+    0-2 (host): ..."), or the message alone if all ranks passed the same one. The raised error has `agreed` set.
     """
     # A single int first: this vote is frequent, and nearly always there is no error.
     flag = torch.tensor([int(error is not None)], dtype=torch.int32)
@@ -123,9 +125,9 @@ def _to_json(error: HpctrainError) -> dict[str, Any]:
 
 
 def _class_of(entry: dict[str, Any]) -> type[HpctrainError]:
-    """Returns the class in `hpctrain.errors` of that name; for a class from elsewhere, the one of its exit code.
+    """Returns the class in `hpctrain.errors` with the entry's name, or else the class for its exit code.
 
-    So every rank raises the same class, including ranks that never imported the module that defines it.
+    So every rank raises the same class, even if it never imported the module that defines the original one.
     """
     named = getattr(errors, entry["class"], None)
     if isinstance(named, type) and issubclass(named, HpctrainError) and named.exit_code == entry["code"]:
@@ -134,7 +136,7 @@ def _class_of(entry: dict[str, Any]) -> type[HpctrainError]:
 
 
 def _merged(failed: dict[int, dict[str, Any]], *, num_ranks: int) -> str:
-    """Returns one message for all. `failed` maps world rank -> {text, host}."""
+    """Returns one message for all failed ranks. `failed` maps a world rank to its text and host."""
     by_text: dict[str, list[int]] = {}
     for rank in sorted(failed):
         by_text.setdefault(failed[rank]["text"], []).append(rank)
@@ -148,11 +150,11 @@ def _merged(failed: dict[int, dict[str, Any]], *, num_ranks: int) -> str:
 
 
 def agreed(comm: Collective, function: Callable[[], T], *, os_error: type[HpctrainError] = LaunchError) -> T:
-    """Runs `function` on each rank and returns its value; raises on all ranks if it failed on any. Collective.
+    """Runs `function` on each rank and returns its value; raises an error on all ranks if it failed on any.
 
-    An HpctrainError is raised as by `raise_together`; an OSError becomes `os_error`. Any other exception is a bug and
-    is not caught: the run must then be aborted, since the other ranks are blocked in the vote. `function` must not
-    communicate over `comm`.
+    Collective. An HpctrainError is raised as by `raise_together`; an OSError becomes `os_error`. Any other exception
+    is a bug and is not caught: the run must then be aborted, since the other ranks are blocked in the vote. `function`
+    must not communicate over `comm`.
     """
     error: HpctrainError | None = None
     value: T | None = None
@@ -172,7 +174,7 @@ def on_rank_0(
 ) -> Any:
     """Runs `function` on rank 0 of the group; returns its JSON value, or raises its error, on every rank. Collective.
 
-    Errors are caught as in `agreed`. The value is decoded from JSON on every rank, rank 0 included, so that all ranks
+    Errors are caught as in `agreed`. Every rank, rank 0 included, decodes the value from JSON, so that all ranks
     continue with equal values.
     """
     outcome: dict[str, Any] = {}
@@ -196,10 +198,12 @@ def on_rank_0(
 def check_same(
     comm: Collective, *, name: str, value: Any, error: type[HpctrainError] = CommunicationError
 ) -> None:
-    """Raises `error` on every rank, naming the ranks that differ from the majority, unless `value` is equal on all.
+    """Raises `error` on every rank unless `value` is equal on all of them. Collective.
 
-    Collective. `value` must be JSON. In a tie, the value of the lowest rank counts as the majority's. name: what is
-    compared, for the message.
+    The message names the ranks that differ from the majority; in a tie, the value of the lowest rank counts as the
+    majority's. `value` must be JSON.
+
+    name: what is compared, for the message.
     """
     text = json.dumps(value, sort_keys=True)
     if _same_hash(comm, text):
@@ -220,7 +224,7 @@ def check_same(
 
 
 def _same_hash(comm: Collective, text: str) -> bool:
-    """Returns True if `text` is equal on all ranks, by 63 bits of its XXH3 hash. Collective: 16 bytes a rank."""
+    """Returns True if 63 bits of the XXH3 hash of `text` are equal on all ranks. Collective: 16 bytes per rank."""
     digest = xxhash.xxh3_64_intdigest(text.encode()) >> 1
     extremes = torch.tensor([digest, -digest], dtype=torch.int64)
     comm.all_reduce(extremes, op=ReduceOp.MAX)
@@ -235,13 +239,12 @@ def is_true_everywhere(comm: Collective, value: bool) -> bool:
 
 
 def check_same_buffer(comm: Collective, buffer: torch.Tensor, *, name: str) -> None:
-    """Raises BufferMismatch on every rank unless `buffer` has the same number of elements, in any shape, and the same
-    dtype on all. Collective."""
+    """Raises BufferMismatch on every rank unless `buffer` has the same dtype and number of elements on all.
+
+    Collective. The shapes may differ.
+    """
     described = f"{buffer.numel()} x {str(buffer.dtype).removeprefix('torch.')}"
     check_same(comm, name=name, value=described, error=BufferMismatch)
-
-
-# Creation of a folder that all ranks use, by one rank.
 
 
 # Attribute caches of network filesystems hide a new file for seconds from other nodes.
@@ -249,11 +252,14 @@ VISIBLE_WITHIN_S = 20.0
 
 
 def make_shared_folder(directory: Path, *, comm: Collective) -> None:
-    """Makes `directory` and its parents, unless they exist. Collective.
+    """Creates `directory` and its parents, unless they exist, on one rank for all. Collective.
 
-    Raises LaunchError on all ranks if it cannot be made, or if a rank does not see it within `VISIBLE_WITHIN_S`.
-    Only one rank makes it: made by all at once on a dispersed GlusterFS volume that lacks a server, its servers keep
-    the folders of different nodes, and every file in it fails with "stale file handle" for ever.
+    Only one rank creates it because of dispersed GlusterFS volumes that lack a server: if all ranks create the folder
+    at once, the servers keep the folders of different nodes, and every file in it fails with "stale file handle"
+    forever.
+
+    Raises LaunchError on all ranks if the folder cannot be created, or if a rank does not see it within
+    `VISIBLE_WITHIN_S`.
     """
 
     def make() -> None:
@@ -271,7 +277,10 @@ def make_shared_folder(directory: Path, *, comm: Collective) -> None:
 
 
 def is_seen(path: Path) -> bool:
-    """Returns True if `path`, made by another rank, is visible here within `VISIBLE_WITHIN_S`. May raise OSError."""
+    """Waits until `path`, created by another rank, is visible here.
+
+    Returns False if it is not visible within `VISIBLE_WITHIN_S`. May raise OSError.
+    """
     deadline = time.monotonic() + VISIBLE_WITHIN_S
     while not _is_there(path):
         if time.monotonic() > deadline:

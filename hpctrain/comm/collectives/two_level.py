@@ -1,7 +1,10 @@
-"""Two-level reduction: within the node, between the nodes, within the node. One function for every backend.
+"""Two-level reduction for every backend: reduce within each node, then between nodes, then gather within each node.
 
-Each element leaves a node once, and the node's ranks share that work, instead of once from every rank. Source: Jia et
-al. 2018, arXiv:1807.11205; Mikami et al. 2018, arXiv:1811.05233 (the 2-D torus is the same scheme over two axes).
+Each element leaves a node once instead of once from every rank, and the ranks of the node share that work. `Traffic`
+counts the bytes that a rank sends to other nodes.
+
+Source: Jia et al. 2018, arXiv:1807.11205; Mikami et al. 2018, arXiv:1811.05233 (the 2-D torus is the same scheme over
+two axes).
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from hpctrain.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoLevel:
-    """The two communicators of one rank.
+    """The two communicators of one rank for two-level reduction.
 
-    local: the ranks of this node. cross: the ranks with this local index on every node, or None where some
-    node has no such rank. num_slices: ranks on the smallest node, the number of `cross` groups.
+    local: communicator of the ranks of this node.
+    cross: communicator of the ranks that have this local index on their node; None if some node has no such rank.
+    num_slices: number of ranks on the smallest node, which is the number of `cross` groups.
     """
 
     local: Collective
@@ -33,8 +37,10 @@ class TwoLevel:
     num_slices: int
 
     def all_reduce(self, buffer: torch.Tensor) -> None:
-        """Sums `buffer`, shape (n,), over all ranks, in place. Collective over the world; see
-        `all_reduce_hierarchical`."""
+        """Sums `buffer`, shape (n,), over all ranks, in place; see `all_reduce_hierarchical`.
+
+        Collective over the world.
+        """
         all_reduce_hierarchical(buffer, local=self.local, cross=self.cross, num_slices=self.num_slices)
 
     def close(self) -> None:
@@ -44,7 +50,7 @@ class TwoLevel:
             self.cross.close()
 
     def elements_between_nodes(self, num_elems: int) -> int:
-        """Returns how many elements this rank sends to other nodes for a buffer of `num_elems`, with a ring over nodes.
+        """Returns how many elements this rank sends to other nodes to reduce `num_elems`, with a ring over the nodes.
 
         Not collective.
         """
@@ -57,9 +63,9 @@ class TwoLevel:
 
 
 def make_two_level(world: World, topology: Topology) -> TwoLevel:
-    """Makes the communicators for two-level reduction over `topology`. Collective over `world`.
+    """Creates the communicators for two-level reduction over `topology`. Collective over `world`.
 
-    Raises TopologyError on every rank when topology and world have different numbers of ranks.
+    Raises TopologyError on every rank if topology and world have different numbers of ranks.
     """
     if topology.num_ranks != world.num_ranks:
         raise TopologyError(
@@ -78,13 +84,15 @@ def make_two_level(world: World, topology: Topology) -> TwoLevel:
 def all_reduce_hierarchical(
     buffer: torch.Tensor, *, local: Collective, cross: Collective | None, num_slices: int
 ) -> None:
-    """Sums `buffer` over all ranks, in place. Collective over `local` and `cross`.
+    """Sums `buffer` over all ranks, in place, by two-level reduction. Collective over `local` and `cross`.
 
-    buffer: shape (n,), any dtype the backend sums; same n and dtype on every rank; n may be 0, or less than
-    `num_slices`. float16 is rounded twice, within the node and between nodes, instead of once by a flat sum.
-    Bytes leaving a node: 2 (C-1)/C * n * itemsize with C nodes, through `num_slices` ranks at once.
-    Nodes may have unequal rank counts: ranks without a counterpart on every node only take part within their node.
-    Raises BufferMismatch if n or dtype differ and the backend detects it.
+    buffer: tensor of shape (n,) with any dtype that the backend sums; n and dtype are the same on every rank, and n
+    may be 0, or less than `num_slices`.
+
+    float16 is rounded twice, within the node and between nodes, while a flat sum rounds it once. With C nodes, 2
+    (C-1)/C * n * itemsize bytes leave each node, through `num_slices` ranks at once. Nodes may have different numbers
+    of ranks: a rank without a counterpart on every node takes part only within its node. Raises BufferMismatch if n or
+    dtype differ and the backend detects it.
     """
     if cross is not None and cross.num_ranks == 1:
         local.all_reduce(buffer)  # one node
@@ -105,15 +113,12 @@ def all_reduce_hierarchical(
     buffer.copy_(local.all_gather(part, counts=counts))
 
 
-# Counts the bytes that a rank sends to other nodes through communicators that count.
-
-
 @final
 class Traffic:
-    """Payload that this rank has sent to other nodes, in bytes, as it travels. Any thread may count.
+    """Counts the payload bytes that this rank sends to other nodes, in their wire format. Any thread may count.
 
-    Slices of an all-to-all and messages are counted by their receivers. Other operations are counted for a ring over
-    the group's ranks, in which a rank sends to the next one only: no algorithm sends less from each rank.
+    Messages and the slices of an all-to-all are counted by their actual receivers. Other operations are counted as a
+    ring over the group, in which each rank sends only to the next one: no algorithm sends less from each rank.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -129,20 +134,20 @@ class Traffic:
             self._num_bytes += num_bytes
 
     def counted(self, comm: Collective) -> Collective:
-        """Returns `comm`, counted here; it must not be used by itself any more. Not collective."""
+        """Returns a communicator that counts what `comm` sends; use it in place of `comm`. Not collective."""
         return _CountedGroup(comm, traffic=self, elsewhere=self._elsewhere(comm))
 
     def counted_levels(self, levels: TwoLevel) -> TwoLevel:
-        """Returns both communicators of `levels`, counted here. Not collective."""
+        """Returns `levels` with both communicators replaced by counting ones. Not collective."""
         cross = self.counted(levels.cross) if levels.cross is not None else None
         return replace(levels, local=self.counted(levels.local), cross=cross)
 
     def counted_messages(self, messages: PeerMessages, *, comm: Collective) -> PeerMessages:
-        """Returns `messages` between the ranks of `comm`, counted here. Not collective."""
+        """Returns messages that count what `messages` sends between the ranks of `comm`. Not collective."""
         return _CountedMessages(messages, traffic=self, elsewhere=self._elsewhere(comm))
 
     def _elsewhere(self, comm: Collective) -> list[bool]:
-        """For each rank of the group, whether it is on another node than this one."""
+        """Returns for each rank of the group whether it is on another node than this rank."""
         node = self._topology.node_of(comm.members[comm.rank])
         return [self._topology.node_of(member) != node for member in comm.members]
 

@@ -1,4 +1,4 @@
-"""Tensors and values between the ranks: broadcasts, sums, and messages between two of them."""
+"""Transfers of tensors and numbers between ranks: broadcasts, sums of measured values, messages between two ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from hpctrain.comm.interface.communicator import Collective, ReduceOp
 from hpctrain.comm.interface.transport import Pending, Transport, poll_until
 from hpctrain.errors import BufferMismatch, UsageError
 
-# Broadcast of many tensors in few messages.
-
-
 # Above 32 MiB, so that glibc gives a message's memory back (resilience/host_memory.py).
 MESSAGE_BYTES = 64 << 20
 
@@ -29,12 +26,15 @@ def broadcast_tensors(
     root: int = 0,
     name: str = "the tensors to broadcast",
 ) -> None:
-    """Copies `tensors` of the group's rank `root` into every rank's, in place. Collective.
+    """Copies `tensors` from the group's rank `root` into those of every other rank, in place. Collective.
 
-    tensors: of any shape and layout. They are sent as raw bytes, so dtypes that a backend cannot reduce (bool,
-    bfloat16) are copied too, in messages of up to `MESSAGE_BYTES`, of which a rank has a copy. Raises BufferMismatch on
-    every rank, naming those that differ, unless number, shapes and dtypes are the same on all. name: what the tensors
-    are, for that message.
+    tensors: tensors of any shape and layout. They are sent as raw bytes, so dtypes that a backend cannot reduce (bool,
+    bfloat16) can be copied too. Messages have up to `MESSAGE_BYTES`, and each rank holds a copy of one message at a
+    time.
+    name: what the tensors are, for the error message.
+
+    Raises BufferMismatch on every rank, naming the ranks that differ, unless all ranks pass the same number of tensors
+    with the same shapes and dtypes.
     """
     if comm.num_ranks == 1:
         return
@@ -57,7 +57,7 @@ def broadcast_tensors(
 
 
 def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yields the tensors in lists of up to `MESSAGE_BYTES`; a larger one alone."""
+    """Yields lists of tensors with up to `MESSAGE_BYTES` per list; a larger tensor is in a list of its own."""
     waiting: list[torch.Tensor] = []
     num_bytes = 0
     for tensor in tensors:
@@ -70,7 +70,10 @@ def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _describe(groups: Sequence[Sequence[torch.Tensor]]) -> str:
-    """Returns a text such as `6 tensors: 540000 x float32 (shapes 26832cdb)`. Each group is of one dtype."""
+    """Returns a text such as `6 tensors: 540000 x float32 (shapes 26832cdb)`.
+
+    The tensors of each group have one dtype.
+    """
     shapes = repr([[tuple(tensor.shape) for tensor in group] for group in groups])
     mark = hashlib.blake2b(shapes.encode(), digest_size=4).hexdigest()
     sizes = " + ".join(
@@ -95,13 +98,16 @@ def all_reduce_values(
 def all_reduce_values(
     comm: Collective, value: torch.Tensor | Mapping[str, float], *, op: Operation = "sum"
 ) -> torch.Tensor | dict[str, float]:
-    """Returns the sum, mean or maximum over the ranks, equal on every rank; `value` is unchanged. Collective.
+    """Returns the sum, mean or maximum of `value` over the ranks, equal on every rank. For small data. Collective.
 
-    value: a tensor of any shape, with the same number of elements and dtype on all ranks (returns a new tensor of the
-    same shape and dtype), or numbers under the same names on all ranks, which are added in rank order in float64. A
-    mean weights all ranks equally: for parts of unequal size sum the totals and the counts, and divide. Half types are
-    summed in float32. A maximum of numbers is NaN if one is. Raises BufferMismatch on every rank, naming the ranks,
-    where names, lengths or dtypes differ; UsageError for any other `op`, and for the mean of an integer tensor.
+    value: either a tensor, with the same dtype and number of elements on all ranks, or numbers by name, with the same
+    names on all ranks. It is not changed. A tensor gives a new tensor of the same shape and dtype; half types are
+    summed in float32. Numbers are added in rank order in float64; a maximum is NaN if one of them is.
+    op: reduction. A mean weights all ranks equally: for parts of unequal size, sum the totals and the counts, and
+    divide.
+
+    Raises BufferMismatch on every rank, naming the ranks, if names, lengths or dtypes differ; UsageError for any other
+    `op`, and for the mean of an integer tensor.
     """
     if op not in ("sum", "mean", "max"):
         raise UsageError(f"all_reduce with op={op!r}: choose sum, mean or max")
@@ -127,7 +133,8 @@ def _joined(numbers: list[float], *, op: Operation) -> float:
 def in_order(numbers: Iterable[float]) -> float:
     """Returns the sum of `numbers`, added one by one in their order.
 
-    The builtin `sum` compensates rounding errors since Python 3.12, so its last bit depends on the Python version.
+    The builtin `sum` compensates rounding errors since Python 3.12, so the last bit of its result depends on the
+    Python version.
     """
     total = 0.0
     for number in numbers:
@@ -147,16 +154,13 @@ def _tensor(comm: Collective, value: torch.Tensor, *, op: Operation) -> torch.Te
     return buffer.view(value.shape).to(value.dtype)
 
 
-# Messages between two ranks that wait until they have arrived, under the watchdog's deadline.
-
-
 def send_message(transport: Transport, buffer: torch.Tensor, *, to: int, what: str) -> None:
-    """Sends `buffer`, shape (n,), uint8, and waits until it may be used again. what: for messages of the watchdog."""
+    """Sends `buffer`, shape (n,), uint8, and waits until it may be changed. what: name for the watchdog's messages."""
     _wait(transport, transport.send(buffer, to=to, tag=0), what=what)
 
 
 def receive_message(transport: Transport, buffer: torch.Tensor, *, source: int, what: str) -> None:
-    """Receives into `buffer`, shape (n,), uint8. what: for messages of the watchdog."""
+    """Receives a message into `buffer`, shape (n,), uint8, and waits for it. what: name for the watchdog's messages."""
     _wait(transport, transport.receive(buffer, source=source, tag=0), what=what)
 
 

@@ -1,6 +1,4 @@
-"""Buffers of every backend: checks of them and of counts, splitting, a sum that keeps half precision, copies on
-the host.
-"""
+"""Checks and transformations of buffers that several backends share. Nothing here needs a particular library."""
 
 from __future__ import annotations
 
@@ -12,12 +10,9 @@ import torch
 from hpctrain.comm.interface.communicator import Collective, ReduceOp
 from hpctrain.errors import BufferMismatch
 
-# Checks of buffers and counts for every backend, splitting of buffers, and a sum that keeps half precision.
-# Pure.
-
 
 def gather_bytes(comm: Collective, data: bytes) -> list[bytes]:
-    """Returns every rank's `data`, in rank order. Collective. Gathers the lengths, then the bytes."""
+    """Returns every rank's `data`, in rank order: gathers the lengths, then the bytes. Collective."""
     length = torch.tensor([len(data)], dtype=torch.int64)
     lengths = comm.all_gather(length, counts=[1] * comm.num_ranks).tolist()
     # frombuffer refuses an empty buffer and warns about a read-only one.
@@ -84,7 +79,7 @@ def check_part(part: torch.Tensor, *, counts: Sequence[int], rank: int, num_rank
 
 
 def check_out(out: torch.Tensor | None, *, part: torch.Tensor, counts: Sequence[int], rank: int) -> None:
-    """Raises BufferMismatch unless `out` is None or can take what an all-gather of `part` with `counts` returns."""
+    """Raises BufferMismatch unless `out` is None or can hold the result of an all-gather of `part` with `counts`."""
     if out is None:
         return
     check_buffer(out, operation="all_gather", rank=rank)
@@ -131,9 +126,9 @@ def check_root(root: int, *, rank: int, num_ranks: int) -> None:
 
 
 def check_groups(groups: Sequence[Sequence[int]], *, num_ranks: int) -> None:
-    """Raises BufferMismatch unless `groups` are non-empty, disjoint, and made of world ranks.
+    """Raises BufferMismatch unless `groups` are non-empty, disjoint, and consist of world ranks.
 
-    Every rank passes the same groups, so every rank raises or none does.
+    Every rank passes the same groups, so either every rank raises or none does.
     """
     members = [rank for group in groups for rank in group]
     if len(set(members)) != len(members) or any(not group for group in groups):
@@ -148,10 +143,10 @@ def check_groups(groups: Sequence[Sequence[int]], *, num_ranks: int) -> None:
 
 
 def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the sum of `parts`, each shape (n,), added from first to last: a new tensor of their dtype.
+    """Returns the sum of `parts`, each of shape (n,), added from first to last, as a new tensor of their dtype.
 
-    Half types are summed in float32 and rounded once at the end: 64 ranks of gradients near 1024 would
-    overflow float16 before the end, and each step of a float16 sum would round.
+    Half types are summed in float32 and rounded once at the end. In float16, the sum of 64 ranks' gradients near 1024
+    would overflow, and each addition would round.
     """
     dtype = parts[0].dtype
     # Always a copy: the caller's parts must not change.
@@ -162,7 +157,7 @@ def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def widened(buffer: torch.Tensor, *, op: ReduceOp) -> torch.Tensor:
-    """Returns `buffer` in a dtype that Horovod reduces with `op`; the result is exact after conversion back."""
+    """Returns `buffer` in a dtype that Horovod can reduce with `op`, so that converting the result back is exact."""
     if buffer.dtype is torch.uint8:
         return buffer.int()  # modulo 256, the sum is the same
     if buffer.dtype is torch.float16 and op is ReduceOp.MAX:
@@ -179,10 +174,10 @@ def maximum_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def windows_of(counts: Sequence[int], *, max_elems: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields windows of at most `max_elems` elements over all ranks' parts: (begin in each part, width in each part).
+    """Yields windows over the ranks' parts with at most `max_elems` elements in all: (starts in the parts, widths).
 
-    The same on every rank, since `counts` is. One window if all parts fit into it; none if all are empty. `max_elems`
-    must be at least the number of parts.
+    All ranks get the same windows, since `counts` is the same. One window suffices if all parts fit into it; there is
+    none if all parts are empty. `max_elems` must be at least the number of parts.
     """
     if sum(counts) <= max_elems:
         if sum(counts):
@@ -197,9 +192,11 @@ def windows_of(counts: Sequence[int], *, max_elems: int) -> Iterator[tuple[list[
 def pack(
     buffer: torch.Tensor, *, counts: Sequence[int], begins: Sequence[int], widths: Sequence[int]
 ) -> torch.Tensor:
-    """Returns a window's pieces of `buffer`, shape (sum(counts),), concatenated: shape (sum(widths),).
+    """Returns the pieces of `buffer`, shape (sum(counts),), in a window, concatenated: shape (sum(widths),).
 
-    Returns `buffer` itself, without a copy, if the window covers all of it.
+    begins, widths: start and width of the window in each rank's part (see `windows_of`).
+
+    If the window covers the whole buffer, returns `buffer` itself, without a copy.
     """
     if list(widths) == list(counts):
         return buffer
@@ -208,9 +205,9 @@ def pack(
 
 
 def as_rows(buffer: torch.Tensor, *, counts: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """Returns the slices of `buffer` as rows, shape (len(counts), max(counts)), padded with zeros.
+    """Returns the slices of `buffer` as rows of a matrix, shape (len(counts), max(counts)), padded with zeros.
 
-    order: row i holds slice order[i].
+    order: index of the slice in each row.
     """
     rows = buffer.new_zeros((len(counts), max(counts)))
     slices = buffer.split(list(counts))
@@ -220,7 +217,10 @@ def as_rows(buffer: torch.Tensor, *, counts: Sequence[int], order: Sequence[int]
 
 
 def reordered(whole: torch.Tensor, *, counts: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """Returns `whole`, shape (sum(counts),), with its parts in rank order; its part i belongs to rank order[i]."""
+    """Returns the parts in `whole`, shape (sum(counts),), in rank order.
+
+    order: rank to which each part of `whole` belongs.
+    """
     parts = dict(zip(order, whole.split([counts[place] for place in order]), strict=True))
     return torch.cat([parts[place] for place in range(len(counts))])
 
@@ -229,8 +229,10 @@ def reordered(whole: torch.Tensor, *, counts: Sequence[int], order: Sequence[int
 
 
 def to_host(buffer: torch.Tensor) -> torch.Tensor:
-    """Returns `buffer`, of any shape and dtype, itself if it is in host memory; else a copy, in page-locked memory if
-    it comes from CUDA."""
+    """Returns `buffer` itself if it is in host memory, otherwise a copy there.
+
+    The copy of a CUDA tensor is in page-locked memory.
+    """
     if buffer.device.type == "cpu":
         return buffer
     staged = torch.empty_like(buffer, device="cpu", pin_memory=buffer.device.type == "cuda")
@@ -239,7 +241,7 @@ def to_host(buffer: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def on_host(buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields `buffer` in host memory; a copy is written back to `buffer` at the end."""
+    """Yields `buffer` in host memory. If that is a copy, it is written back to `buffer` at the end of the block."""
     staged = to_host(buffer)
     yield staged
     if staged is not buffer:

@@ -1,6 +1,8 @@
 """Collective reading and writing of files through MPI-IO, which merges many small requests into few large ones.
 
-The MPI backend passes the module and the communicator; nothing here imports mpi4py.
+A collective write is two-phase I/O: the ranks exchange their data, and then each writes large extents. The MPI backend
+passes the module and the communicator; nothing here imports mpi4py.
+
 Source: R. Thakur, W. Gropp, E. Lusk, "Data Sieving and Collective I/O in ROMIO", Frontiers 1999.
 """
 
@@ -18,19 +20,14 @@ from numpy.typing import NDArray
 
 from hpctrain.errors import CommunicationError
 
-# A file that all ranks of a group write together through MPI-IO.
-#
-# The MPI backend passes the module and the communicator; nothing here imports mpi4py. Source of two-phase
-# I/O, an exchange followed by large writes: R. Thakur, W. Gropp, E. Lusk, "Data Sieving and Collective I/O
-# in ROMIO", Frontiers 1999.
-
 
 @runtime_checkable
 class CollectiveWriter(Protocol):
-    """One open file. Used by one thread; all ranks of the group call the collective methods in the same order.
+    """One file that all ranks of a group have opened for writing together.
 
-    MPI's own collective writes are not used: where a write fails, Open MPI's modules return success, or leave
-    the other ranks waiting for ever (two_phase, 4.1.4); some have written wrong bytes (ompi#12718).
+    It is used by one thread, and all ranks call the collective methods in the same order. MPI's own collective writes
+    are not used: if a write fails, Open MPI's modules return success or leave the other ranks waiting forever
+    (two_phase, 4.1.4), and some have written wrong bytes (ompi#12718).
     """
 
     @property
@@ -38,18 +35,23 @@ class CollectiveWriter(Protocol):
         """This rank's index in the group, from 0."""
 
     def gather(self, mine: Sequence[int]) -> NDArray[np.int64]:
-        """Returns every rank's numbers, shape (num_ranks, len(mine)). Collective; same length on every rank."""
+        """Returns every rank's numbers, shape (num_ranks, len(mine)). Every rank passes the same number of them.
+
+        Collective.
+        """
 
     def write(self, data: NDArray[np.uint8], *, offset: int) -> int:
-        """Writes `data`, shape (n,), at byte `offset`; returns the bytes written, as MPI reports them. Not collective.
+        """Writes `data`, shape (n,), at byte `offset`. Not collective.
 
-        Fewer than n mean an error or a full disk, which MPI reports in different ways; 0 where it reports an error.
+        Returns the number of bytes written, as MPI reports it, and 0 if MPI reports an error. Fewer than n bytes mean
+        an error or a full disk, which MPI libraries report in different ways.
         """
 
     def exchange(self, outgoing: Sequence[Sequence[tuple[int, memoryview]]]) -> list[tuple[int, memoryview]]:
-        """Sends each rank the extents that it will write; returns those sent to this rank: (offset, bytes). Collective.
+        """Sends each rank the extents that it is to write, and returns those that were sent to this rank. Collective.
 
-        outgoing: for each rank of the group, its extents; possibly none. Less than 2 GiB in all.
+        outgoing: for each rank of the group, a list of extents (offset in the file, bytes), possibly empty; less than
+        2 GiB in all.
         """
 
     def sync(self) -> None:
@@ -74,9 +76,11 @@ class MpiCollectiveWriter:
     def __init__(self, mpi: Any, comm: Any, *, path: Path, hints: Mapping[str, str]) -> None:
         """Opens the existing file. Collective over `comm`.
 
-        mpi: the module mpi4py.MPI. hints: for MPI_File_open, the same on every rank; unknown ones are ignored.
-        Raises CommunicationError on every rank when one of them does not see the file or may not write to it, and
-        on this rank when MPI reports a failure.
+        mpi: the module mpi4py.MPI.
+        hints: hints for MPI_File_open, the same on every rank; unknown ones are ignored.
+
+        Raises CommunicationError on every rank if one of them does not see the file or may not write to it, and on
+        this rank if MPI reports a failure.
         """
         self._mpi = mpi
         self._comm = comm
@@ -162,35 +166,37 @@ class MpiCollectiveWriter:
 
 _MAX_OPEN = 32
 # Open MPI 4.1.4's default module (vulcan) returns wrong bytes, without an error, where the ranks' requests differ in
-# number: seen on 3 ranks of one node. The others read correctly. These are excluded, and not the others chosen: Open
-# MPI 5 has no `two_phase`, and opens no file at all if a chosen name is unknown; an excluded name may be. MPI reads the
-# variable when it opens the first file.
+# number: seen on 3 ranks of one node. The other modules read correctly. The wrong ones are excluded instead of choosing
+# a correct one, because Open MPI 5 has no `two_phase`, and opens no file at all if a chosen name is unknown, while an
+# unknown excluded name is allowed. MPI reads the variable when it opens the first file.
 _SOUND_MODULES = ("OMPI_MCA_fcoll", "^vulcan,dynamic,dynamic_gen2")
 # hpctrain uses no shared file pointers, yet setting a view opens the module that keeps them. `lockedfile` keeps them in
-# an extra file that all ranks create at once: on GlusterFS some then fail with ESTALE, and MPI waits for ever.
+# an extra file that all ranks create at once: on GlusterFS some then fail with ESTALE, and MPI waits forever.
 _NO_LOCKED_FILE = ("OMPI_MCA_sharedfp", "^lockedfile")
 
 
 @runtime_checkable
 class CollectiveFiles(Protocol):
-    """Files read or written by all ranks of a group together. Used by one thread at a time, in the same order on
-    every rank."""
+    """Files that all ranks of a group read or write together.
+
+    It is used by one thread at a time, and all ranks call the methods in the same order.
+    """
 
     def read(
         self, path: Path, *, offsets: Sequence[int], lengths: Sequence[int], out: NDArray[np.uint8]
     ) -> None:
-        """Reads the byte ranges of the file with these offsets and lengths into `out`, uint8, shape (sum(lengths),).
+        """Reads byte ranges of a file into `out`, a uint8 array of shape (sum(lengths),). Collective.
 
-        Collective: every rank passes the same path and its own byte ranges, ascending, without overlap, less
-        than 2 GiB in all, possibly none. They must lie inside the file: MPI does not reliably report a short read.
-        Raises CommunicationError when the read fails.
+        Every rank passes the same path and its own byte ranges: ascending, without overlap, less than 2 GiB in all,
+        possibly none. They must lie inside the file, because MPI does not reliably report a short read. Raises
+        CommunicationError if the read fails.
         """
 
     def writer(self, path: Path, *, hints: Mapping[str, str]) -> CollectiveWriter | None:
-        """Opens an existing file for collective writing; returns None for a backend without MPI. Collective.
+        """Opens an existing file for collective writing; returns None if the backend has no MPI. Collective.
 
-        Every rank passes the same path and the same hints for MPI. Do not read from `path` through this object
-        before the writer is closed. Raises CommunicationError when MPI reports a failure.
+        Every rank passes the same path and the same hints for MPI. Do not read from `path` through this object before
+        the writer is closed. Raises CommunicationError if MPI reports a failure.
         """
 
     def close(self) -> None:
@@ -202,7 +208,7 @@ class MpiCollectiveFiles:
     """`CollectiveFiles` over MPI-IO."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
-        """mpi: the module mpi4py.MPI. comm: communicator of the group's ranks, used by this object only."""
+        """Creates the object. mpi: the module mpi4py.MPI. comm: communicator of the group, used by this object only."""
         self._mpi = mpi
         self._comm = comm
         self._open: OrderedDict[Path, Any] = OrderedDict()
@@ -256,7 +262,7 @@ class MpiCollectiveFiles:
 
 @final
 class LocalFiles:
-    """`CollectiveFiles` of ranks in one process: each rank reads independently; there is no collective writing."""
+    """`CollectiveFiles` for ranks in one process: each rank reads independently, and there is no collective writing."""
 
     def read(
         self, path: Path, *, offsets: Sequence[int], lengths: Sequence[int], out: NDArray[np.uint8]
@@ -276,7 +282,7 @@ class LocalFiles:
             raise CommunicationError(f"reading {path}: {error}") from error
 
     def writer(self, path: Path, *, hints: Mapping[str, str]) -> None:
-        """Returns None: there is no MPI."""
+        """Returns None: collective writing needs MPI."""
         return
 
     def close(self) -> None:

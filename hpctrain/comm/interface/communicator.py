@@ -1,5 +1,11 @@
-"""The interface of a communication backend, values that belong to a communicator, and what every backend's world
-shares.
+"""The interface of a communication backend (`Collective`, `World`), and the base classes that all backends share.
+
+Only a backend's own modules import its library. Everything else is written against these Protocols and takes the
+communicator as an argument.
+
+Buffers are contiguous one-dimensional torch tensors on the backend's device. Every method of a communicator is
+collective over its ranks unless its docstring says otherwise: all ranks call it, in the same order. Constructors of
+the higher layers and properties never communicate.
 """
 
 from __future__ import annotations
@@ -15,21 +21,11 @@ from hpctrain.comm.interface.remote_memory import RemoteMemory
 from hpctrain.comm.interface.transport import PeerMessages, Transport
 from hpctrain.topology import Topology
 
-# The interface of a communication backend: Protocols only.
-#
-# Only the backend's own modules import its library. Everything else is written against these Protocols and
-# takes the communicator as an argument.
-#
-# Buffers are contiguous one-dimensional torch tensors on the backend's device. Every method below is
-# collective over the communicator's ranks unless marked as not collective: all ranks call it, in the same
-# order. Constructors of the higher layers and properties never communicate.
-
-
 T = TypeVar("T")
 
 
 class ReduceOp(Enum):
-    """Operation of an all-reduce."""
+    """Reduction operation of an all-reduce."""
 
     SUM = "sum"
     MAX = "max"
@@ -39,14 +35,16 @@ class ReduceOp(Enum):
 class Collective(Protocol):
     """Collective operations over one group of ranks.
 
-    dtypes: float16, float32, float64, int32, int64, uint8. bfloat16 over every backend but Horovod.
+    Supported dtypes are float16, float32, float64, int32, int64 and uint8, and bfloat16 on every backend but Horovod.
     Results are bitwise equal on every rank of the group, and from run to run.
-    Raises BufferMismatch for invalid buffers or counts, CommunicationError when the backend reports a failure.
+
+    Every operation raises BufferMismatch for invalid buffers or counts, and CommunicationError if the backend reports
+    a failure.
     """
 
     @property
     def backend(self) -> str:
-        """`horovod`, `mpi`, `threads` or `serial`."""
+        """Name of the backend: `horovod`, `mpi`, `threads` or `serial`."""
 
     @property
     def rank(self) -> int:
@@ -57,117 +55,166 @@ class Collective(Protocol):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """World rank of each rank of the group."""
+        """World rank of each rank of the group, in group order."""
 
     def attribute(self, kind: type[T]) -> T:
-        """Returns this communicator's instance of `kind`, which is created with `kind()` by the first call.
+        """Returns the instance of `kind` that belongs to this communicator; the first call creates it.
 
-        What a caller must remember of a communicator lives as long as it does. Not collective.
+        It lets a caller keep data that lives as long as the communicator. Not collective.
         """
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
-        """Reduces `buffer`, shape (n,), over the ranks, in place; n may be 0.
+        """Reduces `buffer` over the ranks, in place. Collective.
 
-        float16 is summed in float32 and rounded once where the backend allows it (mpi, threads); Horovod
-        sums float16 in float16.
+        The backends mpi and threads sum float16 in float32 and round once; Horovod sums float16 in float16.
+
+        Args:
+            buffer: Tensor of shape (n,); n may be 0.
+            op: Reduction operation.
         """
 
     def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
-        """Starts summing `buffer`, shape (n,), over the ranks, in place; returns a function that waits for the end.
+        """Starts summing `buffer` over the ranks, in place. Collective.
 
-        Collective. Every rank must call the returned function, in any order, and not use the buffer before. At most
-        16 sums may be in flight, each with its own `number`, the same on every rank. Horovod caches by that number
-        what the ranks negotiated: pass the same one each time for the same buffer. Backends without asynchronous
-        operations finish the sum before they return.
+        At most 16 sums may be in flight. A backend without asynchronous operations finishes the sum before it returns.
+
+        Args:
+            buffer: Tensor of shape (n,). It must not be used until the returned function has been called.
+            number: Number of this sum: unique among those in flight, and the same on every rank. Horovod caches its
+                negotiation of the ranks under this number, so pass the same one each time for the same buffer.
+
+        Returns:
+            A function that waits until the sum is complete. Every rank must call it; several of them in any order.
         """
 
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        """Sums `buffer`, shape (sum(counts),), and returns this rank's slice, shape (counts[rank],).
+        """Sums `buffer` over the ranks and returns this rank's slice of the sum. Collective.
 
-        `counts` is the same on every rank; an entry may be 0. The contents of `buffer` are unspecified
-        afterwards.
+        Args:
+            buffer: Tensor of shape (sum(counts),). Its contents are unspecified afterwards.
+            counts: Number of elements in each rank's slice, the same on every rank; an entry may be 0.
+
+        Returns:
+            A tensor of shape (counts[rank],).
         """
 
     def all_gather(
         self, part: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Returns the ranks' `part`s, each shape (counts[rank],), concatenated: shape (sum(counts),).
+        """Returns the concatenation of all ranks' parts, in rank order. Collective.
 
-        out: a tensor of that shape which is filled and returned, instead of a new one; `part` may be this rank's slice
-        of it, but not overlap it otherwise.
+        Args:
+            part: This rank's part, shape (counts[rank],).
+            counts: Number of elements in each rank's part, the same on every rank; an entry may be 0.
+            out: Tensor of shape (sum(counts),) to fill and return instead of a new one. `part` may be exactly this
+                rank's slice of it, but must not overlap it otherwise.
+
+        Returns:
+            A tensor of shape (sum(counts),).
         """
 
     def all_to_all(
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        """Sends each rank its slice of `buffer`; returns the slices sent to this rank, in rank order.
+        """Sends one slice of `buffer` to each rank, and returns the slices that the ranks sent to this one.
 
-        buffer: shape (sum(send_counts),), unchanged; slice r is sent to rank r. Returns shape
-        (sum(receive_counts),). The counts may differ between ranks, but for every pair of ranks a's
-        `receive_counts[b]` must equal b's `send_counts[a]`; entries may be 0.
+        Collective. The counts may differ between ranks, but `receive_counts[b]` on rank a must equal `send_counts[a]`
+        on rank b.
+
+        Args:
+            buffer: Tensor of shape (sum(send_counts),), whose r-th slice goes to rank r. It is not changed.
+            send_counts: Number of elements for each rank; an entry may be 0.
+            receive_counts: Number of elements from each rank; an entry may be 0.
+
+        Returns:
+            The received slices in rank order, shape (sum(receive_counts),).
         """
 
     def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
-        """Copies `buffer`, shape (n,), of the group's rank `root` into that of every other rank."""
+        """Copies `buffer`, shape (n,), from the group's rank `root` to all other ranks, in place. Collective."""
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Returns every rank's `data`, in rank order. Lengths may differ and may be 0."""
+        """Returns every rank's `data`, in rank order. The lengths may differ and may be 0. Collective."""
 
     def barrier(self) -> None: ...
 
     def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles | None:
-        """Returns an object for collective reading and writing of files; None if the backend has none.
+        """Returns an object for collective reading and writing of files; None if the backend has none. Collective.
 
-        Collective over this communicator. members: world ranks of the subgroup that this rank belongs to, in group
-        order, where each subgroup has its own files; None: all ranks of this communicator.
+        Args:
+            members: World ranks of the subgroup to which this rank belongs, in group order; each subgroup then has its
+                own files. None means all ranks of this communicator.
         """
 
     def close(self) -> None:
-        """Frees the communicator, which must not be used afterwards. Collective, but does not wait for other ranks,
-        except of a world. A communicator that is not closed stays until the process ends."""
+        """Frees the communicator, which must not be used afterwards. Collective.
+
+        It does not wait for other ranks, except for a world. A communicator that is not closed remains until the
+        process ends.
+        """
 
 
 @runtime_checkable
 class World(Collective, Protocol):
-    """The group of all ranks: the only one that makes other groups and can end the run."""
+    """The group of all ranks. Only a world can create other groups and end the run."""
 
     @property
     def reduction_backend(self) -> str:
-        """Name of the backend of `open_reduction_world`: `horovod` where the run asked for it, else `backend`."""
+        """Backend of `open_reduction_world`: `horovod` if the run asked for it, otherwise the same as `backend`."""
 
     def open_reduction_world(self) -> World:
         """Returns a world of the same ranks over `reduction_backend`, with a separate message space. Collective.
 
-        For reductions by that library's own operations. Close it when they are done: Horovod's thread takes CPU time
-        from training, and runs only while such a world is open.
+        It is for reductions by that library's own operations. Close it when they are done: Horovod's thread takes CPU
+        time from training, and runs only while such a world is open.
         """
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
-        """Makes one communicator per group of world ranks; returns this rank's, or None if it is in no group.
+        """Creates one communicator per group of world ranks. Collective over the world.
 
-        Collective over the world. `groups` must be the same on every rank. Raises BufferMismatch unless the groups are
-        disjoint and not empty.
+        Args:
+            groups: World ranks of each group; the same on every rank.
+
+        Returns:
+            The communicator of this rank's group; None if this rank is in no group.
+
+        Raises:
+            BufferMismatch: A group is empty, or two groups have a rank in common.
         """
 
     def duplicate(self) -> Collective:
-        """Returns a communicator of the same ranks with a separate message space, for another thread. Collective."""
+        """Returns a communicator of the same ranks with a separate message space, for use by another thread.
+
+        Collective.
+        """
 
     def open_group(self, members: Sequence[int]) -> tuple[Collective, PeerMessages | None] | None:
-        """Returns a communicator of the world ranks `members`, and messages between them; None if the backend has none.
+        """Creates a communicator for some world ranks, and messages between them. Collective over `members` only.
 
-        Collective over `members` only, which must be in the same order on each of them; this rank is one of them. The
-        messages are None for a group of one rank. Close both when they are done.
+        Close both when they are done.
+
+        Args:
+            members: World ranks of the group, including this rank; in the same order on each of them.
+
+        Returns:
+            The communicator and the messages; the messages are None for a group of one rank. None instead of both if
+            the backend has no such groups.
         """
 
     def transport(self, topology: Topology) -> Transport | None:
-        """Returns point-to-point messages and node-shared memory over the same ranks; None if the backend has none.
+        """Returns point-to-point messages and node-shared memory for all ranks; None if the backend has none.
 
-        Collective. topology: defines which ranks share memory.
+        Collective.
+
+        Args:
+            topology: Placement of the ranks, which decides which of them share memory.
         """
 
     def remote_memory(self, num_bytes: int) -> RemoteMemory | None:
-        """Returns memory that all ranks can read, of which `num_bytes` belong to this rank; None if the backend has
-        none. Collective. Sizes may differ between ranks and may be 0.
+        """Returns memory that all ranks can read; None if the backend has none. Collective.
+
+        Args:
+            num_bytes: Size of this rank's part. It may differ between ranks and may be 0.
         """
 
     def abort(self, exit_code: int) -> None:
@@ -177,12 +224,11 @@ class World(Collective, Protocol):
         """Finishes communication. Collective. The communicator must not be used afterwards."""
 
 
-# Values that belong to a communicator and live as long as it does: attribute caching, as in MPI 4.0,
-# section 7.7.
-
-
 class Attributes:
-    """Base class of communicators: see `Collective.attribute`."""
+    """Base class of communicators that implements `Collective.attribute`.
+
+    This is attribute caching, as in MPI 4.0, section 7.7.
+    """
 
     def attribute(self, kind: type[T]) -> T:
         found: dict[type, Any] = self.__dict__.setdefault("_attributes", {})
@@ -192,11 +238,8 @@ class Attributes:
         return value
 
 
-# A world's collective operations, forwarded to its group of all ranks. Shared by all backends.
-
-
 class Forwarding(Attributes):
-    """Base class: forwards collective operations to `_group`, which the subclass's constructor sets."""
+    """Base class of worlds: forwards collective operations to `_group`, which the subclass's constructor sets."""
 
     _group: Collective
 
@@ -245,7 +288,7 @@ class Forwarding(Attributes):
         self._group.barrier()
 
     def open_group(self, members: Sequence[int]) -> tuple[Collective, PeerMessages | None] | None:
-        """Returns None: see `World.open_group`. A backend that has such groups overrides it."""
+        """Returns None: the backend has no such groups. A backend that has them overrides this method of `World`."""
         return None
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
-"""Memory of each rank that every other rank can read without its participation: MPI's one-sided reads.
+"""Memory of each rank that every other rank can read without its participation, through MPI's one-sided reads.
 
 The MPI backend passes the module and the communicator; nothing here imports mpi4py.
+
 Source: MPI 3.1 standard, sections 11.2.2 (MPI_Win_allocate) and 11.5.3 (passive target, MPI_Win_lock_all).
 """
 
@@ -25,9 +26,10 @@ _PIECE_BYTES = 1 << 30
 
 @runtime_checkable
 class RemoteMemory(Protocol):
-    """One rank's handle on memory distributed over all ranks. `get` and `flush` may be called by several threads.
+    """One rank's access to memory that is distributed over all ranks.
 
-    Each rank writes to `local`, then all ranks call `publish`; after that no rank writes.
+    Each rank writes to `local`, then all ranks call `publish`; after that no rank may write. Several threads may call
+    `get` and `flush`.
     """
 
     @property
@@ -35,16 +37,16 @@ class RemoteMemory(Protocol):
         """This rank's part, shape (num_bytes,). Must not be used after `close`."""
 
     def publish(self) -> None:
-        """Makes what each rank has written to `local` readable on all ranks. Collective."""
+        """Makes what each rank has written to its `local` readable on all ranks. Collective."""
 
     def get(self, rank: int, *, offset: int, out: NDArray[np.uint8]) -> None:
-        """Starts copying bytes offset, ..., offset + n - 1 of `rank` into `out`, contiguous, shape (n,).
+        """Starts copying bytes from the part of `rank` into `out`, contiguous, shape (n,). Not collective.
 
-        `out` is filled after `flush`. The other rank takes no part. Not collective.
+        The n bytes start at `offset`. `out` is filled only after `flush`. The other rank does not take part.
         """
 
     def flush(self) -> None:
-        """Waits until all copies that this rank started are complete. Not collective."""
+        """Waits until all copies that this rank has started are complete. Not collective."""
 
     def close(self) -> None:
         """Frees the memory. Collective."""
@@ -55,10 +57,13 @@ class MpiRemoteMemory:
     """`RemoteMemory` in an MPI window, which all ranks can read until it is closed."""
 
     def __init__(self, mpi: Any, comm: Any, *, num_bytes: int) -> None:
-        """mpi: the module mpi4py.MPI. comm: communicator of all ranks, used by this object only. Collective.
+        """Allocates the window. Collective.
 
-        Raises CommunicationError on every rank where a node lacks the memory that its ranks request, and
-        where MPI cannot make the window.
+        mpi: the module mpi4py.MPI.
+        comm: communicator of all ranks, used by this object only.
+
+        Raises CommunicationError on every rank if a node lacks the memory that its ranks request, and if MPI cannot
+        create the window.
         """
         self._mpi = mpi
         self._comm = comm
@@ -144,7 +149,7 @@ class MpiRemoteMemory:
 
 
 def _free_bytes() -> int:
-    """Bytes that this node still has free for windows."""
+    """Returns the bytes that this node has free for windows."""
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 2**62
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -155,10 +160,10 @@ def _free_bytes() -> int:
 
 @final
 class SharedRemoteMemory:
-    """`RemoteMemory` of ranks in one process: threads, or a single rank."""
+    """`RemoteMemory` for ranks in one process: threads, or a single rank."""
 
     def __init__(self, *, parts: Sequence[NDArray[np.uint8]], rank: int, barrier: Any) -> None:
-        """parts: every rank's memory. barrier: a function that waits for all ranks."""
+        """Creates one rank's access. parts: memory of every rank. barrier: function that waits for all ranks."""
         self._parts = parts
         self._rank = rank
         self._barrier = barrier
@@ -174,7 +179,7 @@ class SharedRemoteMemory:
         out[:] = self._parts[rank][offset : offset + len(out)]
 
     def flush(self) -> None:
-        """Does nothing: `get` has copied already."""
+        """Does nothing: `get` has already copied the bytes."""
 
     def close(self) -> None:
         self._barrier()

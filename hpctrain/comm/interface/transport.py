@@ -1,7 +1,8 @@
-"""Point-to-point messages and memory shared within a node, for reductions that make their own schedule.
+"""Point-to-point messages and memory shared within a node, for code that schedules its own communication.
 
-A backend's collective operations block until they are done. A reduction that keeps the network, the node's
-memory and the conversions busy at the same time needs operations that it can start and poll.
+The collective operations of a backend block until they are done. A reduction that keeps the network, the node's memory
+and the conversions busy at the same time needs operations that it can start and poll: `Transport`. `PeerMessages` is
+for the ranks of a group that choose their own tags and may receive from any rank.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ NUM_TAGS = 32768
 
 @runtime_checkable
 class Transport(Protocol):
-    """One rank's handle on a separate message space over all ranks. Used by one thread at a time.
+    """One rank's access to messages between all ranks, and to memory shared within its node.
 
-    Buffers are contiguous one-dimensional uint8 tensors in host memory. Raises CommunicationError when the
-    library reports a failure.
+    The messages have a separate message space. It is used by one thread at a time. Buffers are contiguous
+    one-dimensional uint8 tensors in host memory. Every method raises CommunicationError if the library reports a
+    failure.
     """
 
     @property
@@ -37,79 +39,101 @@ class Transport(Protocol):
     def topology(self) -> Topology: ...
 
     def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
-        """Starts sending `buffer`, shape (n,), uint8; returns a handle. The buffer must not change until `all_done`
-        reports the handle as finished."""
+        """Starts sending `buffer`, shape (n,), and returns a handle.
+
+        The buffer must not change until `all_done` reports the handle as finished.
+        """
 
     def receive(self, buffer: torch.Tensor, *, source: int, tag: int) -> Pending:
-        """Starts receiving into `buffer`, shape (n,), uint8, with n of the sender; returns a handle. Messages with
-        equal source and tag arrive in order."""
+        """Starts receiving into `buffer`, shape (n,), and returns a handle. The sender must send n bytes.
+
+        Messages with the same source and tag arrive in the order in which they were sent.
+        """
 
     def all_done(self, pending: Sequence[Pending]) -> bool:
-        """Returns True if all are finished. Does not wait; lets the library make progress."""
+        """Returns True if all these operations are finished. Does not wait, but lets the library make progress."""
 
     def share(self, num_bytes: int) -> list[torch.Tensor]:
-        """Returns memory shared by all ranks of this node: one zeroed segment per local rank, of the size that rank
-        passed as `num_bytes`.
+        """Allocates memory that all ranks of this node share. Collective over the ranks of the node.
 
-        Collective over the node. Raises CommunicationError on every rank of the node if the node lacks the memory
-        (/dev/shm is too small, for example).
+        Args:
+            num_bytes: Size of this rank's segment.
+
+        Returns:
+            The segments of all local ranks, in local order, filled with zeros.
+
+        Raises:
+            CommunicationError: On every rank of the node. The node lacks the memory (/dev/shm is too small, for
+                example).
         """
 
     def fence(self) -> None:
-        """Memory fence: orders this rank's accesses to shared memory before the call ahead of those after it."""
+        """Orders this rank's accesses to shared memory: those before the call take effect before those after it."""
 
     def begun(self, what: str) -> None:
-        """Reports to the watchdog that the next reduction has started. Called equally often on every rank."""
+        """Tells the watchdog that the next reduction, named `what`, has started.
+
+        Every rank calls it the same number of times.
+        """
 
     def waits(self, what: str) -> None:
-        """Reports to the watchdog that nothing in flight makes progress; the deadline runs until `progressed`."""
+        """Tells the watchdog that no operation in flight makes progress.
+
+        The deadline runs until `progressed` is called.
+        """
 
     def progressed(self) -> None:
-        """Reports to the watchdog that something made progress, or that nothing is in flight."""
+        """Tells the watchdog that an operation has made progress, or that none is in flight."""
 
     def close(self) -> None:
-        """Frees the message space and the memory. Collective. Tensors of `share` must not be used afterwards."""
-
-
-# Messages between the ranks of a group that choose their tags, and may receive from any rank.
+        """Frees the message space and the shared memory, whose tensors must not be used afterwards. Collective."""
 
 
 @runtime_checkable
 class PeerMessages(Protocol):
-    """One rank's handle on a separate message space of one group. Any thread may use it. Not collective.
+    """One rank's access to messages between the ranks of one group, in a separate message space.
 
-    Buffers are contiguous one-dimensional uint8 tensors in host memory, of any length. Ranks are those of
-    the group. Tags are from 0 to 32,767. Raises CommunicationError when the library reports a failure.
+    Any thread may use it, and its operations are not collective. Buffers are contiguous one-dimensional uint8 tensors
+    in host memory, of any length. Ranks are group ranks. Tags are from 0 to `NUM_TAGS` - 1 (32,767). Every method
+    raises CommunicationError if the library reports a failure.
     """
 
     def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
-        """Starts sending `buffer`, shape (n,); returns a handle. The buffer must not change until it is finished."""
+        """Starts sending `buffer`, shape (n,), and returns a handle.
+
+        The buffer must not change until the send is finished.
+        """
 
     def receive(self, buffer: torch.Tensor, *, source: int | None, tag: int) -> Pending:
-        """Starts receiving into `buffer`, shape (n,), with n of the sender; returns a handle.
+        """Starts receiving into `buffer`, shape (n,), and returns a handle.
 
-        source: None: any rank. Messages with equal source and tag arrive in order. A message of another length is an
-        error of `finished` and `wait` on this rank. Longer ones that do not fit into MPI's own buffers may end the
-        process instead (Open MPI 4.1 within a node).
+        Messages with the same source and tag arrive in the order in which they were sent. If a message has another
+        length than n, `finished` and `wait` raise CommunicationError on this rank. A longer message that does not fit
+        into MPI's own buffers may end the process instead (Open MPI 4.1 within a node).
+
+        Args:
+            buffer: Tensor as long as the sender's.
+            source: Rank of the sender; None means any rank.
+            tag: Tag of the message.
         """
 
     def finished(self, pending: Pending) -> bool:
-        """Returns True if the operation is finished. Does not wait; lets the library make progress.
+        """Returns True if the operation is finished. Does not wait, but lets the library make progress.
 
-        Raises CommunicationError if it has failed: each time that it is called.
+        Raises CommunicationError if the operation has failed, on every call.
         """
 
     def wait(self, pending: Pending, *, what: str) -> None:
-        """Waits until the operation is finished; raises what `finished` raises. what: for messages of the watchdog."""
+        """Waits until the operation is finished. Raises CommunicationError if it has failed.
+
+        what: name of the operation, for messages of the watchdog.
+        """
 
     def source_of(self, pending: Pending) -> int:
-        """Returns the rank that sent what a finished operation has received."""
+        """Returns the rank that sent the message of a finished receive."""
 
     def close(self) -> None:
-        """Frees the message space, when all operations are finished. Collective, but does not wait for other ranks."""
-
-
-# Waiting for something that makes progress only while it is looked at.
+        """Frees the message space once all operations are finished. Collective, but does not wait for other ranks."""
 
 
 _SPIN_S = 1e-3
@@ -117,7 +141,10 @@ _SLEEP_S = 20e-6
 
 
 def poll_until(done: Callable[[], bool]) -> None:
-    """Returns when `done()` returns True. Calls it without a pause for a millisecond, then every 20 microseconds."""
+    """Calls `done()` until it returns True: for a millisecond without a pause, then every 20 microseconds.
+
+    It is for operations that make progress only while they are polled.
+    """
     spin_until = time.perf_counter() + _SPIN_S
     while not done():
         if time.perf_counter() < spin_until:

@@ -1,10 +1,13 @@
-"""A deadline for the start: MPI_Init waits without end for a rank that never calls it, and lets no other thread run.
+"""A deadline for the start of a run.
 
-Each rank that starts writes a file into a folder of its node's memory, which belongs to its launcher's process, and
-removes it once all have started; where a script runs the rank's programs, it leaves a note instead, for a second one,
-which MPI would not start. A thread of the C library (`gil_free_timer`) ends a rank that still waits at the
-deadline, after running this file as a program. It prints which of the node's ranks have no file. Of ranks on other
-nodes it knows what their programs write into the working directory at the deadline, if the nodes share it.
+Without it, MPI_Init waits forever for a rank that never calls it, and blocks all Python threads. Each rank that starts
+writes a file into a folder that belongs to its launcher's process, in the memory of its node, and removes the file
+once all ranks have started. If a script between launcher and rank may run several programs, the rank leaves a note
+there instead, so that a second program is refused, which MPI would not start.
+
+A thread of the C library (`gil_free_timer`) ends a rank that still waits at the deadline, after it has run this file
+as a program. The program prints which ranks of the node have no file. Ranks of other nodes are covered if the nodes
+share the working directory: the programs of all nodes exchange their findings there at the deadline.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# At run time hpctrain is imported in functions: the program finds it only then.
+# At run time hpctrain is imported inside functions, because this file as a program finds it only later.
 if TYPE_CHECKING:
     from hpctrain.launch import LauncherProcess, RankIdentity
 
@@ -43,10 +46,10 @@ _MEETING_PREFIX = ".hpctrain-absent-"
 def start_deadline(
     identity: RankIdentity, *, timeout_s: float, environ: Mapping[str, str] = os.environ
 ) -> Iterator[None]:
-    """Ends this rank with exit code 6 if the block takes longer than `timeout_s`, less the time to end all ranks.
+    """Ends this rank with exit code 6 if the `with` block, which waits for all other ranks to start, takes too long.
 
-    For the block that waits for all other ranks to start. Does nothing for a single rank. Raises LaunchError if another
-    program was this rank before.
+    The limit is `timeout_s` less the time that it takes to end all ranks. Does nothing for a single rank. Raises
+    LaunchError if another program was this rank before.
     """
     from hpctrain.comm.watchdog.gil_free_timer import GilFreeTimer, find_library
     from hpctrain.errors import ExitCode
@@ -98,8 +101,10 @@ def _variable(environ: Mapping[str, str]) -> str | None:
 
 
 def _meeting(environ: Mapping[str, str], identity: RankIdentity) -> str | None:
-    """Returns how the paths of the files begin by which the nodes' programs know of each other; None: there is one
-    node, or the launch has no name that all its ranks have."""
+    """Returns the common prefix of the files through which the programs of the nodes exchange their findings.
+
+    None if there is only one node, or the launch has no name that all its ranks know.
+    """
     name = environ.get("PMIX_NAMESPACE") or ".".join(
         filter(None, (environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")))
     )
@@ -129,7 +134,7 @@ def _refuse_second_program(folder: Path | None, identity: RankIdentity) -> None:
 
 
 def _folder(environ: Mapping[str, str]) -> tuple[Path | None, LauncherProcess]:
-    """Returns the folder of the launcher's ranks on this node, None where unknown, and the launcher."""
+    """Returns the folder of the launcher's ranks on this node (None if it is unknown), and the launcher."""
     from hpctrain.comm.watchdog.board.node_files import identity_of, local_parent
     from hpctrain.launch import find_launcher_process
 
@@ -146,7 +151,7 @@ def _folder(environ: Mapping[str, str]) -> tuple[Path | None, LauncherProcess]:
 
 
 def _write(folder: Path | None, identity: RankIdentity) -> Path | None:
-    """Writes this rank's file; None if that is not possible."""
+    """Writes this rank's file and returns its path; None if that is not possible."""
     if folder is None:
         return None
     path = folder / f"rank-{identity.rank}"
@@ -165,7 +170,7 @@ def _write(folder: Path | None, identity: RankIdentity) -> Path | None:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes folders of this user's launchers that have ended: of ranks that were killed while they started."""
+    """Removes folders of this user's launchers that have ended; ranks that were killed during their start left them."""
     start, _, _ = folder.name.rsplit("-", 2)
     for other in folder.parent.glob(f"{start}-*"):
         pid, ticks = other.name.rsplit("-", 2)[1:]
@@ -179,7 +184,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _report(found: Mapping[str, Any]) -> None:
-    """Prints why the rank ends. Returns when it must."""
+    """Prints why the rank ends, and returns when the rank must end."""
     sys.path.append(str(Path(__file__).resolve().parents[3]))
     folder = None if found["folder"] is None else Path(found["folder"])
     if folder is not None:
@@ -212,7 +217,7 @@ def _report(found: Mapping[str, Any]) -> None:
 
 
 def _end_step(step: str) -> None:
-    """Ends a step of Slurm's: without --kill-on-bad-exit srun waits for the absent ranks when the others have ended."""
+    """Ends a Slurm step: without --kill-on-bad-exit, srun waits for the absent ranks after the others have ended."""
     try:
         done = subprocess.run(
             ["scancel", step], capture_output=True, text=True, check=False, timeout=_SCANCEL_S
@@ -230,8 +235,13 @@ def _end_step(step: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAtDeadline:
-    """Ranks of one node. absent: those of which the numbers are known. num_ended: how many of the absent ones have
-    ended. lines: about the absent ones."""
+    """State of one node's ranks at the deadline.
+
+    waiting: ranks that have started and wait.
+    absent: ranks that have not started and whose numbers are known.
+    num_ended: number of ranks that have not started and whose processes have ended.
+    lines: report about the ranks that have not started.
+    """
 
     waiting: list[int]
     absent: list[int]
@@ -240,8 +250,10 @@ class NodeAtDeadline:
 
 
 def _meet(here: NodeAtDeadline, found: Mapping[str, Any]) -> dict[int, NodeAtDeadline]:
-    """Returns what is known of each node, by its lowest waiting rank: what the nodes' programs write for each other
-    until the time is over."""
+    """Exchanges findings with the programs of other nodes until the time is over.
+
+    Returns what is known of each node, by the lowest waiting rank of that node.
+    """
     known = {min(here.waiting): here} if here.waiting else {}
     if not known or found["meeting"] is None:
         return known
@@ -273,7 +285,7 @@ def _meet(here: NodeAtDeadline, found: Mapping[str, Any]) -> dict[int, NodeAtDea
 def _describe_nodes(
     known: Mapping[int, NodeAtDeadline], here: NodeAtDeadline, found: Mapping[str, Any]
 ) -> list[str]:
-    """Returns lines about the absent ranks of all nodes. known: from `_meet`."""
+    """Returns lines about the absent ranks of all nodes. known: result of `_meet`."""
     if not known:
         return here.lines
     lines = [line for _, node in sorted(known.items()) for line in node.lines]
@@ -297,7 +309,7 @@ def _describe_nodes(
 
 
 def describe_absent(folder: Path | None, found: Mapping[str, Any]) -> NodeAtDeadline:
-    """Returns what is known of the ranks of this node. found: the program's argument."""
+    """Returns what is known of the ranks of this node. found: the argument of the program."""
     from hpctrain.launch import command_of, processes_of_ranks
 
     if folder is None:

@@ -1,4 +1,4 @@
-"""What surrounds the start of communication."""
+"""The context in which a rank opens its world."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hpctrain.launch import RANK_PID_VARIABLE, RankIdentity, describe_outer_rank
 
 @contextlib.contextmanager
 def starting(identity: RankIdentity, *, timeout_s: float) -> Iterator[None]:
-    """For the block that opens the world. Collective over all ranks that the launcher started.
+    """Guards the block that opens the world. Collective over all ranks that the launcher started.
 
     All ranks end with exit code 6 if one of them does not start within `timeout_s`. Raises LaunchError if another
-    process is this rank already, or was.
+    process is this rank, or was.
     """
     if identity.num_ranks == 1:
         yield

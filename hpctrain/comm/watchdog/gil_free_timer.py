@@ -1,11 +1,12 @@
-"""Ends a rank whose Python is blocked, by a thread of the C library that needs no lock of Python's.
+"""Ends a rank whose Python is blocked, by a thread of the C library that does not need Python's lock (the GIL).
 
-Horovod's enqueue waits, with Python's lock held, while its own thread waits for a rank that is cut off; and a transform
-may call C code that never returns the lock. Then no thread of Python runs, and no deadline of ours holds. The watcher
-sets this timer again and again. When it does not any more, the timer runs this file as a program, which reports what it
-finds in the ranks' files and on the network; when the program returns, the rank's process ends with the exit code.
+Horovod's enqueue waits with Python's lock held while its own thread waits for a rank that is cut off; and a data
+transform may call C code that never releases the lock. Then no Python thread runs, and no deadline in Python works.
+The watcher therefore keeps postponing this timer. If it no longer does, the timer runs this file as a program, which
+reports what it finds in the ranks' files and on the network; when the program returns, the rank's process ends with
+the exit code.
 
-The thread is `_gil_free_timer.c`. Where that is not compiled, `make_timer` returns None.
+The thread is `_gil_free_timer.c`. If that is not compiled, `make_timer` returns None.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ if TYPE_CHECKING:
     from hpctrain.comm.watchdog.board.node_files import WatchFolders
 
 _LIBRARY = Path(__file__).with_name("_gil_free_timer")
-_LONGEST_S = 1e9  # what is longer, or infinite, does not fit into C's time
-# A rank whose own input hangs waits so long for another rank to announce the end: perhaps none waits for this one.
+_LONGEST_S = 1e9  # longer times, and infinite ones, do not fit into C's time type
+# Seconds that a rank whose own input hangs waits for another rank to announce the end, since perhaps none will.
 _INPUT_WAITS_S = 5.0
 
 
 def find_library() -> str | None:
-    """Returns the path of the compiled thread, None where it was not compiled."""
+    """Returns the path of the compiled thread; None if it was not compiled."""
     paths = [f"{_LIBRARY}{suffix}" for suffix in EXTENSION_SUFFIXES]
     return next((path for path in paths if os.path.exists(path)), None)
 
 
 @final
 class GilFreeTimer:
-    """Runs `command` and then ends this process with `exit_code`, unless it is set again or stopped in time.
+    """Runs `command` and then ends this process with `exit_code`, unless the timer is set again or stopped in time.
 
     Two words are appended to the command: the seconds since the timer was set, and the note. Once the command has
-    begun, nothing stops it. Raises OSError if there is no thread to be had.
+    started, nothing stops it. Raises OSError if the thread cannot be started.
     """
 
     def __init__(self, library: str, command: Sequence[str], *, exit_code: int) -> None:
@@ -58,12 +59,15 @@ class GilFreeTimer:
             raise OSError("no memory or no thread for the timer that ends a blocked rank")
 
     def set(self, seconds: float, *, note: str = "") -> None:
-        """The command begins in `seconds`, unless this is called again before. note: at most 1023 bytes of it count."""
+        """Starts the command in `seconds`, unless the timer is set again or stopped before.
+
+        Only 1023 bytes of `note` are kept.
+        """
         if os.getpid() == self._pid:
             self._set(self._timer, min(max(seconds, 1e-3), _LONGEST_S), note.encode(errors="replace"))
 
     def stop(self) -> None:
-        """The command does not begin until `set` is called."""
+        """Stops the timer: the command does not start until `set` is called again."""
         if os.getpid() == self._pid:
             self._set(self._timer, 0.0, b"")
 
@@ -77,11 +81,12 @@ def make_timer(
     since: float,
     exit_code: int,
 ) -> GilFreeTimer | None:
-    """Returns the timer of this rank, None where it was not compiled.
+    """Returns the timer of this rank; None if it was not compiled.
 
-    folders: of the ranks' files; None before they are known, then the program reports what it is given. wait_s: how
-    long the program waits for another rank to announce the end. probe_s: time limit of its probes of other hosts. since
-    (epoch): older files are from an earlier attempt of the run.
+    folders: folders of the ranks' files; None before they are known, then the program reports only its arguments.
+    wait_s: seconds that the program waits for another rank to announce the end of the run.
+    probe_s: time limit of the program's probes of other hosts.
+    since: start of this attempt of the run, in seconds since 1970; older files belong to an earlier attempt.
     """
     library = find_library()
     if library is None:
@@ -101,7 +106,7 @@ def make_timer(
 
 
 def _describe_blocked(seconds: str, note: str) -> list[str]:
-    """Returns lines on what blocks Python. note: the input that this process was making; "" if none."""
+    """Returns lines about what blocks Python. note: the input that this process was producing; "" if none."""
     if not note:
         return ["its Python interpreter is blocked inside the communication library: no stacks"]
     return [
@@ -118,9 +123,12 @@ def _say(*lines: str) -> None:
 
 
 def _report(words: Sequence[str]) -> None:
-    """The program. Returns when the rank must end; does not return if its Python has continued after all."""
+    """Runs the program: reports, and returns when the rank must end.
+
+    Does not return if its Python has continued after all.
+    """
     number, (seconds, note) = words[2], words[-2:]
-    if note:  # at once: another rank may be about to end this one
+    if note:  # print at once, because another rank may be about to end this one
         _say(f"rank {number} on {os.uname().nodename} ends", *_describe_blocked(seconds, note))
     if not words[0]:
         return

@@ -1,9 +1,11 @@
 """Probes whether this host can reach the other hosts of the run, without listening on any port.
 
-The library that communicates does not say which link is dead; it only waits. So each rank reserves a TCP port on which
-nothing listens, and when an operation is late, the ranks that wait try to connect to one another's. A kernel answers a
-connection to such a port with a refusal, which proves that the link works; no answer within the time limit does not.
-While all is well nothing is sent.
+The communication library does not report which link is dead; it only waits. So each rank reserves a TCP port on which
+nothing listens, and when an operation is late, the waiting ranks try to connect to one another's ports. A kernel
+answers a connection to such a port with a refusal, which proves that the link works; no answer within the time limit
+means that it does not. As long as no operation is late, nothing is sent.
+
+This module loads neither torch nor MPI, so that a program that only watches nodes stays small.
 """
 
 from __future__ import annotations
@@ -21,19 +23,18 @@ from typing import final
 
 import psutil
 
-# Asks the kernels of other hosts for an answer: a TCP connection that is accepted or refused proves that a
-# host is up.
-#
-# Loads neither torch nor MPI, so that a program that only watches nodes stays small.
-
-
-# An answer from the host's kernel, whether or not something listens on the port by now.
+# Outcomes that prove that the host is up: its kernel has accepted or refused the connection.
 ANSWERS = (0, errno.ECONNREFUSED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeTarget:
-    """A host, the addresses by which others may reach it, and a port, as one that a rank of it has reserved."""
+    """A host to probe.
+
+    host: its name.
+    addresses: addresses by which other hosts may reach it.
+    port: a TCP port of it, such as one that a rank there has reserved.
+    """
 
     host: str
     addresses: tuple[str, ...]
@@ -47,10 +48,10 @@ def probe_hosts(
     own: Sequence[str] = (),
     answers: Sequence[int] = ANSWERS,
 ) -> dict[str, bool]:
-    """Returns host -> whether its kernel answered at any of its addresses. Takes at most `timeout_s` for all together.
+    """Returns for each host whether its kernel answered at any of its addresses. Takes at most `timeout_s` in all.
 
-    own: addresses of this host, which other hosts may have too (the bridge of a container runtime); they are left out.
-    answers: the outcomes (0 or an errno) that count; only 0 asks for a program that listens on the port.
+    own: addresses of this host, which are skipped; other hosts may have them too (the bridge of a container runtime).
+    answers: outcomes (0 or an errno) that count as an answer; with only 0, a program must listen on the port.
     """
     found = {target.host: False for target in targets if set(target.addresses) - set(own)}
     end = time.monotonic() + timeout_s
@@ -80,7 +81,7 @@ def _begin(
     found: dict[str, bool],
     answers: Sequence[int],
 ) -> None:
-    """Begins a connection; `selector` then holds it with the name of the host, unless its outcome is known."""
+    """Starts a connection and registers it in `selector` under the host's name, unless its outcome is known at once."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         caller = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -102,7 +103,10 @@ MAX_HOSTS = 64
 
 
 def host_addresses() -> tuple[str, ...]:
-    """Returns the addresses by which other hosts may reach this one: of interfaces that are up, without loopback."""
+    """Returns the addresses by which other hosts may reach this one.
+
+    They are those of interfaces that are up, without loopback.
+    """
     up = {name for name, facts in psutil.net_if_stats().items() if facts.isup}
     found = []
     for family in (socket.AF_INET, socket.AF_INET6):
@@ -117,7 +121,7 @@ def host_addresses() -> tuple[str, ...]:
 
 @final
 class ReservedPort:
-    """A TCP port of this host that no other program can listen on; nothing of ours does either. Raises OSError."""
+    """A TCP port of this host that no program can listen on, because this object holds it. Raises OSError."""
 
     def __init__(self) -> None:
         both = socket.has_dualstack_ipv6()
@@ -140,7 +144,10 @@ class ReservedPort:
 def targets_of_others(
     targets: Iterable[ProbeTarget], *, here: str, max_hosts: int = MAX_HOSTS
 ) -> tuple[ProbeTarget, ...]:
-    """Returns one target for each other host; of more than `max_hosts` hosts a random choice, another on each rank."""
+    """Returns one target per other host.
+
+    If there are more than `max_hosts`, it is a random choice, which differs between ranks.
+    """
     by_host = {target.host: target for target in targets if target.host != here and target.addresses}
     hosts = sorted(by_host)
     drawn = hosts if len(hosts) <= max_hosts else random.sample(hosts, max_hosts)
@@ -149,10 +156,11 @@ def targets_of_others(
 
 @final
 class HostReachability:
-    """State of one rank's probes. Used by several threads; each value is replaced as a whole.
+    """State of one rank's probes. Several threads use it; each value is replaced as a whole.
 
-    others: the other hosts; None until they are known. targets: those that have answered before. found: host -> whether
-    it answered the last probe.
+    others: targets on all other hosts; None until they are known.
+    targets: those of `others` that have answered before.
+    found: for each host, whether it answered the last probe.
     """
 
     def __init__(self) -> None:
@@ -168,9 +176,10 @@ class HostReachability:
         self._probed: float | None = None  # monotonic
 
     def learn(self, *, timeout_s: float) -> bool:
-        """Adds those of `others` that answer now to `targets`. Returns True if all of them have answered.
+        """Probes the remaining `others` and adds those that answer to `targets`.
 
-        A host behind a firewall that drops packets never answers, so that its silence means nothing later.
+        Returns True if all of them have answered. A host behind a firewall that drops packets never answers, so its
+        later silence means nothing.
         """
         known = {target.host for target in self.targets}
         targets = [target for target in self.others or () if target.host not in known]
@@ -179,14 +188,14 @@ class HostReachability:
         return all(answers.get(target.host) for target in targets)
 
     def probe(self, *, timeout_s: float) -> None:
-        """Probes all `targets`; those that did not answer a second time, since a packet may be lost."""
+        """Probes all `targets`; those that do not answer are probed a second time, since a packet may be lost."""
         self.found = found = self._probe(self.targets, timeout_s=timeout_s)
         silent = [target for target in self.targets if not found.get(target.host)]
         if silent:
             self.found = {**found, **self._probe(silent, timeout_s=timeout_s)}
 
     def probe_soon(self, *, timeout_s: float, at_most_every_s: float, then: Callable[[], None]) -> None:
-        """Probes in another thread, which then calls `then`; not if that was done recently, or is being done."""
+        """Probes in another thread, which then calls `then`; not if a probe is running, or was made recently."""
         if not self.targets or not self._probing.acquire(blocking=False):
             return
         if self._probed is not None and time.monotonic() < self._probed + at_most_every_s:
@@ -205,7 +214,7 @@ class HostReachability:
         threading.Thread(target=look, name="hpctrain-reach", daemon=True).start()
 
     def await_probe(self, *, within_s: float) -> None:
-        """Waits for the end of the probe that `probe_soon` has begun."""
+        """Waits for the end of the probe that `probe_soon` has started."""
         if self._probing.acquire(timeout=within_s):
             self._probing.release()
 
@@ -217,14 +226,14 @@ class HostReachability:
             self._port.close()
 
 
-# Finds hosts that are cut off, from probes between hosts. Pure.
-
-
 def find_cut(findings: Mapping[str, Mapping[str, bool]], *, here: str) -> list[str]:
-    """Returns lines for the user that name the hosts cut off. findings[a][b]: b answered a's probe. here: this host.
+    """Returns lines for the user that name the hosts that are cut off. Pure.
 
-    Empty if nothing was probed, or all hosts answered. Hosts that reach one another in either direction form a
-    part; the largest part is the network, and the others are cut off from it.
+    findings: findings[a][b] is True if host b answered a probe from host a.
+    here: name of this host.
+
+    The list is empty if nothing was probed or all hosts answered. Hosts that reach each other, in either direction,
+    form a part; the largest part is taken as the network, and the other parts are cut off from it.
     """
     asked = {
         host: {other: answered for other, answered in found.items() if other != host}
@@ -250,7 +259,7 @@ def find_cut(findings: Mapping[str, Mapping[str, bool]], *, here: str) -> list[s
 
 
 def _alone(found: Mapping[str, bool], *, here: str) -> list[str]:
-    """Lines from the probes of this host only."""
+    """Returns the lines that follow from the probes of this host alone."""
     missing = sorted(host for host, answered in found.items() if not answered)
     if len(missing) < len(found):
         return [
@@ -291,7 +300,7 @@ def _one_way(asked: Mapping[str, Mapping[str, bool]], *, here: str) -> str:
 
 
 def _parts(asked: Mapping[str, Mapping[str, bool]]) -> list[list[str]]:
-    """Connected parts of the graph of hosts, sorted by name; each a sorted list."""
+    """Returns the connected parts of the graph of hosts, each as a sorted list, in order of their names."""
     part_of = {host: {host} for found in asked.values() for host in found} | {host: {host} for host in asked}
     for host, found in asked.items():
         for other, answered in found.items():
@@ -304,6 +313,6 @@ def _parts(asked: Mapping[str, Mapping[str, bool]]) -> list[list[str]]:
 
 
 def name_hosts(hosts: list[str]) -> str:
-    """Returns `a, b, c`; after eight names the number of the others."""
+    """Returns a text such as `a, b, c`; after eight names, only the number of the remaining hosts."""
     rest = len(hosts) - 8
     return ", ".join(hosts[:8]) + (f" and {rest} more" if rest > 0 else "")

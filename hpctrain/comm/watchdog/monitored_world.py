@@ -1,6 +1,7 @@
-"""Wrapper that adds a deadline to any communicator: no rank waits for ever, and the missing ranks are named.
+"""A wrapper that adds a deadline to any communicator: no rank waits forever, and the missing ranks are named.
 
-Results are unchanged. See `hpctrain.comm.watchdog.watcher` for what happens when an operation is late.
+Results are unchanged. `Monitored` wraps a world; files, messages and transports that are opened through it are wrapped
+too. `hpctrain.comm.watchdog.watcher` has what happens when an operation is late.
 """
 
 from __future__ import annotations
@@ -45,12 +46,10 @@ from hpctrain.comm.watchdog.watcher import Watcher
 from hpctrain.errors import BufferMismatch
 from hpctrain.topology import Topology
 
-# Collective reading and writing with the watcher's deadline.
-
 
 @final
 class MonitoredFiles:
-    """Wraps `CollectiveFiles`: each read, and each collective step of a write, has the deadline."""
+    """`CollectiveFiles` with a deadline for each read and for each collective step of a write."""
 
     def __init__(self, inner: CollectiveFiles, *, track: Track) -> None:
         self._inner = inner
@@ -74,10 +73,10 @@ class MonitoredFiles:
 
 @final
 class MonitoredWriter:
-    """A `CollectiveWriter` whose collective steps have a deadline."""
+    """`CollectiveWriter` with a deadline for each collective step."""
 
     def __init__(self, inner: CollectiveWriter, *, track: Track, name: str) -> None:
-        """name: name of the file, for the message."""
+        """Wraps `inner`. name: name of the file, for messages."""
         self._inner = inner
         self._track = track
         self._name = name
@@ -106,12 +105,9 @@ class MonitoredWriter:
             self._inner.close()
 
 
-# Messages of a group with the watcher's deadline.
-
-
 @final
 class MonitoredMessages:
-    """Wraps `PeerMessages`: the deadline runs while a thread waits for a message."""
+    """`PeerMessages` with a deadline, which runs while a thread waits for a message."""
 
     def __init__(self, inner: PeerMessages, *, track: Track) -> None:
         self._inner = inner
@@ -148,12 +144,9 @@ class MonitoredMessages:
         self._track.closed = True
 
 
-# A transport with the watcher's deadline.
-
-
 @final
 class MonitoredTransport:
-    """Wraps a `Transport`. The deadline runs while nothing in flight makes progress, and restarts on progress."""
+    """`Transport` with a deadline, which runs while no operation in flight makes progress, and restarts on progress."""
 
     def __init__(self, inner: Transport, *, track: Track) -> None:
         self._inner = inner
@@ -228,9 +221,10 @@ def _describe_counts(counts: Sequence[int]) -> str:
 
 @final
 class MonitoredGroup(Attributes):
-    """Wraps a `Collective`: a watcher applies the deadline to its operations.
+    """`Collective` whose operations have a deadline, which a watcher applies.
 
-    compared: whether the ranks compare what they call; not for a caller that does that itself.
+    compared: True to compare the arguments of each operation between the ranks; False for a caller that does so
+    itself.
     """
 
     def __init__(self, inner: Collective, *, track: Track, watcher: Watcher, compared: bool = True) -> None:
@@ -304,16 +298,16 @@ class MonitoredGroup(Attributes):
         self._track.closed = True
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.collectives.activity`."""
+        """See `hpctrain.comm.doing`."""
         return self._watcher.doing_this(what)
 
     def section(self, section: Section | None) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.collectives.activity`."""
+        """See `hpctrain.comm.in_section`."""
         return self._watcher.sections.enter(section)
 
     @contextlib.contextmanager
     def without_limit(self) -> Iterator[None]:
-        """See `hpctrain.comm.collectives.activity`."""
+        """See `hpctrain.comm.without_limit`."""
         self._track.limited = False
         try:
             yield
@@ -345,10 +339,11 @@ class MonitoredGroup(Attributes):
                 raise
 
     def agree(self, signature: str) -> None:
-        """Raises BufferMismatch on every rank, naming those that differ, if `signature` is not equal. Collective.
+        """Raises BufferMismatch on every rank, naming the ranks that differ, unless `signature` is equal on all.
 
-        Checks only over MPI, which compares nothing itself: with a different buffer on one rank it returns wrong sums,
-        hangs, or fails on some ranks. Costs one all-reduce of 16 bytes. See docs/adr/0015.
+        Collective. It checks only over MPI, which compares nothing itself: with a different buffer on one rank MPI
+        returns wrong sums, hangs, or fails on some ranks. The check costs one all-reduce of 16 bytes. See
+        docs/adr/0015.
         """
         if not self._compared or self.backend != "mpi" or self.num_ranks == 1:
             return
@@ -369,14 +364,16 @@ class MonitoredGroup(Attributes):
 
 @final
 class Monitored(Forwarding):
-    """Wraps a world: its operations, and those of the communicators made from it, have a deadline.
+    """A world whose operations, and those of the communicators created from it, have a deadline.
 
-    timeout_s: an operation that takes longer ends the run with exit code 6; all ranks have exited after this time. The
-    last quarter, at most 5 s, is for ending: the rest must be more than the longest time that one rank may legitimately
-    keep the others waiting (a checkpoint, an evaluation on rank 0).
-    directory: calls `publish_in`, which is collective. Without it the missing ranks cannot be named.
-    step: attribute; set it to show the step in the messages.
-    watcher, name: for a world that shares the watcher of another (`open_reduction_world`).
+    timeout_s: an operation that takes longer ends the run with exit code 6; after this time all ranks have exited. The
+    last quarter of it, at most 5 s, is for ending the run. The rest must be more than the longest time that one rank
+    may legitimately keep the others waiting (a checkpoint, an evaluation on rank 0).
+    directory: run directory for `publish_in`, which is then called, and is collective. Without it the missing ranks
+    cannot be named.
+    watcher, name: watcher of another world and a name, for a world that shares that watcher (`open_reduction_world`).
+
+    Set the attribute `step` to show the current step in messages.
     """
 
     def __init__(
@@ -412,15 +409,17 @@ class Monitored(Forwarding):
             self.publish_in(directory)
 
     def place(self, topology: Topology) -> None:
-        """Has `publish_in` take the nodes from `topology`, emulated ones too, instead of each host as one."""
+        """Makes `publish_in` use the nodes of `topology`, including emulated ones, instead of one node per host."""
         self._topology = topology
 
     def publish_in(self, directory: Path) -> None:
-        """From now on the ranks write their positions: in `directory` a file a node. Collective.
+        """Starts to publish the ranks' positions in `directory`, with one file per node. Collective.
 
-        directory: seen by all ranks; made if it does not exist. The ranks of a node also make a folder in its memory
-        (/dev/shm), or else in its temporary directory, which they remove at the end. Raises LaunchError on all ranks if
-        one of them cannot write there. Each rank receives 8 bytes a rank, and some 80 a host: where it can be probed.
+        directory: folder that all ranks see; it is created if it does not exist.
+
+        The ranks of a node also create a folder in the memory of the node (/dev/shm), or otherwise in its temporary
+        directory, which they remove at the end. Each rank receives 8 bytes per rank, and some 80 per host: the address
+        where that host can be probed. Raises LaunchError on all ranks if one of them cannot write there.
         """
         make_shared_folder(directory, comm=self)
         parent, target = agreed(self, lambda: (local_parent(), self._watcher.own_target()))
@@ -454,29 +453,29 @@ class Monitored(Forwarding):
         self._watcher.step = step
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.collectives.activity`."""
+        """See `hpctrain.comm.doing`."""
         return self._watcher.doing_this(what)
 
     def section(self, section: Section | None) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.collectives.activity`."""
+        """See `hpctrain.comm.in_section`."""
         return self._watcher.sections.enter(section)
 
     def without_limit(self) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.collectives.activity`."""
+        """See `hpctrain.comm.without_limit`."""
         return self._all.without_limit()
 
     @property
     def inputs(self) -> InputWaits:
-        """Where this rank's waits for its own input are noted, which have the section's limit."""
+        """Record of this rank's waits for its own input, to which the limit of the section applies."""
         return self._watcher.inputs
 
     @property
     def limits(self) -> SectionLimits:
-        """Limits of the run's sections; all are `timeout_s` until they are configured."""
+        """Time limits of the run's sections; all are `timeout_s` until they are configured."""
         return self._watcher.sections
 
     def last_ended(self) -> float | None:
-        """Returns when this rank's last operation, of any communicator, ended: seconds since 1970; None: none did."""
+        """Returns when this rank's last operation on any communicator ended, in seconds since 1970, or None."""
         ended = [track.ended for track in self._watcher.tracks if track.ended is not None]
         return max(ended, default=None)
 
@@ -505,7 +504,7 @@ class Monitored(Forwarding):
     def open_group(
         self, members: Sequence[int], *, compared: bool = True
     ) -> tuple[Collective, PeerMessages | None] | None:
-        """See `World.open_group`. compared: False for a caller that compares itself what the ranks call."""
+        """See `World.open_group`. compared: False for a caller that compares the arguments of the operations itself."""
         # A track of its own: the world's is the same on all ranks, and only some take part.
         self._num_groups[tuple(members)] += 1
         name = self._within(f"group {self._num_groups[tuple(members)]} of {describe_ranks(members)}")
@@ -547,7 +546,10 @@ class Monitored(Forwarding):
         return MonitoredTransport(inner, track=self._watcher.track(group=name, members=self.members))
 
     def remote_memory(self, num_bytes: int) -> RemoteMemory | None:
-        """The deadline applies to making it, but not to reads, in which no other rank takes part."""
+        """See `World.remote_memory`.
+
+        The deadline applies to its creation, but not to reads, in which no other rank takes part.
+        """
         with self._watcher.during(self._track, "remote_memory", signature="remote_memory"):
             self._all.agree("remote_memory")
             return self._world.remote_memory(num_bytes)

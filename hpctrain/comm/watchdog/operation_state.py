@@ -1,4 +1,4 @@
-"""What a rank waits for: operations of communicators, and its own input. Shared by its threads and the watcher."""
+"""What a rank waits for: operations of its communicators, and its own input. Shared by its threads and the watcher."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from typing import TypeAlias, final
 
 @dataclass(slots=True)
 class Track:
-    """Current operation of one communicator. Written by the thread that uses it, read by the watcher.
+    """Current operation of one communicator. Written by the thread that uses the communicator, read by the watcher.
 
-    signature: text that must be equal on all ranks in one operation; None: not compared. limited: whether the time
-    limit applies. closed: set when there will be no more operations.
+    group: name of the communicator, the same on all members.
+    sequence: number of operations started.
+    operation, detail: name and description of the current or last operation.
+    signature: text that must be equal on all ranks in the same operation; None: it is not compared.
+    limited: False while the time limit is suspended.
+    since: start of the current operation on the monotonic clock; None if there is none.
+    ended: end of the last operation, in seconds since 1970; None before the first has ended.
+    closed: True if there will be no more operations.
     """
 
     group: str
@@ -33,7 +39,10 @@ class Track:
     def during(
         self, operation: str, detail: str = "", *, signature: str | None = None, counted: bool = True
     ) -> Iterator[None]:
-        """Marks one operation as running. counted: False for the wait of one that was counted at its start."""
+        """Marks one operation as running in the `with` block.
+
+        counted: False for the wait for an operation that was counted when it was started.
+        """
         self.operation, self.detail = operation, detail
         if counted:
             self.signature = signature
@@ -46,11 +55,11 @@ class Track:
             self.ended = time.time()
 
     def progress(self) -> tuple[int, float | None]:
-        """Returns a value that changes whenever an operation begins or ends."""
+        """Returns a value that changes whenever an operation starts or ends."""
         return self.sequence, self.since
 
     def waited_s(self) -> float:
-        """Seconds since the current operation began; 0 if there is none, or if it may take as long as it will."""
+        """Returns the seconds since the current operation started; 0 if there is none, or if it has no time limit."""
         since = self.since
         return 0.0 if since is None or not self.limited else time.monotonic() - since
 
@@ -58,15 +67,17 @@ class Track:
         return f"{self.operation} number {self.sequence} of {self.group} {self.detail}".rstrip()
 
 
-# What a rank does is said on the board once it has waited for its input this long.
+# Seconds of waiting for input after which the board states that this rank waits for it.
 _SAID_AFTER_S = 2.0
 
 
 @final
 class InputWait:
-    """A wait for a batch that this rank's transform, its dataset or a filesystem does not deliver.
+    """A wait for a batch that this rank's transform, dataset or filesystem does not deliver.
 
-    It is no operation: no other rank takes part. describe: what is waited for.
+    No other rank takes part in it.
+
+    describe: function that returns what the rank waits for.
     """
 
     def __init__(self, describe: Callable[[], str]) -> None:
@@ -79,7 +90,7 @@ class InputWait:
     )
 
     def waited_s(self) -> float:
-        """Seconds since the wait began."""
+        """Returns the seconds since the wait started."""
         return time.monotonic() - self.since
 
     def describe(self) -> str:
@@ -94,18 +105,21 @@ Wait: TypeAlias = Track | InputWait
 
 @final
 class InputWaits:
-    """The waits of one rank for its input that have not ended, and the input that its threads make. Thread-safe."""
+    """The current waits of one rank for its input, and the input that its threads are producing. Thread-safe."""
 
     def __init__(self) -> None:
         self._waits: tuple[InputWait, ...] = ()
-        self._making: dict[int, str] = {}  # by thread, each of which changes its own entry
+        self._making: dict[int, str] = {}  # by thread; each thread changes only its own entry
         self._changing = threading.Lock()
         self.making_changed: Callable[[], object] = lambda: None
         """Called when a thread begins to make input, and when it ends."""
 
     @contextlib.contextmanager
     def during(self, describe: Callable[[], str]) -> Iterator[None]:
-        """The `with` block waits for input."""
+        """Records a wait for input for the duration of the `with` block.
+
+        describe: function that returns what is waited for.
+        """
         wait = InputWait(describe)
         with self._changing:
             self._waits = (*self._waits, wait)
@@ -117,7 +131,10 @@ class InputWaits:
 
     @contextlib.contextmanager
     def making(self, what: str) -> Iterator[None]:
-        """In the `with` block this thread makes input, in code that may hold Python's lock. what: names the input."""
+        """Records that this thread produces input in the `with` block, in code that may hold Python's lock.
+
+        what: name of the input.
+        """
         thread = threading.get_ident()
         self._making[thread] = what
         self.making_changed()
@@ -129,7 +146,7 @@ class InputWaits:
 
     @property
     def made(self) -> str:
-        """What the threads make now; "" if nothing."""
+        """The input that the threads are producing now; "" if none."""
         return "; ".join(self._making.copy().values())
 
     @property
@@ -142,7 +159,7 @@ class InputWaits:
         return 0.0 if (wait := self.longest) is None else wait.waited_s()
 
     def late(self, tracks: Sequence[Track], *, limit_s: float) -> InputWait | None:
-        """Returns a wait longer than `limit_s`, unless it waits in an operation, which has a limit of its own."""
+        """Returns a wait longer than `limit_s`; None if it is inside an operation, which has a limit of its own."""
         wait = self.longest
         if wait is None or wait.waited_s() <= limit_s:
             return None
@@ -150,19 +167,19 @@ class InputWaits:
         return None if inside else wait
 
     def forgive(self, seconds: float) -> None:
-        """Leaves `seconds` out of the waits."""
+        """Excludes `seconds` from the current waits."""
         for wait in self._waits:
             wait.since += seconds
 
     def text(self) -> str:
-        """Returns what this rank waits for; "" if it does not, or only for a moment."""
+        """Returns what this rank waits for; "" if it does not wait, or only for a moment."""
         wait = self.longest
         if wait is None or wait.waited_s() < _SAID_AFTER_S:
             return ""
         return f"waits for {wait.describe()}"
 
 
-# Progress is usual for this long after the last, or for so many times the usual time between two.
+# Progress counts as usual for this long after the last progress, or for this many times the usual gap.
 _QUIET_AFTER_S = 2.0
 _QUIET_AFTER_GAPS = 3.0
 _GAPS_FORGOTTEN = 0.99  # factor on the usual time between two, for each look that finds progress
@@ -170,9 +187,9 @@ _GAPS_FORGOTTEN = 0.99  # factor on the usual time between two, for each look th
 
 @dataclass(slots=True, kw_only=True)
 class ProgressMonitor:
-    """Says whether operations begin and end about as often as they did.
+    """Judges whether operations start and end about as often as before.
 
-    at_most_s: after so long without progress they do not, whatever was usual.
+    at_most_s: after this many seconds without progress they do not, however slow they were before.
     """
 
     at_most_s: float
@@ -181,7 +198,11 @@ class ProgressMonitor:
     _usual_gap_s: float = 0.0
 
     def is_usual(self, progress: Iterable[tuple[int, float | None]], *, now_s: float) -> bool:
-        """progress: of all tracks (`Track.progress`). now_s: monotonic; not before that of the last call."""
+        """Returns True if the time since the last progress is usual.
+
+        progress: `Track.progress` of all tracks.
+        now_s: current monotonic time, not before that of the last call.
+        """
         found = tuple(progress)
         if found != self._seen:
             self._usual_gap_s = max(now_s - self._seen_at_s, _GAPS_FORGOTTEN * self._usual_gap_s)

@@ -1,8 +1,8 @@
-"""Time limits of the sections of a run: those of the recipe, and earlier ones that follow from measured times.
+"""Time limits of the sections of a run: those of the recipe, and earlier ones derived from measured times.
 
-A limit of the recipe always ends the run. A derived one only lets a few ranks look whether a late rank is hung
-(`hpctrain.comm.watchdog.board.rank_status`): if one is, they end the run, else the run's own limit applies.
-docs/adr/0036 has the reasons. All but `SectionLimits` is pure.
+A limit of the recipe always ends the run. A derived limit is only the time at which a few ranks examine whether a late
+rank is hung (`hpctrain.comm.watchdog.board.rank_status`): if one is, they end the run; otherwise the run's own limit
+applies. The reasons are in docs/adr/0036. Everything except `SectionLimits` is pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import final
 
 from hpctrain.comm.collectives.activity import Section
 
-# A derived limit is so many times the slowest measured one.
+# A derived limit is this factor times the slowest measured time.
 FACTOR = 10.0
 _ENDING_SHARE = 0.25
 _ENDING_AT_MOST_S = 5.0
@@ -22,16 +22,20 @@ _ENDING_AT_MOST_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rule:
-    """least_measured: no limit is derived from fewer. window: the slowest of at least so many last ones counts.
-    least_factor: on `LimitSettings.least_s`."""
+    """How the limit of a section is derived.
+
+    least_measured: number of measured times below which no limit is derived.
+    window: number of newest times, at least, among which the slowest one counts.
+    least_factor: factor on `LimitSettings.least_s`, below which the limit is never set.
+    """
 
     least_measured: int
     window: int
     least_factor: float
 
 
-# Of the start and of loading nothing is known when they begin: they have no derived limit. Data and checkpoints wait
-# for filesystems, whose servers may be away for minutes.
+# The start and loading have no derived limit, because nothing has been measured when they begin. Data and checkpoints
+# have larger factors, because they wait for filesystems, whose servers may be away for minutes.
 RULES: Mapping[Section, _Rule] = {
     Section.STEP: _Rule(least_measured=20, window=500, least_factor=1.0),
     Section.INPUT: _Rule(least_measured=20, window=500, least_factor=5.0),
@@ -41,8 +45,12 @@ RULES: Mapping[Section, _Rule] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitSettings:
-    """Seconds; the same on every rank. timeout_s: where `configured` has none. derive: also derive limits. least_s: the
-    least derived one of a step.
+    """Settings for the limits, the same on every rank.
+
+    timeout_s: limit in seconds of sections that `configured` does not contain.
+    derive: True to derive limits from measured times too.
+    least_s: smallest derived limit of a step, in seconds.
+    configured: limits that the recipe sets for sections, in seconds.
     """
 
     timeout_s: float
@@ -51,22 +59,26 @@ class LimitSettings:
     configured: Mapping[Section, float] = field(default_factory=dict)
 
     def limit_s(self, section: Section | None) -> float:
-        """Returns the limit that always ends the run."""
+        """Returns the limit of `section` that always ends the run, in seconds."""
         return self.timeout_s if section is None else self.configured.get(section, self.timeout_s)
 
     def longer_by(self, seconds: float) -> LimitSettings:
-        """Returns settings whose limits are so much longer."""
+        """Returns settings with all limits that end the run extended by `seconds`."""
         configured = {section: limit_s + seconds for section, limit_s in self.configured.items()}
         return replace(self, timeout_s=self.timeout_s + seconds, configured=configured)
 
     def derived_s(self, section: Section, *, slowest_s: float) -> float:
-        """Returns what follows from the slowest measured time of a section that `RULES` has."""
+        """Returns the limit in seconds that follows from the slowest measured time of a section in `RULES`."""
         return max(RULES[section].least_factor * self.least_s, FACTOR * slowest_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerivedLimit:
-    """Limit of a wait in `section`. slowest_s: of the last `num_measured` ones."""
+    """Derived limit of a wait in `section`.
+
+    seconds: the limit.
+    slowest_s: slowest of the last `num_measured` times, in seconds.
+    """
 
     section: Section
     seconds: float
@@ -75,7 +87,7 @@ class DerivedLimit:
 
     @property
     def text(self) -> str:
-        """For the message, as `limit of a step 30 s = 10 x the slowest of the last 812, 3 s`."""
+        """Text for messages, such as `limit of a step 30 s = 10 x the slowest of the last 812, 3 s`."""
         measured = f"{FACTOR:g} x the slowest of the last {self.num_measured}, {self.slowest_s:.3g} s"
         name = f"limit of {'an' if self.section is Section.INPUT else 'a'} {self.section.value}"
         if self.seconds > FACTOR * self.slowest_s:
@@ -86,7 +98,7 @@ class DerivedLimit:
 def derive_limit(
     section: Section, *, slowest_s: float, num_measured: int, settings: LimitSettings
 ) -> DerivedLimit | None:
-    """Returns the limit that follows from the slowest measured one; None if it would not be the earlier one."""
+    """Returns the derived limit of a section; None if it has none, or if the run's own limit is not later."""
     rule = RULES.get(section)
     if (
         rule is None
@@ -103,7 +115,10 @@ def derive_limit(
 
 @dataclass(slots=True)
 class RecentMaximum:
-    """Largest of the last `window` to 2 x `window` values, in constant memory. before: largest of an earlier run."""
+    """Largest of the newest `window` to 2 x `window` values, in constant memory.
+
+    before: largest value of an earlier run.
+    """
 
     window: int
     before: float = 0.0
@@ -122,18 +137,17 @@ class RecentMaximum:
 
     @property
     def num_covered(self) -> int:
-        """Of how many values of this run it is the largest."""
+        """Number of values of this run of which `largest` is the maximum."""
         beyond = (self.num - 1) % self.window + 1 if self.num else 0
         return min(self.num, self.window + beyond)
 
 
 @final
 class SectionLimits:
-    """The section that a rank is in, the measured times, and the limits that follow.
+    """The section that a rank is in, the measured times of sections, and the limits that follow from them.
 
-    Written by the main thread, read by the watcher and the board.
-
-    base: section outside of every `enter`; None: no section.
+    Written by the main thread; read by the watcher and the board. `base` is the section outside of every `enter`; None
+    means no section.
     """
 
     def __init__(self, settings: LimitSettings) -> None:
@@ -155,7 +169,7 @@ class SectionLimits:
 
     @property
     def name(self) -> str:
-        """Name of the section; "" in none."""
+        """Name of the current section; "" if there is none."""
         return "" if self._now is None else self._now.value
 
     @property
@@ -170,7 +184,7 @@ class SectionLimits:
 
     @contextlib.contextmanager
     def enter(self, section: Section | None) -> Iterator[None]:
-        """The `with` block is in `section`; the innermost one counts."""
+        """Marks the `with` block as part of `section`. The innermost section counts."""
         outer = self._now
         if section is Section.STEP and outer is not Section.STEP:
             self._before, self._seen = self._seen, frozenset()
@@ -187,21 +201,21 @@ class SectionLimits:
     # ---- what was measured
 
     def measure(self, section: Section, seconds: float) -> None:
-        """Adds a time that is the same on every rank."""
+        """Adds a measured time of `section`, which must be the same on every rank."""
         self._measured[section].add(seconds)
 
     def slowest(self, section: Section) -> tuple[float, int]:
-        """Returns the slowest time, also of earlier attempts, and of how many of this one."""
+        """Returns the slowest time, including earlier attempts, and how many times of this attempt it covers."""
         found = self._measured[section]
         return found.largest, found.num_covered
 
     def count_earlier(self, slowest_s: Mapping[str, float]) -> None:
-        """Has the slowest times of earlier attempts, by the section's name, count too: they only raise limits."""
+        """Includes the slowest times of earlier attempts, by section name. They can only raise limits."""
         for section, found in self._measured.items():
             found.before = max(found.before, slowest_s.get(section.value, 0.0))
 
     def record(self) -> dict[str, dict[str, float | None]]:
-        """Returns of each section the limit that always applies, the derived one, and the slowest time of how many."""
+        """Returns each section's limit, derived limit, slowest measured time and number of measured times."""
         found: dict[str, dict[str, float | None]] = {}
         for section in Section:
             derived = self.derived(section)
@@ -215,7 +229,7 @@ class SectionLimits:
         return found
 
     def derived(self, section: Section | None) -> DerivedLimit | None:
-        """Returns the derived limit of `section`; None if it has none now."""
+        """Returns the derived limit of `section`; None if it has none at present."""
         if section is None or (found := self._measured.get(section)) is None:
             return None
         return derive_limit(
@@ -225,43 +239,49 @@ class SectionLimits:
     # ---- what applies now
 
     def _open(self) -> frozenset[Section | None]:
-        """Sections in which a rank may be that this one waits for. A step's own limit includes its input."""
+        """Returns the sections that a rank that is waited for may be in. A step's own limit includes its input."""
         return (self._before | self._seen) - {Section.INPUT} | {self._now}
 
     @property
     def limit_s(self) -> float:
-        """Seconds after which every rank of an operation in this section has exited."""
+        """Seconds after which every rank in an operation of the current section has exited."""
         return self.settings.limit_s(self._now)
 
     @property
     def ending_s(self) -> float:
-        """The last part of `limit_s`, in which the ranks report and exit, so that all have ended when it is over."""
+        """Last part of `limit_s`, in seconds, in which the ranks report and exit."""
         return min(_ENDING_AT_MOST_S, _ENDING_SHARE * self.limit_s)
 
     @property
     def wait_limit_s(self) -> float:
-        """For so long a rank waits."""
+        """Seconds that a rank waits before it ends the run: `limit_s` without `ending_s`."""
         limit_s = self.limit_s
         return limit_s - min(_ENDING_AT_MOST_S, _ENDING_SHARE * limit_s)
 
     @property
     def first_limit_s(self) -> float:
-        """Seconds of a wait after which a late rank may be found hung; `wait_limit_s` if that is not done."""
+        """Seconds of waiting after which a late rank may be judged as hung.
+
+        It is `wait_limit_s` if there is no derived limit.
+        """
         early = self.early
         return self.wait_limit_s if early is None else min(early.seconds, self.wait_limit_s)
 
     @property
     def early(self) -> DerivedLimit | None:
-        """The derived limit of a wait in this section; None if there is none, or a late rank may be in no section."""
+        """Derived limit of a wait in the current section.
+
+        It is None if there is none, or if a late rank may be outside all sections.
+        """
         return self.derived(self._now) if all(section in RULES for section in self._open()) else None
 
     def early_s_of(self, section: Section | None) -> float | None:
-        """Seconds after which a late rank that is in `section`, by what it says, may be found hung; None: never."""
+        """Returns the seconds after which a late rank that is in `section` may be judged as hung; None: never."""
         own, found = self.early, self.derived(section)
         return None if own is None or found is None else max(own.seconds, found.seconds)
 
     @property
     def early_everywhere_s(self) -> float | None:
-        """As `early_s_of`, for a rank of which it is not known which section it is in."""
+        """Seconds after which a late rank in an unknown section may be judged as hung; None: never."""
         each = [self.early_s_of(section) for section in self._open() | {Section.INPUT}]
         return None if None in each else max(seconds for seconds in each if seconds is not None)

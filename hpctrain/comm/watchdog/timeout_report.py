@@ -1,4 +1,4 @@
-"""The texts that a rank's watcher prints when it ends the run, and the end of its process."""
+"""The messages that a rank's watcher prints when it ends the run, and the immediate exit of the process."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ def headline(
     section: Section | None = None,
     hung: str = "",
 ) -> str:
-    """Returns which rank ends and what it was doing. track: that of its longest wait; None if in no operation.
+    """Returns the line that states which rank ends and what it was doing.
 
-    ending_s: the last part of `timeout_s`, reserved for reporting and exiting. section: to which `timeout_s` applies
-    alone. hung: why this rank ends the run before.
+    track: the longest wait of this rank; None if it is in no operation.
+    timeout_s: limit of the wait.
+    ending_s: last part of `timeout_s`, which is reserved for reporting and exiting.
+    section: section of the run for which `timeout_s` is configured; None: it is the limit of the run.
+    hung: why this rank ends the run before the limit; "" if it does not.
     """
     here = f"rank {rank} on {host}"
     in_step = ("" if step is None else f" in step {step}") + (f" ({doing})" if doing else "")
@@ -54,7 +57,7 @@ def headline(
 
 
 def print_with_stacks(message: str) -> None:
-    """Prints `message` and where each of this process's threads is, to the real standard error."""
+    """Prints `message` and the stacks of all threads of this process to the original standard error."""
     stream = sys.__stderr__
     if stream is None:
         return
@@ -66,13 +69,13 @@ def print_with_stacks(message: str) -> None:
 
 
 def describe_finding(found: Finding, *, waits: bool, num_asked: int) -> str:
-    """Returns the report. waits: this rank is in an operation. num_asked: hosts probed."""
+    """Returns the report on a finding. waits: this rank is in an operation. num_asked: number of hosts probed."""
     lines = list(found.cut)
     if found.absent:
         ranks = [rank for absence in found.absent for rank in absence.ranks]
         lines.append(f"did not come: {describe_some(ranks)}")
         lines += [f"  {line}" for line in fold_absences(found.absent)]
-        if len(found.waiting) > 1:  # not only this rank
+        if len(found.waiting) > 1:  # others than this rank
             lines.append(f"wait for it: {describe_some(found.waiting)}")
     elif waits and not found.unread:
         why = "" if found.cut else " (network, or different buffers on the ranks)"
@@ -88,7 +91,11 @@ def describe_finding(found: Finding, *, waits: bool, num_asked: int) -> str:
 
 
 def describe_unknown(cut: Sequence[str], *, directory: Path | None) -> str:
-    """Returns the report's lines if the ranks' positions are unknown. directory: of the positions; None: none given."""
+    """Returns the report for the case that the ranks' positions are unknown.
+
+    cut: lines about hosts that are cut off.
+    directory: folder of the positions, which cannot be read; None if no folder was given.
+    """
     why = "no directory for positions was given"
     if directory is not None:
         why = f"the files in {directory} cannot be read"
@@ -96,8 +103,13 @@ def describe_unknown(cut: Sequence[str], *, directory: Path | None) -> str:
 
 
 def describe_stacks(groups: Sequence[StackGroup], *, most_late: int = 8, most_waiting: int = 4) -> list[str]:
-    """Returns a line for each group of ranks with equal stacks, up to so many of the late ones and of those that wait,
-    and a line that counts the others. Pure."""
+    """Returns one line per group of ranks with equal stacks, and a line that counts the groups that are not shown.
+
+    Pure.
+
+    most_late: number of groups of late ranks that are shown.
+    most_waiting: number of groups of waiting ranks that are shown.
+    """
     shown = [group for group in groups if group.late][:most_late]
     shown += [group for group in groups if not group.late][:most_waiting]
     lines = []
@@ -115,9 +127,10 @@ def describe_stacks(groups: Sequence[StackGroup], *, most_late: int = 8, most_wa
 
 
 def fold_absences(absences: Sequence[Absence], *, max_lines: int = 16) -> list[str]:
-    """Returns one line for each absence, or, for more than `max_lines`, one for all ranks in the same state. Pure.
+    """Returns one line per absence or, for more than `max_lines`, one line per state that several ranks share. Pure.
 
-    Of more states than `max_lines`, those of the fewest and of the most ranks are named, and the others counted.
+    If there are more than `max_lines` states, those with the fewest and with the most ranks are named, and the others
+    counted.
     """
     if len(absences) <= max_lines:
         return [absence.text for absence in absences]
@@ -153,7 +166,7 @@ def _one_line(group: Sequence[Absence]) -> str:
 
 
 def describe_some(ranks: Sequence[int], *, max_characters: int = 200) -> str:
-    """As `describe_ranks`; a longer text is cut after one of the ranks, and says how many they are."""
+    """Returns the text of `describe_ranks`; a longer text is cut after a rank and states the number of ranks."""
     text = describe_ranks(ranks)
     if len(text) <= max_characters:
         return text

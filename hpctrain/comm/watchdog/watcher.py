@@ -1,6 +1,6 @@
 """The watcher: one thread that ends the run when a collective operation takes too long.
 
-It polls the current operation of each of this rank's communicators. The ranks exchange what they find through the
+It polls the current operation of each of this rank's communicators. The ranks exchange their findings through the
 files of a `Board`, never over the communication library, since that may be what hangs.
 """
 
@@ -42,11 +42,7 @@ from hpctrain.errors import ExitCode
 
 __all__ = ["Track", "Watcher"]
 
-# Follows an operation that is late: asks the absent ranks for their stacks, and finds out whether one is
-# hung.
-
-
-# Between two looks: a part of the limit, so that a hang is found soon after it.
+# Pause between two looks at a late operation: a share of the limit, so that a hang is found soon after it.
 _PAUSE_SHARE = 1 / 32
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
 # A thread that wakes up later than planned by this much was suspended, and so may the other ranks have been.
@@ -54,10 +50,14 @@ _SUSPENDED_AFTER_S = 5.0
 
 
 def pursue(track: Track, *, board: Board, sections: SectionLimits, over: threading.Event) -> str | None:
-    """Returns why the run has to end before its own limit; None if the operation, or the watching, has ended.
+    """Follows an operation that is late until it ends, and returns why the run must end before its own limit.
 
-    Raises the alarm; on some ranks then looks what the absent ranks do, until the operation ends. over: set when the
-    watcher ends. Raises OSError.
+    Returns None if the operation or the watching has ended. It first raises the alarm, so that the absent ranks print
+    their stacks; some ranks then examine repeatedly whether an absent rank is hung.
+
+    over: event that is set when the watcher ends.
+
+    Raises OSError.
     """
     sequence = track.sequence
     board.raise_alarm(track)
@@ -87,13 +87,13 @@ def pursue(track: Track, *, board: Board, sections: SectionLimits, over: threadi
 
 
 _TELLING_SHARE = 0.6  # share of the ending for reports; then the ranks exit
-_TAKING_OVER_SHARE = 0.25  # the last part of it, in which another rank reports if the announcing one has not
+_TAKING_OVER_SHARE = 0.25  # last part of that share: another rank reports if the announcing one has not
 _TOGETHER_SHARE = 0.2  # share of the ending in which ranks exit together, once one has reported for all
 _LATE_AFTER = 0.75  # share of the limit without the ending
 # Time limits if files hang. Together with MPI_Abort they fit into the ending.
 _ANNOUNCING_MAY_TAKE_S = 2.0
 _REPORTING_MAY_TAKE_S = 3.0
-_READING_SHARE = 0.5  # of the time for the report, for reading the nodes' files
+_READING_SHARE = 0.5  # share of the time for the report in which the nodes' files are read
 # Files of this run are newer than this rank's start, apart from clock differences and start times. A small tolerance is
 # enough to exclude files of an earlier attempt, as Python, torch and the library have been loaded since then. A rank
 # that is excluded wrongly is included again as soon as it renews its file.
@@ -106,11 +106,13 @@ _EXIT_TIMERS_MAY_TAKE_S = 3.0
 class Watcher:
     """Watches every `Track` of one rank.
 
-    timeout_s: when an operation has taken that long, every rank has exited. Each therefore stops waiting a quarter of
-    that time earlier, at most 5 s. `sections` has other limits for sections of the run, once they are configured.
-    abort: ends all ranks; called at most once, from the watcher's thread. leave: ends this rank's process at once; None
-    if ranks are threads, or there is one. With it, all ranks that have reported exit at the same time. is_process: this
-    process is this rank alone, so that it may be ended while Python is blocked.
+    timeout_s: time limit of an operation; when it is over, every rank has exited. Each rank therefore stops waiting a
+    quarter of this time earlier, at most 5 s. `sections` has other limits for sections of the run, once they are
+    configured.
+    abort: function that ends all ranks; called at most once, from the watcher's thread.
+    leave: function that ends this rank's process at once; None if ranks are threads, or if there is only one rank.
+    With it, all ranks that have reported exit at the same time.
+    is_process: True if this process is this rank alone, so that it may be ended while Python is blocked.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ class Watcher:
         threading.Thread(target=self._watch, name="hpctrain-watcher", daemon=True).start()
 
     def prepare(self, folders: WatchFolders) -> None:
-        """Removes what an earlier attempt announced, and makes the nodes' folders: on rank 0 and each lowest rank.
+        """Removes announcements of an earlier attempt (on rank 0) and creates the node's folder (on its lowest rank).
 
         Call it on every rank before any rank calls `publish_in`. Raises OSError.
         """
@@ -164,7 +166,7 @@ class Watcher:
             self._hold = make_local_folder(folders.local)
 
     def publish_in(self, folders: WatchFolders) -> None:
-        """From now on writes this rank's position to `folders`. Raises OSError if they cannot be used."""
+        """Starts to write this rank's position into `folders`. Raises OSError if they cannot be used."""
         reach = self._reach = self._reach or HostReachability()
         before = self._board
         self._board = Board(
@@ -184,31 +186,35 @@ class Watcher:
         self._hold = None
         if before is not None:
             before.end()
-        with self._setting:  # made again, with the ranks' files
+        with self._setting:  # it is created again, with the ranks' files
             if self._exit_timer is not None:
                 self._exit_timer.stop()
             self._exit_timer, self._has_tried_timer = None, False
         self._set_exit_timer()
 
     def own_target(self) -> ProbeTarget | None:
-        """Returns where other hosts can probe this one; None if no port could be reserved. Raises OSError."""
+        """Returns where other hosts can probe this host; None if no port could be reserved. Raises OSError."""
         self._reach = self._reach or HostReachability()
         return self._reach.own
 
     def know_hosts(self, targets: Iterable[ProbeTarget]) -> None:
-        """Has this rank learn which of the other hosts answer. targets: of all hosts. Call it after `publish_in`."""
+        """Makes this rank probe which of the other hosts answer. Call it after `publish_in`.
+
+        targets: targets on all hosts.
+        """
         if self._reach is not None:
             self._reach.others = targets_of_others(targets, here=self._host)
 
     def lock_may_be_held(self) -> None:
-        """Marks the start of use of a library that may wait with Python's lock held, which would block this thread.
+        """Marks the start of the use of a library that may hold Python's lock while it waits, which blocks this
+        thread.
 
-        Prepares the timer of `hpctrain.comm.watchdog.gil_free_timer`. Call `lock_is_free` once for each call.
+        This prepares the timer of `hpctrain.comm.watchdog.gil_free_timer`. Call `lock_is_free` once per call.
         """
         self._num_lock_holders += 1
 
     def lock_is_free(self) -> None:
-        """Marks the end of one such use."""
+        """Marks the end of such a use."""
         self._num_lock_holders -= 1
         self._set_exit_timer()
 
@@ -225,7 +231,7 @@ class Watcher:
         )
 
     def track(self, *, group: str, members: tuple[int, ...]) -> Track:
-        """Starts watching a communicator. group: its name, the same on all members."""
+        """Returns a new track, which is watched. group: name of its communicator, the same on all members."""
         track, others = Track(group, members), [one for one in self.tracks if not one.closed]
         self.tracks = [*others, track]  # a new list: the watcher may be iterating over the old one
         return track
@@ -240,7 +246,10 @@ class Watcher:
         signature: str | None = None,
         counted: bool = True,
     ) -> Iterator[None]:
-        """`track.during`, for an operation that may wait with Python's lock held."""
+        """Marks an operation like `track.during`.
+
+        It also sets the timer, if the operation may hold Python's lock while it waits.
+        """
         try:
             with track.during(operation, detail, signature=signature, counted=counted):
                 if self._num_lock_holders:
@@ -252,7 +261,7 @@ class Watcher:
 
     @contextlib.contextmanager
     def doing_this(self, what: str) -> Iterator[None]:
-        """Labels the operations in the `with` block, for the messages. The innermost label is used."""
+        """Labels the operations in the `with` block in messages. The innermost label is shown."""
         before, self.doing = self.doing, what
         try:
             yield
@@ -300,7 +309,7 @@ class Watcher:
                 return
 
     def _pause_s(self) -> float:
-        """Returns the seconds until the next poll: at most the interval, less if a deadline is nearer."""
+        """Returns the seconds until the next poll: the interval, or less if a deadline is nearer."""
         limit_s = self.sections.wait_limit_s
         nearest_s = min((limit_s - track.waited_s() for track in self.tracks), default=limit_s)
         nearest_s = min(nearest_s, limit_s - self.inputs.longest_s)
@@ -314,10 +323,10 @@ class Watcher:
         self.inputs.forgive(seconds)
 
     def _set_exit_timer(self) -> None:
-        """Postpones the timer that acts if this thread can no longer run, because other code holds Python's lock.
+        """Postpones the timer that ends this rank when this thread cannot run because other code holds Python's lock.
 
-        Armed only during an operation of a library that may hold it, and while this process makes input: elsewhere the
-        lock may be held for long legitimately, by a file write.
+        It is armed only during an operation of a library that may hold the lock, and while this process produces
+        input: in other code, such as a file write, the lock may legitimately be held for long.
         """
         if not self._is_process:
             return
@@ -342,7 +351,9 @@ class Watcher:
     # ---- late
 
     def _be_late(self, track: Track) -> None:
-        """Once per late operation: requests stacks of the absent ranks, probes the other hosts, looks who is hung."""
+        """Handles a late operation, once: requests stacks of absent ranks, probes hosts, and examines which rank is
+        hung.
+        """
         key = (track.group, track.sequence)
         board = self._board
         if key in self._late or board is None:
@@ -359,7 +370,7 @@ class Watcher:
         threading.Thread(target=quietly, args=(follow,), name="hpctrain-late", daemon=True).start()
 
     def _probe_hosts(self) -> None:
-        """Probes the other hosts in a separate thread and publishes the result, for the rank that raised an alarm."""
+        """Probes the other hosts in a separate thread and publishes the result, for the rank that raised the alarm."""
         board = self._board
         if self._reach is not None and board is not None:
             self._reach.probe_soon(
@@ -398,8 +409,8 @@ class Watcher:
         return max(1.0, self.sections.ending_s)
 
     def _takes_over(self, board: Board, ending: Ending) -> bool:
-        """Waits until the announcing rank must have reported. Returns True if this rank reports in its place."""
-        within(1.0, board.leave)  # not to keep it waiting
+        """Waits until the announcing rank should have reported. Returns True if this rank must report in its place."""
+        within(1.0, board.leave)  # so that the announcing rank does not wait for this one
         left_s = min(ending.leave_at - time.time(), self.sections.ending_s)
         time.sleep(max(0.0, left_s - _TAKING_OVER_SHARE * _TELLING_SHARE * self.sections.ending_s))
         return bool(within(1.0, lambda: board.take_over(ending)))
@@ -454,6 +465,6 @@ class Watcher:
         return describe_finding(found, waits=track is not None, num_asked=asked)
 
     def _report_alone(self) -> str:
-        """Returns a report without the board's files."""
+        """Returns a report that does not use the board's files."""
         cut = [] if self._reach is None else find_cut({self._host: self._reach.found}, here=self._host)
         return describe_unknown(cut, directory=None if self._board is None else self._board.folders.shared)

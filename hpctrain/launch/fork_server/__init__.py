@@ -1,1 +1,4 @@
-"""Ranks are forked from one process of each node that has imported their libraries: docs/guides/starting.md."""
+"""Starts ranks by forking them from one process per node that has already imported their libraries.
+
+See docs/guides/starting.md.
+"""

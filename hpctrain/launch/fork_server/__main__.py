@@ -1,6 +1,7 @@
-"""The fork server's program: `python OPTIONS .../fork_server/__main__.py COMMAND...`, started by `_fork_client.c`.
+"""The program of the fork server, which `_fork_client.c` starts.
 
-A process that it forks leaves `serve` and runs COMMAND below, so that it ends as Python ends.
+Its command line is `python OPTIONS .../fork_server/__main__.py COMMAND...`. A process that the server forks returns
+from `serve` and runs COMMAND here, so that it ends as Python programs end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a forked process takes over from the client that stands for it: all that a new program would have got."""
+"""Turns a forked process into the rank: it takes over everything that a new program would have got from its client.
+
+The client is the process that the launcher has started in place of the rank.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A client's. mask: the signals that were blocked when it began, as bits of /proc. leash: an end of a pipe whose
-    other end is closed when the client ends. descriptors: number -> where this process has a copy."""
+    """The request of a client.
+
+    pid: process id of the client.
+    mask: signals that were blocked when the client started, as the bit mask of /proc.
+    leash: one end of a pipe whose other end is closed when the client ends.
+    descriptors: number of each open file of the client -> number of its copy in this process.
+    """
 
     pid: int
     mask: int
@@ -36,9 +44,11 @@ class Request:
 
 
 def become(request: Request, *, title: str, command: Sequence[str], keep: set[int]) -> None:
-    """Makes this process, which has just been forked, what the client's program would be. Raises OSError.
+    """Makes this process, which has just been forked, what the client's program would have been. Raises OSError.
 
-    keep: open descriptors that belong to libraries. command: the words of /proc/PID/cmdline.
+    title: name of the process, as `ps` shows it.
+    command: command line to show in /proc/PID/cmdline.
+    keep: open file descriptors that belong to libraries.
     """
     os.setpgid(0, 0)  # a signal to the client's group reaches this process through the client, and once
     _die_with(request.leash)
@@ -68,10 +78,11 @@ def become(request: Request, *, title: str, command: Sequence[str], keep: set[in
 
 
 def end_without_destructors() -> None:
-    """Has this process, which has just been forked, end without the destructors of libraries that were loaded before.
+    """Makes this process, which was just forked, exit without the destructors of libraries that were loaded before.
 
-    Those of libtorch take 0.2 s to free memory that the system frees anyway. The C library calls first what was
-    registered with it last: whatever is registered from now on, then what follows here from its last line up.
+    Those of libtorch take 0.2 s to free memory that the system frees anyway. The C library calls exit functions in
+    reverse order of registration: first everything that is registered from now on, then the functions below from the
+    last line to the first.
     """
     close_files = None
     if (hdf5 := sys.modules.get("h5py.defs")) is not None:
@@ -85,7 +96,7 @@ def end_without_destructors() -> None:
 
 
 def _die_with(leash: int) -> None:
-    """Has the kernel kill this process when all other ends of the pipe are closed, which is when the client ends."""
+    """Makes the kernel kill this process when the client ends, which closes all other ends of the pipe."""
     fcntl.fcntl(leash, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(leash, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(leash, fcntl.F_SETFL, fcntl.fcntl(leash, fcntl.F_GETFL) | os.O_ASYNC)
@@ -120,7 +131,7 @@ def _cgroups(pid: int) -> list[Path]:
 
 
 def _seed() -> None:
-    """Gives this process random numbers of its own. PyTorch begins with a constant."""
+    """Gives this process its own random numbers. PyTorch starts with a constant seed anyway."""
     random.seed()
     if (numpy := sys.modules.get("numpy.random")) is not None:
         numpy.seed()
@@ -130,7 +141,7 @@ def _seed() -> None:
 
 
 def _open_streams() -> None:
-    """Opens standard streams as Python does when it starts."""
+    """Opens the standard streams as Python does when it starts."""
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED")) or any(
         "u" in word for word in sys.orig_argv[1:2] if word.startswith("-")
     )
@@ -161,7 +172,7 @@ def _open_streams() -> None:
 
 def _take_signals(*, ignored: int, blocked: int) -> None:
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        if number in (32, 33):  # of the C library
+        if number in (32, 33):  # used by the C library
             continue
         if ignored >> (number - 1) & 1 and number not in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_IGN)
@@ -175,9 +186,9 @@ def _take_signals(*, ignored: int, blocked: int) -> None:
 
 
 def _show(command: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Puts the command line and the variables where the kernel shows them to others: in /proc/PID/cmdline and environ.
+    """Writes command line and variables where the kernel shows them to others: /proc/PID/cmdline and environ.
 
-    The C library has copies of the variables by now.
+    The C library has its own copies of the variables by now.
     """
     # The numbers of proc(5): arg_start 48, arg_end 49, env_start 50, env_end 51.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Whether a process that the launcher has started could be forked from another: both must have been started alike."""
+"""Compares how two processes were started: a rank can be forked from a server only if both were started alike."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PER_RANK = re.compile(
     r"|MPI_LOCAL.*|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|ZE_AFFINITY_MASK|GPU_DEVICE_ORDINAL|PWD|OLDPWD|SHLVL|_"
 )
 _NAMESPACES = ("mnt", "pid", "net", "uts", "ipc", "user", "cgroup")
-# Slurm makes one for each task of a step; what it limits are the step's, but for GPUs that it gives to single tasks.
+# Slurm creates a control group per task of a step; its limits are those of the step, except for GPUs of single tasks.
 _TASK = re.compile(r"/task_(\d+|special)(?=/|$)", re.MULTILINE)
 _GPUS_OF_TASKS = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
-# Who a process is, of /proc/PID/status.
+# Fields of /proc/PID/status with the identity and the rights of a process.
 _STATUS = (
     "Uid",
     "Gid",
@@ -36,12 +36,12 @@ _STATUS = (
 
 
 def is_per_rank(name: str) -> bool:
-    """Whether an environment variable may differ between a server and what is forked from it. Pure."""
+    """Returns True if an environment variable may differ between a server and the ranks forked from it. Pure."""
     return _PER_RANK.fullmatch(name) is not None
 
 
 def read_environ(pid: int) -> dict[str, str]:
-    """Returns the variables with which a process was started. Raises OSError."""
+    """Returns the environment variables at the start of a process. Raises OSError."""
     items = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     pairs = (os.fsdecode(item).partition("=") for item in items if b"=" in item)
     return {name: value for name, _, value in pairs}
@@ -55,7 +55,7 @@ def read_status(pid: int) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likeness:
-    """What two processes must have in common. cgroups: without Slurm's part for a task."""
+    """The properties that two processes must have in common. `cgroups` omits the part that Slurm adds per task."""
 
     environ: Mapping[str, str]
     status: Mapping[str, str]
@@ -70,7 +70,7 @@ class Likeness:
 
     @classmethod
     def of(cls, pid: int) -> Likeness:
-        """Raises OSError if the process has ended or is another user's."""
+        """Reads the properties of a process. Raises OSError if it has ended or belongs to another user."""
         status, environ = read_status(pid), read_environ(pid)
         cgroups = Path(f"/proc/{pid}/cgroup").read_text()
         return cls(
@@ -114,7 +114,7 @@ class Likeness:
 
 
 def limits() -> list[int]:
-    """The resource limits of Linux, as numbers of `resource`."""
+    """Returns the resource limits of Linux, as constants of the module `resource`."""
     return [
         getattr(resource, name)
         for name in sorted(dir(resource))

@@ -1,4 +1,4 @@
-"""What the launcher starts in place of a rank that is to be forked."""
+"""Plans what the launcher starts in place of ranks that are to be forked: the client, with its variables."""
 
 from __future__ import annotations
 
@@ -15,33 +15,38 @@ from hpctrain.launch.fork_server.likeness import is_per_rank
 from hpctrain.launch.fork_server.program import Program, read_program
 from hpctrain.launch.rank_identity.launcher_process import CLIENT_STEM, process_key
 
-# The server's name on each node: one for each launch, or for those of one supervisor.
+# Name of the server on each node: one per launch, or one for all launches of a supervisor.
 KEY_VARIABLE = "HPCTRAIN_FORK_SERVER"
-# Its value where the user wants none.
+# Value of that variable if the user wants no server.
 OFF = "off"
 # For how many seconds a server waits for other clients when its last rank has ended.
 LINGER_VARIABLE = "HPCTRAIN_FORK_SERVER_LINGERS_S"
-# The process that will start others, as `process_key` has it: when it has ended the server waits for nobody.
+# Key (`process_key`) of the process that will start further launches: when it has ended, the server no longer waits.
 OWNER_VARIABLE = "HPCTRAIN_FORK_SERVER_OWNER"
-# What it imports besides: names of modules, separated by commas.
+# Names of modules that the server imports in addition, separated by commas.
 PRELOAD_VARIABLE = "HPCTRAIN_FORK_SERVER_PRELOAD"
-_ROOM_VARIABLE = "HPCTRAIN_FORK_SERVER_ROOM"  # of the client for the server
+_ROOM_VARIABLE = "HPCTRAIN_FORK_SERVER_ROOM"  # spaces: room in the server's environment for that of a rank
 _WAIT_VARIABLE = "HPCTRAIN_FORK_SERVER_WAIT_S"  # how long a client waits for the server
-# Fewer ranks on a node import in parallel what a server imports for them: by default they are not slower by themselves.
+# Smallest number of ranks per node for a server by default: fewer ranks that import in parallel are not slower.
 LEAST_RANKS = 3
 _BY_ITSELF = "each rank starts by itself"
 # Drivers of NVIDIA's and AMD's GPUs, and of those in WSL.
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-# Not for the ranks.
+# Variables for the client alone, which the ranks do not get.
 FOR_CLIENT = (KEY_VARIABLE, LINGER_VARIABLE, OWNER_VARIABLE, PRELOAD_VARIABLE, _ROOM_VARIABLE, _WAIT_VARIABLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkServer:
-    """Asks that ranks are forked from one process a node. key: launches share servers if they have the same key,
-    variables, options of Python and `preload`. lingers_s: how long a server waits for the next launch. owner: a process
-    of this machine; when it has ended, servers wait no longer. preload: modules that they import besides the known
-    ones. by_default: only where it saves something and was tried, and the user has not switched it off."""
+    """Request to fork the ranks from one process per node.
+
+    key: name of the servers. Launches share servers if they have the same key, variables, Python options and
+    `preload`.
+    lingers_s: seconds that a server waits for the next launch.
+    owner: process on this machine; when it has ended, servers no longer wait.
+    preload: modules that servers import in addition to the known ones.
+    by_default: True to fork only where it saves time and was tested, and the user has not switched it off.
+    """
 
     key: str = field(default_factory=lambda: f"{os.getpid()}-{secrets.token_hex(4)}")
     lingers_s: float = 0.0
@@ -58,10 +63,12 @@ def plan_fork_server(
     ranks_on_a_node: int,
     updates: dict[str, str],
 ) -> tuple[tuple[str, ...], str | None]:
-    """Returns the words that stand before the command, none if it is started as without, and a note that says which.
+    """Plans the fork server of a launch.
 
-    Adds to `updates` variables of the launcher's environment, which is `environ` with them. Call `divide_servers` when
-    it is complete.
+    Returns the words to put before the command (empty if ranks start by themselves), and a note that tells the user
+    which. Adds variables for the launcher to `updates`. Call `divide_servers` when `updates` is complete.
+
+    environ: environment of the launcher, before `updates`.
     """
     program = read_program(command)
     saves = ranks_on_a_node >= (1 if asked.lingers_s else LEAST_RANKS)
@@ -85,7 +92,7 @@ def plan_fork_server(
 
 
 def client_words(client: str, program: Program) -> tuple[str, ...]:
-    """Returns the words that stand before a program's command line to have it forked. client: of `find_client`."""
+    """Returns the words to put before a program's command line to have it forked. client: path from `find_client`."""
     server = Path(__file__).with_name("__main__.py")
     return (client, str(Path(program.python).absolute()), *program.options, str(server), "--")
 
@@ -99,8 +106,11 @@ def why_not_by_default(environ: Mapping[str, str]) -> str | None:
 
 
 def divide_servers(words: Sequence[str], *, environ: Mapping[str, str], updates: dict[str, str]) -> None:
-    """Gives launches whose ranks cannot share a server different keys. words: of `plan_fork_server`. environ: of the
-    launcher, without `updates`."""
+    """Gives launches whose ranks cannot share a server different keys, by adding a hash to the key in `updates`.
+
+    words: words from `plan_fork_server`.
+    environ: environment of the launcher, before `updates`.
+    """
     if words:
         variables = {**environ, **updates}
         shared = sorted(f"{name}={value}" for name, value in variables.items() if not is_per_rank(name))
@@ -111,7 +121,7 @@ def divide_servers(words: Sequence[str], *, environ: Mapping[str, str], updates:
 
 
 def find_client(directory: Path = Path(__file__).parent) -> str | None:
-    """Returns the path of the compiled client; None if there is none."""
+    """Returns the path of the compiled client; None if it was not compiled."""
     for suffix in EXTENSION_SUFFIXES:
         path = directory / f"{CLIENT_STEM}{suffix}"
         if os.access(path, os.X_OK):

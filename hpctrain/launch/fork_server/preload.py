@@ -1,4 +1,4 @@
-"""What a fork server imports before it forks, and whether it may fork then."""
+"""What a fork server imports before it forks, and checks that it may still fork afterwards."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ _LIBRARIES_OF_MPI = ("libmpi.so", "libmpich.so", "libmpi_abi.so", "libmpi_cray.s
 
 
 def folder_of(program: Program, *, directory: str) -> str | None:
-    """Returns the folder that a program will have first in sys.path: its own, or `directory`, the current one, for
-    `-m`; None with `-I` and `-P`."""
+    """Returns the folder that a program will have first in sys.path; None with the Python options `-I` and `-P`.
+
+    It is the folder of the script, or for `-m` the current directory, `directory`.
+    """
     if getattr(sys.flags, "safe_path", sys.flags.isolated):  # safe_path: Python 3.11 and newer
         return None
     if program.script is None:
@@ -48,10 +50,13 @@ def folder_of(program: Program, *, directory: str) -> str | None:
 
 
 class Imported:
-    """What a server has imported, and whether a program would have imported the same."""
+    """What a server has imported, and the check that another program would have imported the same modules."""
 
     def __init__(self, folder: str | None, at_start: frozenset[str]) -> None:
-        """Puts `folder`, see `folder_of`, first into sys.path. at_start: what Python imports before any program."""
+        """Puts `folder` first into sys.path (see `folder_of`).
+
+        at_start: modules that Python imports before any program.
+        """
         self._folder = folder
         self._at_start = at_start
         self._known: dict[str | None, str | None] = {}
@@ -59,14 +64,14 @@ class Imported:
             sys.path.insert(0, folder)
 
     def move_to(self, folder: str | None) -> None:
-        """Has sys.path begin with the folder of the program that this process becomes."""
+        """Makes sys.path start with the folder of the program that this process becomes."""
         if self._folder is not None:
             del sys.path[0]
         if folder is not None:
             sys.path.insert(0, folder)
 
     def why_other(self, folder: str | None) -> str | None:
-        """Returns why a program in `folder` cannot take over what is imported; None if it can."""
+        """Returns why a program in `folder` cannot use the imported modules; None if it can."""
         if folder not in self._known:
             others = (name for name in [*sys.modules] if self._is_other(name, folder))
             other = next(others, None)
@@ -89,15 +94,15 @@ class Imported:
 
 
 def _top(origin: str) -> str:
-    """Returns the folder of sys.path that a module's file is in."""
+    """Returns the folder in sys.path that contains a module's file."""
     folder, name = os.path.split(origin)
     return os.path.dirname(folder) if name.startswith("__init__.") else folder
 
 
 def modules_for(program: Program, *, directory: str, preload: Sequence[str]) -> list[str]:
-    """Returns what to import for a program: known libraries that it imports, and what the user names.
+    """Returns the modules to import for a program: known libraries that it imports, and those that the user names.
 
-    Reads the program's file; nothing of the user's is imported for that.
+    It reads the program's file, but imports nothing of the user's.
     """
     if program.module == "hpctrain" or (program.script and Path(program.script).name == "hpctrain"):
         found = [*_TRAINING]
@@ -108,8 +113,11 @@ def modules_for(program: Program, *, directory: str, preload: Sequence[str]) -> 
 
 
 def all_are_known(preload: Sequence[str], *, libraries: str) -> bool:
-    """Whether nothing was loaded before the fork but known libraries, whose destructors write nothing. preload: modules
-    that the user names. libraries: value of LD_PRELOAD, where profilers are named."""
+    """Returns True if only known libraries were loaded before the fork, whose destructors write nothing.
+
+    preload: modules that the user names.
+    libraries: value of LD_PRELOAD, which may name profilers.
+    """
     return {name.partition(".")[0] for name in preload} <= _KNOWN.keys() and all(
         YIELD_STEM in path for path in libraries.replace(":", " ").split()
     )
@@ -133,7 +141,7 @@ def _file_of(program: Program, *, directory: str) -> Path | None:
 
 
 def _imports(file: Path | None) -> set[str]:
-    """Returns the top packages that a file imports anywhere."""
+    """Returns the top-level packages that a file imports anywhere."""
     try:
         tree = ast.parse(file.read_bytes()) if file is not None else ast.Module(body=[], type_ignores=[])
     except (OSError, SyntaxError, ValueError):
@@ -148,7 +156,7 @@ def _imports(file: Path | None) -> set[str]:
 
 
 def import_all(names: Iterable[str]) -> str | None:
-    """Imports modules. Returns why the server cannot be used then; None if it can."""
+    """Imports modules. Returns why the server cannot fork afterwards; None if it can."""
     for name in names:
         try:
             importlib.import_module(name)
@@ -160,7 +168,10 @@ def import_all(names: Iterable[str]) -> str | None:
 
 
 def settle() -> None:
-    """Makes as many pages as can be stay shared with what is forked. Call it with the collector off since the start."""
+    """Keeps as many memory pages as possible shared with forked processes.
+
+    Call it with the garbage collector switched off since the start.
+    """
     gc.freeze()
 
 

@@ -1,4 +1,4 @@
-"""Which command lines are programs of this Python, which a process that has imported their libraries can become."""
+"""Recognizes command lines that run a program of this Python, which a process with preloaded libraries can become."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ _OPTIONS = "bBdEiIOPqsSuv"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """python: of the interpreter, an absolute path. options: of Python. Either script, a file's path as given, or
-    module, of `-m`. arguments: what follows. title: its file's name, as `ps` shows it."""
+    """A Python program: either `script` or `module` is set.
+
+    python: absolute path of the interpreter.
+    options: options of Python.
+    script: path of the script, as given.
+    module: module after `-m`.
+    arguments: arguments of the program.
+    title: name of its file, as `ps` shows it.
+    """
 
     python: str
     options: tuple[str, ...]
@@ -27,9 +34,9 @@ class Program:
 
 
 def read_program(command: Sequence[str]) -> Program | str:
-    """Returns the Python program that a command line runs, or why it is none that can be forked.
+    """Returns the Python program that a command line runs, or a text that says why it cannot be forked.
 
-    Reads a script's first line, nothing else.
+    It reads only the first line of a script.
     """
     found = shutil.which(command[0])
     if found is None:
@@ -68,7 +75,7 @@ def _of_python(python: str, words: Sequence[str], *, title: str) -> Program | st
 
 
 def _interpreter_of(script: Path) -> str | None:
-    """Returns the Python of a script's first line; None if there is none without options."""
+    """Returns the Python in a script's first line; None if there is none, or one with options."""
     try:
         with script.open("rb") as file:
             line = file.readline(512)

@@ -13,7 +13,7 @@ from hpctrain.launch.fork_server.program import Program
 
 
 def run_program(program: Program) -> None:
-    """Runs the program as `__main__`. Exceptions are printed as Python prints them; raises SystemExit then."""
+    """Runs the program as `__main__`. Exceptions are printed as Python prints them, followed by SystemExit."""
     start = [program.python, *program.options]
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins

@@ -1,4 +1,4 @@
-"""From the server's start to a forked rank: import, check, serve, become."""
+"""The stages of a fork server, from its start to a forked rank: import, check, serve, become."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hpctrain.launch.fork_server.server import LISTENS_AT, Server, cannot_fork, 
 
 
 def serve(command: Sequence[str], *, directory: str, at_start: frozenset[str]) -> Program | None:
-    """Runs the server. Returns None when it has ended, and in each rank that it has forked the program to run.
+    """Runs the server. Returns None when it has ended, and the program to run in each rank that it has forked.
 
-    at_start: names of the modules that Python itself had imported when it began.
+    at_start: names of the modules that Python itself had imported when it started.
     """
     ignore_signals()
     gc.disable()  # until a rank runs

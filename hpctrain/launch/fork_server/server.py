@@ -1,6 +1,6 @@
-"""The fork server of a node: it has imported what the ranks need, and forks one for each client that asks.
+"""The fork server of a node: it has imported what the ranks need, and forks one process for each client that asks.
 
-The client is `_fork_client.c`, which says what they send each other. One thread, which waits in `poll`.
+The client is `_fork_client.c`, which documents the messages. The server has one thread, which waits in `poll`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hpctrain.launch.rank_identity.identity import identify
 from hpctrain.launch.rank_identity.launcher_process import process_key
 
 LISTENS_AT = 3
-# Descriptors of the server: a rank needs the small numbers.
+# First number of the server's file descriptors: a rank needs the small numbers.
 _FROM = 200
-_MOST_DESCRIPTORS, _MOST_TEXT = 64, 900  # of a message
+_MOST_DESCRIPTORS, _MOST_TEXT = 64, 900  # limits of a message
 _KIND = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 _CREDENTIALS = struct.Struct("3i")
-# How often it looks whether clients are suspended, and how long it waits for ranks if their number is not known.
+# Seconds between two checks whether clients are suspended, and seconds to wait for clients if their number is unknown.
 _LOOK_S, _IDLE_S = 1.0, 5.0
 
 
@@ -47,7 +47,12 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forked:
-    """What `Server.run` returns in a process that it has forked."""
+    """Result of `Server.run` in a process that the server has forked.
+
+    request: request of the client.
+    program: program to run.
+    folder: folder that the program has first in sys.path.
+    """
 
     request: Request
     program: Program
@@ -55,8 +60,13 @@ class Forked:
 
 
 class Server:
-    """program: that the server has imported libraries for, and `imported` what. own: of the server when it began.
-    refusal: why it cannot fork; then it tells the clients so."""
+    """Serves clients on the listening socket `listening`.
+
+    program: program whose libraries the server has imported.
+    imported: what it has imported.
+    own: properties of the server when it started.
+    refusal: why it cannot fork, which it then tells its clients; None if it can.
+    """
 
     def __init__(
         self,
@@ -77,13 +87,16 @@ class Server:
         self._num_served = 0
         self._expected: int | None = None
         self._linger_s = 0.0
-        self._owner = ""  # of another node, or none
+        self._owner = ""  # "" if it is on another node, or there is none
         self._idle_since_s = time.monotonic()
         self._looked_s = 0.0
         self._said = self._has_shown = False
 
     def run(self) -> Forked | None:
-        """Serves until nobody needs it. Returns None then, and what to become in each process that it has forked."""
+        """Serves until no client needs the server.
+
+        Returns None then. In each forked process it returns what that process has to become.
+        """
         while True:
             waiting = select.poll()
             waiting.register(self._listening, select.POLLIN)
@@ -127,7 +140,10 @@ class Server:
                     _remove(path.with_suffix(""))
 
     def _close(self) -> bool:
-        """Removes the socket, unless a client has just come. The lock is what clients hold while they connect."""
+        """Removes the socket and returns True; returns False if a client has just connected.
+
+        Clients hold the lock while they connect.
+        """
         lock = self._path.with_name(self._path.name + ".lock")
         try:
             with lock.open("r+b") as file:
@@ -175,7 +191,7 @@ class Server:
         return None
 
     def _show_log(self, request: Request) -> None:
-        """Writes what libraries have printed when they were imported to the first rank's stderr."""
+        """Writes what libraries printed while they were imported to the stderr of the first rank."""
         if self._has_shown or 2 not in request.descriptors:
             return
         self._has_shown = True
@@ -235,7 +251,7 @@ class Server:
         self._idle_since_s = time.monotonic()
 
     def _follow_suspended(self) -> None:
-        """Suspends ranks whose clients are suspended: a client cannot hand SIGSTOP on."""
+        """Suspends ranks whose clients are suspended, since a client cannot forward SIGSTOP, and continues them."""
         if time.monotonic() - self._looked_s < _LOOK_S:
             return
         self._looked_s = time.monotonic()
@@ -250,21 +266,21 @@ class Server:
 
 
 def _remove(socket_path: Path) -> None:
-    """Removes a server's files. Call it with the lock. Raises OSError."""
+    """Removes a server's files. Call it with the lock held. Raises OSError."""
     socket_path.unlink(missing_ok=True)
     socket_path.with_name(socket_path.name + ".log").unlink(missing_ok=True)
     socket_path.with_name(socket_path.name + ".lock").unlink()
 
 
 def _move(number: int) -> int:
-    """Returns a copy of a descriptor with a number that no rank needs, and closes it."""
+    """Replaces a file descriptor by a copy with a number that no rank needs, and returns the copy."""
     moved = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _FROM)
     os.close(number)
     return moved
 
 
 def cannot_fork() -> str | None:
-    """Returns why this system cannot have a fork server; None if it can."""
+    """Returns why this system cannot run a fork server; None if it can."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError):
@@ -273,7 +289,7 @@ def cannot_fork() -> str | None:
 
 
 def ignore_signals() -> None:
-    """A batch system sends signals to all processes of a job: the ranks' end ends the server."""
+    """Ignores the signals that a batch system sends to all processes of a job: the server ends when its ranks end."""
     for number in (
         signal.SIGINT,
         signal.SIGTERM,

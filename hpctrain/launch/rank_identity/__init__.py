@@ -1,1 +1,1 @@
-"""Who this rank is: the table of launchers, and what a container hides of them."""
+"""The identity of a rank: the table of launchers, the launcher's process, and containers that hide ranks."""

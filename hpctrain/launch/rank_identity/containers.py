@@ -1,9 +1,9 @@
-"""Containers that keep ranks from knowing of each other.
+"""Detects containers that hide the ranks of a run from each other.
 
-A launcher starts N processes, and each of them enters a container. Two things may then go wrong, and N runs of one rank
-each would write to one directory: the MPI library in the container does not understand the launcher outside
-(`identity.cross_check` finds that), or the launcher's variables do not reach the container (found here, as far as the
-container lets this process see what is outside).
+A launcher starts N processes, each of which enters a container. Two things may then go wrong, after which N runs of
+one rank each would write to one directory: the MPI library in the container does not understand the launcher outside
+(`identity.cross_check` detects that), or the launcher's variables do not reach the container (detected here, as far as
+the container lets this process see what is outside).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpctrain.launch.rank_identity.launcher_process import STARTERS
 
 # The path in a Slurm step's control groups, of both versions.
 _SLURM_TASK = re.compile(r"/job_(\d+)/step_(\d+)/(?:user/)?task_(\d+)")
-# What these programs start besides the ranks.
+# Programs that launchers start in addition to the ranks.
 _HELPERS = {"ssh", "rsh", "srun", "orted", "prted", "hydra_pmi_proxy"}
 
 
@@ -30,8 +30,10 @@ _HELPERS = {"ssh", "rsh", "srun", "orted", "prted", "hydra_pmi_proxy"}
 class Ancestor:
     """A process above this one.
 
-    environ: empty if this process may not read it. in_container: it sees the same mounts as this one. num_tasks: how
-    many processes it has started, if it is a launcher's program on this node, else 0.
+    name: name of the process.
+    environ: its environment variables; empty if this process may not read them.
+    in_container: True if it sees the same mounts as this process.
+    num_tasks: number of processes that it has started, if it is a launcher's program on this node; otherwise 0.
     """
 
     name: str = ""
@@ -42,10 +44,11 @@ class Ancestor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What this process sees of where it runs.
+    """What this process can see of its surroundings.
 
-    container: for example `the container /images/train.sif`; empty outside of containers. ancestors: from the parent
-    upwards. cgroups: content of /proc/self/cgroup.
+    container: for example `the container /images/train.sif`; empty outside of containers.
+    ancestors: processes above this one, from the parent upwards.
+    cgroups: content of /proc/self/cgroup.
     """
 
     container: str = ""
@@ -54,9 +57,9 @@ class Surroundings:
 
 
 def why_not_alone(environ: Mapping[str, str], surroundings: Surroundings) -> str | None:
-    """Returns why a process without any launcher's variables is not the only rank; None if nothing says so. Pure.
+    """Returns why a process without launcher variables is not the only rank; None if there is no sign of others. Pure.
 
-    Variables that were removed inside the container, or without one (`env -i`), were removed on purpose.
+    Variables that were removed inside the container, or without a container (`env -i`), were removed on purpose.
     """
     if find_launcher(environ) is not None:
         return None
@@ -93,7 +96,7 @@ def _explain(place: str, found: str) -> str:
 
 
 def read_surroundings(environ: Mapping[str, str], *, root: Path = Path("/")) -> Surroundings:
-    """Returns the surroundings of this process. root: the directory that has the containers' marks."""
+    """Returns the surroundings of this process. root: directory that contains the marks of containers."""
     try:
         cgroups = Path("/proc/self/cgroup").read_text()
     except OSError:

@@ -1,4 +1,7 @@
-"""Rank of this process, read from the environment variables that its launcher set."""
+"""The rank of this process, read from the environment variables that its launcher sets.
+
+`LAUNCHERS` is the table of these variables, tried from the first row to the last.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from hpctrain.errors import LaunchError, TopologyError
 #    ParaStation MPI, prun of PRRTE).
 # 6. None of them: one rank. PBS, LSF and Kubernetes set variables of the job only, and start no ranks themselves.
 #
-# Sources of the names are in tests/fixtures/launchers, one file a launcher: recorded, or composed from
+# Sources of the names are in tests/fixtures/launchers, one file per launcher: recorded, or composed from
 # documentation.
 #
 # Mistakes in other projects that this order avoids: pytorch-lightning#19762, #20391, #20776;
@@ -33,16 +36,24 @@ from hpctrain.errors import LaunchError, TopologyError
 
 # For launchers that set a rank's number, but tell the number of ranks only to the MPI library.
 NUM_RANKS_VARIABLE = "HPCTRAIN_NUM_RANKS"
-# From here on a step's number is a special one: the batch script, `salloc`'s interactive shell, the external step.
+# Steps with this number or a higher one are special: the batch script, `salloc`'s interactive shell, the external step.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherVariables:
-    """One row of the table: the names of a launcher's variables. Of several names the first one that is set counts.
+    """One row of the table: the names of a launcher's variables. Of several names, the first that is set counts.
 
-    may_be_open_mpi: its ranks may use Open MPI, or a library made from it. is_hydra: they use MPICH or Intel MPI.
-    cure: advice for starting the ranks correctly.
+    name: name of the launcher, for messages.
+    present: returns True if an environment was set by this launcher.
+    rank, num_ranks: variables of the rank and of the number of ranks.
+    local_rank, local_size: variables of the rank on its node, and of the number of ranks on it.
+    node_rank: variables of the index of the node.
+    tasks_per_node: variable with the number of ranks on each node, in Slurm's short form.
+    host_name: variable with the name of the node.
+    may_be_open_mpi: True if its ranks may use Open MPI, or a library derived from it.
+    is_hydra: True if its ranks use MPICH or Intel MPI.
+    cure: advice on starting the ranks correctly.
     """
 
     name: str
@@ -216,28 +227,27 @@ LAUNCHERS: tuple[LauncherVariables, ...] = (
 
 
 def find_launcher(environ: Mapping[str, str]) -> LauncherVariables | None:
-    """Returns the row of the launcher that started this process; None if there is none."""
+    """Returns the table row of the launcher that started this process; None if there is none."""
     return next((row for row in LAUNCHERS if row.present(environ)), None)
 
 
 def cure_for(launcher: str) -> str:
-    """Advice on starting the ranks so that the launcher (a row's name) matches the MPI library."""
+    """Returns advice on starting the ranks so that the launcher, given by name, matches the MPI library."""
     row = next((row for row in LAUNCHERS if row.name == launcher), None)
     return (
         row.cure if row is not None else "start the ranks with the mpirun of this MPI library, or with srun"
     )
 
 
-# Parses Slurm's short form of a count per node, as in SLURM_STEP_TASKS_PER_NODE.
-
-
 _PART = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand_counts(text: str, *, variable: str) -> list[int]:
-    """Returns one count per node: `2(x3),1` is [2, 2, 2, 1]. `variable`: name of the environment variable.
+    """Returns one count per node from Slurm's short form: `2(x3),1` is [2, 2, 2, 1].
 
-    Raises LaunchError if the text is not in this form.
+    variable: name of the environment variable, for the error message.
+
+    Raises LaunchError if the text does not have this form.
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -259,10 +269,10 @@ RANKS_PER_NODE_VARIABLE = "HPCTRAIN_RANKS_PER_NODE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankIdentity:
-    """Rank of this process in the run and on its node. None: the launcher does not set it.
+    """Rank of this process in the run and on its node. A value is None if the launcher does not set it.
 
-    If `emulated`, `local_rank`, `local_size`, `node_rank` and `node_name` refer to the emulated node. `host_rank` and
-    `host_size` always count the ranks on this machine.
+    If `emulated`, then `local_rank`, `local_size`, `node_rank` and `node_name` refer to the emulated node, while
+    `host_rank` and `host_size` always count the ranks on this machine.
     """
 
     launcher: str
@@ -278,7 +288,7 @@ class RankIdentity:
     host_size: int | None = None
 
     def describe(self) -> str:
-        """For example `rank 2 of 4 (Open MPI), local rank 0 of 2 on host/1 (emulated node)`."""
+        """Returns a text such as `rank 2 of 4 (Open MPI), local rank 0 of 2 on host/1 (emulated node)`."""
         text = f"rank {self.rank} of {self.num_ranks} ({self.launcher})"
         if self.local_rank is not None:
             text += f", local rank {self.local_rank}"
@@ -287,10 +297,12 @@ class RankIdentity:
 
 
 def identify(environ: Mapping[str, str], hostname: str) -> RankIdentity:
-    """Returns the identity of this process. `hostname`: node name if the launcher sets none.
+    """Returns the identity of this process. Without a launcher's variables it is the only rank.
 
-    Without a launcher's variables this is the only rank. Raises LaunchError if the variables contradict each other
-    (left over from another launch), if a rank is set without the number of ranks, or if torchrun started this process.
+    hostname: name of the node if the launcher sets none.
+
+    Raises LaunchError if the variables contradict each other (left over from another launch), if there is a rank but
+    no number of ranks, or if torchrun started this process.
     """
     row = find_launcher(environ)
     if row is None:
@@ -363,7 +375,10 @@ def _from_row(row: LauncherVariables, environ: Mapping[str, str], hostname: str)
 
 
 def _number(environ: Mapping[str, str], names: tuple[str, ...], row: LauncherVariables) -> int | None:
-    """Value of the first of `names` that is set; None if none is. Raises LaunchError if it is not a number."""
+    """Returns the value of the first variable of `names` that is set; None if none is.
+
+    Raises LaunchError if it is not a number.
+    """
     for name in names:
         text = environ.get(name)
         if not text:
@@ -419,9 +434,11 @@ def cross_check(
 ) -> None:
     """Raises TopologyError if MPI reports another rank or number of ranks than the environment.
 
-    Every rank finds such a disagreement by itself, so the ranks need not vote; and they could not vote if each
-    process is a separate MPI run of one rank. container: what this process runs in (`Surroundings.container`). library:
-    name and version of the MPI that this process has loaded.
+    Every rank detects such a disagreement by itself, so the ranks need not vote; they could not, if each process is a
+    separate MPI run of one rank.
+
+    container: description of the container of this process (`Surroundings.container`).
+    library: name and version of the MPI library that this process has loaded.
     """
     if (identity.rank, identity.num_ranks) == (mpi_rank, mpi_size):
         return

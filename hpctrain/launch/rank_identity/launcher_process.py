@@ -1,7 +1,7 @@
-"""The launcher's process on this machine, and what is between it and this one: wrapper scripts, or a rank's own process
-that started this one.
+"""Finds the launcher's process on this machine, and the processes between it and this one.
 
-The launcher is the nearest ancestor that is one of the known programs, or that lacks the rank's variables.
+Between them may be wrapper scripts, or the rank's own process if that has started this one. The launcher is the
+nearest ancestor that is one of the known programs, or that lacks the rank's variables.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ STARTERS = {
 }
 # A library that Open MPI loads in MPI_Init.
 _LOADED_BY_INIT = "/mca_pml_"
-# File of the program that stands for a forked rank where the launcher started it, without what Python adds to it.
+# File name of the client, which the launcher starts in place of a forked rank, without the suffix that Python adds.
 CLIENT_STEM = "_fork_client"
 # The name of the library in which `sched_yield` sleeps, without its suffix.
 YIELD_STEM = "_yield_by_sleep"
-# Set in a rank that a fork server has forked: the process id of what the launcher started in its place.
+# Set in a rank that a fork server has forked: the process id of its client, which the launcher started in its place.
 CLIENT_VARIABLE = "HPCTRAIN_FORKED_FOR"
 # Set in a rank by `hpctrain.init`, for the processes that it starts: the process id of the rank.
 RANK_PID_VARIABLE = "HPCTRAIN_RANK_PID"
@@ -42,19 +42,25 @@ RANK_PID_VARIABLE = "HPCTRAIN_RANK_PID"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherProcess:
-    """pid: None if it cannot be seen, as from a container with process numbers of its own. between: ancestors of this
-    process that have the rank's variables, the nearest first."""
+    """The launcher's process on this machine.
+
+    pid: its process id; None if it cannot be seen, for example from a container with its own process numbers.
+    between: ancestors of this process that have the rank's variables, nearest first.
+    """
 
     pid: int | None
     between: tuple[int, ...] = ()
 
     def key(self) -> str | None:
-        """Returns a text that only this launcher's process on this machine has, until the machine starts again."""
+        """Returns a text that identifies this launcher's process on this machine until the next boot.
+
+        Returns None if it is unknown.
+        """
         return None if self.pid is None else process_key(self.pid)
 
 
 def process_key(pid: int) -> str | None:
-    """Returns a text that only this process has until the machine starts again; None if it has ended."""
+    """Returns a text that identifies this process on this machine until the next boot; None if it has ended."""
     try:
         return f"{pid}-{_stat(pid)[19]}"
     except (OSError, IndexError):
@@ -62,12 +68,15 @@ def process_key(pid: int) -> str | None:
 
 
 def was_forked(environ: Mapping[str, str]) -> bool:
-    """Whether this process is, or descends from, a rank that a fork server has forked. environ: of this process."""
+    """Returns True if this process is, or descends from, a rank that a fork server has forked.
+
+    environ: environment variables of this process.
+    """
     return CLIENT_VARIABLE in environ
 
 
 def is_client(pid: int) -> bool:
-    """Whether this process stands for a rank that a fork server forks."""
+    """Returns True if this process is the client of a fork server: what the launcher started in place of a rank."""
     try:
         return os.readlink(f"/proc/{pid}/exe").rpartition("/")[2].startswith(CLIENT_STEM)
     except OSError:
@@ -75,9 +84,9 @@ def is_client(pid: int) -> bool:
 
 
 def forked_for(client: int) -> int | None:
-    """Returns the process of the rank that a client stands for; None if it was not forked yet, or has ended.
+    """Returns the process of the rank that was forked for a client; None if it was not forked yet, or has ended.
 
-    The client has a pidfd of it, of which the kernel tells the process.
+    The client has a pidfd of that process, for which the kernel reports the process id.
     """
     folder = Path(f"/proc/{client}")
     try:
@@ -91,9 +100,11 @@ def forked_for(client: int) -> int | None:
 
 
 def seconds_since_start(environ: Mapping[str, str], *, proc: Path = Path("/proc")) -> float | None:
-    """Returns how long ago this rank's program was started, of a forked rank its client; None if that is not known.
+    """Returns how long ago this rank's program was started, in seconds; None if unknown.
 
-    environ: of this process, which is the rank.
+    For a forked rank, the start of its client counts.
+
+    environ: environment variables of this process, which is the rank.
     """
     try:
         fields = (proc / environ.get(CLIENT_VARIABLE, "self") / "stat").read_text().rpartition(")")[2].split()
@@ -104,7 +115,7 @@ def seconds_since_start(environ: Mapping[str, str], *, proc: Path = Path("/proc"
 
 
 def find_launcher_process(environ: Mapping[str, str]) -> LauncherProcess:
-    """Finds the launcher of the rank that this process is. environ: of this process."""
+    """Finds the launcher of the rank that this process is. environ: environment variables of this process."""
     row = find_launcher(environ)
     between: list[int] = []
     if row is None:
@@ -120,9 +131,12 @@ def find_launcher_process(environ: Mapping[str, str]) -> LauncherProcess:
 
 
 def describe_outer_rank(environ: Mapping[str, str]) -> str | None:
-    """Returns which process above this one is the rank already; None if this one is. environ: of this process.
+    """Returns a description of the process above this one that is already the rank; None if this process is the rank.
 
-    MPI takes one process as a rank. A wrapper script between it and the launcher is none, as it does not start MPI.
+    MPI accepts only one process per rank. A wrapper script between the launcher and the rank is not one, as it does
+    not start MPI.
+
+    environ: environment variables of this process.
     """
     marked = environ.get(RANK_PID_VARIABLE, "")
     for pid in find_launcher_process(environ).between:
@@ -134,9 +148,11 @@ def describe_outer_rank(environ: Mapping[str, str]) -> str | None:
 
 
 def processes_of_ranks(launcher: int, *, variable: str) -> dict[int, int]:
-    """Returns rank -> process id of the ranks on this machine that `launcher` has started and that have not ended.
+    """Returns the process id of each rank on this machine that `launcher` has started and that has not ended, by rank.
 
-    variable: name of the launcher's variable of the rank. Of a rank's processes the one nearest to the launcher.
+    If a rank has several processes, the one nearest to the launcher is returned.
+
+    variable: name of the launcher's variable that holds the rank.
     """
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
@@ -156,7 +172,7 @@ def processes_of_ranks(launcher: int, *, variable: str) -> dict[int, int]:
 
 
 def _descendants(root: int, parents: Mapping[int, int]) -> Iterator[int]:
-    """Yields the descendants of a process, those nearest to it first."""
+    """Yields the descendants of a process, nearest first."""
     level = [root]
     while level:
         level = [pid for pid, parent in parents.items() if parent in level]
@@ -164,7 +180,10 @@ def _descendants(root: int, parents: Mapping[int, int]) -> Iterator[int]:
 
 
 def variable_of(pid: int | str, name: str) -> str | None:
-    """Returns the value with which a variable was set when the process began; None without it, or without leave."""
+    """Returns the value of an environment variable at the start of a process.
+
+    Returns None if it is not set or may not be read.
+    """
     start = name.encode() + b"="
     try:
         items = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -176,7 +195,7 @@ def variable_of(pid: int | str, name: str) -> str | None:
 
 
 def command_of(pid: int) -> str:
-    """Returns the beginning of a process's command line; empty if it has ended."""
+    """Returns the first 120 characters of a process's command line; empty if it has ended."""
     return _read(pid, "cmdline").replace("\0", " ").strip()[:120]
 
 
@@ -192,7 +211,7 @@ def _name(pid: int) -> str:
 
 
 def _above(pid: int | str) -> int:
-    """Returns the parent, of a forked rank that of its client."""
+    """Returns the parent of a process; for a forked rank, the parent of its client."""
     client = variable_of(pid, CLIENT_VARIABLE) or ""
     marked = variable_of(_parent(pid), CLIENT_VARIABLE)
     return _parent(int(client)) if client.isdigit() and marked != client else _parent(pid)
@@ -203,5 +222,5 @@ def _parent(pid: int | str) -> int:
 
 
 def _stat(pid: int | str) -> list[str]:
-    """The fields of /proc/PID/stat after the name: state, parent, and so on; the start time is number 19."""
+    """Returns the fields of /proc/PID/stat after the name: state, parent, and so on; the start time is number 19."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,1 +1,1 @@
-"""Measures the candidate reductions, fits their cost, chooses one by bucket size, and caches the measurements."""
+"""Autotuning: measures the candidate reductions, fits their cost, chooses one by bucket size, caches the results."""

@@ -1,6 +1,6 @@
 """Choice of the reduction for each bucket size, from measurements. Pure.
 
-For each size the candidate with the lowest fitted cost is chosen; of equals the first one measured. A candidate that
+For each size the candidate with the lowest fitted cost is chosen; of equal ones, the first measured. A candidate that
 was dropped before the larger sizes were measured is not chosen for those.
 """
 
@@ -43,7 +43,7 @@ LARGEST_SIZE = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """`candidate` is used for sizes from `begin` bytes up to the next range."""
+    """A range of sizes: `candidate` is used from `begin` bytes up to the next range."""
 
     begin: int
     candidate: Candidate
@@ -51,7 +51,13 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Candidates by bucket size. Made by `of_measurements`, or by `only` if there is one candidate."""
+    """Candidates by bucket size. Created by `of_measurements`, or by `only` if there is one candidate.
+
+    costs: fitted cost of each candidate; empty if nothing was measured.
+    ranges: chosen candidates, from the smallest sizes up.
+    measurements: times from which the costs were fitted.
+    floor: lower bound by the links between nodes; None if unknown.
+    """
 
     costs: Mapping[Candidate, Cost]
     ranges: tuple[Range, ...]
@@ -67,8 +73,10 @@ class Choice:
     def of_measurements(
         cls, measurements: Sequence[Measurement], *, floor: LinkFloor | None = None
     ) -> Choice:
-        """Makes the choice. floor: of the links between nodes; lower times are raised to it. Raises UsageError without
-        measurements."""
+        """Makes the choice from measurements. Raises UsageError if there are none.
+
+        floor: lower bound by the links between nodes; shorter times are raised to it.
+        """
         if not measurements:
             raise UsageError("no measurements to choose by: give at least one of a candidate")
         costs = {candidate: Cost.fit(points) for candidate, points in _by_candidate(measurements).items()}
@@ -78,16 +86,16 @@ class Choice:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Candidates that are chosen for any size, smallest size first."""
+        """Candidates that are chosen for any size, in order of size."""
         return tuple(dict.fromkeys(r.candidate for r in self.ranges))
 
     def choose(self, num_bytes: int) -> Candidate:
-        """Returns the candidate for a bucket of `num_bytes` of gradients before the cast to the wire format."""
+        """Returns the candidate for a bucket with `num_bytes` of gradients, before the cast to the wire format."""
         place = bisect_right(self.ranges, num_bytes, key=lambda entry: entry.begin)
         return self.ranges[max(0, place - 1)].candidate
 
     def seconds(self, num_bytes: int) -> float:
-        """Returns the predicted time of the chosen candidate; 0 if nothing was measured."""
+        """Returns the predicted time of the chosen candidate, in seconds; 0 if nothing was measured."""
         return self.costs[self.choose(num_bytes)].at(num_bytes) if self.costs else 0.0
 
     def for_wire(self, wire: str) -> Choice:
@@ -109,10 +117,11 @@ class Choice:
         return Choice(self.costs, (Range(0, best),), self.measurements, self.floor)
 
     def fastest_wire(self, bucket_bytes: Iterable[int]) -> str:
-        """Returns the fastest wire format for these buckets; one that rounds more only if it saves enough.
+        """Returns the fastest wire format for these buckets.
 
-        A wire format without measurements up to the largest bucket is not chosen: measured times may include a busy
-        moment, extrapolated times never do, so they would be preferred wrongly.
+        One that rounds more is chosen only if it saves enough time. A wire format that was not measured up to the
+        largest bucket is not chosen: measured times may include a busy moment, and extrapolated times never do, so
+        they would be preferred wrongly.
         """
         sizes = list(bucket_bytes)
         among = eligible(self.costs, max(sizes, default=0)) if self.costs else self.candidates
@@ -140,11 +149,13 @@ class Choice:
         return sum(choice.seconds(size) for size in sizes)
 
     def bucket_bytes(self, *, gradient_bytes: int, overlap: bool = True) -> int:
-        """Returns a bucket size at which latency is a small share of the time, and a model has several buckets.
+        """Returns a bucket size at which latency is a small share of the time, but the model has several buckets.
 
-        The smallest power of two whose predicted rate (bytes per second) is 8/9 of the best. At most a quarter of
-        `gradient_bytes`, all gradients of the model; between 512 KiB and 32 MiB. Without `overlap` one bucket, up to
-        32 MiB.
+        It is the smallest power of two whose predicted rate (bytes per second) is 8/9 of the best, at most a quarter
+        of `gradient_bytes`, and between 512 KiB and 32 MiB. Without `overlap` it is one bucket for all gradients, up
+        to 32 MiB.
+
+        gradient_bytes: size of all gradients of the model.
         """
         if not overlap:
             return max(SMALLEST_BUCKET_BYTES, min(gradient_bytes + OTHER_BUCKET_BYTES, LARGEST_BUCKET_BYTES))
@@ -163,7 +174,7 @@ class Choice:
 
     @classmethod
     def from_ranges(cls, value: Any) -> Choice:
-        """Inverse of `ranges_to_json`, without costs. Raises ValueError for anything else."""
+        """Restores what `ranges_to_json` returned, without costs. Raises ValueError for anything else."""
         try:
             ranges = tuple(
                 Range(int(v["from_bytes"]), Candidate(str(v["algorithm"]), str(v["wire"]))) for v in value
@@ -182,9 +193,10 @@ class Choice:
         return ", then ".join([*parts, self.ranges[-1].candidate.algorithm])
 
     def record(self) -> dict[str, Any]:
-        """Returns the chosen ranges and each candidate's measurements as JSON, for the run's record.
+        """Returns the chosen ranges and each candidate's measurements as JSON values, for the run's record.
 
-        floor_seconds_per_byte: lower limit of the time per byte in comparisons of candidates; 0 if there is none.
+        `floor_seconds_per_byte` is the lower bound of the time per byte in comparisons of candidates; 0 if there is
+        none.
         """
         candidates = []
         for candidate, points in _by_candidate(self.measurements).items():
@@ -198,7 +210,7 @@ class Choice:
 
 
 def roundings(wire: str) -> int:
-    """Returns the rank of a wire format in order of exactness; larger means more rounding."""
+    """Returns the position of a wire format in the order of exactness; larger means more rounding."""
     return EXACTNESS.index(wire) if wire in EXACTNESS else len(EXACTNESS)
 
 
@@ -207,7 +219,7 @@ def measurements_to_json(measurements: Iterable[Measurement]) -> list[dict[str, 
 
 
 def measurements_from_json(value: Any) -> list[Measurement]:
-    """Inverse of `measurements_to_json`. Raises ValueError for anything else."""
+    """Restores what `measurements_to_json` returned. Raises ValueError for anything else."""
     try:
         found = [
             Measurement(
@@ -224,16 +236,16 @@ def measurements_from_json(value: Any) -> list[Measurement]:
 
 
 def eligible(costs: Mapping[Candidate, Cost], num_bytes: float) -> list[Candidate]:
-    """Returns the candidates measured up to `num_bytes`, or up to the largest size of any if that is smaller."""
+    """Returns the candidates measured up to `num_bytes`, or up to the largest measured size if that is smaller."""
     furthest = max(cost.points[-1][0] for cost in costs.values())
     return [c for c, cost in costs.items() if cost.points[-1][0] >= min(num_bytes, furthest)]
 
 
 def _floored(cost: Cost, least: float) -> Cost:
-    """Returns `cost` with a lower limit of `least` seconds per byte; a share of the measured time decides ties.
+    """Returns `cost` raised to at least `least` seconds per byte; a share of the measured time decides ties.
 
-    If the floor explains most of the largest size's time, it is also the slope beyond: the difference of two trials is
-    less reliable, since either may include a busy moment.
+    If the bound explains most of the time of the largest size, it is also the slope beyond that size: the difference
+    of two trials is less reliable, since either may include a busy moment.
     """
     sizes = [n for n, _ in cost.points]
     for (low, low_s), (high, high_s) in pairwise(cost.points):
@@ -248,7 +260,7 @@ def _floored(cost: Cost, least: float) -> Cost:
 
 
 def _by_candidate(measurements: Iterable[Measurement]) -> dict[Candidate, list[tuple[int, float]]]:
-    """Returns each candidate's (bytes, seconds)."""
+    """Returns (bytes, seconds) of each candidate's measurements."""
     found: dict[Candidate, list[tuple[int, float]]] = {}
     for m in measurements:
         found.setdefault(m.candidate, []).append((m.num_bytes, m.seconds))
@@ -256,7 +268,10 @@ def _by_candidate(measurements: Iterable[Measurement]) -> dict[Candidate, list[t
 
 
 def _ranges(costs: Mapping[Candidate, Cost]) -> tuple[Range, ...]:
-    """Returns the best candidate by size. It changes only near crossings and measured sizes: only those are tried."""
+    """Returns the best candidate by size.
+
+    It changes only near crossings of costs and at measured sizes, so only these sizes are tried.
+    """
     sizes = {0}
     fitted = list(costs.values())
     for place, one in enumerate(fitted):

@@ -1,5 +1,12 @@
-"""What a message costs: links measured within a node and between nodes, the model of a cost by size, and the lower
-bound.
+"""What a message costs: measured speed of links, the cost of a reduction by size, and its lower bound.
+
+The cost of a message is usually modelled by a latency and a time per byte (Hockney 1994,
+doi:10.1016/S0167-8191(06)80021-9). That is valid only within a range of sizes, since libraries change their protocol
+with the size, and caches are limited. So `Cost` is piecewise linear between the measured sizes.
+
+`LinkFloor` is the lower bound between nodes: the bytes that leave a node, divided by the rate of its link. A trial can
+be faster than this bound, because queues and shapers of a link accept some hundred KB at once, however slow it is; a
+training step cannot. So shorter times are raised to the bound when candidates are compared.
 """
 
 from __future__ import annotations
@@ -17,9 +24,6 @@ from hpctrain.comm import Collective, ReduceOp, World
 from hpctrain.errors import UsageError
 from hpctrain.topology import Topology
 
-# Measures latency and bandwidth within a node and between nodes, for the run's record and the link floor.
-
-
 AXES = {"local": "within the node", "node": "between nodes"}
 LATENCY_TRIALS = 5
 BANDWIDTH_TRIALS = 2
@@ -34,10 +38,12 @@ IN_A_ROW = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """Speed along one axis, `local` or `node`. num_members: number of ranks of its largest group.
+    """Speed along one axis, `local` or `node`.
 
-    latency_s: time of an all-reduce of one number. bytes_per_s: rate at which one rank sends within its node, or one
-    node to the others, in an all-reduce of large buffers by the backend, computed for a ring.
+    num_members: number of ranks of the largest group along the axis.
+    latency_s: time of an all-reduce of one number, in seconds.
+    bytes_per_s: rate at which one rank sends within its node, or one node sends to the others, in an all-reduce of
+    large buffers by the backend; computed for a ring.
     """
 
     axis: str
@@ -59,7 +65,7 @@ def measure_levels(
 ) -> tuple[LinkSpeed, ...]:
     """Measures the axes that have several members. Collective; the result is the same on every rank.
 
-    A few reductions per axis; fewer and smaller ones once `budget_s` is exceeded by the slowest rank's clock.
+    It runs a few reductions per axis; fewer and smaller ones once the slowest rank has used more than `budget_s`.
     """
     found = []
     began = clock()
@@ -91,7 +97,7 @@ def measure_levels(
 
 
 class _Timer:
-    """Times the all-reduce of one group while all others run theirs; a rank in no group only waits."""
+    """Times the all-reduce of one group while all other groups run theirs; a rank in no group only waits."""
 
     def __init__(
         self,
@@ -112,9 +118,11 @@ class _Timer:
         self.left_s = budget_s
 
     def seconds(self, num_bytes: int, *, trials: int, in_a_row: int = 1) -> float:
-        """Returns the time of one reduction on the slowest rank: the median of up to `trials`, within the time budget.
+        """Returns the time of one reduction on the slowest rank, in seconds. Collective.
 
-        in_a_row: number of consecutive reductions of a trial; the first is not timed if there are several. Collective.
+        It is the median of up to `trials`, within the time budget.
+
+        in_a_row: number of consecutive reductions per trial; if there are several, the first is not timed.
         """
         buffer = torch.zeros(num_bytes // 4, device=self._device)
         found: list[float] = []
@@ -142,7 +150,7 @@ def levels_to_json(levels: tuple[LinkSpeed, ...]) -> list[dict[str, Any]]:
 
 
 def levels_from_json(value: Any) -> tuple[LinkSpeed, ...]:
-    """Inverse of `levels_to_json`. Raises ValueError for anything else."""
+    """Restores what `levels_to_json` returned. Raises ValueError for anything else."""
     try:
         return tuple(
             LinkSpeed(
@@ -153,13 +161,6 @@ def levels_from_json(value: Any) -> tuple[LinkSpeed, ...]:
         )  # fmt: skip
     except (TypeError, KeyError) as error:
         raise ValueError(f"no levels: {error}") from error
-
-
-# Cost of a reduction by size, from a few measurements. Pure.
-#
-# The usual model of a message, a latency and a time per byte (Hockney 1994,
-# doi:10.1016/S0167-8191(06)80021-9), is valid within a range of sizes only: libraries change their protocol
-# with the size, and caches are limited. So the model is piecewise linear between the measured sizes.
 
 
 # Minimum share of the largest measured size's time that is attributed to its bytes.
@@ -175,7 +176,10 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Time of one reduction of `num_bytes` of gradients (before the cast to the wire), on the slowest rank."""
+    """Time of one reduction on the slowest rank.
+
+    num_bytes: size of the gradients, before the cast to the wire format.
+    """
 
     algorithm: str
     wire: str
@@ -196,9 +200,11 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds by size: piecewise linear through `points`, (bytes, seconds), both ascending.
+    """Seconds of a reduction by size: piecewise linear.
 
-    latency_s: at size 0. slope: seconds per byte beyond the last point.
+    points: measured (bytes, seconds), both ascending.
+    latency_s: seconds at size 0.
+    slope: seconds per byte beyond the last point.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -207,9 +213,10 @@ class Cost:
 
     @classmethod
     def fit(cls, measured: Iterable[tuple[int, float]]) -> Cost:
-        """Fits a cost to (bytes, seconds). Of several times of one size the lowest is used. UsageError if empty.
+        """Fits a cost to (bytes, seconds); of several times for one size, the shortest is used.
 
-        Noise only adds time, so if a larger size took less time, that time also limits the smaller one's.
+        Raises UsageError if empty. Noise only adds time, so if a larger size took less time, that time also limits the
+        time of the smaller size.
         """
         least: dict[int, float] = {}
         for num_bytes, seconds in measured:
@@ -231,7 +238,7 @@ class Cost:
         return cls(tuple(points), latency, slope)
 
     def at(self, num_bytes: float) -> float:
-        """Returns the seconds for a bucket of `num_bytes`; never decreases with the size."""
+        """Returns the seconds for a bucket of `num_bytes`; they never decrease with the size."""
         place = bisect_right(self.points, num_bytes, key=lambda point: point[0])
         if place == len(self.points):
             last_bytes, last_s = self.points[-1]
@@ -259,13 +266,6 @@ def _slope(low: tuple[int, float], high: tuple[int, float]) -> float:
     return (high[1] - low[1]) / (high[0] - low[0])
 
 
-# Lower bound of a reduction's time between nodes: the bytes that leave a node, divided by the rate of its
-# link. Pure.
-#
-# A trial can be faster: queues and shapers of a link accept some hundred KB at once, however slow it is. A
-# training step cannot. So times below this bound are raised to it when candidates are compared.
-
-
 WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 ELEMENT_BYTES = 4
 TWO_LEVEL = ("hierarchical", "hierarchical-ring", "hierarchical-flat")
@@ -273,7 +273,11 @@ TWO_LEVEL = ("hierarchical", "hierarchical-ring", "hierarchical-flat")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFloor:
-    """The bound's inputs. ranks_per_node: ranks of the largest node. bytes_per_s: rate of a node's link."""
+    """Lower bound of a reduction's time by the links between nodes.
+
+    ranks_per_node: number of ranks on the largest node.
+    bytes_per_s: rate of a node's link.
+    """
 
     num_ranks: int
     num_nodes: int
@@ -282,7 +286,10 @@ class LinkFloor:
 
     @classmethod
     def of(cls, topology: Topology, levels: Iterable[LinkSpeed]) -> LinkFloor | None:
-        """Returns the bound; None for one node, or if the links were not measured."""
+        """Returns the lower bound for a topology and its measured links.
+
+        Returns None if there is only one node, or if no link between nodes was measured.
+        """
         rates = [level.bytes_per_s for level in levels if level.axis == "node"]
         if topology.num_nodes == 1 or not rates:
             return None
@@ -292,10 +299,10 @@ class LinkFloor:
         )  # fmt: skip
 
     def sent(self, candidate: Candidate) -> float:
-        """Returns the bytes that leave the busiest node per byte of gradients before the cast; 0 if unknown.
+        """Returns how many bytes leave the busiest node per byte of gradients before the cast; 0 if unknown.
 
-        Two levels and a ring: Patarasuk, Yuan 2009, doi:10.1016/j.jpdc.2008.09.002. `flat` is the backend's own
-        algorithm, which does not distinguish nodes: at best a ring over all ranks.
+        Source for two levels and a ring: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002. `flat` is the
+        backend's own algorithm, which does not distinguish nodes: at best it is a ring over all ranks.
         """
         share = WIRE_BYTES.get(candidate.wire, 0) / ELEMENT_BYTES
         if candidate.algorithm in TWO_LEVEL:
@@ -309,5 +316,5 @@ class LinkFloor:
         return 0.0
 
     def seconds_per_byte(self, candidate: Candidate) -> float:
-        """Returns the bound per byte of gradients before the cast, in seconds."""
+        """Returns the bound in seconds per byte of gradients before the cast."""
         return self.sent(candidate) / self.bytes_per_s

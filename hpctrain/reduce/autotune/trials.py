@@ -1,7 +1,20 @@
 """Short trials of the candidate reductions, on the ranks and links of this run.
 
-Sizes grow until the time is used up; candidates that are clearly slower are dropped. All decisions use times reduced by
-MAX over the ranks, so that all ranks decide alike. Where ranks outnumber their cores a trial computes meanwhile.
+Sizes grow until the time is used up, and candidates that are clearly slower are dropped. All decisions use times that
+are reduced by MAX over the ranks, so that all ranks decide alike.
+
+If there are more ranks than cores, the trials run during computation. A bucket that is reduced during backward
+prolongs a step by what it takes of the scarcer of two resources. The link between the nodes needs L seconds for its
+bytes (`link_speed.py`), during which the cores compute. The cores need C seconds for the ranks' backward and P seconds
+for the reduction: sums, casts, messages, and polls while a rank waits for others. With a core for each rank, the
+duration of the reduction by itself is what counts. With more ranks than cores, another rank computes while one waits,
+so the step takes max(L, C + P). C is not known when the reduction is chosen, and is the same for all candidates: they
+are compared by max(L, P).
+
+P cannot be measured with a reduction that runs by itself: it polls as often as an idle core allows, and all ranks
+arrive at once. So a trial is a small step: each rank computes, starts the reduction on a thread as training does,
+continues to compute, and waits for the reduction. P is the time of the slowest rank minus that of the same computation
+without a reduction. It includes waiting that the computation does not hide, as in training.
 """
 
 from __future__ import annotations
@@ -23,22 +36,6 @@ from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
 from hpctrain.reduce.contract.bucket_reducer import LONGEST_WAIT_CROWDED_S, BucketReducer, run_to_end
 from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline
 
-# Trials during computation, for ranks that outnumber their cores.
-#
-# A bucket that is reduced during backward prolongs a step by what it takes of the scarcer of two resources.
-# The link between the nodes needs L seconds for its bytes (`link_speed.py`), during which the cores
-# compute. The cores need C seconds for the ranks' backward and P seconds for the reduction: sums, casts,
-# messages, and polls while a rank waits for others. With a core for each rank, what binds is how long the
-# reduction takes by itself. Where ranks outnumber the cores, another rank computes while one waits, so the
-# step takes max(L, C + P). C is not known when the reduction is chosen, and is the same for all candidates:
-# they are compared by max(L, P).
-#
-# P cannot be taken from a reduction that runs by itself: it polls as often as an idle core allows, and all
-# ranks arrive at once. So a trial is a small step: each rank computes, starts the reduction on a thread as
-# training does, computes on, and waits for it. P is the time of the slowest rank less that of the same
-# computation without a reduction. Waiting that the computation does not hide is part of it, as in training.
-
-
 # Side of the square matrices of one product: about half a millisecond of a core, as one operation of a small model.
 SIDE = 224
 UNITS_TO_TIME = 6
@@ -53,7 +50,7 @@ Compute = Callable[[int], object]
 
 @final
 class MatrixProducts:
-    """Products of two matrices of this object; a unit is one product."""
+    """A computation in units: products of two matrices of this object; one unit is one product."""
 
     def __init__(self) -> None:
         self._factors = torch.full((2, SIDE, SIDE), 0.5)
@@ -68,8 +65,10 @@ class MatrixProducts:
 class ComputeLoad:
     """Computation of a known duration. The constructor is collective.
 
-    unit_s: seconds of one unit of `compute` while all ranks compute, the same on every rank. largest: returns the
-    largest of the ranks' values; collective.
+    compute: function that computes a number of units.
+    largest: returns the largest of the ranks' values; collective.
+
+    unit_s: seconds of one unit while all ranks compute, the same on every rank.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class ComputeLoad:
         self.unit_s = max(largest(clock() - began) / UNITS_TO_TIME, 1e-6)
 
     def half_units(self, seconds: float) -> int:
-        """Returns the number of units that half of `seconds` takes, at least 1."""
+        """Returns the number of units that fill half of `seconds`, at least 1."""
         return max(1, round(max(seconds, LEAST_LOAD_S) / 2 / self.unit_s))
 
 
@@ -123,7 +122,11 @@ LEAST_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Result of the trials, the same on every rank. seconds: their duration. notes: what was not measured, and why."""
+    """Result of the trials, the same on every rank.
+
+    seconds: duration of the trials.
+    notes: what was not measured, and why.
+    """
 
     measurements: tuple[Measurement, ...]
     seconds: float
@@ -144,10 +147,15 @@ def calibrate(
 ) -> Calibration:
     """Measures the candidates for about `budget_s` seconds by the slowest rank's clock. Collective over `comm`.
 
-    A reduction that has begun is never aborted, so the trials may exceed `budget_s` by one that takes longer than
-    predicted. Closes the reducers at the end. Raises UsageError on every rank if no candidate can be made.
-    floor: of the links; if it dominates, candidates that send clearly more than another are not measured.
-    compute: measure by how much a reduction prolongs this computation, during which it runs.
+    A reduction that has started is never aborted, so the trials may exceed `budget_s` by one that takes longer than
+    predicted. The reducers are closed at the end.
+
+    make: creates the reducer of a candidate.
+    floor: lower bound by the links; if it dominates, candidates that send clearly more than another are not measured.
+    compute: computation during which the reductions run; measured is by how much they prolong it. None: they run by
+    themselves.
+
+    Raises UsageError on every rank if no candidate can be created.
     """
     trials = _Trials(comm, device=device, clock=clock, budget_s=budget_s, compute=compute)
     notes: list[str] = []
@@ -165,7 +173,7 @@ def calibrate(
                 one.reducer.reduce, device=device, longest_wait_s=LONGEST_WAIT_CROWDED_S
             )
     contest = _Contest(running, trials=trials, device=device, notes=notes, floor=floor)
-    # A trial during computation takes so long that there may be time for one size only: that of a small bucket then.
+    # Trials during computation are long, and there may be time for only one size: start with that of a small bucket.
     num_bytes: int | None = SMALLEST_BYTES if compute is None else COMPARED_FROM_BYTES
     while num_bytes is not None and num_bytes <= largest_bytes and contest.measure(num_bytes):
         contest.drop_slow(num_bytes)
@@ -212,7 +220,7 @@ class _Running:
 
 @final
 class _Trials:
-    """Times single trials and keeps the remaining time. Its methods are collective."""
+    """Times single trials and keeps track of the remaining time. Its methods are collective."""
 
     def __init__(
         self,
@@ -236,7 +244,9 @@ class _Trials:
     def time_beside(self, pipeline: ReductionPipeline | None, load: ComputeLoad, *, half_units: int) -> float:
         """Returns the seconds of a computation during which bucket 0 is reduced, on the slowest rank.
 
-        The reduction begins after half of the computation. pipeline: None for the computation alone.
+        The reduction starts after half of the computation.
+
+        pipeline: pipeline that reduces; None: the computation runs alone.
         """
         begin = self._clock()
         load.compute(half_units)
@@ -257,7 +267,7 @@ class _Trials:
         return max(self._seconds(begin) / repeats, 1e-9)
 
     def _seconds(self, begin: float) -> float:
-        """Returns the largest of the ranks' times since `begin`. It also synchronizes the ranks for the next trial."""
+        """Returns the longest time since `begin` over the ranks. It also synchronizes the ranks for the next trial."""
         end = self._clock()
         seconds, elapsed = self._largest(end - begin, end - self._began)
         self.left_s = self._budget_s - elapsed
@@ -279,7 +289,7 @@ class _Trials:
 
 @final
 class _Contest:
-    """The candidates that are still measured, size by size. Methods are collective unless marked otherwise."""
+    """The candidates that are still measured, size by size. Methods are collective unless they say otherwise."""
 
     def __init__(
         self,
@@ -304,7 +314,7 @@ class _Contest:
         load, half_units = self._trials.load, 0
         if load is not None:
             half_units = load.half_units(self._least_link_s(num_bytes))
-        alone: list[float] = []  # of the computation without a reduction
+        alone: list[float] = []  # times of the computation without a reduction
         compared = num_bytes >= COMPARED_FROM_BYTES
         stop_at_s = self._trials.left_s * (1 - (SHARE_OF_REST if compared else SHARE_OF_SMALL))
         contenders = self._active
@@ -332,7 +342,7 @@ class _Contest:
         return self._trials.left_s > 0
 
     def _least_link_s(self, num_bytes: int) -> float:
-        """Returns the least time of a link for this size; 0 if unknown. Not collective."""
+        """Returns the shortest time that a link can take for this size; 0 if unknown. Not collective."""
         if self._floor is None:
             return 0.0
         return num_bytes * min(self._floor.seconds_per_byte(one.candidate) for one in self._active)
@@ -340,9 +350,11 @@ class _Contest:
     def _costs(
         self, times: dict[Candidate, list[float]], alone: Sequence[float], num_bytes: int
     ) -> dict[Candidate, list[float]]:
-        """Returns what trials during computation cost; `times` of others. Not collective.
+        """Returns the costs of trials during computation; for other trials, returns `times`. Not collective.
 
-        alone: times of the computation without a reduction. Of equal times on the link the lower processor time counts.
+        If times on the link are equal, the shorter processor time decides.
+
+        alone: times of the computation without a reduction.
         """
         if not alone:
             return times
@@ -355,9 +367,10 @@ class _Contest:
         return costs
 
     def _contenders(self, times: dict[Candidate, list[float]]) -> list[_Running]:
-        """Returns candidates whose best time is at most `CONTENDS` times the best; of others keeps only the best time.
+        """Returns the candidates whose best time is at most `CONTENDS` times the best of all.
 
-        Not collective."""
+        Of the others it keeps only the best time in `times`. Not collective.
+        """
         best = min(min(found) for found in times.values())
         contenders = []
         for one in self._active:
@@ -371,7 +384,8 @@ class _Contest:
     def _take(self, num_bytes: int, times: dict[Candidate, list[float]]) -> None:
         """Records the results of a size. Not collective.
 
-        A candidate without a trial gets no result; a size with a trial of one of several candidates is not recorded.
+        A candidate without a trial gets no result. A size for which only one of several candidates has a trial is not
+        recorded.
         """
         first = not any(one.measured for one in self._active)
         for one in self._active:
@@ -380,7 +394,7 @@ class _Contest:
         found = [one for one in self._active if times[one.candidate]]
         if len(found) > 1 or len(found) == len(self._active) or first:
             for one in found:
-                # Of two times the larger, as a single short time may be chance.
+                # The larger of two times, since a single short time may be chance.
                 one.measured.append((num_bytes, statistics.median_high(times[one.candidate])))
         missing = [one.candidate for one in self._active if not one.measured]
         if missing:
@@ -388,7 +402,10 @@ class _Contest:
             self._notes.append(f"not measured: {names}: the time was used up before")
 
     def _plan(self, num_bytes: int) -> bool:
-        """Plans one bucket; at the first size also reduces it once, to connect. Returns False if memory is short."""
+        """Plans one bucket; at the first size it also reduces it once, to open connections.
+
+        Returns False if memory is short.
+        """
         numel = num_bytes // ELEMENT_BYTES
         flag = numel - 1
         bucket = Bucket(torch.float32, (Slot(0, 0, flag, used_flag=flag, shape=(flag,)),), numel)
@@ -412,9 +429,9 @@ class _Contest:
         return True
 
     def drop_slow(self, num_bytes: int) -> None:
-        """Drops candidates that are twice as slow as the best now, at the previous size, and by extrapolation.
+        """Drops candidates that are twice as slow as the best at this size, at the previous one, and by extrapolation.
 
-        Extrapolation, because a large latency does not matter for large buckets. Not collective.
+        Extrapolation counts too, because a large latency does not matter for large buckets. Not collective.
         """
         if num_bytes < COMPARED_FROM_BYTES or any(len(one.measured) < 2 for one in self._active):
             return
@@ -439,10 +456,10 @@ class _Contest:
         return [one for one in self._active if sent[one.candidate] <= CLEARLY_MORE * least]
 
     def next_size(self, num_bytes: int) -> int | None:
-        """Returns the largest next size for which time and memory suffice, or None. Not collective.
+        """Returns the largest next size for which time and memory suffice; None if there is none. Not collective.
 
-        They must suffice for `FEW` candidates; of more, the slowest are dropped. The best come first, so that they are
-        measured if the time runs out.
+        They must suffice for `FEW` candidates; of more candidates, the slowest are dropped. The best come first, so
+        that they are measured if the time runs out.
         """
         for factor in GROWTH:
             size = num_bytes * factor

@@ -1,4 +1,9 @@
-"""Chooses the reduction algorithms of a run, from cached or new measurements."""
+"""Chooses the reduction algorithms of a run, from cached or new measurements.
+
+The cache is a JSON file, `reduction.json` in the run directory, with one entry per key, so that a resumed run makes
+the same choice. The key contains everything that the times and the candidates depend on. One rank reads and writes the
+file.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +40,17 @@ from hpctrain.telemetry import write_json
 from hpctrain.topology import Topology
 from hpctrain.version import __version__
 
-# Cache file of measurements, so that a resumed run makes the same choice, and other runs need not measure.
-#
-# JSON, `reduction.json` in the run directory: one entry per key. The key contains everything that the times
-# and the candidates depend on. Read and written by one rank.
-
-
 CALIBRATION_FILE = "reduction.json"
 SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationKey:
-    """Conditions under which measurements are valid. load: `computation` if the ranks computed during the trials, else
-    `none`. versions: of the libraries that a reduction uses, by name."""
+    """Conditions under which measurements are valid.
+
+    load: `computation` if the ranks computed during the trials, otherwise `none`.
+    versions: versions of the libraries that a reduction uses, by name.
+    """
 
     ranks_by_node: tuple[tuple[int, ...], ...]
     emulated: bool
@@ -91,7 +93,7 @@ class CalibrationKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Results of one calibration, convertible to and from JSON. seconds: its duration."""
+    """Results of one calibration, convertible to and from JSON. seconds: duration of the calibration."""
 
     measurements: tuple[Measurement, ...]
     levels: tuple[LinkSpeed, ...]
@@ -106,7 +108,7 @@ class Kept:
 
     @classmethod
     def from_json(cls, value: Any) -> Kept:
-        """Inverse of `as_json`. Raises ValueError for anything else."""
+        """Restores what `as_json` returned. Raises ValueError for anything else."""
         if not isinstance(value, dict) or not {"measurements", "levels", "seconds"} <= value.keys():
             raise ValueError("not a calibration: fields are missing")
         return cls(
@@ -118,14 +120,18 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class CachedTrials:
-    """An entry of a file, or None and the reason; the reason is empty if there is no file or no entry."""
+    """Result of a look into a cache file.
+
+    kept: the entry; None if there is none.
+    why: why there is none; "" if there is no file or no entry.
+    """
 
     kept: Kept | None
     why: str = ""
 
 
 def read_calibration(path: Path, *, key: CalibrationKey) -> CachedTrials:
-    """Reads the measurements of `key` from `path`. A missing or damaged file is not an error: see `CachedTrials`."""
+    """Reads the measurements for `key` from `path`. A missing or damaged file is not an error: see `CachedTrials`."""
     try:
         entries = _entries(path)
     except FileNotFoundError:
@@ -154,7 +160,10 @@ def read_calibration(path: Path, *, key: CalibrationKey) -> CachedTrials:
 
 
 def write_calibration(path: Path, *, key: CalibrationKey, kept: Kept) -> None:
-    """Adds or replaces the entry of `key`, keeping other entries; replaces the file atomically. May raise OSError."""
+    """Adds or replaces the entry for `key`, and keeps the other entries. The file is replaced atomically.
+
+    May raise OSError.
+    """
     try:
         entries = _entries(path)
     except (OSError, ValueError):
@@ -187,9 +196,10 @@ BUDGET_S = 1.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationFiles:
-    """Cache files. run: the run's own file, which has precedence, so that a resumed run makes the same choice.
+    """Cache files.
 
-    shared: a file that several runs use (`reduction.calibration` of the recipe).
+    run: file of the run, which has precedence, so that a resumed run makes the same choice.
+    shared: file that several runs use (`reduction.calibration` of the recipe).
     """
 
     run: Path | None = None
@@ -202,10 +212,12 @@ class CalibrationFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoChoice:
-    """Choice for a model: algorithms by bucket size, all with the wire format `wire`. The same on every rank.
+    """Choice for a model, the same on every rank: algorithms by bucket size, all with the wire format `wire`.
 
-    source: origin of the measurements, as text. key: `CalibrationKey` of rank 0 as JSON; None if nothing was measured.
-    bucket_bytes_asked: True if the user set `bucket_bytes`.
+    source: origin of the measurements, as text.
+    seconds: duration of the calibration.
+    key: `CalibrationKey` of rank 0 as JSON values; None if nothing was measured.
+    bucket_bytes_asked: True if the user has set `bucket_bytes`.
     """
 
     choice: Choice
@@ -222,10 +234,10 @@ class AutoChoice:
         return {"key": self.key, "ranges": self.choice.ranges_to_json(), "bucket_bytes": self.bucket_bytes}
 
     def recalled(self, saved: Mapping[str, Any]) -> AutoChoice:
-        """Returns the saved choice if it is valid for this run, else this one unchanged. Pure.
+        """Returns the saved choice if it is valid for this run, otherwise this one, unchanged. Pure.
 
-        It is valid for the same topology, libraries, candidates and wire format. A bucket size that the user set is
-        kept. Raises CheckpointError if `saved` is damaged.
+        It is valid for the same topology, libraries, candidates and wire format. A bucket size that the user has set
+        is kept. Raises CheckpointError if `saved` is damaged.
         """
         if self.key is None or saved.get("key") != self.key:
             return self
@@ -243,7 +255,7 @@ class AutoChoice:
         return f"auto: {self.choice.describe()}"
 
     def record(self) -> dict[str, Any]:
-        """Returns the choice and its measurements as JSON, for the run's record."""
+        """Returns the choice and its measurements as JSON values, for the run's record."""
         return {
             "source": self.source, "calibration_s": self.seconds, "wire": self.wire,
             "load": self.key["load"] if self.key is not None else "none",
@@ -253,7 +265,7 @@ class AutoChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResults:
-    """Measurements and choice before the model's size is known. The same on every rank."""
+    """Measurements and choice before the size of the model is known; the same on every rank."""
 
     choice: Choice
     source: str
@@ -266,7 +278,8 @@ class TrialResults:
     ) -> AutoChoice:
         """Chooses wire format, bucket size and algorithms for a model with `gradient_bytes` of gradients. Pure.
 
-        bucket_bytes: from the recipe; None: choose it. overlap: True if reductions overlap with backward.
+        bucket_bytes: bucket size from the recipe; None: choose it.
+        overlap: True if reductions overlap with backward.
         """
         chosen = self.choice.bucket_bytes(gradient_bytes=gradient_bytes, overlap=overlap)
         guess = bucket_bytes or chosen
@@ -306,7 +319,7 @@ def reduction_versions(backend: str) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Looked:
-    """Contents of the cache files as read by rank 0, as JSON for the others."""
+    """Contents of the cache files as rank 0 has read them, as JSON values for the other ranks."""
 
     kept: dict[str, Any] | None = None
     source: str = ""
@@ -327,12 +340,17 @@ def find_choice(
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TrialResults:
-    """Reads cached measurements, or measures and writes them. Collective; the result is the same on every rank.
+    """Reads cached measurements, or measures and caches them. Collective; the result is the same on every rank.
 
-    candidates: the same, in the same order, on every rank. With one rank or one candidate nothing is measured.
-    versions: of the libraries; default: determined here. note: called on every rank with a text on anything that could
-    not be read, written or measured. under_load: True where ranks outnumber their cores and buckets are reduced during
-    backward: the ranks compute during the trials; the same on every rank. Raises UsageError if `candidates` is empty.
+    With one rank or one candidate, nothing is measured.
+
+    candidates: candidates, the same in the same order on every rank.
+    versions: versions of the libraries; None: they are determined here.
+    note: called on every rank with a message about anything that could not be read, written or measured.
+    under_load: True if there are more ranks than cores and buckets are reduced during backward: the ranks then compute
+    during the trials. The same on every rank.
+
+    Raises UsageError if `candidates` is empty.
     """
     if not candidates:
         raise UsageError("there are no reduction candidates to choose from: give at least one", agreed=True)
@@ -371,7 +389,7 @@ def find_choice(
 
 
 def _look(world: World, files: CalibrationFiles, *, key: CalibrationKey) -> _Looked:
-    """Rank 0 reads the files in order; measurements from the shared file are copied to the run's. Collective."""
+    """Reads the files on rank 0, in order; measurements in the shared file are copied to the run's file. Collective."""
 
     def look() -> dict[str, Any]:
         notes: list[str] = []
@@ -422,7 +440,7 @@ def _write(world: World, paths: Sequence[Path], *, key: CalibrationKey, kept: Ke
 
 
 def _try_to_write(paths: Sequence[Path], *, key: CalibrationKey, kept: Kept) -> list[str]:
-    """Writes the files. Returns notes on those that cannot be written, for which a resumed run must measure again."""
+    """Writes the files. Returns notes on files that cannot be written, for which a resumed run must measure again."""
     notes = []
     for path in paths:
         try:

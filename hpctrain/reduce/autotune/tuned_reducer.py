@@ -1,4 +1,4 @@
-"""Reducer that uses for each bucket the algorithm chosen for its size."""
+"""A reducer that uses for each bucket the algorithm chosen for its size."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ from hpctrain.reduce.shared_memory.summation import in_order
 
 @final
 class AutoReducer:
-    """`BucketReducer` that passes each bucket to a reducer for its size.
+    """`BucketReducer` that passes each bucket to the reducer for its size.
 
-    comm: all ranks, used by `plan` only. make: called by `plan` for each candidate that the bucket sizes need.
-    A reducer that a later plan does not need is kept, since earlier buckets in its memory may still be referenced.
-    A wire format with state has one candidate for all sizes (`TrialResults.settle`), so the state is that reducer's,
+    comm: communicator of all ranks, used only by `plan`.
+    make: creates the reducer of a candidate; called by `plan` for each candidate that the bucket sizes need.
+
+    A reducer that a later plan does not need is kept, since earlier buckets in its memory may still be referenced. A
+    wire format with state has one candidate for all sizes (`TrialResults.settle`), so the state is that reducer's,
     under the same names as without `auto`.
     """
 
@@ -42,8 +44,8 @@ class AutoReducer:
         self._comm = comm
         self._make = make
         self._reducers: dict[Candidate, BucketReducer] = {}
-        self._places: list[tuple[BucketReducer, int]] = []  # of each bucket: its reducer, its number there
-        self._used: list[BucketReducer] = []  # those that the last plan has buckets for
+        self._places: list[tuple[BucketReducer, int]] = []  # per bucket: its reducer, its number there
+        self._used: list[BucketReducer] = []  # reducers that have buckets in the last plan
         self._squares = False
 
     @property
@@ -64,9 +66,9 @@ class AutoReducer:
         return self._auto.state()
 
     def recall(self, saved: Mapping[str, Any]) -> int:
-        """Restores the saved choice if it is valid here, from the next `plan` on. Returns the bucket size in bytes.
+        """Restores the saved choice for the next `plan`, if it is valid here. Returns the bucket size in bytes.
 
-        Not collective: `saved` and `AutoChoice.key` are the same on every rank, so all decide alike.
+        Not collective: `saved` and `AutoChoice.key` are the same on every rank, so all ranks decide alike.
         """
         self._auto = self._auto.recalled(saved)
         return self._auto.bucket_bytes
@@ -142,7 +144,7 @@ class AutoReducer:
         return {name: rows for reducer in self._used for name, rows in reducer.rows_to_load(shapes).items()}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
-        """See `BucketReducer.load_state`. shapes: of the whole tensors, by name; None: `tensors` are whole."""
+        """See `BucketReducer.load_state`."""
         for reducer in self._used:
             reducer.load_state(tensors, shapes)
 
@@ -153,7 +155,7 @@ class AutoReducer:
 
 
 def _finish_all(turns: Sequence[Finishing], numbers: Numbers) -> Finishing:
-    """Ends the step of each reducer in the order of the buckets, which is the same on every rank."""
+    """Ends the step of each reducer, in the order of the buckets, which is the same on every rank."""
     squares = []
     for each in turns:
         squares.append((yield from each).norm_square)

@@ -1,7 +1,11 @@
 """Sums buckets by a backend's collective operations: flat, by slices, or in two levels.
 
-Available for every backend, on the backend's device. If its operations only block, one bucket is in flight at a time.
-`EngineReducer` makes its own schedule instead.
+These reducers work with every backend, on the backend's device. If its operations only block, one bucket is in flight
+at a time. `EngineReducer` makes its own schedule instead.
+
+The bytes that collective operations send between nodes are computed for a ring over the ranks in order, in which each
+rank sends only to its successor. A backend may use another algorithm, but none sends fewer bytes per rank, so
+algorithms are compared by this number.
 """
 
 from __future__ import annotations
@@ -29,8 +33,6 @@ from hpctrain.reduce.contract.step_end import StepEnd
 from hpctrain.storage import split_evenly
 from hpctrain.topology import Topology
 
-# The backend's own sum of a bucket, after a cast to the wire's dtype.
-
 
 class StartSum(Protocol):
     """Signature of `Collective.start_all_reduce`."""
@@ -48,11 +50,11 @@ def wire_dtype(wire: str, *, bucket: torch.dtype) -> torch.dtype:
 
 @final
 class CastSum:
-    """Casts a bucket to the wire's dtype and has it summed in place, on the bucket's device.
+    """Casts a bucket to the dtype of the wire format and lets the backend sum it in place, on the bucket's device.
 
-    start: starts to sum a buffer over all ranks and returns a function that waits; collective. bytes_of(numel,
-    itemsize): bytes that this rank sends to other nodes. wire: `fp32`, `fp16` or `bf16`; the constructor raises
-    UsageError if the backend cannot sum it.
+    start: starts the sum of a buffer over all ranks, and returns a function that waits for it; collective.
+    wire: `fp32`, `fp16` or `bf16`. The constructor raises UsageError if the backend cannot sum it.
+    bytes_of: function of numel and itemsize that returns the bytes that this rank sends to other nodes.
     """
 
     def __init__(
@@ -102,15 +104,8 @@ class CastSum:
         return finish
 
 
-# Bytes that the flat collectives send between nodes, computed for a ring over the ranks in order. Pure.
-#
-# A backend may use another algorithm, but none sends fewer bytes per rank than a ring, so algorithms are
-# compared by this number. In a ring a rank sends to its successor only: the bytes count if that rank is on
-# another node.
-
-
 def successor_is_elsewhere(rank: int, *, num_ranks: int, topology: Topology | None) -> bool:
-    """Returns True if `rank`'s successor in the ring is on another node. topology None: one rank per node."""
+    """Returns True if the successor of `rank` in the ring is on another node. topology: None is one rank per node."""
     following = (rank + 1) % num_ranks
     if topology is None:
         return following != rank
@@ -118,32 +113,20 @@ def successor_is_elsewhere(rank: int, *, num_ranks: int, topology: Topology | No
 
 
 def num_ranks_elsewhere(rank: int, *, num_ranks: int, topology: Topology | None) -> int:
-    """Returns the number of ranks on other nodes than `rank`. topology None: one rank per node."""
+    """Returns the number of ranks that are on other nodes than `rank`. topology: None means one rank per node."""
     if topology is None:
         return num_ranks - 1
     return num_ranks - len(topology.ranks_by_node[topology.node_of(rank)])
 
 
 def all_reduce_bytes(num_bytes: int, *, num_ranks: int) -> int:
-    """Returns the bytes that each rank sends for a buffer of `num_bytes`: 2 (N-1)/N of them."""
+    """Returns the bytes that each of N ranks sends for a buffer of `num_bytes`: 2 (N-1)/N of them."""
     return 2 * num_bytes * (num_ranks - 1) // num_ranks
 
 
 def all_gather_bytes(counts: Sequence[int], *, rank: int) -> int:
-    """Returns the bytes that `rank` sends: every rank's part except its successor's."""
+    """Returns the bytes that `rank` sends in an all-gather: the parts of all ranks except its successor's."""
     return sum(counts) - counts[(rank + 1) % len(counts)]
-
-
-# Sums by slices over any backend: all-to-all of encoded slices, sum in float32, all-gather. For any codec.
-#
-# A rank owns one slice of every piece of a bucket. It encodes the other ranks' slices and an all-to-all
-# sends them to their owners; the owner sums them in rank order, encodes the sum once, and an all-gather
-# distributes it. Each value is rounded twice, whatever the number of ranks, and the backend only transports
-# bytes: so bfloat16 and int8 work over Horovod, which can sum neither. Thakur et al. 2005, section 4.5.
-#
-# Error feedback is possible: a rank keeps the rounding errors of the slices that it sent, and in its own
-# slice those of the sum. Its own gradients in its own slice are not rounded, so one residual per element is
-# enough.
 
 
 # Maximum number of elements of a piece: limits the memory for encoded slices, and their number of bytes, which
@@ -154,7 +137,7 @@ ALIGNMENT = 8  # bytes, of every encoded slice; codecs require it
 
 @dataclass(frozen=True, slots=True)
 class BucketPiece:
-    """A run of a bucket's elements. Rank r owns those from offsets[r] to offsets[r + 1]."""
+    """A run of a bucket's elements, split over the ranks: rank r owns those from offsets[r] to offsets[r + 1]."""
 
     offsets: tuple[int, ...]
 
@@ -171,7 +154,7 @@ class BucketPiece:
 
 
 def pieces_of(numel: int, *, num_ranks: int, piece_elems: int = PIECE_ELEMS) -> list[BucketPiece]:
-    """Splits a bucket into pieces of at most `piece_elems` elements; none for an empty bucket. Pure."""
+    """Splits a bucket into pieces of at most `piece_elems` elements; an empty bucket has none. Pure."""
     pieces = []
     for begin in range(0, numel, piece_elems):
         counts = split_evenly(min(piece_elems, numel - begin), num_parts=num_ranks)
@@ -180,16 +163,24 @@ def pieces_of(numel: int, *, num_ranks: int, piece_elems: int = PIECE_ELEMS) -> 
 
 
 def padded(num_bytes: int) -> int:
-    """Returns `num_bytes` rounded up to a multiple of the alignment."""
+    """Returns `num_bytes` rounded up to a multiple of ALIGNMENT."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @final
 class SliceSum:
-    """`BucketSum` by slices over `comm`, with error feedback if `residuals` are given.
+    """`BucketSum` by slices over `comm`, for any codec and any backend, with error feedback if `residuals` are given.
 
-    Works in host memory: a CUDA bucket is copied there and back. `bytes_sent`: of the all-to-all, those to ranks of
-    other nodes; of the all-gather, computed for a ring.
+    A rank owns one slice of every piece of a bucket. It encodes the other ranks' slices, and an all-to-all sends them
+    to their owners; the owner sums them in rank order (float32 or float64), encodes the sum once, and an all-gather
+    distributes it. Each value is rounded twice, whatever the number of ranks, and the backend only transports bytes:
+    so bfloat16 and int8 work over Horovod, which can sum neither. Source: Thakur et al. 2005, section 4.5.
+
+    Error feedback: a rank keeps the rounding errors of the slices that it sent, and in its own slice those of the sum.
+    Its own gradients in its own slice are not rounded, so one residual per element is enough.
+
+    It works in host memory: a CUDA bucket is copied there and back. `bytes_sent` counts, of the all-to-all, the bytes
+    to ranks of other nodes; the all-gather is computed for a ring.
     """
 
     def __init__(
@@ -221,12 +212,15 @@ class SliceSum:
             self._residuals.plan(buckets, device=torch.device("cpu"))
 
     def start(self, number: int, memory: torch.Tensor) -> Callable[[], None]:
-        """Calls `sum`, which needs several dependent operations: collective and blocking. See `BucketSum.start`."""
+        """Runs `sum`, which needs several dependent operations, to its end: collective and blocking.
+
+        See `BucketSum.start`.
+        """
         self.sum(number, memory)
         return lambda: None
 
     def sum(self, number: int, memory: torch.Tensor) -> None:
-        """Sums `memory` over all ranks, in place. Collective: two blocking operations per piece."""
+        """Sums `memory` over all ranks, in place, with two blocking operations per piece. Collective."""
         bucket = self._buckets[number]
         host = to_host(memory)
         lost = None
@@ -277,7 +271,7 @@ class SliceSum:
         out: torch.Tensor,
         lost: torch.Tensor | None,
     ) -> None:
-        """Encodes the owner's slice of `values` into `out`, and writes the error into its slice of `lost`."""
+        """Encodes the owner's slice of `values` into `out`, and writes the rounding error into its slice of `lost`."""
         own = piece.slice(values, owner)
         self._codec.encode(own, out=out)
         if lost is not None:
@@ -289,7 +283,7 @@ class SliceSum:
 def _sum_in_order(
     own: torch.Tensor, *, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], codec: Codec
 ) -> None:
-    """Sums into `own`, in rank order, the encoded slices of the ranks before and after this one."""
+    """Adds the encoded slices of the ranks before and after this one to `own`, in rank order."""
     if before:
         total = torch.empty_like(own)
         codec.decode(before[0], out=total)
@@ -300,18 +294,17 @@ def _sum_in_order(
         codec.add(data, out=own)
 
 
-# Sums buckets by a backend's collective operations.
-
-
-# Of all buckets: up to here each rank computes the norm of the sums alone, which takes less time than a collective.
+# Total size of the buckets up to which each rank computes the norm of the sums alone, faster than a collective.
 MAX_NORM_ALONE_BYTES = 16 << 20
 
 
 class BucketSum(Protocol):
     """A method of summing a bucket over all ranks. `start` is collective, `plan` is not.
 
-    bytes_sent: bytes sent to other nodes so far. start(number, memory): starts the sum of bucket `number`, in place in
-    `memory`, shape (n,), n > 0; returns a function that waits for it.
+    `start(number, memory)` starts the sum of bucket `number` in place in `memory`, shape (n,), n > 0, and returns a
+    function that waits for it.
+
+    bytes_sent: bytes sent to other nodes so far.
     """
 
     bytes_sent: int
@@ -328,7 +321,7 @@ class BucketSum(Protocol):
 class CollectiveReducer(StepEnd):
     """`BucketReducer` over the collective operations of `comm`, which no other object may use.
 
-    Make it with `flat`, `direct` or `hierarchical`.
+    Create it with `flat`, `direct` or `hierarchical`.
     """
 
     def __init__(
@@ -341,7 +334,11 @@ class CollectiveReducer(StepEnd):
         in_background: bool = False,
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
-        """on_close: releases `comm`; collective, called by `close`. in_background: see `InBackground`."""
+        """Creates the reducer; use `flat`, `direct` or `hierarchical` instead.
+
+        in_background: see `InBackground`.
+        on_close: releases `comm`; collective, called by `close`.
+        """
         self._comm = comm
         self._in_background = in_background
         self._on_close: Callable[[], object] | None = on_close
@@ -363,9 +360,11 @@ class CollectiveReducer(StepEnd):
     ) -> CollectiveReducer:
         """Returns a reducer that uses the backend's all-reduce of the whole bucket. Not collective.
 
-        name: value of `algorithm`, if the backend is configured for another one (`nccl-torus`). `bytes_sent` is
-        computed for a ring. fp16 is summed in float16 by Horovod; by the other backends in float32, by slices, for
-        which `bytes_sent` is then computed. Raises UsageError if the backend cannot sum this wire format.
+        name: name of the algorithm, if the backend is configured for another one (`nccl-torus`).
+        wire: wire format. Horovod sums fp16 in float16; the other backends sum it in float32, by slices.
+
+        `bytes_sent` is computed for a ring, or for slices where these are used. Raises UsageError if the backend
+        cannot sum this wire format.
         """
         num_ranks = comm.num_ranks
         elsewhere = successor_is_elsewhere(comm.rank, num_ranks=num_ranks, topology=topology)
@@ -392,10 +391,12 @@ class CollectiveReducer(StepEnd):
         wire: str = "fp32",
         on_close: Callable[[], object] = lambda: None,
     ) -> CollectiveReducer:
-        """Returns a reducer that sums within the node, between nodes and within the node by the backend's operations.
+        """Returns a two-level reducer that uses the backend's operations within the node and between nodes.
 
-        levels: of `topology`, used by this reducer only. `bytes_sent` is computed for a ring over the nodes with this
-        rank's slice. Not collective. Raises UsageError if the backend cannot sum this wire format.
+        levels: communicators of `topology`, used by this reducer only.
+
+        `bytes_sent` is computed for a ring over the nodes with this rank's slice. Not collective. Raises UsageError if
+        the backend cannot sum this wire format.
         """
 
         def bytes_of(numel: int, itemsize: int) -> int:
@@ -418,7 +419,7 @@ class CollectiveReducer(StepEnd):
         feedback: bool = False,
         piece_elems: int = PIECE_ELEMS,
     ) -> CollectiveReducer:
-        """Returns a reducer that sums by slices. Not collective. feedback: for a lossy codec."""
+        """Returns a reducer that sums by slices. Not collective. feedback: error feedback for a lossy codec."""
         residuals = None
         if feedback and not codec.exact and comm.num_ranks > 1:
             residuals = Residuals(rank=comm.rank, num_ranks=comm.num_ranks)
@@ -447,7 +448,11 @@ class CollectiveReducer(StepEnd):
         return list(self._memory)
 
     def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
-        """Horovod's thread sums the numbers as one more tensor; each rank computes the norm of small buckets itself."""
+        """See `BucketReducer.finish`.
+
+        Over Horovod, its thread sums the numbers as one more tensor, and each rank computes the norm of small buckets
+        itself.
+        """
         if not self._norm_alone or not len(numbers):
             return super().finish(numbers, comm=comm)
         wait = self._comm.start_all_reduce(torch.from_numpy(numbers), number=len(self._memory))
@@ -472,8 +477,10 @@ class CollectiveReducer(StepEnd):
         return self._reduce(number)
 
     def _reduce(self, number: int) -> Iterator[bool]:
-        """Starts the sum in the first `next`, since backends match operations by order, and only the first turns of the
-        reductions have the same order on every rank. Waits in the second, when the others in flight have started.
+        """Starts the sum in the first `next`, and waits for it in the second, when the other reductions have started.
+
+        Backends match operations by order, and only the first turns of the reductions have the same order on every
+        rank.
         """
         finish = None
         if self._comm.num_ranks > 1 and self._memory[number].numel():

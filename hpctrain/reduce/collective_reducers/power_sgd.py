@@ -1,15 +1,15 @@
 """PowerSGD: a gradient matrix is sent as two thin factors (Vogels et al. 2019, arXiv:1905.13727).
 
-A parameter of two dimensions or more is a matrix of shape (n, m) = (outermost dimension, the rest). With M_i the
-gradient of rank i plus its residual, one power iteration from the last step's Q gives
+A parameter with two or more dimensions is a matrix of shape (n, m) = (outermost dimension, product of the others).
+With M_i the gradient of rank i plus its residual, one power iteration from the last step's Q gives
 
     P = orthonormal(sum_i M_i Q)        (n, rank)
     Q = sum_i M_i^T P                   (m, rank)
     sum_i M_i  ~  P Q^T
 
-Buckets are sums of weighted gradients, and so is the result: nothing is averaged. A rank's share is P P^T M_i,
-the projection of its own matrix; the shares add up to P Q^T. The rank keeps M_i - P P^T M_i as residual for the
-next step: it is orthogonal to P, so it does not grow through other ranks' gradients.
+Buckets are sums of weighted gradients, and so is the result: nothing is averaged. A rank's share is P P^T M_i, the
+projection of its own matrix; the shares add up to P Q^T. The rank keeps M_i - P P^T M_i as residual for the next step:
+it is orthogonal to P, so it does not grow through other ranks' gradients.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor, check_d
 from hpctrain.reduce.contract.step_end import StepEnd
 from hpctrain.topology import Topology
 
-# Messages of the low-rank reduction and their layout. Does not communicate.
-
-
 # A matrix is sent as factors if they have at most 1/MIN_SAVING of its elements: a smaller saving is not worth the
 # computation and the error of the approximation.
 MIN_SAVING = 2
 
 
 def matrix_shape(shape: Sequence[int], *, rank: int) -> tuple[int, int] | None:
-    """Returns rows and columns of a parameter that is sent as factors with `rank` columns; None if it is not."""
+    """Returns rows and columns of a parameter that is sent as factors with `rank` columns.
+
+    Returns None if it is sent unchanged.
+    """
     if len(shape) < 2 or 0 in shape:
         return None
     rows, columns = shape[0], math.prod(shape[1:])
@@ -48,9 +48,11 @@ def matrix_shape(shape: Sequence[int], *, rank: int) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactoredMatrix:
-    """Views for one parameter: its matrix in the bucket's memory, its factors in the messages.
+    """Views for one parameter: its matrix in the bucket's memory, and its factors in the messages.
 
-    m: (rows, columns). p: (rows, rank). q: (columns, rank).
+    m: matrix, shape (rows, columns).
+    p: first factor, shape (rows, rank).
+    q: second factor, shape (columns, rank).
     """
 
     slot: Slot
@@ -61,10 +63,11 @@ class FactoredMatrix:
 
 @final
 class FactoredBucket:
-    """A bucket's memory and its two messages.
+    """A bucket's memory and its two messages, which are empty if no parameter has factors. Does not communicate.
 
-    `first`: P of every matrix, the gradients that are sent unchanged, the flags, and one element that is NaN if this
-    rank's values are not finite, else 0. `second`: Q of every matrix. Both are empty if no parameter has factors.
+    first: P of every matrix, the gradients that are sent unchanged, the flags, and one element that is NaN if this
+    rank's values are not finite, otherwise 0.
+    second: Q of every matrix.
     """
 
     def __init__(self, bucket: Bucket, *, rank: int, device: torch.device) -> None:
@@ -113,7 +116,7 @@ class FactoredBucket:
         self.memory[self.bucket.first_flag :] = self.first[offset:-1]
 
     def used(self) -> dict[int, bool]:
-        """Returns for each parameter True if any rank had a gradient for it. Call after the flags are summed."""
+        """Returns for each parameter whether any rank had a gradient for it. Call it after the flags are summed."""
         flags = self.memory[self.bucket.first_flag :].tolist()
         return {slot.parameter: flag != 0 for slot, flag in zip(self.bucket.slots, flags, strict=True)}
 
@@ -131,15 +134,20 @@ FACTOR_COLUMNS = 16
 class LowRankReducer(StepEnd):
     """`BucketReducer` that sends matrices as factors, and all other parameters unchanged, with error feedback.
 
-    comm: used by this object only; two all_reduce operations per bucket, in the bucket's dtype. They block, so buckets
-        are reduced one after another.
-    rank: columns of the factors. start_step: number of first steps in which everything is sent unchanged, because
-        gradients change direction too fast for factors that are updated by one iteration per step.
-    topology: for `bytes_sent`, computed for a ring (see `collective_reducer`).
-    Deterministic; bitwise equal on every rank if the ranks' processors and libraries are the same, since each rank
-    orthonormalizes P itself. If a bucket is not finite on any rank, the result is not finite on all, and the residuals
-    stay unchanged (`settle`); a parameter that no rank used keeps its residual. Raises UsageError for values out of
-    range.
+    Each bucket needs two all_reduce operations in the bucket's dtype. They block, so buckets are reduced one after
+    another. The result is deterministic, and bitwise equal on every rank if the ranks' processors and libraries are
+    the same, since each rank orthonormalizes P itself. If a bucket is not finite on any rank, the result is not finite
+    on all, and the residuals do not change (`settle`). A parameter that no rank used keeps its residual.
+
+    Args:
+        comm: Communicator used by this object only.
+        rank: Number of columns of the factors.
+        start_step: Number of first steps in which everything is sent unchanged, because gradients change direction too
+            fast for factors that are updated by one iteration per step.
+        topology: Placement of the ranks for `bytes_sent`, which is computed for a ring (see `collective_reducer`).
+
+    Raises:
+        UsageError: A value is out of range.
     """
 
     def __init__(
@@ -190,7 +198,7 @@ class LowRankReducer(StepEnd):
     # ------------------------------------------------------------------ one bucket
 
     def reduce(self, number: int) -> Iterator[bool]:
-        """See `BucketReducer.reduce`. All of it runs in the first `next`, as the collective operations block."""
+        """See `BucketReducer.reduce`. All of it runs in the first `next`, because the collective operations block."""
         factored = self._buckets[number]
         self._began = True
         self._residuals.add_to(factored.memory, factored.bucket)
@@ -229,7 +237,7 @@ class LowRankReducer(StepEnd):
                 self._keep(factored, matrix.slot)
 
     def _take(self, matrix: FactoredMatrix, *, p: torch.Tensor, own_q: torch.Tensor) -> None:
-        """Writes the new residual (matrix minus this rank's share), the sum into the bucket, and the next step's Q."""
+        """Writes the sum into the bucket, the new residual (matrix minus this rank's share), and the next step's Q."""
         left = self._residuals.left(matrix.slot).view_as(matrix.m)
         left.copy_(torch.addmm(matrix.m, p, own_q.T, alpha=-1))
         torch.mm(p, matrix.q.T, out=matrix.m)
@@ -239,7 +247,10 @@ class LowRankReducer(StepEnd):
             torch.div(matrix.q, length, out=self._factors[matrix.slot.parameter])
 
     def _delivered(self, factored: FactoredBucket, slots: Sequence[Slot]) -> None:
-        """Sets the residuals of slots that were sent unchanged: zero, or the old one if no rank used the parameter."""
+        """Sets the residuals of slots that were sent unchanged to zero.
+
+        If no rank used the parameter, the old residual is kept.
+        """
         used = factored.used()
         for slot in slots:
             if used[slot.parameter]:
@@ -270,7 +281,10 @@ class LowRankReducer(StepEnd):
         return self._bytes_sent
 
     def state(self) -> list[StateTensor]:
-        """Returns the residuals of this rank, and the factors and number of steps, which are the same on every rank."""
+        """Returns the residuals of this rank, the factors and the number of steps.
+
+        Factors and number of steps are the same on every rank.
+        """
         factors = self._flat_factors()
         steps = torch.tensor([self._steps], dtype=torch.int64)
         same = {STEPS: steps, FACTORS: factors} if factors.numel() else {STEPS: steps}
@@ -308,6 +322,6 @@ class LowRankReducer(StepEnd):
 
 
 def _first_factor(matrix: FactoredMatrix) -> torch.Tensor:
-    """Returns random numbers that depend only on the parameter's number, not on rank, device or buckets."""
+    """Returns the first Q: random numbers that depend only on the parameter's index, not on rank, device or buckets."""
     generator = torch.Generator().manual_seed(matrix.slot.parameter)
     return torch.randn(tuple(matrix.q.shape), generator=generator, dtype=torch.float32).to(matrix.q)

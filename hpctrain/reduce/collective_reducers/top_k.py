@@ -1,8 +1,8 @@
 """Top-k reduction: only the largest gradients are sent (Aji and Heafield 2017, arXiv:1704.05021).
 
-Of each bucket a rank sends the fraction of elements with the largest absolute values, each with its index. The
-ranks' choices differ, so they are gathered, and every rank adds them up in rank order. Elements not sent, and
-rounding errors of those sent, are added to the next gradient (error feedback).
+A rank sends, of each bucket, the fraction of elements with the largest absolute values, each with its index. The ranks
+choose different elements, so these are gathered, and every rank adds them up in rank order. Elements that are not
+sent, and rounding errors of those that are, are added to the next gradient (error feedback).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpctrain.reduce.contract.step_end import StepEnd
 from hpctrain.topology import Topology
 
 STEPS = "top_k/steps"
-# Of a bucket's elements, the share that is sent.
+# Share of a bucket's elements that is sent.
 FRACTION = 0.01
 _ALIGNMENT = 8
 
@@ -37,8 +37,13 @@ _ALIGNMENT = 8
 class TopKMessage:
     """Layout of one rank's message for one bucket: range, indices, values, flags, each at a multiple of 8 bytes.
 
-    range: one float64, the largest absolute value; not finite if any of the rank's values is not. Indices are int32 if
-    they fit. Flags are one byte each.
+    The range is one float64, the largest absolute value; it is not finite if one of the rank's values is not. Flags
+    are one byte each.
+
+    count: number of elements that are sent.
+    num_flags: number of flags.
+    place_dtype: dtype of the indices, int32 if they fit.
+    value_dtype: dtype of the values.
     """
 
     count: int
@@ -48,7 +53,7 @@ class TopKMessage:
 
     @classmethod
     def of(cls, bucket: Bucket, *, fraction: float, value_dtype: torch.dtype | None) -> TopKMessage:
-        """Returns the layout for `bucket`. value_dtype: None sends the values in the bucket's dtype."""
+        """Returns the layout for `bucket`. value_dtype: dtype of the values; None means that of the bucket."""
         gradients = bucket.num_gradients
         return cls(
             count=math.ceil(fraction * gradients),
@@ -93,18 +98,22 @@ class _Planned:
 class TopKReducer(StepEnd):
     """`BucketReducer` that sends the largest elements of each bucket, with error feedback.
 
-    comm: used by this object only; one all_gather per bucket, with one message of each rank. It blocks, so buckets are
-        reduced one after another.
-    fraction: fraction of a bucket's elements that each rank sends, at least one element. Every rank receives
-        8 N fraction bytes per element from N ranks (float32 values), and 8 (N-1)/N with a float32 ring: top-k is
-        smaller if N fraction < 1.
-    value_dtype: torch.float16 sends values relative to the rank's largest in two bytes, which cannot overflow;
-        None sends them in the bucket's dtype.
-    start_step: number of first steps in which all elements are sent.
-    topology: for `bytes_sent`, computed for a ring (see `collective_reducer`).
-    Deterministic, bitwise equal on every rank. If a bucket is not finite on any rank, the result is not finite on all,
-    and the residuals stay unchanged (`settle`); a parameter that no rank used keeps its residual.
-    Raises UsageError for values out of range.
+    Each bucket needs one all_gather, with one message per rank. It blocks, so buckets are reduced one after another.
+    With N ranks, every rank receives 8 N fraction bytes per element (float32 values), compared to 8 (N-1)/N with a
+    float32 ring: top-k is smaller if N fraction < 1. The result is deterministic, and bitwise equal on every rank. If
+    a bucket is not finite on any rank, the result is not finite on all, and the residuals do not change (`settle`). A
+    parameter that no rank used keeps its residual.
+
+    Args:
+        comm: Communicator used by this object only.
+        fraction: Fraction of a bucket's elements that each rank sends, at least one element.
+        value_dtype: torch.float16 sends values relative to the rank's largest in two bytes, which cannot overflow;
+            None sends them in the bucket's dtype.
+        start_step: Number of first steps in which all elements are sent.
+        topology: Placement of the ranks for `bytes_sent`, which is computed for a ring (see `collective_reducer`).
+
+    Raises:
+        UsageError: A value is out of range.
     """
 
     def __init__(
@@ -198,7 +207,7 @@ class TopKReducer(StepEnd):
         self._keep_unused(planned)
 
     def _choose(self, planned: _Planned) -> None:
-        """Writes this rank's message, and subtracts the values sent from the bucket's memory."""
+        """Writes this rank's message, and subtracts the sent values from the bucket's memory."""
         memory, bucket = planned.memory, planned.bucket
         gradients, flags = memory[: bucket.num_gradients], memory[bucket.first_flag :]
         extent, places, values, had = planned.message.parts(planned.data)
@@ -247,7 +256,7 @@ class TopKReducer(StepEnd):
         return self._residuals.rows_to_load(shapes)
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
-        """See `BucketReducer.load_state`. shapes: of the whole tensors, by name; None: `tensors` are whole."""
+        """See `BucketReducer.load_state`."""
         self._residuals.load_state(tensors, shapes)
         self._steps = int(tensors[STEPS]) if STEPS in tensors else 0
 
@@ -256,8 +265,8 @@ class TopKReducer(StepEnd):
 
 
 def _unit(largest: float) -> float:
-    """Returns a power of two within a factor of 2 of `largest`, so that scaling is exact; 1 if not finite."""
+    """Returns a power of two within a factor of 2 of `largest`, so that scaling is exact; 1 if it is not finite."""
     if not math.isfinite(largest):
         return 1.0
-    # At least a normal float32, as values are divided by it.
+    # Not below the normal float32 numbers, because values are divided by it.
     return math.ldexp(1.0, max(math.frexp(largest)[1] - 1, -100))

@@ -1,2 +1,1 @@
-"""The interfaces `DistributedOptimizer` and `BucketReducer`, the bucket plan, its check over ranks, and polling of
-reductions."""
+"""The interfaces `DistributedOptimizer` and `BucketReducer`, the plan of buckets, and the end of a step."""

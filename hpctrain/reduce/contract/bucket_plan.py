@@ -1,9 +1,11 @@
 """Assignment of gradients to buckets. Pure planning.
 
-Parameters are taken in the order in which their gradients become ready, so that the first bucket can be reduced
-while backward still runs (Li et al. 2020, arXiv:2006.15704). Until that order is known it is assumed to be the
-reverse of the order of registration. A bucket holds gradients of one dtype, then a gap, then one flag element per
-parameter: 1 if the rank had a gradient for it. A parameter that no rank used gets no gradient, as on one rank.
+Parameters are taken in the order in which their gradients become ready, so that the first bucket can be reduced while
+backward still runs (Li et al. 2020, arXiv:2006.15704). Until that order is known, it is assumed to be the reverse of
+the order of registration.
+
+A bucket holds gradients of one dtype, then a gap, then one flag element per parameter, which is 1 if the rank had a
+gradient for it. A parameter that no rank used gets no gradient, as in training on one rank.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ FLAG_GAP = 255
 class Slot:
     """Place of one parameter's gradient in its bucket, in elements.
 
-    parameter: its number in the optimizer's order. used_flag: offset of its flag: 1 if the rank had a gradient.
+    parameter: index of the parameter in the optimizer's order.
+    offset, numel: position in the bucket and number of elements.
+    used_flag: position of the parameter's flag in the bucket, which is 1 if the rank had a gradient.
     position: offset in gradient space, the concatenation of all flattened parameters in the optimizer's order, which
-    does not depend on the buckets. shape: of the gradient in memory order, outermost dimension first; empty if unknown.
+    does not depend on the buckets.
+    shape: shape of the gradient in memory order, outermost dimension first; empty if unknown.
     """
 
     parameter: int
@@ -40,7 +45,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One reduction. `numel` counts gradients, gap and flags; there is at least one slot."""
+    """A buffer of gradients that is reduced as a whole. It has at least one slot.
+
+    numel: number of elements, including gap and flags.
+    """
 
     dtype: torch.dtype
     slots: tuple[Slot, ...]
@@ -48,18 +56,18 @@ class Bucket:
 
     @property
     def num_gradients(self) -> int:
-        """Number of elements that are gradients: the first ones of the bucket."""
+        """Number of gradient elements, which come first in the bucket."""
         return self.slots[-1].offset + self.slots[-1].numel
 
     @property
     def first_flag(self) -> int:
-        """Offset of the flags, which extend to the end of the bucket: one per slot, in the order of the slots."""
+        """Position of the first flag. The flags, one per slot in slot order, extend to the end of the bucket."""
         return self.slots[0].used_flag
 
 
 @dataclass(frozen=True, slots=True)
 class GradientSpec:
-    """Properties of a gradient that the plan depends on. dtype: the one it is summed in; see `sum_dtype`."""
+    """Properties of a gradient that the plan depends on. dtype: dtype in which it is summed, see `sum_dtype`."""
 
     numel: int
     dtype: torch.dtype
@@ -69,7 +77,8 @@ class GradientSpec:
 def sum_dtype(parameter: torch.dtype) -> torch.dtype:
     """Returns the dtype in which gradients of parameters of dtype `parameter` are summed over the ranks.
 
-    float64 for float64, float32 for all others: half types lose bits in each addition.
+    It is float64 for float64 (and complex128), and float32 for all others, because half types lose bits in each
+    addition.
     """
     return torch.float64 if parameter in (torch.float64, torch.complex128) else torch.float32
 
@@ -77,10 +86,11 @@ def sum_dtype(parameter: torch.dtype) -> torch.dtype:
 def plan_buckets(
     specs: Sequence[GradientSpec], *, bucket_bytes: int, order: Sequence[int] | None = None
 ) -> tuple[Bucket, ...]:
-    """Returns buckets of up to `bucket_bytes` of gradients each; a larger gradient gets a separate bucket.
+    """Returns buckets with up to `bucket_bytes` of gradients each; a larger gradient gets a bucket of its own.
 
-    order: every parameter's number once, in the order in which gradients become ready; None: the last parameter first.
-    Raises UsageError for a size below 1 or an order that does not name each parameter once.
+    order: index of every parameter, in the order in which gradients become ready; None: the last parameter first.
+
+    Raises UsageError for a size below 1, or an order that does not contain each parameter once.
     """
     if bucket_bytes < 1:
         raise UsageError(f"bucket_bytes is {bucket_bytes}: give at least 1")
@@ -104,7 +114,10 @@ def plan_buckets(
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """The first `num_elems` elements of bucket `bucket` are complete once the gradients of `parameters` are written."""
+    """A partly filled bucket: `num_elems` elements are complete once the gradients of `parameters` are written.
+
+    They are the first elements of the bucket.
+    """
 
     bucket: int
     num_elems: int
@@ -112,10 +125,11 @@ class Milestone:
 
 
 def milestones(buckets: Sequence[Bucket], *, least_elems: int) -> dict[int, Milestone]:
-    """Returns when to announce that a bucket is partly filled, by the parameter whose gradient completes that part.
+    """Returns when to announce that a bucket is partly filled: by the parameter whose gradient completes that part.
 
-    Only in the last bucket of each dtype, each time half of the remaining elements, and at least `least_elems`, are
-    written: few announcements, and few elements after the last. The other buckets are announced when they are full.
+    Only the last bucket of each dtype has such milestones, each after half of the remaining elements and at least
+    `least_elems`: so there are few announcements, and few elements remain after the last one. The other buckets are
+    announced when they are full.
     """
     found: dict[int, Milestone] = {}
     for number in {bucket.dtype: number for number, bucket in enumerate(buckets)}.values():
@@ -130,12 +144,15 @@ def milestones(buckets: Sequence[Bucket], *, least_elems: int) -> dict[int, Mile
 
 
 def default_order(num_parameters: int) -> list[int]:
-    """Returns the order assumed until one is observed: backward begins with the parameters that forward used last."""
+    """Returns the order that is assumed until one is observed: the last parameter first.
+
+    Backward starts with the parameters that forward used last.
+    """
     return list(reversed(range(num_parameters)))
 
 
 def completed_order(seen: Sequence[int], *, num_parameters: int) -> list[int]:
-    """Returns `seen`, the order in which gradients became ready, followed by the parameters without gradient."""
+    """Returns `seen`, the order in which gradients became ready, followed by the parameters without a gradient."""
     known = set(seen)
     return [*seen, *(index for index in default_order(num_parameters) if index not in known)]
 

@@ -1,4 +1,7 @@
-"""`BucketReducer`, the interface between the updater and the algorithms that sum a bucket over all ranks."""
+"""`BucketReducer`, the interface between an updater and the algorithms that sum a bucket over all ranks.
+
+The functions at the end poll reductions until they are complete.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """A block of a global tensor, for a checkpoint. A block that is the whole tensor is the same on all ranks."""
+    """A block of a global tensor, for a checkpoint. A block that covers the whole tensor is the same on all ranks."""
 
     name: str
     tensor: torch.Tensor
@@ -34,24 +37,24 @@ class StateTensor:
 
 @runtime_checkable
 class Chooser(Protocol):
-    """Optional: a reducer that chose its algorithms by measurement.
+    """Optional interface of a reducer that has chosen its algorithms by measurement.
 
-    Sums by different algorithms differ in the last bits, so a resumed run must choose the same ones.
+    Sums by different algorithms differ in the last bits, so a resumed run must choose the same algorithms.
     """
 
     def choice_state(self) -> dict[str, Any]:
-        """Returns the chosen algorithms and bucket size as JSON for a checkpoint; the same on every rank."""
+        """Returns the chosen algorithms and bucket size as JSON values, for a checkpoint. The same on every rank."""
 
     def recall(self, saved: Mapping[str, Any]) -> int:
-        """Restores a saved choice, from the next plan on. Returns the bucket size in bytes. Not collective."""
+        """Restores a saved choice for the next plan, and returns the bucket size in bytes. Not collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """What the ranks know when the reductions of a step have ended: the same bits on every rank.
+    """What every rank knows when the reductions of a step have ended; the same bits on all of them.
 
-    norm_square: sum of the squares of all gradients as they are in the buckets; infinite or NaN if one of them is.
-    numbers: sums over the ranks of the numbers that `finish` was given, shape (n,), float64.
+    norm_square: sum of the squares of all gradients, as they are in the buckets; infinite or NaN if a gradient is.
+    numbers: sums over the ranks of the numbers passed to `finish`, shape (n,), float64.
     """
 
     norm_square: float
@@ -64,13 +67,13 @@ Finishing: TypeAlias = Generator[bool, None, Reduced]
 
 @runtime_checkable
 class InBackground(Protocol):
-    """Optional: reductions that a thread outside Python continues once they have begun."""
+    """Optional interface of a reducer whose reductions a thread outside Python continues once they have started."""
 
     def in_background(self, number: int) -> bool:
-        """Returns True if the reduction of bucket `number` is one of these; the same on every rank. Not collective.
+        """Returns True if the reduction of bucket `number` continues in such a thread; the same on every rank.
 
-        Its first `next` then does not wait for other ranks, so it is started within backward even where no core is free
-        for a thread of hpctrain.
+        Not collective. The first `next` of such a reduction does not wait for other ranks, so it is started within
+        backward even if no core is free for a thread of hpctrain.
         """
 
 
@@ -89,84 +92,124 @@ class BucketReducer(Protocol):
         """Name of the wire format, as in the recipe."""
 
     def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
-        """Returns zeroed memory for each bucket: shape (bucket.numel,), dtype bucket.dtype, on `device`. Collective.
+        """Allocates zeroed memory for each bucket. Collective.
 
-        A second call replaces the buckets of the first and keeps the error feedback of each parameter. Raises
-        BufferMismatch on every rank, naming the rank that differs, unless all ranks plan the same.
+        A second call replaces the buckets of the first, and keeps the error feedback of each parameter.
+
+        Args:
+            buckets: The plan, the same on every rank.
+            device: Device of the memory.
+
+        Returns:
+            One tensor per bucket, of shape (bucket.numel,) and dtype bucket.dtype.
+
+        Raises:
+            BufferMismatch: On every rank, naming the rank that differs. The ranks have different plans.
         """
 
     def reduce(self, number: int) -> Iterator[bool]:
-        """Sums bucket `number` over all ranks, in place, in the memory that `plan` returned. Collective.
+        """Sums bucket `number` over all ranks, in place in the memory that `plan` returned. Collective.
 
-        A generator: each `next` works as far as it can without waiting. It yields True when it made progress, False
-        when it waits for another rank, and ends when the bucket holds the sum, the same bits on every rank. Several
-        reductions may be in flight. Every rank begins them in the same order, but later turns come in an order that
-        differs between ranks; so a reducer of blocking collectives calls all of them in the first `next`.
+        Several reductions may be in flight. Every rank starts them in the same order, but the order of later turns
+        differs between ranks. A reducer that uses blocking collectives must therefore call all of them in the first
+        `next`.
+
+        Args:
+            number: Index of the bucket in the plan.
+
+        Returns:
+            A generator. Each `next` works as far as it can without waiting, and yields True if it made progress, False
+            if it waits for another rank. The generator ends when the bucket holds the sum, with the same bits on every
+            rank.
         """
 
     def keep_squares(self) -> None:
-        """From the next plan on, each step ends with `finish`. Not collective."""
+        """Announces that, from the next plan on, each step ends with `finish`. Not collective."""
 
     def begin_step(self, factor: float) -> float:
-        """Asks for sums that are multiplied by `factor`, until this is called again. Not collective.
+        """Requests sums that are multiplied by `factor`, until the next call. Not collective.
 
-        factor: the same on every rank. Returns the factor by which they are multiplied, the same on every rank:
-        `factor` where that costs no further pass over the gradients, else 1.
+        Args:
+            factor: Requested factor, the same on every rank.
+
+        Returns:
+            The factor that the sums will have, the same on every rank: `factor` if that needs no further pass over the
+                gradients, otherwise 1.
         """
 
     def filled(self, number: int, num_elems: int) -> None:
         """Announces that the first `num_elems` elements of bucket `number` are written. Not collective.
 
-        Its reduction may begin with them, and overwrite them. A rank need not announce anything.
+        The reduction may start with these elements, and overwrite them. Announcing is optional.
         """
 
     def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
-        """Ends the reductions of a step: returns turns that compute the norm and sum `numbers`. Collective.
+        """Ends the reductions of a step: computes the gradient norm and sums `numbers` over the ranks. Collective.
 
-        numbers: shape (n,), float64, overwritten with the sums; n is the same on every rank. comm: all ranks, for
-        reducers without a faster way. Call it, on every rank alike, before the first reduction of the step begins, so
-        that the numbers can travel with it, or after the last has ended; take the turns after the last has ended.
+        Call it on every rank at the same place: either before the first reduction of the step starts, so that the
+        numbers can be sent with it, or after the last one has ended.
+
+        Args:
+            numbers: float64 array of shape (n,), overwritten with the sums; n is the same on every rank.
+            comm: Communicator of all ranks, for reducers without a faster method.
+
+        Returns:
+            A generator like that of `reduce`, to be run after the last reduction has ended. It returns a `Reduced`.
         """
 
     def settle(self, *, applied: bool, rescale: float) -> None:
-        """Ends the step for error feedback: its values count as sent only if the step was `applied`.
+        """Ends the step for error feedback: the values of the step count as sent only if it was applied.
 
-        applied: the same on every rank. rescale: next loss scale divided by this step's. Not collective.
+        Not collective.
+
+        Args:
+            applied: Whether the step was applied, the same on every rank.
+            rescale: The next step's loss scale divided by this step's.
         """
 
     def bytes_sent(self) -> int:
         """Returns the payload bytes that this rank has sent to other nodes so far. Not collective."""
 
     def state(self) -> list[StateTensor]:
-        """Returns what a checkpoint must hold: error feedback, low-rank factors. Not collective; may be empty."""
+        """Returns the tensors that a checkpoint must hold (error feedback, low-rank factors); possibly none.
+
+        Not collective.
+        """
 
     def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
-        """Returns which rows of a checkpoint's tensors `load_state` needs on this rank; it needs all of the others.
+        """Returns the rows of a checkpoint's tensors that `load_state` needs on this rank.
 
-        shapes: of the whole tensors, by name; the checkpoint may be of another number of ranks. Ascending rows. Call it
-        after `plan`. Not collective.
+        Not collective; call it after `plan`.
+
+        Args:
+            shapes: Shapes of the whole saved tensors, by name. The checkpoint may be from another number of ranks.
+
+        Returns:
+            For some tensors, by name, the row ranges that this rank needs, ascending. `load_state` needs all rows of
+            the others.
         """
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
-        """Restores `state`. Collective. Call it after `plan`.
+        """Restores `state` from a checkpoint. Collective; call it after `plan`.
 
-        tensors: of a checkpoint, by name: whole, or only the rows (along the first dimension) of `rows_to_load`, one
-        after another. shapes: of the whole tensors; None: `tensors` are whole. Missing tensors (of another wire format)
-        start as in a new run; unknown names are ignored. Raises CheckpointError on every rank if they are of another
-        model.
+        Args:
+            tensors: Saved tensors by name: either whole, or the rows from `rows_to_load` (along the first dimension),
+                concatenated. Missing tensors (of another wire format) start as in a new run; unknown names are
+                ignored.
+            shapes: Shapes of the whole tensors, by name; None if `tensors` are whole.
+
+        Raises:
+            CheckpointError: On every rank. The tensors belong to another model.
         """
 
     def close(self) -> None:
         """Frees memory and communicators. Collective."""
 
 
-# Checks, before the first byte is sent, that every rank reduces the same buckets in the same way.
-
-
 def check_same_plan(comm: Collective, buckets: Sequence[Bucket], *, how: str) -> None:
-    """Raises BufferMismatch on every rank, naming the ranks that differ, unless all pass the same plan. Collective.
+    """Raises BufferMismatch on every rank, naming the ranks that differ, unless all have the same plan. Collective.
 
-    how: the reducer's name and settings, as one line.
+    how: name and settings of the reducer, as one line.
     """
     layout = repr([
         (str(b.dtype), b.numel, [(s.parameter, s.offset, s.numel, s.used_flag) for s in b.slots]) for b in buckets
@@ -181,7 +224,7 @@ def check_same_plan(comm: Collective, buckets: Sequence[Bucket], *, how: str) ->
 
 
 def check_dtypes(buckets: Sequence[Bucket], *, what: str) -> None:
-    """Raises UsageError unless all buckets are float32 or float64; on all ranks if `check_same_plan` passed."""
+    """Raises UsageError unless all buckets are float32 or float64. After `check_same_plan`, all ranks raise it."""
     for bucket in buckets:
         if bucket.dtype not in (torch.float32, torch.float64):
             raise UsageError(
@@ -189,16 +232,13 @@ def check_dtypes(buckets: Sequence[Bucket], *, what: str) -> None:
             )
 
 
-# Polls reductions until they end: spins briefly, then sleeps, longer each time.
-
-
 Result = TypeVar("Result")
 
 # Sleeps between polls: short enough for a fast reaction to messages, long enough to leave a shared core to backward.
 SHORTEST_WAIT_S = 20e-6
 LONGEST_WAIT_S = 200e-6
-# Where ranks outnumber their cores a poll takes processor time from a rank that computes, and the reaction to a message
-# waits for the core anyway.
+# If there are more ranks than cores, a poll takes processor time from a rank that computes, and the reaction to a
+# message has to wait for the core anyway.
 LONGEST_WAIT_CROWDED_S = 2e-3
 # A caller with nothing else to do first spins for this long: the kernel rounds the shortest sleep up to about 70 us,
 # and a rank that sleeps while the last one arrives delays that one in turn.
@@ -217,12 +257,12 @@ class Backoff:
         self.reset()
 
     def reset(self) -> None:
-        """Resets the waits: the last poll found progress."""
+        """Starts with short waits again, after a poll that found progress."""
         self._since: float | None = None
         self._wait_s = self._shortest_wait_s
 
     def wait(self, sleep: Callable[[float], object] = time.sleep, *, eager: bool) -> None:
-        """Waits once. eager: no other thread of this process needs the core, so spin first."""
+        """Waits once. eager: True to spin first, if no other thread of this process needs the core."""
         if eager:
             now = time.perf_counter()
             if self._since is None:
@@ -235,7 +275,7 @@ class Backoff:
 
 
 def result_of(turns: Generator[bool, None, Result]) -> Result:
-    """Takes all turns on the calling thread, waiting as `step` does in training. Returns the generator's result."""
+    """Runs the generator to its end on the calling thread, with the waits that `step` uses, and returns its result."""
     found: list[Result] = []
 
     def until_result() -> Iterator[bool]:
@@ -246,8 +286,7 @@ def result_of(turns: Generator[bool, None, Result]) -> Result:
 
 
 def run_to_end(reductions: Sequence[Iterator[bool]]) -> None:
-    """Polls the reductions alternately until all have ended, on the calling thread; waits as `step` does in
-    training."""
+    """Polls the reductions in turn until all have ended, on the calling thread, with the waits that `step` uses."""
     in_flight = list(reductions)
     backoff = Backoff()
     while in_flight:
@@ -265,8 +304,10 @@ def run_to_end(reductions: Sequence[Iterator[bool]]) -> None:
 
 
 def until(ready: Callable[[], bool]) -> Iterator[bool]:
-    """Polls `ready` and ends when it returns True. Yields at each other poll: True (progress was made before) at the
-    first, then False (no progress)."""
+    """Polls `ready` until it returns True. After a failed poll it yields: True the first time, False from then on.
+
+    The first yield reports progress, which was made before the wait.
+    """
     progressed = True
     while not ready():
         yield progressed
@@ -274,7 +315,7 @@ def until(ready: Callable[[], bool]) -> Iterator[bool]:
 
 
 def one_round(active: deque[Iterator[bool]]) -> Iterator[bool]:
-    """Advances each generator once and removes those that have ended. Yields True if any made progress."""
+    """Advances each generator once, and removes those that have ended. Yields True if any made progress."""
     progressed = False
     for _ in range(len(active)):
         chunk = active.popleft()

@@ -1,6 +1,4 @@
-"""The end of a step: the norm of the gradients, clipping, their divisor, and one more all-reduce where a reducer
-only sums.
-"""
+"""The end of a step: gradient norm, clipping and divisor, and an all-reduce for reducers that only sum buckets."""
 
 from __future__ import annotations
 
@@ -16,12 +14,8 @@ from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import Finishing, Numbers, Reduced
 
-# Squares of gradients, in little more than the time of reading the memory once, and exact enough for a
-# norm.
-
-
-# Norms are taken of rows of so many elements, and of those in float64: a float32 sum over a whole bucket would
-# lose up to a thousandth, a float64 one takes four times as long.
+# Norms are computed of rows of this many elements, and then of these norms in float64: a float32 sum over a whole
+# bucket would lose up to a thousandth, and a float64 sum takes four times as long.
 ROW_ELEMS = 1024
 
 
@@ -38,9 +32,9 @@ def square_of(norms: torch.Tensor) -> float:
 
 
 def square_of_all(tensors: Iterable[torch.Tensor]) -> float:
-    """Returns the sum of the squares of all elements of `tensors`, of any shape; infinite or NaN if one of them is.
+    """Returns the sum of the squares of all elements of `tensors`, of any shape; infinite or NaN if an element is.
 
-    Needs memory for one norm in ROW_ELEMS elements, and for a copy of a tensor that is not contiguous.
+    Needs memory for one norm per ROW_ELEMS elements, and for a copy of each tensor that is not contiguous.
     """
     return _square_of_rows([rows for tensor in tensors for rows in in_rows(tensor.detach().reshape(-1))])
 
@@ -62,43 +56,43 @@ def _norms(rows: torch.Tensor) -> torch.Tensor:
 
 @final
 class GradientSquares:
-    """Computes the sum of the squares of the gradients in planned buckets. Other elements of the buckets (flags of used
-    parameters, padding) do not count."""
+    """Computes the sum of the squares of the gradients in planned buckets.
+
+    Other elements of the buckets (flags of used parameters, padding) do not count. It takes little more time than
+    reading the memory once, and is exact enough for a norm.
+    """
 
     def __init__(self, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> None:
-        """buffers: memory of each bucket, shape (bucket.numel,)."""
+        """Prepares the sum. buffers: memory of each bucket, shape (bucket.numel,)."""
         pairs = list(zip(buckets, buffers, strict=True))
         gradients = [buffer[: bucket.num_gradients] for bucket, buffer in pairs if bucket.slots]
         self._rows = [rows for values in gradients for rows in in_rows(values)]
 
     def of_share(self, share: int, *, num_shares: int) -> float:
-        """Returns the sum over part `share` of the gradients; the parts add up to the sum over all."""
+        """Returns the sum of squares of part `share` of the gradients; the parts add up to the sum over all."""
         mine = [rows.tensor_split(num_shares)[share] for rows in self._rows]
         return _square_of_rows([rows for rows in mine if rows.numel()])
 
     def of_all(self) -> float:
-        """Returns the sum over all gradients."""
+        """Returns the sum of squares of all gradients."""
         return self.of_share(0, num_shares=1)
-
-
-# Clipping of gradients by their global norm, by the formula of `torch.nn.utils.clip_grad_norm_`.
 
 
 _ADDED_TO_NORM = 1e-6  # as torch does
 
 
 def check_clip_norm(clip_norm: float | None) -> None:
-    """Raises UsageError for a `clip_norm` that is not above 0; None: gradients are not clipped."""
+    """Raises UsageError for a `clip_norm` that is not above 0. None means that gradients are not clipped."""
     if clip_norm is not None and not clip_norm > 0:
         raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
 
 
 def clip_factor(norm: float, *, clip_norm: float | None) -> float:
-    """Returns the factor of gradients whose global 2-norm is `norm`: clip_norm / (norm + 1e-6), at most 1."""
+    """Returns the factor for gradients whose global 2-norm is `norm`: clip_norm / (norm + 1e-6), at most 1.
+
+    This is the formula of `torch.nn.utils.clip_grad_norm_`.
+    """
     return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + _ADDED_TO_NORM))
-
-
-# What gradients are divided by when the weights of a step do not add up to 1, such as numbers of tokens.
 
 
 # Wire formats with error feedback: what they do not send is added to the gradients of the next step.
@@ -108,11 +102,13 @@ FED_BACK_WIRES = ("int8", "top-k", "low-rank")
 def check_divide_by(
     divide_by: str | None, *, sums: Mapping[str, float] | None, plain: bool, wire: str | None = None
 ) -> None:
-    """Raises UsageError unless `divide_by` is None or a name in `sums` that can be used.
+    """Raises UsageError unless `divide_by` is None, or names a number in `sums` that can be used as a divisor.
 
-    plain: a backward of this step ran outside the updater, which has weighted it equally on all ranks. wire: the wire
-    format; with error feedback, what it does not send in a step would be divided by the sum of the next step. None: the
-    weights of each step add up to about 1.
+    Gradients are divided by such a number if the weights of a step do not add up to 1, for example numbers of tokens.
+
+    plain: True if a backward of this step ran outside the updater, which then weighted all ranks equally.
+    wire: wire format. With error feedback, what is not sent in a step would be divided by the sum of the next step.
+    None: the weights of each step add up to about 1, so that any wire format can be used.
     """
     if divide_by is None:
         return
@@ -136,9 +132,10 @@ def check_divide_by(
 
 
 def divisor(totals: Mapping[str, float], *, divide_by: str | None) -> float:
-    """Returns the sum over the ranks of the number `divide_by`, or 1. With 0 the step cannot be applied.
+    """Returns the sum over the ranks of the number `divide_by`, or 1 if that is None.
 
-    Raises UsageError, on all ranks as `totals` are the same, if it is negative or not finite.
+    With 0 the step cannot be applied. Raises UsageError if the sum is negative or not finite: on all ranks, since
+    `totals` are the same on them.
     """
     total = 1.0 if divide_by is None else totals[divide_by]
     if not 0 <= total < math.inf:
@@ -150,11 +147,11 @@ def divisor(totals: Mapping[str, float], *, divide_by: str | None) -> float:
     return total
 
 
-# The end of a step for reducers that only sum buckets: one more pass over the gradients, one all-reduce.
-
-
 class StepEnd:
-    """Base class with the defaults of `BucketReducer` for `keep_squares`, `begin_step`, `filled` and `finish`."""
+    """Base class of reducers that only sum buckets: defaults for `keep_squares`, `begin_step`, `filled` and `finish`.
+
+    Its `finish` makes one more pass over the gradients, and one all-reduce.
+    """
 
     _squares: GradientSquares
 
@@ -169,12 +166,12 @@ class StepEnd:
         return all_reduced(self._squares, numbers, comm=comm)
 
     def _will_finish(self, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> None:
-        """Notes the planned buckets and their memory; `plan` calls it."""
+        """Stores the planned buckets and their memory for `finish`; `plan` calls it."""
         self._squares = GradientSquares(buckets, buffers)
 
 
 def all_reduced(squares: GradientSquares, numbers: Numbers, *, comm: Collective) -> Finishing:
-    """Each rank computes the squares of its share of the gradients; one all-reduce sums them and the numbers."""
+    """Computes the gradient norm and sums `numbers` in one all-reduce; each rank squares its share of the gradients."""
     share = squares.of_share(comm.rank, num_shares=comm.num_ranks)
     if comm.num_ranks > 1:
         buffer = torch.from_numpy(np.concatenate([[share], numbers]))

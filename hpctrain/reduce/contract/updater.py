@@ -1,8 +1,8 @@
-"""`DistributedOptimizer`, the interface between the training loop and the code that updates parameters from all
-ranks' gradients.
+"""`DistributedOptimizer`: the interface between a training loop and the code that updates the parameters.
 
-It is more general than an all-reduce: a sharded optimizer (reduce-scatter, update of the own part, all-gather), a
-parameter server and delayed updates can implement the same Protocol without changes to the training loop.
+It covers more than an all-reduce: a sharded optimizer (reduce-scatter, update of each rank's shard, all-gather), a
+parameter server or delayed updates can implement the same Protocol without changes to the training loop.
+`check_optimizer` refuses the PyTorch optimizers that an updater cannot step.
 """
 
 from __future__ import annotations
@@ -22,14 +22,19 @@ from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
 # Pure, since every rank must return the same.
 Accepts: TypeAlias = Callable[[float, Mapping[str, float]], bool]
 
-# Called with the number of a bucket and the begin and end of its reduction, in seconds of `time.perf_counter`.
+# Called with the number of a bucket and the start and end of its reduction, in seconds of `time.perf_counter`.
 ReductionObserver: TypeAlias = Callable[[int, float, float], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardTimes:
-    """Times of a step on this rank. backward_s: of its last backward. update_s: after the reduction. ready_s: of each
-    bucket, from the begin of that backward until it was complete; bucket_bytes: its size."""
+    """Times of one step on this rank.
+
+    backward_s: duration of the step's last backward, in seconds.
+    update_s: duration of the update after the reduction, in seconds.
+    ready_s: for each bucket, seconds from the start of that backward until all gradients of the bucket were ready.
+    bucket_bytes: size of each bucket.
+    """
 
     backward_s: float
     update_s: float
@@ -39,7 +44,21 @@ class BackwardTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Result of one `step`. All fields except the times are the same on all ranks."""
+    """Result of `DistributedOptimizer.step`. All fields except the times are the same on every rank.
+
+    Attributes:
+        applied: False if the step was dropped: gradients were not finite, or the step was not accepted. The
+            parameters are then unchanged.
+        grad_norm: Global 2-norm of the gradients before clipping; nan if they were not finite.
+        loss_scale: Loss scale that was used in this step.
+        sums: The numbers that the caller passed as `sums`, summed over the ranks.
+        sync_s: Seconds during which a reduction was in flight.
+        hidden_sync_s: Part of `sync_s` during which training continued.
+        exposed_sync_s: Seconds during which communication blocked training.
+        update_s: Seconds of `step` after the reductions.
+        times: Times of the backward pass and of the buckets; None if backward ran outside of the updater, or left
+            buckets incomplete.
+    """
 
     applied: bool  # False: gradients were not finite, or were not accepted; parameters are unchanged
     grad_norm: float  # global 2-norm before clipping; nan if gradients were not finite
@@ -54,15 +73,19 @@ class StepOutcome:
 
 
 class DistributedOptimizer(Protocol):
-    """Turns the ranks' gradients into the same updated parameters on every rank."""
+    """Turns the gradients of all ranks into the same updated parameters on every rank."""
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
-        """Runs backward on `weight * loss`. Not collective itself; reductions start as gradients become ready.
+        """Runs backward on `weight * loss`.
 
-        loss: one element, of any shape and floating-point dtype; the mean over this rank's samples.
-        weight: this micro-batch's share of the global batch (samples / global samples), so that the sum over
-            ranks and micro-batches is the mean over the global batch, also with unequal counts.
-        last: False for all but the last micro-batch of a step; nothing is reduced after these.
+        Not collective; the reduction of each bucket starts as soon as its gradients are ready.
+
+        Args:
+            loss: Mean loss over this rank's samples: a tensor with one element, of any shape and floating-point dtype.
+            weight: This micro-batch's share of the global batch (samples / global samples). The sum over ranks and
+                micro-batches is then the mean over the global batch, also if the ranks have different numbers of
+                samples.
+            last: True for the last micro-batch of a step. The gradients of the others are only accumulated.
         """
 
     def step(
@@ -74,49 +97,69 @@ class DistributedOptimizer(Protocol):
     ) -> StepOutcome:
         """Waits for the reductions and updates the parameters. Collective.
 
-        sums: numbers to add up over the ranks as well (the loss, a vote to stop); the same keys on all ranks.
-        accepts: may drop the step on all ranks: parameters, optimizer and loss scale then stay as they are, and the
-            next step begins anew. So a rank whose backward failed half-way calls `step` too, and a number in `sums`
-            makes all ranks drop it.
-        divide_by: name of a number in `sums`: gradients and norm are divided by its sum over the ranks, for losses
-            whose weights (numbers of tokens, say) do not add up to 1. If that sum is 0, the step is not applied and the
-            loss scale stays.
-        Raises UsageError on all ranks if that sum is negative or not finite, for a name that is not in `sums`, and for
-        `divide_by` with a wire format with error feedback, unless the weights of each step add up to about 1.
-        Raises DivergedError on all ranks after too many steps in a row whose gradients were not finite; the updater can
-        be used further, after `load_state`.
+        A rank whose backward failed half-way must call `step` too. It can then report the failure as a number in
+        `sums`, from which `accepts` drops the step on all ranks.
+
+        Args:
+            sums: Numbers to sum over the ranks together with the gradients (the loss, a vote to stop). Every rank
+                passes the same keys.
+            accepts: Function of the global gradient norm and the sums. If it returns False, the step is dropped on
+                all ranks: parameters, optimizer and loss scale do not change. It must return the same on every rank.
+            divide_by: Name of a number in `sums`. Gradients and norm are divided by its sum over the ranks, for
+                losses whose weights (numbers of tokens, for example) do not add up to 1. If the sum is 0, the step
+                is dropped and the loss scale does not change.
+
+        Returns:
+            The outcome of the step.
+
+        Raises:
+            UsageError: On all ranks. The sum for `divide_by` is negative or not finite; `divide_by` is not in
+                `sums`; or it is used with a wire format with error feedback, although the weights of each step do
+                not add up to about 1.
+            DivergedError: On all ranks. Too many consecutive steps had gradients that were not finite. The updater
+                can still be used after `load_state`.
         """
 
     def wait_for_parameters(self) -> None:
-        """Waits until the parameters are as `step` has updated them on all ranks. Not collective.
+        """Waits until the parameters have the values that the last `step` computed on all ranks. Not collective.
 
-        A sharded optimizer may gather them while training continues. PyTorch's operations on parameters wait by
-        themselves; call this before their memory is read in another way, as through a view that was made before.
+        A sharded optimizer may gather parameters while training continues. PyTorch operations on the parameters wait
+        by themselves. Call this before the memory is read in another way, for example through a view that was
+        created earlier.
         """
 
     def observe_reductions(self, observer: ReductionObserver | None) -> None:
-        """Tells `observer` of each bucket's reduction from now on, on the thread that reduces; None ends that.
+        """Sets a function that is called after the reduction of each bucket, on the thread that reduces.
 
-        On one rank nothing is reduced. Call it between steps. Not collective.
+        Not collective. Call it between steps. Nothing is observed in a run of one rank, which has no reductions.
+
+        Args:
+            observer: Function of the bucket's number and the start and end of its reduction, in seconds of
+                `time.perf_counter`; None removes the observer.
         """
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context in which backward only accumulates into `.grad` and reduces nothing."""
+        """Returns a context in which backward only accumulates gradients in `.grad`, without any reduction."""
 
     def zero_grad(self) -> None:
-        """Drops the gradients, as the optimizer's own `zero_grad`. `step` does this too."""
+        """Drops the gradients, like the optimizer's own `zero_grad`. `step` does this too."""
 
     def state(self) -> dict[str, Any]:
-        """Returns the state that a checkpoint must hold in addition to the optimizer's, as JSON."""
+        """Returns the state that a checkpoint must hold in addition to the optimizer's state, as values for JSON."""
 
     def state_tensors(self) -> list[StateTensor]:
-        """Returns this rank's part of the tensors that a checkpoint must hold. Not collective; may be empty."""
+        """Returns this rank's part of the tensors that a checkpoint must hold; possibly none. Not collective."""
 
     def rows_to_load(self, state: Mapping[str, Any], shapes: Shapes) -> dict[str, list[range]]:
-        """Returns which rows of saved tensors `load_state` needs on this rank; it needs all of the others.
+        """Returns the rows of saved tensors that `load_state` needs on this rank. Not collective.
 
-        state: as `load_state` will be given it. shapes: of the whole tensors, by name. Ascending rows, without overlap.
-        Not collective.
+        Args:
+            state: The saved state that `load_state` will get.
+            shapes: Shapes of the whole saved tensors, by name.
+
+        Returns:
+            For some tensors, by name, the row ranges that this rank needs: ascending, without overlap. `load_state`
+                needs all rows of the other tensors.
         """
 
     def load_state(
@@ -125,24 +168,29 @@ class DistributedOptimizer(Protocol):
         tensors: Mapping[str, torch.Tensor] | None = None,
         shapes: Shapes | None = None,
     ) -> None:
-        """Restores `state` and `state_tensors` of a run with any number of ranks. Collective; between steps.
+        """Restores `state` and `state_tensors` that a run with any number of ranks has saved.
 
-        tensors: by name, with the dtypes of `state_tensors`: whole, or only the rows (along the first dimension) of
-        `rows_to_load`, one after another. shapes: of the whole tensors; None: `tensors` are whole. Missing tensors
-        start as in a new run; unknown names are ignored.
+        Collective; call it between steps.
+
+        Args:
+            state: What `state` returned when the checkpoint was saved.
+            tensors: Saved tensors by name, with the dtypes of `state_tensors`: either whole, or the rows from
+                `rows_to_load` (along the first dimension), concatenated. A missing tensor starts as in a new run; an
+                unknown name is ignored.
+            shapes: Shapes of the whole tensors, by name; None if `tensors` are whole.
         """
 
     def close(self) -> bool:
-        """Removes the hooks from the parameters and ends the thread. Not collective.
+        """Removes the hooks from the parameters and ends the reduction thread. Not collective.
 
-        Returns False if a reduction hangs. A closed updater cannot step.
+        The updater cannot step afterwards.
+
+        Returns:
+            False if a reduction hangs.
         """
 
 
-# Which optimizers an updater can step: the others are refused by name when the updater is made. Pure.
-
-
-# How a model is laid out over the ranks: "none" is a whole copy on each. "stages": a pipeline.
+# How a model is laid out over the ranks. "none": each rank has a whole copy. "stages": a pipeline.
 Layout: TypeAlias = Literal["none", "optimizer", "gradients", "parameters", "tensor", "stages"]
 
 _NAMES: dict[Layout, str] = {
@@ -152,19 +200,20 @@ _NAMES: dict[Layout, str] = {
     "tensor": "split layers (tensor > 1)",
     "stages": "a pipeline (pipeline > 1)",
 }
-# Optimizers whose update of an element depends on the others of its layer.
+# Optimizers whose update of one element depends on the other elements of its layer.
 _WHOLE_LAYERS = ("lars", "lamb", "lbfgs", "muon", "adafactor", "shampoo", "soap")
 
-# Those of PyTorch 2.13 whose `step` fails for DTensors: means over rows and columns, assignments by a mask.
+# Optimizers of PyTorch 2.13 whose `step` fails for DTensors: means over rows and columns, assignments by a mask.
 _NOT_ON_PARTS = ("adafactor", "rprop")
 
 
 def check_optimizer(
     optimizer: torch.optim.Optimizer, *, layout: Layout, model: torch.nn.Module | None = None
 ) -> None:
-    """Raises UsageError, with what to use instead, for an optimizer that cannot be stepped in `layout`.
+    """Raises UsageError, which names what to use instead, if the optimizer does not work with this layout of the model.
 
-    model: whose layers must not have sparse gradients where ranks have parts of layers, or stages.
+    model: the model whose modules are searched for sparse gradients, which are refused where ranks hold parts of
+    layers or pipeline stages.
     """
     name = type(optimizer).__name__
     if takes_closure(optimizer):
@@ -199,7 +248,7 @@ def check_optimizer(
 
 
 def takes_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if `step` cannot be called without a closure, as LBFGS's."""
+    """Returns True if the optimizer's `step` requires a closure, as LBFGS's does."""
     given = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     return any(
         parameter.default is parameter.empty
@@ -209,12 +258,15 @@ def takes_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def takes_sparse_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if the optimizer refuses dense gradients."""
+    """Returns True if the optimizer accepts only sparse gradients."""
     return _is_one_of(optimizer, ("sparseadam",))
 
 
 def is_by_layer(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if the update of an element depends on others of its layer, as far as is known."""
+    """Returns True if the optimizer's update of one element depends on other elements of its layer.
+
+    Such optimizers are known by name.
+    """
     return _is_one_of(optimizer, _WHOLE_LAYERS)
 
 

@@ -1,4 +1,4 @@
-"""Data parallel: every rank holds all parameters; gradients are summed over the ranks in buckets."""
+"""Data parallelism: every rank holds all parameters, and gradients are summed over the ranks in buckets."""
 
 from __future__ import annotations
 
@@ -46,28 +46,31 @@ from hpctrain.reduce.watch.step_watch import Watched, watched
 
 @final
 class AllReduceUpdater(Watched):
-    """`DistributedOptimizer` that sums gradient buckets on a separate thread while backward runs. The constructor is
-    collective.
+    """`DistributedOptimizer` that sums gradient buckets on a separate thread while backward runs.
+
+    The constructor is collective. A plain `loss.backward()` has weight 1/num_ranks, like Horovod's average. From
+    backward to `step` a parameter's `.grad` cannot be read or changed, unless `synchronize` is called; sparse
+    gradients are made dense. In the first step the buckets follow the reverse order of registration, later the order
+    in which gradients became ready on rank 0.
 
     Args:
-        optimizer: any torch optimizer; its parameters have the same shapes, in the same order, on every rank.
-        comm: the world, used from the calling thread for the small sums of a step if the reducer cannot sum them.
-        reducer: sums buckets over all ranks, from the reduction thread and, between steps, from the calling thread.
-            It needs a separate communicator; the caller closes it after the updater.
-        bucket_bytes: maximum size of a bucket's gradients.
-        loss_scale: default 1, or 1024 and dynamic with the wire format fp16.
-        clip_norm: limit of the global 2-norm of the gradients; None: no clipping.
-        max_in_flight: maximum number of reductions in flight.
-        overlap: False reduces in `step`, on the calling thread; only reductions that a thread outside Python continues
-            (`InBackground`) still begin within backward.
-        crowded: whether ranks outnumber their cores: then polls for progress are further apart.
-        model: that computes with the parameters, to notice when it has others.
+        optimizer: Any torch optimizer; its parameters have the same shapes, in the same order, on every rank.
+        comm: Communicator of all ranks, used from the calling thread for the small sums of a step if the reducer
+            cannot sum them.
+        reducer: Sums buckets over all ranks, from the reduction thread and, between steps, from the calling thread. It
+            needs a separate communicator; the caller closes it after the updater.
+        bucket_bytes: Maximum size of a bucket's gradients.
+        loss_scale: Loss scale; None means 1, or 1024 and dynamic with the wire format fp16.
+        clip_norm: Limit of the global 2-norm of the gradients; None means no clipping.
+        max_in_flight: Maximum number of reductions in flight.
+        overlap: False to reduce in `step`, on the calling thread; only reductions that a thread outside Python
+            continues (`InBackground`) then still start within backward.
+        crowded: True if there are more ranks than cores; polls for progress are then further apart.
+        model: Model that computes with the parameters, to notice if its parameters are replaced.
 
-    A plain `loss.backward()` has weight 1/num_ranks, like Horovod's average. From backward to `step` a parameter's
-    `.grad` cannot be read or changed, unless `synchronize` is called; sparse gradients are made dense. In the first
-    step buckets follow the reverse order of registration, then the order in which gradients became ready on rank 0.
-    Raises UsageError for invalid arguments, and for an optimizer without trainable parameters or with parameters on
-    several devices.
+    Raises:
+        UsageError: An argument is invalid, or the optimizer has no trainable parameters, or parameters on several
+            devices.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class AllReduceUpdater(Watched):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer, whose state is saved and which learning rate schedulers take."""
+        """The wrapped optimizer, whose state is saved, and which learning rate schedulers need."""
         return self._optimizer
 
     @property
@@ -137,8 +140,7 @@ class AllReduceUpdater(Watched):
         return self._planned.buckets
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
-        """See `DistributedOptimizer.backward`. loss: one element, of any shape. Raises UsageError for another number
-        of elements."""
+        """See `DistributedOptimizer.backward`. Raises UsageError for a loss that does not have exactly one element."""
         scaled = self._scale.scaled(loss, weight=weight)
         self._abandon_dropped()
         self._unsent_factor, self._weighted = 1.0, True
@@ -162,17 +164,16 @@ class AllReduceUpdater(Watched):
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's `param_groups`, for scripts that set the learning rate through their optimizer.
 
-        A GradScaler that asks for them gets summed gradients: see `synchronize`.
+        A GradScaler that reads them gets summed gradients: see `synchronize`.
         """
         if asks_for_gradients(sys._getframe(1)):
             self.synchronize()
         return self._optimizer.param_groups
 
     def zero_grad(self) -> None:
-        """See `DistributedOptimizer.zero_grad`. Same signature as the optimizer's, for scripts that use the updater
-        in its place.
+        """See `DistributedOptimizer.zero_grad`. It has the signature of the optimizer's own method.
 
-        Between backward and `step` it waits for the sums that have begun, and is collective.
+        Between backward and `step` it waits for the sums that have started, and is collective.
         """
         self._optimizer.zero_grad(set_to_none=True)
         if self._planned.filling.has_begun:
@@ -181,11 +182,11 @@ class AllReduceUpdater(Watched):
             self._unsent_factor, self._weighted = self._scale.value / self._comm.num_ranks, False
 
     def synchronize(self) -> None:
-        """Completes the sums after backward: until `step` or `zero_grad` each `.grad` is the mean over the ranks, which
-        the script may read and change, equally on every rank. Collective; a second call does nothing.
+        """Completes the sums after backward, so that each `.grad` is the mean over the ranks. Collective.
 
-        For GradScaler, which calls it itself, and for `clip_grad_norm_` where `clip_norm` does not do. If the sums are
-        not finite, buffers that forward has changed are put back.
+        Until `step` or `zero_grad` the script may read and change the gradients, in the same way on every rank. A
+        second call does nothing. It is for GradScaler, which calls it itself, and for `clip_grad_norm_` if `clip_norm`
+        is not sufficient. If the sums are not finite, buffers that forward has changed are restored.
         """
         if self._synchronized:
             return
@@ -209,8 +210,11 @@ class AllReduceUpdater(Watched):
         accepts: Accepts | None = None,
         divide_by: str | None = None,
     ) -> StepOutcome:
-        """See `DistributedOptimizer.step`. Raises UsageError also if the updater is closed, or if parameters or
-        gradients were changed since `backward` in a way that `step` cannot take into account."""
+        """See `DistributedOptimizer.step`.
+
+        Raises UsageError also if the updater is closed, or if parameters or gradients were changed since `backward` in
+        a way that `step` cannot take into account.
+        """
         plain = not self._weighted and any(p.grad is not None for p in self._parameters)
         check_divide_by(
             divide_by, sums=sums, plain=plain, wire=None if self.sums_to_one else self._reducer.wire
@@ -240,7 +244,7 @@ class AllReduceUpdater(Watched):
             self._scale = self._scale.after_good_step() if applied else self._scale.after_overflow()
         self._reducer.settle(applied=applied, rescale=self._scale.value / used_scale)
         times = self._clock.times(self.buckets, update_s=time.perf_counter() - started - waited_s)
-        if replan and accepted:  # of a backward that failed half-way the order is not known
+        if replan and accepted:  # after a backward that failed half-way, the order is not known
             seen = completed_order(self._planned.filling.ready, num_parameters=len(self._parameters))
             self._planned.plan_again(broadcast_json(self._comm, seen))
         self._reset()
@@ -258,7 +262,7 @@ class AllReduceUpdater(Watched):
         )
 
     def wait_for_parameters(self) -> None:
-        """Does nothing: `step` has updated all parameters."""
+        """Does nothing: `step` has already updated all parameters."""
 
     def observe_reductions(self, observer: ReductionObserver | None) -> None:
         """See `DistributedOptimizer.observe_reductions`."""
@@ -285,8 +289,10 @@ class AllReduceUpdater(Watched):
         tensors: Mapping[str, torch.Tensor] | None = None,
         shapes: Shapes | None = None,
     ) -> None:
-        """See `DistributedOptimizer.load_state`. tensors: of the shapes and dtypes that `state_tensors` had in the
-        saved run. Raises UsageError between `backward` and `step`."""
+        """See `DistributedOptimizer.load_state`. Raises UsageError if it is called between `backward` and `step`.
+
+        tensors: saved tensors, with the shapes and dtypes that `state_tensors` had in the saved run.
+        """
         if self._planned.filling.has_begun:
             raise UsageError("load_state was called between backward and step(): call it between steps")
         saved = state["loss_scale"]
@@ -307,7 +313,7 @@ class AllReduceUpdater(Watched):
             self._reducer.settle(applied=False, rescale=self._scale.value / saved["value"])
 
     def close(self) -> bool:
-        """See `DistributedOptimizer.close`. Returns False if a reduction hangs; it still uses the reducer's memory."""
+        """See `DistributedOptimizer.close`. If it returns False, a hanging reduction still uses its memory."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -347,8 +353,11 @@ class AllReduceUpdater(Watched):
         return gradient_is_ready
 
     def _begin_again(self) -> None:
-        """For a gradient after those that were sent: drops these if the script has set them to None, by the model's or
-        the optimizer's `zero_grad`. Raises UsageError if not."""
+        """Handles a gradient that arrives after gradients were already sent.
+
+        If the script has set those to None, by `zero_grad` of the model or the optimizer, their step is abandoned.
+        Otherwise raises UsageError.
+        """
         if self._planned.memory.any_is_given():
             raise UsageError(
                 "backward ran after the gradients were summed: call updater.step(), or updater.zero_grad() if the step "
@@ -359,12 +368,12 @@ class AllReduceUpdater(Watched):
         self._abandon()
 
     def _abandon_dropped(self) -> None:
-        """Ends a step whose gradients the model's or the optimizer's `zero_grad` has dropped."""
+        """Abandons a step whose gradients the script has dropped, by `zero_grad` of the model or the optimizer."""
         if self._planned.filling.has_begun and all(p.grad is None for p in self._parameters):
             self._abandon()
 
     def _abandon(self) -> None:
-        """Ends a step that is not made, whose gradients the script has dropped. Collective."""
+        """Ends a step that will not be made because the script has dropped its gradients. Collective."""
         if not self._synchronized:
             self._planned.filling.put_zeros()
             self._finish_sums()
@@ -375,7 +384,10 @@ class AllReduceUpdater(Watched):
         self._reset()
 
     def _check_before_sum(self) -> None:
-        """Raises UsageError unless the gradients can be summed; writes those that no hook has written."""
+        """Raises UsageError unless the gradients can be summed.
+
+        It also writes the gradients that no hook has written into their buckets.
+        """
         check_open(closed=self._closed)
         self._checks.check()
         self._abandon_dropped()
@@ -384,13 +396,13 @@ class AllReduceUpdater(Watched):
             self._planned.memory.check_untouched()
 
     def _finish_sums(self) -> None:
-        """Submits the remaining buckets and waits for all. Collective."""
+        """Submits the remaining buckets and waits for all of them. Collective."""
         self._planned.filling.send_complete()
         if self._pipeline is not None:
             self._pipeline.wait()
 
     def _finish_reduction(self, numbers: Numbers) -> tuple[Reduced, InFlight]:
-        """Submits the remaining buckets and waits."""
+        """Submits the remaining buckets, waits for all of them, and sums `numbers`. Collective."""
         none = InFlight(0.0, 0.0)
         if self._synchronized:
             self._planned.memory.take_changes()
@@ -400,22 +412,22 @@ class AllReduceUpdater(Watched):
         finish = functools.partial(self._reducer.finish, numbers, comm=self._comm)
         if self._synchronized:
             return replace(result_of(finish()), norm_square=self._planned.squares.of_all()), none
-        # With overlap a reduction may have begun on one rank and not on another: then all ranks begin afterwards.
+        # With overlap, a reduction may have started on only some ranks: then all ranks call `finish` afterwards.
         finishing = None if self._overlap else finish()
         self._planned.filling.send_complete()
         in_flight = self._pipeline.wait()
         return result_of(finishing or finish()), in_flight
 
     def _take_gradients(self, norm: float) -> bool:
-        """Clips and unscales the sums. Returns True if every parameter's dtype can hold its gradient."""
+        """Clips and unscales the sums. Returns True if every gradient fits into the dtype of its parameter."""
         self._planned.memory.scale(clip_factor(norm, clip_norm=self._clip_norm) / self._summed_scale)
         return self._planned.memory.copy_out()
 
     def _numbers(self, sums: Mapping[str, float]) -> Numbers:
         """Returns the numbers that are summed in addition to the gradients, shape (n,).
 
-        First 1 if this is rank 0 and it has seen for the first time in what order gradients become ready, else 0; then
-        the caller's numbers, sorted by name.
+        The first is 1 if this is rank 0 and it has just learned the order in which gradients become ready, otherwise
+        0. The caller's numbers follow, sorted by name.
         """
         may_know = self._distributed and self._planned.order is None and self._comm.rank == 0
         news = may_know and bool(self._planned.filling.ready)

@@ -1,4 +1,4 @@
-"""Plans buckets, fills them as gradients become ready, and submits them in the order that all ranks share."""
+"""Plans buckets, fills them as gradients become ready, and submits them in an order that all ranks share."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from hpctrain.reduce.data_parallel.gradient_buckets import (
 )
 from hpctrain.reduce.data_parallel.parameter_checks import ParameterChecks
 
-# Records when buckets become complete during backward, from which scaling to more nodes is predicted.
-
 
 @final
 class BackwardClock:
-    """Context manager around the last backward of a step."""
+    """Context manager that records, for the last backward of a step, when each bucket becomes complete.
+
+    Scaling to more nodes is predicted from these times.
+    """
 
     def __init__(self) -> None:
         self.reset()
@@ -37,7 +38,7 @@ class BackwardClock:
         self._ended = time.perf_counter()
 
     def filled(self) -> None:
-        """The next bucket is complete."""
+        """Records that the next bucket is complete."""
         self._filled.append(time.perf_counter())
 
     def reset(self) -> None:
@@ -45,7 +46,7 @@ class BackwardClock:
         self._filled: list[float] = []
 
     def times(self, buckets: Sequence[Bucket], *, update_s: float) -> BackwardTimes | None:
-        """Returns the times of the step; None if backward ran elsewhere or left a bucket incomplete."""
+        """Returns the times of the step; None if backward ran elsewhere, or left a bucket incomplete."""
         if not self._began < self._ended or not self._filled or self._filled[-1] > self._ended:
             return None
         return BackwardTimes(
@@ -65,12 +66,14 @@ _MIN_ANNOUNCED_ELEMS = 1 << 15
 
 @final
 class BucketFilling:
-    """Of one step at a time, in the buckets of `memory`.
+    """Fills the buckets of `memory` with the gradients of one step at a time.
 
-    checks: of the parameters. announces: whether parts of buckets are announced to `reducer` (`BucketReducer.filled`).
-    submit: called with the number of each bucket that is complete. clock: notes when.
+    checks: checks of the parameters.
+    reducer: reducer that is told of filled parts if `announces` is True (`BucketReducer.filled`).
+    submit: function that is called with the number of each complete bucket.
+    clock: records when buckets are complete.
 
-    ready: the parameters whose gradients became ready in this step, in this order.
+    ready: indices of the parameters whose gradients became ready in this step, in this order.
     """
 
     def __init__(
@@ -111,12 +114,14 @@ class BucketFilling:
         return self._placed[index]
 
     def last_is_dropped(self) -> bool:
-        """Returns True if the script has dropped the gradient that became ready last in this step."""
+        """Returns True if the script has dropped the gradient that last became ready in this step."""
         return bool(self.ready) and not self._memory.is_pending(self.ready[-1])
 
     def gradient_is_ready(self, index: int, *, factor: float) -> None:
-        """Writes the gradient, times `factor`, into its bucket, and submits what is complete. Raises UsageError for
-        the second gradient of a parameter in a step."""
+        """Writes a parameter's gradient, times `factor`, into its bucket, and submits the buckets that are complete.
+
+        Raises UsageError for the second gradient of a parameter in one step.
+        """
         waiting_for = self._put(index, factor=factor)
         self.ready.append(index)
         if waiting_for == 0:
@@ -138,7 +143,7 @@ class BucketFilling:
                 self._count(index, bucket=self._memory.put_zeros(index))
 
     def send_complete(self) -> None:
-        """Submits full buckets in the order of the plan, which is the same on every rank, as reductions must match."""
+        """Submits full buckets in the order of the plan, which is the same on every rank so that reductions match."""
         while self._next_bucket < len(self._waiting_for) and self._waiting_for[self._next_bucket] == 0:
             self._memory.complete(self._next_bucket)
             self._clock.filled()
@@ -148,7 +153,10 @@ class BucketFilling:
             self._next_bucket += 1
 
     def _put(self, index: int, *, factor: float) -> int:
-        """Writes a gradient into its bucket, once a step. Returns how many gradients the bucket still waits for."""
+        """Writes a gradient into its bucket, once per step.
+
+        Returns the number of gradients that the bucket still lacks.
+        """
         if self._placed[index]:
             raise ran_twice()
         try:
@@ -159,7 +167,7 @@ class BucketFilling:
         return self._count(index, bucket=bucket)
 
     def _count(self, index: int, *, bucket: int) -> int:
-        self._placed[index] = True  # not before: if memory was short in `put`, `step` writes it again
+        self._placed[index] = True  # only now: if memory was short in `put`, `step` writes it again
         self._waiting_for[bucket] -= 1
         return self._waiting_for[bucket]
 
@@ -171,11 +179,14 @@ class BucketFilling:
 
 @final
 class PlannedBuckets:
-    """The buckets of the gradients of `parameters`, their memory, and what fills it. The constructor is collective.
+    """The buckets for the gradients of `parameters`, their memory, and what fills it. The constructor is collective.
 
     bucket_bytes: maximum size of a bucket's gradients. The other arguments are those of `BucketFilling`.
-    order: in which the gradients become ready, once it is known; the same on every rank. Raises UsageError for
-    parameters on several devices.
+
+    order: indices of the parameters in the order in which gradients become ready; the same on every rank, None until
+    known.
+
+    Raises UsageError if parameters are on several devices.
     """
 
     memory: GradientMemory
@@ -210,8 +221,10 @@ class PlannedBuckets:
         return self.memory.buckets
 
     def plan_again(self, order: Sequence[int] | None, *, bucket_bytes: int | None = None) -> None:
-        """Plans buckets in another order, and of another size where the reductions are chosen anew. Collective; the
-        arguments are the same on every rank."""
+        """Plans the buckets again in another order, and with another size if one is given. Collective.
+
+        All ranks pass the same arguments.
+        """
         self.order = None if order is None else list(order)
         self._bucket_bytes = bucket_bytes or self._bucket_bytes
         buckets = self._in_order()

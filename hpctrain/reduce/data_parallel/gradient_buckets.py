@@ -1,4 +1,7 @@
-"""Gradients in bucket memory during a step: they are summed there, and the optimizer reads the sums there."""
+"""Gradients in bucket memory during a step: they are summed there, and the optimizer reads the sums there.
+
+Between backward and the end of the sums, `.grad` is a placeholder that refuses every use (`PendingGradient`).
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,6 @@ import torch
 from hpctrain.distributed import memory_order
 from hpctrain.errors import BackwardRanTwice, GradientsInUse, UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, Slot, sum_dtype
-
-# What `.grad` holds while a gradient is being summed over the ranks: a tensor without memory that refuses
-# every use.
-#
-# So nothing can change a gradient whose sum has begun, or read one that is half summed: neither operations
-# that raise no version counter (GradScaler, fused optimizers, `.data`) nor a numpy view. PyTorch passes
-# each operation on a tensor of such a class to `__torch_dispatch__`, also those of autograd and of lists of
-# tensors (`torch._foreach_*`).
-
 
 _BEING_SUMMED = (
     "gradients were read or changed between backward and step(): their sum over the ranks has begun by then, and a "
@@ -59,9 +53,19 @@ _NO_NUMPY = ("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "tolist"
 
 @final
 class PendingGradient(torch.Tensor):
-    """Has the shape, strides, dtype and device of `parameter`, and no elements. words: of the error of its use. twice:
-    of that of a second backward; None: as `ran_twice` has them. held: the gradient to which a further backward adds;
-    None: it is an error."""
+    """Placeholder for `.grad` while a gradient is being summed: a tensor without memory that refuses every use.
+
+    So nothing can change a gradient whose sum has started, or read one that is half summed: neither operations that
+    raise no version counter (GradScaler, fused optimizers, `.data`) nor a numpy view. PyTorch passes each operation on
+    a tensor of such a class to `__torch_dispatch__`, including those of autograd and of lists of tensors
+    (`torch._foreach_*`).
+
+    It has the shape, strides, dtype and device of `parameter`.
+
+    words: message of the error for its use.
+    twice: message of the error for a second backward; None: that of `ran_twice`.
+    held: gradient to which a further backward adds; None: a further backward is an error.
+    """
 
     words: str
     twice: str | None
@@ -101,8 +105,10 @@ class PendingGradient(torch.Tensor):
         raise GradientsInUse(NOT_READABLE if pending is None else pending.words)
 
     def add_to_held(self, gradient: torch.Tensor, *, in_place: bool) -> torch.Tensor:
-        """Adds a gradient to `held`, as backward does. Returns what `.grad` is then: this, or the sum, which is not
-        held any more."""
+        """Adds a gradient to `held`, as backward does. Returns the new `.grad`.
+
+        That is this placeholder if the addition is in place, and otherwise the sum, which is then no longer held.
+        """
         assert self.held is not None
         if in_place:
             self.held.add_(gradient)
@@ -115,7 +121,7 @@ class PendingGradient(torch.Tensor):
 
 
 def ran_twice() -> BackwardRanTwice:
-    """Returns the error for a second gradient of a parameter in a step, in the words that fit what runs."""
+    """Returns the error for a second gradient of a parameter in one step, with a message that fits the running code."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         code = frame.f_code
@@ -126,13 +132,12 @@ def ran_twice() -> BackwardRanTwice:
 
 
 def asks_for_gradients(caller: FrameType) -> bool:
-    """Returns True if the code that called is a GradScaler of torch, which divides the gradients of an optimizer's
-    `param_groups` in place."""
+    """Returns True if the calling code is torch's GradScaler, which divides gradients of `param_groups` in place."""
     return str(caller.f_globals.get("__name__", "")).endswith("grad_scaler")
 
 
 def refuse_grad_scaler(caller: FrameType) -> None:
-    """Raises UsageError if a GradScaler asks for the parameters of an updater of which each rank has a part."""
+    """Raises UsageError if a GradScaler reads the parameters of an updater of which each rank holds only a part."""
     if asks_for_gradients(caller):
         raise UsageError(
             "a GradScaler was given an updater of a sharded or split model: each rank has a part of the gradients, so "
@@ -160,10 +165,12 @@ for _name in _NO_NUMPY:
 
 @dataclass(slots=True)
 class _Place:
-    """Place of one parameter. slot: view of its part of the bucket, used for writing; complex numbers as pairs.
+    """Place of one parameter.
 
-    gradient: tensor on the same memory for `parameter.grad`, once the sum is complete. None if the parameter's dtype is
-    not the bucket's: then `.grad` is another tensor, and the sum is copied into it.
+    bucket: number of its bucket.
+    slot: view of its part of the bucket, for writing; complex numbers are pairs.
+    gradient: tensor on the same memory, used as `parameter.grad` once the sum is complete. None if the dtypes of
+    parameter and bucket differ: then `.grad` is another tensor, and the sum is copied into it.
     """
 
     bucket: int
@@ -174,7 +181,7 @@ class _Place:
 
 @final
 class GradientMemory:
-    """The buckets of one plan and each parameter's place in them. Does not communicate."""
+    """The buckets of one plan, and each parameter's place in them. Does not communicate."""
 
     def __init__(
         self,
@@ -195,7 +202,7 @@ class GradientMemory:
         # What `.grad` is from `put` until the sum is complete; and whether there was a gradient.
         self._pending = [PendingGradient(parameter) for parameter in parameters]
         self._had = [False] * len(parameters)
-        # Of parameters of another dtype the gradient that was there: memory for the sum.
+        # For parameters whose dtype is not the bucket's: their own gradient, which is memory for the sum.
         self._own: dict[int, torch.Tensor] = {}
         pairs = list(zip(self.buckets, self.buffers, strict=True))
         self._gradients = [buffer[: bucket.num_gradients] for bucket, buffer in pairs if bucket.num_gradients]
@@ -208,7 +215,7 @@ class GradientMemory:
     def put(self, index: int, *, factor: float) -> int:
         """Writes the parameter's gradient, times `factor`, into its bucket. Returns the number of the bucket.
 
-        Afterwards `.grad` cannot be used, until `give_out`. A missing gradient is written as zeros.
+        Afterwards `.grad` cannot be used until `give_out`. A missing gradient is written as zeros.
         """
         parameter, place = self._parameters[index], self._places[index]
         gradient = parameter.grad
@@ -234,25 +241,28 @@ class GradientMemory:
         return place.bucket
 
     def put_zeros(self, index: int) -> int:
-        """Writes zeros for a parameter without gradient. Returns the number of the bucket."""
+        """Writes zeros for a parameter without a gradient. Returns the number of the bucket."""
         place = self._places[index]
         place.slot.zero_()
         return place.bucket
 
     def is_pending(self, index: int) -> bool:
-        """Returns True if the parameter's `.grad` is as `put` has left it."""
+        """Returns True if the parameter's `.grad` is still the placeholder that `put` has set."""
         return self._parameters[index].grad is self._pending[index]
 
     def any_is_pending(self) -> bool:
-        """Returns True if a parameter's `.grad` is as `put` has left it."""
+        """Returns True if any parameter's `.grad` is still the placeholder that `put` has set."""
         return any(p.grad is pending for p, pending in zip(self._parameters, self._pending, strict=True))
 
     def any_is_given(self) -> bool:
-        """Returns True if a parameter's `.grad` is the sum that `give_out` has given it."""
+        """Returns True if any parameter's `.grad` is the sum that `give_out` has set."""
         return any(p.grad is not None and p.grad is self._sum_of(i) for i, p in enumerate(self._parameters))
 
     def complete(self, number: int) -> None:
-        """Writes the flags of bucket `number`, after `put` of all its parameters: 1 if there was a gradient, else 0."""
+        """Writes the flags of bucket `number`: 1 for each parameter with a gradient, otherwise 0.
+
+        Call it after all its `put`s.
+        """
         had = [self._had[slot.parameter] for slot in self.buckets[number].slots]
         flags = self._flags[number]
         if all(had):
@@ -261,14 +271,16 @@ class GradientMemory:
             flags.copy_(torch.tensor(had))
 
     def check_untouched(self) -> None:
-        """Raises GradientsInUse if a `.grad` was exchanged after `put`: the change would be missing from the sum."""
+        """Raises GradientsInUse if a `.grad` was replaced after `put`: the change would be missing from the sum."""
         for parameter, pending, had in zip(self._parameters, self._pending, self._had, strict=True):
             if parameter.grad is not (pending if had else None):
                 raise GradientsInUse(NOT_READABLE)
 
     def take_changes(self) -> None:
-        """Takes back what `give_out` gave, as the script has changed it: a `.grad` that is another tensor is copied, a
-        missing one counts as zeros."""
+        """Copies the gradients that the script has changed after `give_out` back into the buckets.
+
+        A `.grad` that is another tensor is copied; a missing one counts as zeros.
+        """
         for parameter, place in zip(self._parameters, self._places, strict=True):
             gradient = parameter.grad
             if gradient is None:
@@ -299,7 +311,7 @@ class GradientMemory:
         return not finite or bool(torch.stack(finite).all())
 
     def give_out(self) -> None:
-        """Sets each `.grad` to the sum, or None if no rank had a gradient. Call it after `copy_out`."""
+        """Sets each `.grad` to the sum, or to None if no rank had a gradient. Call it after `copy_out`."""
         # All flags in one copy: on a GPU each read of a value waits for the device.
         summed = torch.cat([flags.float() for flags in self._flags]).tolist()
         for slot, flag in zip(self._slots, summed, strict=True):
@@ -310,15 +322,17 @@ class GradientMemory:
         return place.gradient if place.gradient is not None else self._own.get(index)
 
     def forget(self, *, applied: bool = True) -> None:
-        """Ends the step, after every `.grad` was dropped: the buckets may be written again. applied: the step was.
+        """Ends the step, after every `.grad` was dropped: the buckets may be written again.
 
-        A gradient that is still referenced elsewhere (an optimizer may compare it with the next one) gets separate
-        memory. Only references to the tensor itself are detected, not views of it.
+        A gradient that is still referenced elsewhere (an optimizer may compare it with the next one) gets memory of
+        its own. Only references to the tensor itself are detected, not views of it.
+
+        applied: True if the step was applied.
         """
         self._had = [False] * len(self._parameters)
         self._own.clear()
         if not applied:
-            # A codec that scales blocks has made NaN of the gaps' zeros where gradients were not finite.
+            # If gradients were not finite, a codec that scales blocks has turned the gaps' zeros into NaN.
             for gap in self._gaps:
                 gap.zero_()
         for place in self._places:
@@ -328,7 +342,7 @@ class GradientMemory:
                 place.gradient = fresh
 
     def leave(self) -> None:
-        """Gives each parameter a copy of its gradient as it is in the bucket, whose memory can then be freed."""
+        """Gives each parameter a copy of its gradient from the bucket, so that the bucket's memory can be freed."""
         for parameter, place, pending in zip(self._parameters, self._places, self._pending, strict=True):
             given = place.gradient is not None and parameter.grad is place.gradient
             if given or parameter.grad is pending:
@@ -371,7 +385,7 @@ def _references(place: _Place) -> int:
 
 
 def one_device(parameters: Sequence[torch.nn.Parameter]) -> torch.device:
-    """Returns the device of all parameters. Raises UsageError if they are on several."""
+    """Returns the device of all parameters. Raises UsageError if they are on several devices."""
     devices = sorted({str(parameter.device) for parameter in parameters})
     if len(devices) > 1:
         raise UsageError(

@@ -1,7 +1,7 @@
-"""Loss scale: the factor by which the loss is multiplied before backward. Pure.
+"""Loss scale: the factor by which the loss is multiplied before backward. Pure functions of values.
 
-Small gradients underflow in float16, large ones overflow. The factor keeps them in range: it is halved when a
-step overflowed, and doubled after a number of good steps (Micikevicius et al. 2018, arXiv:1710.03740). All
+Small gradients underflow in float16, and large ones overflow. The factor keeps them in range: it is halved after a
+step that overflowed, and doubled after a number of good steps (Micikevicius et al. 2018, arXiv:1710.03740). All
 factors are powers of two, so scaling and unscaling lose no bits of a float32 gradient.
 """
 
@@ -21,7 +21,17 @@ SMALLEST = 2.0**-14
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScale:
-    """Value and history of the loss scale. With `dynamic` False the value never changes."""
+    """Value and history of the loss scale. Immutable: each method returns a new object.
+
+    Attributes:
+        value: Factor by which the loss is multiplied.
+        dynamic: True if the factor adapts to overflows; False if it never changes.
+        growth_steps: Number of consecutive good steps after which the factor is doubled.
+        good_steps: Good steps since the factor last changed or a step was skipped.
+        skipped_in_row: Consecutive steps that were skipped up to now.
+        skipped_total: Steps of the whole run that were skipped.
+        max_skipped_in_row: Number of consecutive skipped steps that is still allowed.
+    """
 
     value: float = 1.0
     dynamic: bool = False
@@ -32,7 +42,15 @@ class LossScale:
     max_skipped_in_row: int = 20
 
     def scaled(self, loss: torch.Tensor, *, weight: float) -> torch.Tensor:
-        """Returns the loss times its weight and this scale. Raises UsageError for a loss that is not one number."""
+        """Returns the loss multiplied by `weight` and by this loss scale.
+
+        Args:
+            loss: A tensor with one element.
+            weight: The micro-batch's share of the global batch.
+
+        Raises:
+            UsageError: The loss has more than one element, or none.
+        """
         if loss.numel() != 1:
             raise UsageError(
                 f"the loss has shape {tuple(loss.shape)}: give a single number, such as its mean"
@@ -41,14 +59,14 @@ class LossScale:
         return loss * (weight * self.value)
 
     def after_good_step(self) -> LossScale:
-        """Returns the loss scale after a step that was applied."""
+        """Returns the loss scale to use after a step that was applied."""
         good = self.good_steps + 1
         if self.dynamic and good >= self.growth_steps:
             return replace(self, value=min(self.value * 2, LARGEST), good_steps=0, skipped_in_row=0)
         return replace(self, good_steps=good, skipped_in_row=0)
 
     def after_overflow(self) -> LossScale:
-        """Returns the loss scale after a skipped step."""
+        """Returns the loss scale to use after a step that was skipped because gradients were not finite."""
         value = max(self.value / 2, SMALLEST) if self.dynamic else self.value
         return replace(
             self,
@@ -59,9 +77,11 @@ class LossScale:
         )
 
     def continued(self, saved: Mapping[str, Any]) -> LossScale:
-        """Returns this run's loss scale with the value and history of `saved`, another as a dict.
+        """Returns this loss scale with the value and history from a checkpoint.
 
-        `dynamic` and the limits are those of this run.
+        Args:
+            saved: The saved loss scale, as a dict of its fields. Its value is used only if both loss scales are
+                dynamic. `dynamic` and the limits are kept from this object.
         """
         now = self
         if self.dynamic and saved["dynamic"]:
@@ -69,7 +89,14 @@ class LossScale:
         return replace(now, skipped_in_row=saved["skipped_in_row"], skipped_total=saved["skipped_total"])
 
     def check(self, *, used_value: float) -> None:
-        """Raises DivergedError on all ranks if too many steps in a row were skipped (F5). used_value: in the last."""
+        """Raises an error if too many consecutive steps were skipped.
+
+        Args:
+            used_value: Loss scale that was used in the last of these steps, for the message.
+
+        Raises:
+            DivergedError: On all ranks. More than `max_skipped_in_row` consecutive steps were skipped.
+        """
         if self.skipped_in_row > self.max_skipped_in_row:
             reason = (
                 f"{self.skipped_in_row} steps in a row had gradients that are not finite "

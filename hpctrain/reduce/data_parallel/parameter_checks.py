@@ -1,4 +1,4 @@
-"""Whether the parameters are still those that an updater was made for."""
+"""Checks that the parameters are still those for which an updater was created."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.reduce.contract.step_end import check_clip_norm
 
 
 class Kind(NamedTuple):
-    """What the memory of a parameter's gradient was planned for."""
+    """The properties for which the memory of a parameter's gradient was planned."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -34,7 +34,7 @@ def trainable(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 def check_options(
     parameters: Sequence[torch.nn.Parameter], *, clip_norm: float | None, max_in_flight: int = 1
 ) -> None:
-    """Raises UsageError for values that an updater cannot work with. parameters: those that are trained."""
+    """Raises UsageError for options that an updater cannot work with. parameters: those that are trained."""
     check_clip_norm(clip_norm)
     if max_in_flight < 1:
         raise UsageError(f"max_in_flight is {max_in_flight}: give at least 1")
@@ -43,15 +43,15 @@ def check_options(
 
 
 def check_open(*, closed: bool) -> None:
-    """Raises UsageError for a closed updater."""
+    """Raises UsageError if the updater is closed."""
     if closed:
         raise UsageError("this updater is closed and no longer sums gradients over the ranks: make a new one")
 
 
 class ParameterChecks:
-    """Of an updater's parameters, since it was made.
+    """Checks of an updater's parameters against their state when the updater was created.
 
-    model: that computes with them, if it is known; parameters that are not in it are not looked for there.
+    model: model that computes with them, if it is known; parameters that are not in it are not looked for there.
     """
 
     def __init__(
@@ -75,8 +75,7 @@ class ParameterChecks:
         ]
 
     def check(self) -> None:
-        """Raises UsageError unless the optimizer's trainable parameters, their kinds, and those of the model are the
-        same as when the updater was made."""
+        """Raises UsageError if the trainable parameters of the optimizer or the model, or their kinds, have changed."""
         now = trainable(self._optimizer)
         if len(now) != len(self._parameters) or any(
             a is not b for a, b in zip(now, self._parameters, strict=True)
@@ -98,7 +97,7 @@ class ParameterChecks:
                 )
 
     def check_kinds(self) -> None:
-        """Raises UsageError if a parameter has another shape, dtype or device than when the updater was made."""
+        """Raises UsageError if a parameter has another shape, dtype or device than when the updater was created."""
         for number, (parameter, kind) in enumerate(zip(self._parameters, self._kinds, strict=True)):
             if (
                 parameter.dtype is not kind.dtype
@@ -112,6 +111,6 @@ class ParameterChecks:
                 )
 
     def _is_elsewhere(self, parameter: torch.nn.Parameter) -> bool:
-        """Returns True if the model has the parameter in another place now, as parametrizations move it."""
+        """Returns True if the model now has the parameter in another place, to which parametrizations move it."""
         assert self._model is not None
         return any(found is parameter for found in self._model.parameters())

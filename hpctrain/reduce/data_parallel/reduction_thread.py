@@ -26,7 +26,11 @@ class _Submitted:
 
 
 class InFlight(NamedTuple):
-    """Seconds with at least one reduction in flight, and those of them before `ReductionPipeline.wait` was called."""
+    """Seconds with at least one reduction in flight.
+
+    total_s: all of them.
+    hidden_s: those before `ReductionPipeline.wait` was called.
+    """
 
     total_s: float
     hidden_s: float
@@ -34,23 +38,29 @@ class InFlight(NamedTuple):
 
 @final
 class ReductionPipeline:
-    """Runs the reductions `reduce(number)`, up to `max_in_flight` at the same time, by advancing each alternately.
+    """Runs the reductions `reduce(number)`, up to `max_in_flight` at the same time, by advancing them in turn.
+
+    Every rank submits the same numbers in the same order, and reductions start in that order. Each turn works as far
+    as it can without waiting. If no reduction made progress, the thread sleeps: 20 us at first, then longer each time,
+    up to `longest_wait_s`; once `wait` is called, it spins for a while first. An exception in a reduction is raised by
+    the next `wait` and by all later ones; other reductions, in flight or submitted later, are dropped.
+
+    On CUDA the thread has a stream of its own. Events order a reduction after the stream that filled its bucket, and
+    the stream that calls `wait` after the reductions.
 
     Args:
-        reduce: returns the generator of a bucket's reduction; see `BucketReducer.reduce`.
-        overlap: True reduces on a separate thread from `submit` on. False reduces in `wait`, on the calling thread.
-        in_background: without `overlap`, buckets for which it returns True still begin in `submit`, up to 15 of them,
-            since a thread outside Python continues them. It returns the same on every rank. None: no bucket does.
+        reduce: Returns the generator of a bucket's reduction; see `BucketReducer.reduce`.
+        device: Device of the buckets.
+        max_in_flight: Maximum number of reductions in flight.
+        overlap: True to reduce on a separate thread, from `submit` on; False to reduce in `wait`, on the calling
+            thread.
+        in_background: Returns True for buckets that start in `submit` even without `overlap`, up to 15 of them, since
+            a thread outside Python continues them. It returns the same on every rank. None: no bucket does.
+        shortest_wait_s, longest_wait_s: First and longest sleep, in seconds.
 
-    Every rank submits the same numbers in the same order; reductions begin in that order. Each turn works as far as it
-    can without waiting. When no reduction made progress, the thread sleeps: 20 us at first, longer each time, up to
-    `longest_wait_s`; once `wait` is called it spins for a while first. An exception in a reduction is raised by the
-    next `wait` and by all later ones; other reductions, in flight or submitted later, are dropped. On CUDA the thread
-    has a separate stream: events order a reduction after the stream that filled its bucket, and the stream that calls
-    `wait` after the reductions.
-
-    observer: called on the thread that reduces, after each reduction, with its number, and its begin and end in seconds
-    of `time.perf_counter`. None: nothing is called.
+    Attributes:
+        observer: Function that is called on the reducing thread after each reduction, with its number and the start
+            and end in seconds of `time.perf_counter`; None: nothing is called.
     """
 
     def __init__(
@@ -117,10 +127,9 @@ class ReductionPipeline:
         return InFlight(busy_s, max(0.0, busy_s - (time.perf_counter() - waits_since)))
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Waits until `done()`, which the end of a reduction makes true, while other reductions continue. With
-        `overlap` only.
+        """Waits until `done()` returns True, while other reductions continue. Only with `overlap`.
 
-        Raises the exception of a reduction that has failed.
+        The end of a reduction must be what makes it True. Raises the exception of a reduction that has failed.
         """
         with self._condition:
             self._awaited = True
@@ -138,7 +147,7 @@ class ReductionPipeline:
             raise error
 
     def close(self) -> bool:
-        """Ends the thread. Returns False if a reduction hangs; its bucket may still change."""
+        """Ends the thread. Returns False if a reduction hangs; its bucket may then still change."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -148,7 +157,10 @@ class ReductionPipeline:
         return not self._thread.is_alive()
 
     def _begins_at_once(self, number: int) -> bool:
-        """Returns True if `number` begins in `submit`: only if all before it did, as reductions begin in order."""
+        """Returns True if the reduction of `number` starts in `submit`.
+
+        That needs all reductions before it to have done so, since reductions start in order.
+        """
         return (
             self._thread is None
             and self._error is None
@@ -223,7 +235,7 @@ class ReductionPipeline:
                 self._condition.notify_all()
 
     def _has_work(self) -> bool:
-        """Returns True if any reduction remains. After an error drops all that were submitted."""
+        """Returns True if any reduction remains. After an error, drops all that were submitted."""
         with self._condition:
             if self._error is not None:
                 _end(self._begun)
@@ -232,7 +244,7 @@ class ReductionPipeline:
             return bool(self._begun or self._submitted)
 
     def _work_off(self) -> None:
-        """Runs until no reduction is in flight or submitted. `_done` counts the reductions that ended."""
+        """Runs until no reduction is in flight or submitted. `_done` counts the reductions that have ended."""
         self._done = 0
         in_flight, self._begun = self._begun, []
         backoff = Backoff(shortest_wait_s=self._shortest_wait_s, longest_wait_s=self._longest_wait_s)
@@ -252,7 +264,7 @@ class ReductionPipeline:
             self._reduced = self._mark()
 
     def _take_up(self, in_flight: list[Iterator[bool]]) -> bool:
-        """Begins submitted reductions, as many as may be in flight. Returns True if it began any."""
+        """Starts submitted reductions, as many as may be in flight. Returns True if it started any."""
         with self._condition:
             num_free = max(0, self._max_in_flight - len(in_flight))
             items = [self._submitted.popleft() for _ in range(min(num_free, len(self._submitted)))]

@@ -1,4 +1,4 @@
-"""The updater for optimizers that take sparse gradients only: it gathers indices and values; nothing is made dense."""
+"""The updater for optimizers that accept only sparse gradients: it gathers indices and values."""
 
 from __future__ import annotations
 
@@ -31,13 +31,18 @@ from hpctrain.reduce.watch.step_watch import Watched, watched
 
 @final
 class SparseUpdater(Watched):
-    """`DistributedOptimizer` whose `step` sums sparse gradients (COO) over the ranks: each rank gets the entries of
-    all, in the order of the ranks, and adds up those of the same index.
+    """`DistributedOptimizer` whose `step` sums sparse gradients (COO) over the ranks.
 
-    optimizer: of parameters that all have sparse gradients, such as SparseAdam; the same on every rank. comm: all
-    ranks. loss_scale, clip_norm, model: as for `AllReduceUpdater`; what holds there for `.grad` between backward and
-    `step` holds too. A plain `loss.backward()` has weight 1/num_ranks. Nothing is sent before `step`. The constructor
-    is not collective.
+    Each rank gets the entries of all ranks in rank order, and adds up those with the same index. Nothing is sent
+    before `step`. A plain `loss.backward()` has weight 1/num_ranks. Between backward and `step`, `.grad` cannot be
+    used, as for `AllReduceUpdater`. The constructor is not collective.
+
+    Args:
+        optimizer: Optimizer whose parameters all have sparse gradients, such as SparseAdam; the same on every rank.
+        comm: Communicator of all ranks.
+        loss_scale: Loss scale; None means 1.
+        clip_norm: See `AllReduceUpdater`.
+        model: See `AllReduceUpdater`.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class SparseUpdater(Watched):
         self._closed = False
         self._synchronized = False
         self._weighted = False
-        # Of a plain `loss.backward()`: see `AllReduceUpdater`.
+        # Factor for gradients of a plain `loss.backward()`: see `AllReduceUpdater`.
         self._factor = self._scale.value / comm.num_ranks
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook(index))
@@ -71,7 +76,7 @@ class SparseUpdater(Watched):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer, whose state is saved and which learning rate schedulers take."""
+        """The wrapped optimizer, whose state is saved, and which learning rate schedulers need."""
         return self._optimizer
 
     @property
@@ -86,7 +91,7 @@ class SparseUpdater(Watched):
         return self._optimizer.param_groups
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
-        """See `DistributedOptimizer.backward`. Raises UsageError for another number of elements than one."""
+        """See `DistributedOptimizer.backward`. Raises UsageError for a loss that does not have exactly one element."""
         scaled = self._scale.scaled(loss, weight=weight)
         self._factor, self._weighted = 1.0, True
         if last:
@@ -136,8 +141,11 @@ class SparseUpdater(Watched):
         accepts: Accepts | None = None,
         divide_by: str | None = None,
     ) -> StepOutcome:
-        """See `DistributedOptimizer.step`. Raises UsageError also if the updater is closed, if parameters or
-        gradients were changed, and for a dense gradient."""
+        """See `DistributedOptimizer.step`.
+
+        Raises UsageError also if the updater is closed, if parameters or gradients were changed, and for a dense
+        gradient.
+        """
         plain = not self._weighted and any(p.grad is not None for p in self._parameters)
         check_divide_by(divide_by, sums=sums, plain=plain)
         started = time.perf_counter()
@@ -177,13 +185,13 @@ class SparseUpdater(Watched):
         )
 
     def wait_for_parameters(self) -> None:
-        """Does nothing: `step` has updated all parameters."""
+        """Does nothing: `step` has already updated all parameters."""
 
     def observe_reductions(self, observer: ReductionObserver | None) -> None:
         """Does nothing: there are no buckets."""
 
     def state(self) -> dict[str, Any]:
-        """See `DistributedOptimizer.state`: the loss scale, as `AllReduceUpdater` has it."""
+        """See `DistributedOptimizer.state`: the loss scale, in the form of `AllReduceUpdater`."""
         return {"loss_scale": asdict(self._scale), "order": None}
 
     def state_tensors(self) -> list[StateTensor]:
@@ -198,8 +206,10 @@ class SparseUpdater(Watched):
         tensors: Mapping[str, torch.Tensor] | None = None,
         shapes: Shapes | None = None,
     ) -> None:
-        """See `DistributedOptimizer.load_state`. tensors: of another updater; not used. Raises UsageError between
-        `backward` and `step`."""
+        """See `DistributedOptimizer.load_state`. Raises UsageError if it is called between `backward` and `step`.
+
+        tensors: tensors that another updater has saved; they are not used.
+        """
         if self._held:
             raise UsageError("load_state was called between backward and step(): call it between steps")
         self._scale = self._scale.continued(state["loss_scale"])
@@ -240,7 +250,7 @@ class SparseUpdater(Watched):
         return square_of_all(gradient.values() for gradient in gradients)
 
     def _sums(self) -> list[torch.Tensor | None]:
-        """Returns the sum of each parameter's gradient over the ranks; None of one that no rank has. Collective."""
+        """Returns the sum of each parameter's gradient over the ranks; None for one that no rank has. Collective."""
         gradients: list[torch.Tensor | None] = []
         for index, parameter in enumerate(self._parameters):
             if index in self._held and parameter.grad is not self._pending[index]:
@@ -259,7 +269,7 @@ class SparseUpdater(Watched):
         gradients = [None if g is None else g.detach() * self._factor for g in gradients]
         if self._comm.num_ranks == 1:
             return gradients
-        # Of each parameter how many ranks have a gradient, and the sum of their numbers of sparse dimensions.
+        # For each parameter: how many ranks have a gradient, and the sum of their numbers of sparse dimensions.
         dims = torch.tensor([[g is not None, g.sparse_dim() if g is not None else 0] for g in gradients])
         self._comm.all_reduce(flat := dims.to(torch.int64).view(-1))
         return [

@@ -1,1 +1,1 @@
-"""Sums that are divided over the ranks: of sharded optimizers and gradients, and of FSDP2 in place of its own."""
+"""Gradient sums that are divided over the ranks: for sharded optimizers and gradients, and for FSDP2."""

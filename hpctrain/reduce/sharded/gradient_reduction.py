@@ -1,4 +1,4 @@
-"""Has FSDP2 reduce gradients in two levels, or encoded, through its hooks for other communication (ADR 55)."""
+"""Makes FSDP2 reduce gradients in two levels, or encoded, through its hooks for other communication (ADR 55)."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ from hpctrain.reduce.sharded.choices import SHARDED_ALGORITHMS, SHARDED_WIRES
 from hpctrain.storage import split_evenly
 from hpctrain.topology import Topology
 
-# Sums over the ranks of a communicator, in their order, of values that travel encoded.
-#
-# Every rank sends the owner of a slice its values of that slice, and the owner adds them up in the order of
-# the ranks: the sum does not depend on which message arrives first, and each value is rounded once. Thakur
-# et al. 2005, section 4.5.
-
-
 _ALIGNMENT = 8  # bytes, of every encoded slice; codecs require it
 
 
 @final
 class RankOrderSum:
-    """Reduce-scatter and all-reduce over `comm`, which no other object may use.
+    """Reduce-scatter and all-reduce over `comm` of encoded values, added in rank order.
 
-    Values are contiguous float32 or float64 in host memory, and are summed in their dtype. A rank's own values of its
-    own slice are not encoded. codec: of what is sent; no error feedback.
+    Every rank sends the owner of a slice its values of that slice, and the owner adds them up in rank order: the sum
+    does not depend on which message arrives first, and each value is rounded once (Thakur et al. 2005, section 4.5). A
+    rank's own values of its own slice are not encoded. Values are contiguous float32 or float64 in host memory, and
+    are summed in their dtype.
+
+    comm: communicator that no other object may use.
+    codec: codec of what is sent, without error feedback.
     """
 
     def __init__(self, comm: Collective, *, codec: Codec) -> None:
@@ -48,9 +46,11 @@ class RankOrderSum:
         self._codec = codec
 
     def reduce_scatter(self, values: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor) -> None:
-        """Writes the sum of this rank's slice of `values`, shape (sum(counts),), into `out`, shape (counts[rank],).
+        """Writes this rank's slice of the sum of `values`, shape (sum(counts),), into `out`, shape (counts[rank],).
 
-        Collective. counts: the same on every rank; an entry may be 0. Bytes sent: of all other slices, encoded.
+        Collective. It sends all other slices, encoded.
+
+        counts: number of elements in each rank's slice, the same on every rank; an entry may be 0.
         """
         mine, num_ranks = self._comm.rank, self._comm.num_ranks
         sizes = [self._codec.num_bytes(count, dtype=values.dtype) for count in counts]
@@ -72,9 +72,9 @@ class RankOrderSum:
                 self._codec.add(packet, out=out)
 
     def all_reduce(self, values: torch.Tensor) -> None:
-        """Sums `values`, shape (n,), over the ranks in place: the same bits on every rank. Collective.
+        """Sums `values`, shape (n,), over the ranks, in place, with the same bits on every rank. Collective.
 
-        Each rank sums a slice, and the sums travel encoded too: with N ranks each sends 2 (N-1)/N of the values.
+        Each rank sums a slice, and the sums are sent encoded too: with N ranks, each sends 2 (N-1)/N of the values.
         """
         counts = split_evenly(values.numel(), num_parts=self._comm.num_ranks)
         part = torch.empty(counts[self._comm.rank], dtype=values.dtype)
@@ -93,21 +93,18 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-# Reduce-scatter in two levels: within the nodes, then between them. For equal parts, one a rank.
-#
-# A node sends each element to another node once, not once from every rank. Source: Mikami et al. 2018,
-# arXiv:1811.05233, of which this is the first half.
-
-
 @final
 class TwoLevelSum:
-    """Sums within the node without loss, and sends the node's sums to other nodes encoded.
+    """Reduce-scatter in two levels: without loss within the node, encoded between nodes; equal parts, one per rank.
 
-    Each element is added up over the ranks of a node in their order, then over the nodes in theirs. Bytes leaving a
-    node: (C-1)/C of the values, encoded, with C nodes, through as many ranks as the smallest node has. Of unequal nodes
-    the other ranks receive their parts from a rank of their node.
+    A node sends each element to another node once, not once from every rank. Each element is added up over the ranks
+    of a node in their order, then over the nodes in theirs. With C nodes, (C-1)/C of the values leave a node, encoded,
+    through as many ranks as the smallest node has. If the nodes have different numbers of ranks, the remaining ranks
+    receive their parts from a rank of their node. Source: Mikami et al. 2018, arXiv:1811.05233, of which this is the
+    first half.
 
-    levels: of `topology`, used by this object only. codec: of what is sent between nodes.
+    levels: communicators of `topology`, used by this object only.
+    codec: codec of what is sent between nodes.
     """
 
     def __init__(self, levels: TwoLevel, *, topology: Topology, codec: Codec) -> None:
@@ -128,7 +125,7 @@ class TwoLevelSum:
     def reduce_scatter(self, values: torch.Tensor, *, out: torch.Tensor) -> None:
         """Writes this rank's part of the sum of `values`, shape (num_ranks * n,), into `out`, shape (n,).
 
-        Collective over all ranks; blocks.
+        Collective over all ranks, and blocking.
         """
         width, place = out.numel(), self._local.rank
         counts = [width * sum(map(len, of_carrier)) for of_carrier in self._ranks]
@@ -144,7 +141,10 @@ class TwoLevelSum:
         out.copy_(self._delivered(mine, width=width))
 
     def _delivered(self, mine: torch.Tensor, *, width: int) -> torch.Tensor:
-        """Returns this rank's part; on a node with more ranks than carriers these hand out what they have summed."""
+        """Returns this rank's part of the sum.
+
+        On a node with more ranks than carriers, the carriers distribute what they have summed.
+        """
         local, carriers = self._local, len(self._carriers)
         if local.num_ranks == carriers:
             return mine
@@ -173,15 +173,18 @@ def reduce_gradients_by(
     topology: Topology,
     note: Callable[[str], None] = lambda text: None,
 ) -> Callable[[], None]:
-    """Has the gradients of a model that `parallelize` has sharded summed by `algorithm`, encoded as `wire`. Collective.
+    """Makes FSDP2 sum the gradients of a model that `parallelize` has sharded by `algorithm`, encoded as `wire`.
 
-    algorithm: `direct`: each rank receives its part from every other one. `hierarchical`: within the node first, then
-    encoded between the nodes. `auto`: FSDP2's own operation for `fp32`, otherwise `direct`. Shards within a node are
-    summed there by FSDP2's own operation and encoded between the nodes, by `auto` and `hierarchical`. Sums are in the
-    gradients' dtype, in the order of the ranks. note: reports a line if `hierarchical` cannot be had. Raises
-    UsageError on every rank for other names, and for a model whose gradients cannot be summed so.
+    Collective. Sums are in the gradients' dtype, in rank order.
 
-    Returns what ends the thread that sums; later backwards have the gradients summed by FSDP2's own operation.
+    algorithm: `direct`: each rank receives its part from every other one. `hierarchical`: summed within the node
+    first, then encoded between the nodes. `auto`: FSDP2's own operation for `fp32`, otherwise `direct`. If shards are
+    within a node, FSDP2's own operation sums them there, and `auto` and `hierarchical` encode the sums between nodes.
+    wire: wire format.
+    note: called with a message if `hierarchical` is not possible.
+
+    Returns a function that ends the thread that sums; later gradients are then summed by FSDP2's own operation. Raises
+    UsageError on every rank for unknown names, and for a model whose gradients cannot be summed in this way.
     """
     if algorithm not in SHARDED_ALGORITHMS or wire not in SHARDED_WIRES:
         raise UsageError(
@@ -216,11 +219,14 @@ def reduce_gradients_by(
 
 
 def _nothing() -> None:
-    """Ends what has no thread."""
+    """Does nothing: there is no thread to end."""
 
 
 def _checked_mesh(model: torch.nn.Module, *, num_ranks: int) -> Any:
-    """Returns the mesh of the model's parameters. Raises UsageError for a mesh, device or dtype without such sums."""
+    """Returns the mesh of the model's parameters.
+
+    Raises UsageError if its mesh, device or dtype does not allow such sums.
+    """
     parameters: list[Any] = [p for p in model.parameters() if is_sharded_tensor(p)]
     mesh: Any = shard_mesh_of(model)
     if mesh.device_type != "cpu":
@@ -244,7 +250,7 @@ def _checked_mesh(model: torch.nn.Module, *, num_ranks: int) -> Any:
 
 
 def _encode_between_nodes(mesh: Any, *, algorithm: str, codec: Codec) -> None:
-    """Has sums over the nodes, the first axis of the mesh, sent encoded: FSDP2 asks its group to add up the shards."""
+    """Encodes the sums over the nodes, the first axis of the mesh: FSDP2 uses that group to add up the shards."""
     if algorithm == "direct":
         raise UsageError(
             "shards within a node are summed there first: choose the algorithm hierarchical or auto, or "
@@ -271,14 +277,16 @@ def _encode_between_nodes(mesh: Any, *, algorithm: str, codec: Codec) -> None:
 
 
 def _polling(world: World, members: Sequence[int]) -> Collective | None:
-    """Returns a communicator of these world ranks that leaves the core to backward while it waits; None if there is
-    none. Collective over them."""
+    """Returns a communicator of these world ranks that polls while it waits, so that backward can use the core.
+
+    None if the backend has none. Collective over `members`.
+    """
     opened = world.open_group(members)
     return opened[0] if opened is not None else None
 
 
 def _sum_during_backward(sums: Sums, model: torch.nn.Module) -> Callable[[], None]:
-    """Has the gradients summed by `sums` on a thread, while backward runs. Returns what ends the thread."""
+    """Makes `sums` sum the gradients on a thread, while backward runs. Returns a function that ends the thread."""
     thread = OperationThread("hpctrain-sharded-sums")
     is_open = True
 
@@ -297,6 +305,6 @@ def _sum_during_backward(sums: Sums, model: torch.nn.Module) -> Callable[[], Non
 
 
 class Sums(Protocol):
-    """Writes this rank's part, `out`, of the sum of `values` over the ranks. Collective; blocks."""
+    """Function that writes this rank's part of the sum of `values` into `out`. Collective and blocking."""
 
     def __call__(self, values: torch.Tensor, *, out: torch.Tensor) -> None: ...

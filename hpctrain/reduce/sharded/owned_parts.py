@@ -1,4 +1,4 @@
-"""What a rank owns: its parts of the parameters, which the optimizer updates, and the sums of their gradients."""
+"""The parts of the parameters that a rank owns: it sums their gradients, and its optimizer updates them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from hpctrain.reduce.sharded.shard_plan import ShardPlan, Span
 class OwnedParts:
     """Replaces the optimizer's parameters by this rank's parts of them, until `release`.
 
-    gradients: where the sums of the gradients arrive, by bucket, shape (share,), zeroed, in host memory.
+    gradients: for each bucket, the tensor that receives this rank's share of the summed gradients: shape (share,),
+    zeroed, in host memory.
     """
 
     def __init__(
@@ -74,9 +75,9 @@ class OwnedParts:
             torch._foreach_mul_(filled, factor)
 
     def give_out(self, used: Sequence[bool]) -> bool:
-        """Sets each part's `.grad` to the sum, in the part's dtype; None of parameters that no rank used.
+        """Sets each part's `.grad` to the sum, in the part's dtype, or to None if no rank used the parameter.
 
-        Returns False if one overflows there (float16).
+        Returns False if a gradient overflows in that dtype (float16).
         """
         finite = True
         for index, view in self._views.items():
@@ -93,18 +94,24 @@ class OwnedParts:
 
     @property
     def may_overflow(self) -> bool:
-        """True if a gradient that is finite as a sum may not be in its parameter's dtype; the same on every rank."""
+        """True if a gradient that is finite as a sum may overflow in its parameter's dtype; the same on every rank."""
         return any(parameter.dtype is torch.float16 for parameter in self._parameters)
 
     def step(self) -> None:
-        """Steps the optimizer on the parts. Raises UsageError if its state is not one value, or one an element."""
+        """Steps the optimizer on the parts.
+
+        Raises UsageError if the optimizer keeps state other than single values and one value per element.
+        """
         self._optimizer.step()
         if not self._checked:
             self._check_state()
             self._checked = True
 
     def forget(self) -> None:
-        """Drops the gradients. One that something still refers to (an optimizer may keep it) gets separate memory."""
+        """Drops the gradients.
+
+        One that is still referenced elsewhere (an optimizer may keep it) gets memory of its own.
+        """
         for part in self.parts:
             part.grad = None
         for index in self._views:
@@ -115,7 +122,7 @@ class OwnedParts:
                 self._views[index] = fresh
 
     def release(self) -> None:
-        """Gives the optimizer its parameters back, without the state of the parts."""
+        """Restores the optimizer's parameters, without the state of the parts."""
         for part, parameter in zip(self.parts, self._parameters, strict=True):
             self._optimizer.state.pop(part, None)
             forget_elements(parameter)
@@ -129,7 +136,10 @@ class OwnedParts:
         return sys.getrefcount(self._views[index])
 
     def _split_state(self) -> None:
-        """Replaces the state that the optimizer has of whole parameters: some make it at once, such as Adagrad."""
+        """Replaces state that the optimizer already has for whole parameters by this rank's part of it.
+
+        Adagrad, for example, creates its state at once.
+        """
         for part, parameter in zip(self.parts, self._parameters, strict=True):
             shard, state = element_shard(parameter), self._optimizer.state.pop(parameter, None)
             if state is not None and shard is not None and part.numel():
@@ -156,7 +166,7 @@ class OwnedParts:
 
 
 def check_shardable(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Raises UsageError for an optimizer or parameters of which a rank cannot update its elements alone."""
+    """Raises UsageError for an optimizer or parameters whose elements a rank cannot update without the others."""
     check_optimizer(optimizer, layout="optimizer")
     for parameter in parameters:
         if parameter.is_complex():
@@ -179,12 +189,13 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
         yield key, value
 
 
-# Copies gradients and parameters between a rank's model and the memory of units. Does not communicate.
-
-
 @final
 class ParameterCopies:
-    """The parameters of one plan; their memory has no gaps. rank: this one."""
+    """Copies gradients and parameters between the model and the memory of units. Does not communicate.
+
+    parameters: parameters of one plan, whose memory must have no gaps.
+    rank: this rank.
+    """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, plan: ShardPlan, rank: int) -> None:
         self._parameters = parameters
@@ -196,14 +207,14 @@ class ParameterCopies:
         self._held: dict[int, torch.Tensor] = {}
 
     def in_place(self) -> bool:
-        """Returns True while the parameters lie where they did when this was made."""
+        """Returns True if all parameters are still in the memory where they were when this object was created."""
         return all(
             parameter.data_ptr() == flat.data_ptr()
             for parameter, flat in zip(self._parameters, self._flats, strict=True)
         )
 
     def hold(self, index: int) -> None:
-        """Keeps a gradient until `take_gradients`; `.grad` cannot be used from now on."""
+        """Keeps a parameter's gradient until `take_gradients`; until then `.grad` cannot be used."""
         gradient = self._parameters[index].grad
         if gradient is not None:
             self._held[index] = gradient
@@ -214,15 +225,15 @@ class ParameterCopies:
         self._held.clear()
 
     def any_is_pending(self) -> bool:
-        """Returns True if a parameter's `.grad` is as `hold` has left it."""
+        """Returns True if any parameter's `.grad` is still the placeholder that `hold` has set."""
         return any(p.grad is pending for p, pending in zip(self._parameters, self._pending, strict=True))
 
     def is_as_left(self, index: int, *, had: bool) -> bool:
-        """Returns True if `.grad` is as `hold` has left it. had: whether there was a gradient."""
+        """Returns True if `.grad` is still what `hold` has set. had: True if there was a gradient."""
         return self._parameters[index].grad is (self._pending[index] if had else None)
 
     def take_gradients(self, indices: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Returns these parameters' gradients in memory order, shape (n,); without those that have none."""
+        """Returns the gradients of these parameters, by index, in memory order, shape (n,); without missing ones."""
         found = {}
         for index in indices:
             gradient = self._held.pop(index, self._parameters[index].grad)
@@ -236,8 +247,10 @@ class ParameterCopies:
     def pack(
         self, number: int, gradients: Mapping[int, torch.Tensor], *, factor: float, into: torch.Tensor
     ) -> None:
-        """Writes the gradients of unit `number`, times `factor`, to `into`, shape (unit.numel,); zeros where there are
-        none."""
+        """Writes the gradients of unit `number`, times `factor`, into `into`, shape (unit.numel,).
+
+        Missing gradients are written as zeros.
+        """
         for span in self._packed[number]:
             place = into[span.place : span.place + span.numel]
             gradient = gradients.get(span.parameter)

@@ -1,11 +1,11 @@
 """Reduce-scatter of gradients and all-gather of parameters, in two levels, unit by unit.
 
 Within a node the ranks read each other's gradients in shared memory. Between nodes a rank sends the sum of its node to
-the owner of each part, who adds the nodes' sums in their order: the same additions as those of `EngineReducer` with
-`direct`, so the sums are the same bits. With C nodes each sends (C-1)/C of a unit's encoded bytes, and (C-1)/C of the
-bytes of its updated parameters; with one rank per node C is the number of ranks.
+the owner of each part, which adds the nodes' sums in their order. These are the same additions as those of
+`EngineReducer` with `direct`, so the sums have the same bits. With C nodes, each sends (C-1)/C of a unit's encoded
+bytes, and (C-1)/C of the bytes of its updated parameters; with one rank per node, C is the number of ranks.
 
-Source of the two levels: Jia et al. 2018, arXiv:1807.11205; of sharding what is updated: Rajbhandari et al. 2020,
+Source of the two levels: Jia et al. 2018, arXiv:1807.11205; of sharding the updates: Rajbhandari et al. 2020,
 arXiv:1910.02054.
 """
 
@@ -27,15 +27,17 @@ from hpctrain.reduce.shared_memory.shared_buckets import NodeMemory, TwoLevelPla
 from hpctrain.reduce.shared_memory.summation import add
 from hpctrain.topology import Topology
 
-# Memory of reductions that were aborted by an error, to which MPI and other ranks may still write.
+# Memory of reductions that were aborted by an error: MPI and other ranks may still write to it.
 _BROKEN_OFF: list[tuple[Transport, NodeMemory, ChunkMemory]] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """How a unit's parameters are gathered, as bytes. num_bytes: of each rank's part.
+    """How a unit's parameters are gathered, as bytes.
 
-    read(out): writes this rank's part to `out`, uint8. write(owner, data): takes the part of another rank.
+    num_bytes: size of each rank's part.
+    read: read(out) writes this rank's part into `out`, uint8.
+    write: write(owner, data) stores the part of another rank.
     """
 
     num_bytes: Sequence[int]
@@ -45,8 +47,13 @@ class Gathered:
 
 @dataclass(slots=True, kw_only=True)
 class _Planned:
-    """One unit. slot: its place in memory. segments: the memory of each of the node's ranks. out: where this rank's
-    part of the sum goes. feedback: by owner."""
+    """One unit with its memory.
+
+    slot: number of the memory slot that it uses.
+    segments: memory of each of the node's ranks.
+    out: tensor that receives this rank's part of the sum.
+    feedback: error feedback by owner.
+    """
 
     unit: Unit
     slot: int
@@ -58,10 +65,13 @@ class _Planned:
 
 @final
 class ScatterReducer:
-    """Sums units over all ranks, each part at its owner, and gathers what the owners have made of them.
+    """Sums units over all ranks, each part at its owner, and gathers the parameters that the owners have updated.
 
-    comm: all ranks, used by `plan`, `load_state` and `close`. levels: the run's topology, or one rank per node.
-    feedback: error feedback for a lossy codec. Parameters are never encoded.
+    comm: communicator of all ranks, used by `plan`, `load_state` and `close`.
+    levels: topology of the run, or one with one rank per node.
+    algorithm: name of the algorithm, as in the recipe.
+    codec: codec of the gradients between nodes; parameters are never encoded.
+    feedback: True for error feedback with a lossy codec.
     """
 
     def __init__(
@@ -85,7 +95,7 @@ class ScatterReducer:
         self._partner = {
             node: ranks[place.local % len(ranks)] for node, ranks in enumerate(by_node) if node != place.node
         }
-        # For these owners on other nodes this rank does so.
+        # The owners on other nodes for which this rank is that partner.
         self._owners = [
             owner
             for node, ranks in enumerate(by_node)
@@ -124,11 +134,13 @@ class ScatterReducer:
         outs: Sequence[torch.Tensor],
         gathered: Sequence[Gathered],
     ) -> None:
-        """Makes memory for `num_slots` units at a time. Collective.
+        """Allocates memory for `num_slots` units at a time. Collective.
 
-        outs: where this rank's share of each bucket's sum goes, shape (share,), the bucket's dtype, in host memory.
-        gathered: of each unit. Raises BufferMismatch on every rank, naming the rank that differs, unless all plan the
-        same.
+        outs: for each bucket, the tensor that receives this rank's share of the sum: shape (share,), the bucket's
+        dtype, in host memory.
+        gathered: how the parameters of each unit are gathered.
+
+        Raises BufferMismatch on every rank, naming the rank that differs, unless all have the same plan.
         """
         units, rank = plan.units, self._transport.rank
         num_slots = min(num_slots, len(units))
@@ -162,7 +174,10 @@ class ScatterReducer:
             self._losses = EngineLosses(plan.buckets, parts, place=self._place, codec_name=self._codec.name)
 
     def _feedback(self, unit: Unit) -> dict[int, CodecFeedback]:
-        """Of the parts that this rank sends to their owners, and of its own, whose sum it keeps as it is."""
+        """Returns error feedback for the parts that this rank sends to their owners, and for its own part.
+
+        The sum of its own part is not encoded.
+        """
         found = {}
         for owner in (*self._owners, self._transport.rank):
             numel = unit.parts[owner].numel
@@ -173,9 +188,9 @@ class ScatterReducer:
         return found
 
     def claim(self, number: int) -> torch.Tensor | None:
-        """Returns the memory of unit `number` to be filled, shape (unit.numel,), the unit's dtype, in host memory.
+        """Returns the memory of unit `number` to fill: shape (unit.numel,), the unit's dtype, in host memory.
 
-        None while another unit uses it. Its reduction must follow. Not collective.
+        Returns None while another unit uses that memory. Not collective. The reduction of the unit must follow.
         """
         planned = self._units[number]
         if self._busy[planned.slot]:
@@ -184,22 +199,22 @@ class ScatterReducer:
         return planned.segments[self._place.local].view(planned.unit.dtype)
 
     def reduce_scatter(self, number: int) -> Iterator[bool]:
-        """Sums unit `number`, whose memory was claimed and filled, over all ranks: this rank's part into its share.
+        """Sums unit `number`, whose memory was claimed and filled; this rank's part goes into its share. Collective.
 
-        Turns as those of `BucketReducer.reduce`; every rank begins the same operations in the same order. Collective.
+        A generator like `BucketReducer.reduce`. Every rank starts the same operations in the same order.
         """
         return self._watched(
             self._reduce(number), f"unit {number}, {self._units[number].unit.numel} gradients"
         )
 
     def all_gather(self, number: int) -> Iterator[bool]:
-        """Gathers the parameters of unit `number` from their owners. Turns as those of `reduce_scatter`. Collective."""
+        """Gathers the parameters of unit `number` from their owners. A generator like `reduce_scatter`. Collective."""
         return self._watched(
             self._gather(number), f"unit {number}, {self._units[number].unit.numel} parameters"
         )
 
     def _watched(self, turns: Iterator[bool], what: str) -> Iterator[bool]:
-        """Wraps `turns`: the watchdog's deadline runs while it waits."""
+        """Runs the generator `turns` under the watchdog's deadline, which runs while it waits."""
         self._num_in_flight += 1
         self._transport.begun(what)
         try:
@@ -209,7 +224,7 @@ class ScatterReducer:
                 else:
                     self._transport.waits(what)
                 yield progressed
-            self._num_in_flight -= 1  # not if it was aborted: messages may still arrive
+            self._num_in_flight -= 1  # not after an abort, because messages may still arrive
         finally:
             self._transport.progressed()
 
@@ -251,7 +266,7 @@ class ScatterReducer:
     def _encoded(
         self, parts: Sequence[torch.Tensor], *, feedback: CodecFeedback | None, loan: Loan
     ) -> torch.Tensor:
-        """Returns the encoded sum of a part over the node's ranks."""
+        """Returns the encoded sum of one part over the ranks of the node."""
         values = parts[0]
         if len(parts) > 1:
             values = loan.values(values.numel(), dtype=values.dtype)
@@ -295,7 +310,7 @@ class ScatterReducer:
         self._busy[planned.slot] = False
 
     def _from_next(self, ranks: Sequence[int]) -> list[int]:
-        """Returns the ranks from the one after this, so that not all send to the same one at first."""
+        """Returns the ranks starting after this one, so that not all ranks send to the same one first."""
         return sorted(ranks, key=lambda rank: (rank - self._transport.rank) % self._comm.num_ranks)
 
     def _take_tag(self) -> int:
@@ -332,7 +347,7 @@ class ScatterReducer:
         return self._losses.rows_to_load(shapes, rank=self._comm.rank, num_ranks=self._comm.num_ranks)
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
-        """See `BucketReducer.load_state`. Collective; after `plan`."""
+        """See `BucketReducer.load_state`. Collective; call it after `plan`."""
         if self._losses is not None:
             self._losses.load_state(tensors, shapes, comm=self._comm)
 

@@ -37,32 +37,33 @@ from hpctrain.reduce.sharded.shard_plan import ALIGNMENT_ELEMS, BucketProgress, 
 from hpctrain.reduce.sharded.units_in_flight import UnitsInFlight
 from hpctrain.reduce.watch.step_watch import Watched, watched
 
-# Of ZeRO-2: a bucket is reduced in so many units, and there is memory for those of two buckets.
+# With ZeRO-2, a bucket is reduced in this many units, and there is memory for the units of two buckets.
 _UNITS_OF_A_BUCKET = 4
 
 
 @final
 class ScatterUpdater(Watched):
-    """`DistributedOptimizer` that reduce-scatters gradients while backward runs, and gathers the parameters that the
-    owners updated while the next forward runs: see `units_in_flight`.
+    """`DistributedOptimizer` that reduce-scatters gradients in backward and gathers updated parameters in forward.
+
+    See `units_in_flight` for the gathering. The constructor is collective. A plain `loss.backward()` has weight
+    1/num_ranks. From backward to `step` a parameter's `.grad` cannot be used. Buckets follow the reverse order of
+    registration; from the second step on they are reduced in the order in which they were complete on rank 0.
 
     Args:
-        optimizer: of an update that treats each element by itself; its parameters have the same shapes, in the same
-            order, on every rank. Until `close` it holds this rank's parts of them (`distributed.element_shard`).
-        comm: the world, used from the calling thread for the small sums of a step. At least two ranks.
-        reducer: for this updater only, with a separate communicator; the caller closes it after the updater.
-        keeps_gradients: True (ZeRO-1): memory for all gradients, and backward waits for no other rank. False (ZeRO-2):
-            memory for two buckets and this rank's share; backward waits where the network is slower.
-        align_elems: shares end at multiples of this within a parameter.
-        model: that computes with the parameters. If it has scripted modules, `step` waits for all parameters; it does
-            too without `overlap`, and in a process that has compiled something with `torch.compile`.
+        optimizer: Optimizer whose update treats each element by itself; its parameters have the same shapes, in the
+            same order, on every rank. Until `close` it holds this rank's parts of them (`distributed.element_shard`).
+        comm: Communicator of all ranks, at least two; used from the calling thread for the small sums of a step.
+        reducer: Reducer for this updater only, with a separate communicator; the caller closes it after the updater.
+        keeps_gradients: True (ZeRO-1): there is memory for all gradients, and backward waits for no other rank. False
+            (ZeRO-2): there is memory for two buckets and this rank's share, and backward waits if the network is
+            slower.
+        bucket_bytes, loss_scale, clip_norm, max_in_flight, overlap, crowded: See `AllReduceUpdater`.
+        align_elems: Shares end at multiples of this number of elements within a parameter.
+        model: Model that computes with the parameters. If it has scripted modules, `step` waits for all parameters; it
+            also does without `overlap`, and in a process that has compiled something with `torch.compile`.
 
-    The other arguments are those of `AllReduceUpdater`.
-
-    The constructor is collective. A plain `loss.backward()` has weight 1/num_ranks. From backward to `step` a
-    parameter's `.grad` cannot be used. Buckets follow the reverse order of registration; from the second step on they
-    are reduced in the order in which they were complete on rank 0. Raises UsageError on every rank for invalid
-    arguments and for what cannot be sharded.
+    Raises:
+        UsageError: On every rank. An argument is invalid, or the optimizer or model cannot be sharded.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class ScatterUpdater(Watched):
             unit_bytes=bucket_bytes if keeps_gradients else -(-bucket_bytes // _UNITS_OF_A_BUCKET),
         )  # fmt: skip
         self._progress = BucketProgress([[slot.parameter for slot in b.slots] for b in self._plan.buckets])
-        self._observed = False  # in which order buckets are complete: in the first step
+        self._observed = False  # whether the order of complete buckets is known, which the first step shows
         self._copies = ParameterCopies(self._parameters, plan=self._plan, rank=comm.rank)
         self._owned = OwnedParts(optimizer, self._parameters, plan=self._plan, rank=comm.rank)
         num_units = len(self._plan.units)
@@ -129,7 +130,7 @@ class ScatterUpdater(Watched):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer, which holds this rank's parts, and which learning rate schedulers take."""
+        """The wrapped optimizer, which holds this rank's parts, and which learning rate schedulers need."""
         return self._optimizer
 
     @property
@@ -140,7 +141,8 @@ class ScatterUpdater(Watched):
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's `param_groups`, for scripts that set the learning rate through their optimizer.
 
-        Raises UsageError for a GradScaler."""
+        Raises UsageError for a GradScaler.
+        """
         refuse_grad_scaler(sys._getframe(1))
         return self._optimizer.param_groups
 
@@ -150,8 +152,7 @@ class ScatterUpdater(Watched):
         return tuple(self._plan.buckets[number] for number in self._progress.order)
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
-        """See `DistributedOptimizer.backward`. loss: one element, of any shape. Raises UsageError for another number
-        of elements."""
+        """See `DistributedOptimizer.backward`. Raises UsageError for a loss that does not have exactly one element."""
         scaled = self._scale.scaled(loss, weight=weight)
         self._abandon_dropped()
         self._unsent_factor, self._weighted = 1.0, True
@@ -172,8 +173,10 @@ class ScatterUpdater(Watched):
             self._syncing = before
 
     def zero_grad(self) -> None:
-        """See `DistributedOptimizer.zero_grad`. Between backward and `step` it ends the sums that have begun, and is
-        collective."""
+        """See `DistributedOptimizer.zero_grad`.
+
+        Between backward and `step` it ends the sums that have started, and is collective.
+        """
         self._drop_gradients()
         if self._progress.has_begun:
             self._abandon()
@@ -192,8 +195,11 @@ class ScatterUpdater(Watched):
         accepts: Accepts | None = None,
         divide_by: str | None = None,
     ) -> StepOutcome:
-        """See `DistributedOptimizer.step`. Raises UsageError also if the updater is closed, if the optimizer or the
-        parameters were exchanged, or if gradients were set since `backward`."""
+        """See `DistributedOptimizer.step`.
+
+        Raises UsageError also if the updater is closed, if the optimizer or the parameters were replaced, or if
+        gradients were set since `backward`.
+        """
         check_open(closed=self._closed)
         plain = not self._weighted and (any(self._had) or any(p.grad is not None for p in self._parameters))
         check_divide_by(
@@ -229,7 +235,7 @@ class ScatterUpdater(Watched):
             self._scale = self._scale.after_good_step() if applied else self._scale.after_overflow()
         self._reducer.settle(applied=applied, rescale=self._scale.value / used_scale)
         times = self._clock.times(self.buckets, update_s=update_s)
-        if replan and accepted:  # of a backward that failed half-way the order is not known
+        if replan and accepted:  # after a backward that failed half-way, the order is not known
             self._progress.order = broadcast_json(self._comm, self._progress.completed_order())
             self._observed = True
         self._reset()
@@ -251,13 +257,14 @@ class ScatterUpdater(Watched):
         self._units.wait_for_parameters()
 
     def observe_reductions(self, observer: ReductionObserver | None) -> None:
-        """See `DistributedOptimizer.observe_reductions`: of each unit, and the gathering of its parameters under the
-        same number."""
+        """See `DistributedOptimizer.observe_reductions`.
+
+        The observer is called for each unit, and with the same number for the gathering of its parameters.
+        """
         self._units.observe(observer)
 
     def state(self) -> dict[str, Any]:
-        """See `DistributedOptimizer.state`: the loss scale, as `AllReduceUpdater` has it, so that either loads the
-        other's."""
+        """See `DistributedOptimizer.state`: the loss scale, in the form that `AllReduceUpdater` loads too."""
         return {"loss_scale": asdict(self._scale), "order": None}
 
     def state_tensors(self) -> list[StateTensor]:
@@ -273,7 +280,7 @@ class ScatterUpdater(Watched):
         tensors: Mapping[str, torch.Tensor] | None = None,
         shapes: Shapes | None = None,
     ) -> None:
-        """See `DistributedOptimizer.load_state`. Raises UsageError between `backward` and `step`."""
+        """See `DistributedOptimizer.load_state`. Raises UsageError if it is called between `backward` and `step`."""
         if self._progress.has_begun:
             raise UsageError("load_state was called between backward and step(): call it between steps")
         self.wait_for_parameters()
@@ -288,7 +295,7 @@ class ScatterUpdater(Watched):
     def close(self) -> bool:
         """See `DistributedOptimizer.close`. The optimizer gets the model's parameters back, without state.
 
-        Waits for parameters that are still being gathered. Raises the error of that, unless it has been raised before.
+        Waits for parameters that are still being gathered, and raises the error of that, unless it was raised before.
         """
         for hook in self._hooks:
             hook.remove()
@@ -312,7 +319,7 @@ class ScatterUpdater(Watched):
         self._unsent_factor = self._plain_factor()
 
     def _plain_factor(self) -> float:
-        """See `AllReduceUpdater`: the factor of gradients of a plain `loss.backward()`."""
+        """Returns the factor for gradients of a plain `loss.backward()`; see `AllReduceUpdater`."""
         return self._scale.value / self._comm.num_ranks
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
@@ -336,12 +343,12 @@ class ScatterUpdater(Watched):
             parameter.grad = None
 
     def _abandon_dropped(self) -> None:
-        """Ends a step whose gradients the model's `zero_grad` has dropped."""
+        """Abandons a step whose gradients the model's `zero_grad` has dropped."""
         if self._progress.has_begun and all(p.grad is None for p in self._parameters):
             self._abandon()
 
     def _abandon(self) -> None:
-        """Ends a step that is not made, whose gradients the script has dropped. Collective."""
+        """Ends a step that will not be made because the script has dropped its gradients. Collective."""
         fresh = [parameter.grad for parameter in self._parameters]
         self._copies.drop_held()
         self._drop_gradients()
@@ -355,8 +362,8 @@ class ScatterUpdater(Watched):
             parameter.grad = gradient
 
     def _send_complete(self) -> None:
-        """Reduces complete buckets, in the order that is the same on every rank."""
-        # Of modules that forward has not used; they need the memory of units too.
+        """Reduces the complete buckets, in an order that is the same on every rank."""
+        # For modules that forward has not used, whose parameters occupy the memory of units too.
         self.wait_for_parameters()
         for bucket in self._progress.take_complete():
             self._clock.filled()
@@ -372,8 +379,11 @@ class ScatterUpdater(Watched):
                     self._parameters[index].grad = None
 
     def _sum_numbers(self, sums: Mapping[str, float]) -> tuple[float, dict[str, float], list[bool], bool]:
-        """Returns, of all ranks, the square of the norm, the sums of the caller's numbers, which parameters have a
-        gradient, and whether the order of the buckets is known from now on. Collective."""
+        """Sums the numbers of a step over all ranks. Collective.
+
+        Returns the square of the gradient norm, the sums of the caller's numbers, whether each parameter has a
+        gradient on any rank, and whether the order of the buckets is known from now on.
+        """
         names = sorted(sums)
         num_missing = self._had.count(False)
         news = not self._observed and self._comm.rank == 0 and bool(self._progress.completed)
@@ -391,15 +401,17 @@ class ScatterUpdater(Watched):
         return square, dict(zip(names, totals, strict=True)), used, replan > 0
 
     def _take_gradients(self, norm: float, used: list[bool], *, divided_by: float) -> bool:
-        """Clips, unscales and divides the sums. Returns True if every parameter's dtype can hold its gradient, on all
-        ranks."""
+        """Clips, unscales and divides the sums.
+
+        Returns True if, on all ranks, every gradient fits into its parameter's dtype.
+        """
         clip = clip_factor(norm, clip_norm=self._clip_norm)
         self._owned.scale(clip / (self._scale.value * divided_by))
         fits = self._owned.give_out(used)
         return is_true_everywhere(self._comm, fits) if self._owned.may_overflow else fits
 
     def _check_parameters(self) -> None:
-        """Raises UsageError unless parameters and gradients are where the updater has put them."""
+        """Raises UsageError unless parameters and gradients are still where the updater has put them."""
         now = trainable(self._optimizer)
         if len(now) != len(self._owned.parts) or any(
             a is not b for a, b in zip(now, self._owned.parts, strict=True)

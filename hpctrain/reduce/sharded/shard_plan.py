@@ -1,4 +1,9 @@
-"""Which rank owns which elements, what is reduced together, and which bucket is next. Does not communicate."""
+"""Plans which rank owns which elements, and what is reduced together. Does not communicate.
+
+Each bucket's gradients are split over all ranks into contiguous shares. A unit is what one reduction sums: a bucket
+or, if a bucket is too large for the memory of a unit, an equal part of each rank's share of it. `BucketProgress`
+tracks which gradients of a step are ready, and which bucket is reduced next.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +19,20 @@ from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.data_parallel.gradient_buckets import ran_twice
 from hpctrain.reduce.shared_memory.shared_buckets import ElemRange, cut
 
-# Which rank owns which elements of which parameters, and what is reduced together. Pure planning.
-#
-# Each bucket's gradients are split over all ranks into contiguous shares. A unit, what one reduction sums,
-# is a bucket, or, of a bucket that is too large for the memory of a unit, an equal part of each rank's
-# share.
-
-
-# Shares end at multiples of this within a parameter: the vectorised kernels of an optimizer then treat each element as
-# they do in the whole parameter, whose last elements they may round differently.
+# Shares end at multiples of this within a parameter, so that the vectorized kernels of an optimizer treat each element
+# as they do in the whole parameter, whose last elements they may round differently.
 ALIGNMENT_ELEMS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`numel` contiguous elements of a parameter, from `begin` in its memory order; in a buffer they are at `place`."""
+    """A run of contiguous elements of a parameter, and its place in a buffer.
+
+    parameter: index of the parameter.
+    begin: first element, in the parameter's memory order.
+    numel: number of elements.
+    place: position of the first element in the buffer.
+    """
 
     parameter: int
     begin: int
@@ -38,15 +42,17 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is reduced and gathered at once. parts: of each rank's share of the bucket, the elements that belong to it.
+    """The elements that are reduced and gathered at once.
 
-    They lie one after another in the unit's memory.
+    bucket: number of the bucket that they are from.
+    parts: for each rank, its elements of the bucket; in the unit's memory these parts follow each other.
+    spans: for each rank, the parameters' elements in its part, with places in the unit's memory.
     """
 
     bucket: int
     dtype: torch.dtype
     parts: tuple[ElemRange, ...]
-    spans: tuple[tuple[Span, ...], ...]  # of each rank's part; places in the unit's memory
+    spans: tuple[tuple[Span, ...], ...]  # for each rank
 
     @property
     def numel(self) -> int:
@@ -54,11 +60,11 @@ class Unit:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Place of each rank's part in the unit's memory, and the end of the last."""
+        """Position of each rank's part in the unit's memory, and the end of the last part."""
         return tuple(accumulate((part.numel for part in self.parts), initial=0))
 
     def joined(self) -> list[Span]:
-        """Returns the spans of all ranks, those that are neighbours in a parameter as one."""
+        """Returns the spans of all ranks; spans that are adjacent in a parameter are joined."""
         found: list[Span] = []
         for span in (span for spans in self.spans for span in spans):
             last = found[-1] if found else None
@@ -75,7 +81,12 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """shares: by bucket and rank, in elements of the bucket. units: in the order of the buckets."""
+    """The division of the buckets over the ranks.
+
+    buckets: the buckets.
+    shares: for each bucket, the elements that each rank owns.
+    units: units of all buckets, in the order of the buckets.
+    """
 
     buckets: tuple[Bucket, ...]
     shares: tuple[tuple[ElemRange, ...], ...]
@@ -90,7 +101,7 @@ class ShardPlan:
         unit_bytes: int,
         align_elems: int = ALIGNMENT_ELEMS,
     ) -> ShardPlan:
-        """unit_bytes: maximum size of a unit's gradients, up to one element a rank."""
+        """Plans shares and units. unit_bytes: largest size of a unit's gradients, but at least one element per rank."""
         shares = tuple(shares_of(bucket, num_ranks=num_ranks, align_elems=align_elems) for bucket in buckets)
         units = [
             unit
@@ -100,7 +111,10 @@ class ShardPlan:
         return cls(tuple(buckets), shares, tuple(units))
 
     def owned_by(self, rank: int) -> list[list[Span]]:
-        """Returns what a rank owns, by bucket; places in its share. At most one span of a parameter."""
+        """Returns for each bucket the spans that a rank owns, at most one per parameter.
+
+        Their places are positions in the rank's share.
+        """
         return [
             list(_spans(bucket, shares[rank], place=0))
             for bucket, shares in zip(self.buckets, self.shares, strict=True)
@@ -108,7 +122,7 @@ class ShardPlan:
 
 
 def shares_of(bucket: Bucket, *, num_ranks: int, align_elems: int) -> tuple[ElemRange, ...]:
-    """Splits a bucket's gradients over the ranks. Lengths differ by less than `align_elems` and one; some may be 0."""
+    """Splits a bucket's gradients over the ranks. Lengths differ by at most `align_elems`; some may be 0."""
     even = cut(ElemRange(0, bucket.num_gradients), num_parts=num_ranks)
     starts = [slot.offset for slot in bucket.slots]
 
@@ -133,21 +147,20 @@ def _units_of(number: int, bucket: Bucket, shares: Sequence[ElemRange], *, unit_
 
 
 def _spans(bucket: Bucket, part: ElemRange, *, place: int) -> Iterator[Span]:
-    """Yields the parameters' elements within `part` of the bucket; `place`: of its first element."""
+    """Yields the parameters' elements within `part` of the bucket. place: position of its first element."""
     for slot in bucket.slots:
         begin, end = max(part.begin, slot.offset), min(part.end, slot.offset + slot.numel)
         if begin < end:
             yield Span(slot.parameter, begin - slot.offset, end - begin, place + begin - part.begin)
 
 
-# Which gradients of a step are ready, and which bucket is reduced next. Does not communicate.
-
-
 @final
 class BucketProgress:
-    """Of one step at a time. buckets: the numbers of the parameters of each.
+    """Tracks the progress of one step at a time: which gradients are ready, and which buckets are complete.
 
-    order: in which the buckets are reduced, the same on every rank; at first that of `buckets`.
+    buckets: for each bucket, the indices of its parameters.
+
+    order: order in which the buckets are reduced, the same on every rank; at first that of `buckets`.
     """
 
     def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
@@ -163,30 +176,33 @@ class BucketProgress:
         self._num_taken = 0
 
     def indices(self, bucket: int) -> Sequence[int]:
-        """Returns the numbers of the bucket's parameters."""
+        """Returns the indices of the bucket's parameters."""
         return self._indices[bucket]
 
     @property
     def has_begun(self) -> bool:
-        """True if a gradient of this step is ready."""
+        """True if any gradient of this step is ready."""
         return bool(self._ready)
 
     def is_ready(self, index: int) -> bool:
-        """Returns True if the gradient of this step is ready."""
+        """Returns True if the gradient of this parameter is ready in this step."""
         return index in self._ready
 
     @property
     def ready(self) -> Iterable[int]:
-        """The parameters whose gradient of this step is ready."""
+        """Indices of the parameters whose gradients are ready in this step."""
         return self._ready
 
     @property
     def completed(self) -> Sequence[int]:
-        """The buckets that backward has completed, in this order."""
+        """The buckets that backward has completed, in the order of their completion."""
         return self._completed
 
     def gradient_is_ready(self, index: int) -> bool:
-        """Notes it. Returns True if its bucket is complete. Raises UsageError for the second time in a step."""
+        """Records that a gradient is ready. Returns True if its bucket is complete.
+
+        Raises UsageError for the second gradient of a parameter in one step.
+        """
         if index in self._ready:
             raise ran_twice()
         self._ready.add(index)
@@ -197,17 +213,17 @@ class BucketProgress:
         return self._waiting_for[bucket] == 0
 
     def end_backward(self) -> None:
-        """No more gradients are coming: of unused parameters, or of all on ranks without samples."""
+        """Treats all buckets as complete: unused parameters, and ranks without samples, get no more gradients."""
         self._ready = set(self._bucket_of)
         self._waiting_for = [0] * len(self._waiting_for)
 
     def take_complete(self) -> Iterator[int]:
-        """Yields the next complete buckets, in the order, up to one that is not."""
+        """Yields the next complete buckets in order, up to the first that is not complete."""
         while self._num_taken < len(self.order) and self._waiting_for[self.order[self._num_taken]] == 0:
             yield self.order[self._num_taken]
-            self._num_taken += 1  # not if taking it has failed
+            self._num_taken += 1  # only if taking it has not failed
 
     def completed_order(self) -> list[int]:
-        """Returns the order in which buckets were completed, those that were not at the end."""
+        """Returns the buckets in the order of their completion, followed by those that were not completed."""
         known = set(self._completed)
         return [*self._completed, *(bucket for bucket in self.order if bucket not in known)]

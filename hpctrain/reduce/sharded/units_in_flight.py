@@ -1,4 +1,11 @@
-"""The pending operations of the reduction thread: reductions of units, then the gathering of their parameters."""
+"""The pending operations of the reduction thread: reductions of units, and the gathering of their parameters.
+
+Parameters are gathered while training continues, and the first operation that uses one waits for it. Until its bucket
+has arrived, a parameter is of a class for which PyTorch passes every operation to `__torch_function__`, as for
+`UninitializedParameter` of lazy modules. So nothing reads it too early: forward, an evaluation, a checkpoint, a copy
+of the model, or a user's list of parameters. Only code that reads its memory without PyTorch's functions does not
+wait: scripted modules (`can_arrive_late`), a pointer, or a view that was created before.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +24,6 @@ from hpctrain.reduce.data_parallel.reduction_thread import InFlight, ReductionPi
 from hpctrain.reduce.sharded.scatter_reducer import ScatterReducer
 from hpctrain.reduce.sharded.shard_plan import ShardPlan
 
-# Parameters that are being gathered while training continues: the first operation that uses one waits for
-# it.
-#
-# Until its bucket has arrived a parameter is of a class of which PyTorch passes every operation to
-# `__torch_function__`, as it does with lazy modules' `UninitializedParameter`. So nothing reads it too
-# early: forward, an evaluation, a checkpoint, a copy of the model, a user's list of parameters. Only what
-# reads its memory without PyTorch's functions does not wait: scripted modules (`can_arrive_late`), a
-# pointer, a view that was made before.
-
-
 # Operations that do not read a parameter's elements.
 _WITHOUT_ELEMENTS = {
     *(
@@ -42,15 +39,16 @@ _WITHOUT_ELEMENTS = {
 
 
 class ArrivingParameter(torch.nn.Parameter):
-    """A parameter that has not arrived yet. There is a class for each bucket.
+    """A parameter that has not arrived yet. Each bucket has a subclass of its own.
 
-    wait: returns when the bucket has arrived; its parameters are of the class `torch.nn.Parameter` again.
+    wait: function that returns when the bucket has arrived; its parameters are then of the class `torch.nn.Parameter`
+    again.
     """
 
     wait: ClassVar[Callable[[], None]]
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        """Returns a usual parameter: a copy, for which `copy.deepcopy` asks, has been read from one that arrived."""
+        """Returns a plain parameter: `copy.deepcopy` calls this for a copy, whose data were read after the arrival."""
         return torch.nn.Parameter(data, requires_grad)
 
     @classmethod
@@ -71,10 +69,11 @@ class ArrivingParameter(torch.nn.Parameter):
 
 @final
 class Arrivals:
-    """Which buckets' parameters are on their way. Used by one thread, but for `arrived`.
+    """Tracks the buckets whose parameters are being gathered. Only `arrived` may be called from another thread.
 
-    buckets: the parameters of each. wait_until: waits until a function returns True, which `arrived` makes so; raises
-    the error of a gathering that has failed.
+    buckets: parameters of each bucket.
+    wait_until: waits until a function returns True, which `arrived` brings about; raises the error of a gathering that
+    has failed.
     """
 
     def __init__(
@@ -92,14 +91,17 @@ class Arrivals:
         self._waited_s = 0.0
 
     def expect(self, bucket: int, *, num_units: int) -> None:
-        """The bucket will arrive in so many units; until then whatever uses its parameters waits."""
+        """Announces that a bucket will arrive in `num_units` units. Until then, uses of its parameters wait."""
         self._missing[bucket] = num_units
         self._on_their_way.add(bucket)
         for parameter in self._buckets[bucket]:
             parameter.__class__ = self._classes[bucket]
 
     def arrived(self, bucket: int) -> None:
-        """One more unit of the bucket is in place. On any thread; does nothing if it is not expected."""
+        """Records that one more unit of the bucket has arrived.
+
+        Any thread may call it; does nothing if none is expected.
+        """
         if bucket in self._on_their_way:
             self._missing[bucket] -= 1
 
@@ -112,7 +114,7 @@ class Arrivals:
             self._waited_s += time.perf_counter() - began
 
     def wait_for_all(self) -> None:
-        """Waits until no bucket is on its way. Raises the error of a gathering that has failed."""
+        """Waits until no bucket is being gathered. Raises the error of a gathering that has failed."""
         for bucket in list(self._on_their_way):
             self._wait_for(bucket)
 
@@ -126,12 +128,12 @@ class Arrivals:
         self._as_usual(bucket)
 
     def take_waited_s(self) -> float:
-        """Returns the seconds for which operations on parameters have waited since the last call."""
+        """Returns the seconds that operations on parameters have waited since the last call."""
         seconds, self._waited_s = self._waited_s, 0.0
         return seconds
 
     def give_up(self) -> None:
-        """Nothing waits any longer, and nothing will arrive: parameters may be read as they are."""
+        """Makes all parameters usable as they are: nothing more will arrive, and nothing waits any longer."""
         for bucket in list(self._on_their_way):
             self._as_usual(bucket)
 
@@ -150,7 +152,10 @@ def _class_that_waits(wait: Callable[[], None]) -> type[ArrivingParameter]:
 
 
 def can_arrive_late(parameters: Sequence[torch.nn.Parameter], *, model: torch.nn.Module | None) -> bool:
-    """Returns False where something might not wait: scripted modules, and parameters of another class already."""
+    """Returns False if uses of parameters might not wait for their arrival.
+
+    That is so in scripted modules, and if parameters are of another class already.
+    """
     scripted = model is not None and any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
     return not scripted and all(type(parameter) is torch.nn.Parameter for parameter in parameters)
 
@@ -158,7 +163,7 @@ def can_arrive_late(parameters: Sequence[torch.nn.Parameter], *, model: torch.nn
 def has_compiled() -> bool:
     """Returns True if `torch.compile` has compiled something in this process.
 
-    Compiled code would find parameters of another class than before, and be compiled again and again.
+    Compiled code would find parameters of another class than before, and be recompiled again and again.
     """
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters["frames"])
@@ -169,9 +174,12 @@ def has_compiled() -> bool:
 
 @final
 class UnitsInFlight:
-    """Of one plan, for which the reducer has memory. Every rank begins the same in the same order.
+    """Runs the reductions and gatherings of one plan's units. Every rank starts the same ones in the same order.
 
-    parameters: of the plan. model: see `can_arrive_late`. max_in_flight, overlap, crowded: as for `AllReduceUpdater`.
+    reducer: reducer that has memory for the plan.
+    parameters: parameters of the plan.
+    model: see `can_arrive_late`.
+    max_in_flight, overlap, crowded: see `AllReduceUpdater`.
     """
 
     def __init__(
@@ -194,7 +202,7 @@ class UnitsInFlight:
             self._units_of[unit.bucket].append(number)
         self._pipeline = ReductionPipeline(
             self._turns,
-            device=torch.device("cpu"),  # of the units' memory
+            device=torch.device("cpu"),  # the units' memory is on the host
             max_in_flight=max_in_flight,
             overlap=overlap,
             longest_wait_s=LONGEST_WAIT_CROWDED_S if crowded else LONGEST_WAIT_S,
@@ -204,15 +212,15 @@ class UnitsInFlight:
             wait_until=self._pipeline.wait_until,
         )
         self._blocked_s = 0.0
-        self._earlier = InFlight(0.0, 0.0)  # of waits within backward
-        if self._late:  # a process that ends before would leave others waiting for its parameters
+        self._earlier = InFlight(0.0, 0.0)  # waits within backward
+        if self._late:  # a process that exits earlier would leave others waiting for its parameters
             atexit.register(self.wait_for_parameters)
 
     def units_of(self, bucket: int) -> Sequence[int]:
         return self._units_of[bucket]
 
     def room_for(self, number: int) -> torch.Tensor:
-        """Returns the memory of unit `number`, once what uses it has ended. `reduce` must follow."""
+        """Returns the memory of unit `number`, once it is no longer in use. `reduce` must follow."""
         memory = self._reducer.claim(number)
         if memory is not None:
             return memory
@@ -228,21 +236,21 @@ class UnitsInFlight:
         return memory
 
     def reduce(self, number: int) -> None:
-        """Schedules the reduction of unit `number`, whose memory is filled."""
+        """Schedules the reduction of unit `number`, whose memory must be filled."""
         self._pipeline.submit(number)
 
     def wait(self) -> InFlight:
-        """Waits for all pending operations. Returns the seconds since the last wait with anything in flight."""
+        """Waits for all pending operations. Returns the seconds since the last wait with any of them in flight."""
         waited, earlier = self._pipeline.wait(), self._earlier
         self._earlier = InFlight(0.0, 0.0)
         return InFlight(earlier.total_s + waited.total_s, earlier.hidden_s + waited.hidden_s)
 
     def gather(self, buckets: Sequence[int]) -> float:
-        """Begins to gather the parameters of all buckets, in this order, after `wait`.
+        """Starts to gather the parameters of all buckets, in this order. Call it after `wait`.
 
-        Waits for them only where their use cannot: without overlap, in scripted models, and once something was
-        compiled. Returns the seconds of that wait; the time of operations that are still pending is part of
-        what the next `wait` returns.
+        It waits for them only if uses of them cannot wait: without overlap, in scripted models, and once something was
+        compiled. Returns the seconds of that wait; the time of operations that are still pending is part of the result
+        of the next `wait`.
         """
         began = time.perf_counter()
         late = self._late and not has_compiled()
@@ -258,17 +266,19 @@ class UnitsInFlight:
         return gathered.total_s
 
     def wait_for_parameters(self) -> None:
-        """Waits until no parameters are being gathered. Raises the error of that on every rank on which it failed."""
+        """Waits until no parameters are being gathered.
+
+        Raises the error of a gathering on every rank on which it has failed.
+        """
         self._arrivals.wait_for_all()
 
     def take_blocked_s(self) -> float:
-        """Returns the seconds, since the last call, in which training waited for memory or for parameters."""
+        """Returns the seconds since the last call in which training waited for memory or for parameters."""
         seconds, self._blocked_s = self._blocked_s, 0.0
         return seconds + self._arrivals.take_waited_s()
 
     def observe(self, observer: ReductionObserver | None) -> None:
-        """See `DistributedOptimizer.observe_reductions`: of each unit, and the gathering of its parameters under the
-        same number."""
+        """See `ScatterUpdater.observe_reductions`."""
         self.wait_for_parameters()
         if observer is None:
             self._pipeline.observer = None
@@ -277,9 +287,9 @@ class UnitsInFlight:
         self._pipeline.observer = lambda number, begin, end: observer(number % num_units, begin, end)
 
     def close(self) -> bool:
-        """Waits for parameters; ends the thread. Returns False if a reduction hangs.
+        """Waits for parameters and ends the thread. Returns False if a reduction hangs.
 
-        Raises the error of a gathering, unless it has been raised before.
+        Raises the error of a gathering, unless it was raised before.
         """
         atexit.unregister(self.wait_for_parameters)
         try:
@@ -291,7 +301,7 @@ class UnitsInFlight:
         return ended
 
     def _turns(self, number: int) -> Iterator[bool]:
-        """Returns the reduction of unit `number`, or, beyond the number of units, the gathering of one."""
+        """Returns the reduction of unit `number` or, for a number beyond those of units, the gathering of a unit."""
         num_units = len(self._plan.units)
         if number < num_units:
             return self._reducer.reduce_scatter(number)

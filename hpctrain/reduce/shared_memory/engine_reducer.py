@@ -1,10 +1,9 @@
-"""Two-level sums in shared memory and messages, chunk by chunk, several chunks in flight.
+"""The engine reducer: two-level sums in shared memory and messages, chunk by chunk, with several chunks in flight.
 
-Buckets are in memory shared by the ranks of a node. On one node they are summed there. Between
-nodes, for each chunk a carrier sums its part over the buckets of its node's ranks, exchanges it with its
-counterparts (`inter_node.py`), and decodes the result directly into every bucket of its node. Each element leaves a
-node once, and the carriers share that work; within the node nothing is copied. With one rank per node this is a flat
-sum.
+Buckets are in memory shared by the ranks of a node. With one node they are summed there. With several nodes, for each
+chunk a carrier sums its part over the buckets of its node's ranks, exchanges it with its counterparts
+(`inter_node.py`), and decodes the result directly into every bucket of its node. Each element leaves a node once, and
+the carriers share that work; within the node nothing is copied. With one rank per node this is a flat sum.
 
 Source of the two levels: Jia et al. 2018, arXiv:1807.11205.
 """
@@ -54,16 +53,6 @@ from hpctrain.reduce.shared_memory.shared_buckets import (
 from hpctrain.reduce.shared_memory.summation import COMPILED, Compiled, add, in_order
 from hpctrain.topology import Topology
 
-# A bucket's sum over the ranks of a node in shared memory, piece by piece, by the ranks that are idle.
-#
-# A rank that has finished backward sums the pieces that all have filled so far, so little remains for the
-# last one. The result does not depend on which rank sums a piece: each piece is summed in the order of the
-# ranks.
-#
-# Ranks claim pieces through an atomic counter, which needs compiled code; with numpy each rank sums a fixed
-# share of the pieces.
-
-
 # Elements of a piece. The others wait at most for one piece of a rank, about 25 us.
 PIECE_ELEMS = 1 << 15
 _COUNTER_BYTES = 64  # a cache line
@@ -86,17 +75,26 @@ def num_pieces_of(numel: int) -> int:
 
 
 def tally_bytes(numel: int) -> int:
-    """Returns the bytes of a bucket's shared tally: number of pieces claimed, and each piece's sum of squares."""
+    """Returns the size of a bucket's shared tally: number of claimed pieces, and each piece's sum of squares."""
     return _COUNTER_BYTES + 8 * num_pieces_of(numel)
 
 
 @final
 class NodeSum:
-    """Sum of one bucket, which is reduced repeatedly. All counts of pieces accumulate over the rounds, never reset.
+    """Sum of one bucket over the ranks of a node in shared memory, piece by piece, by the ranks that are idle.
 
-    buckets: by local rank, each shape (numel,), in host memory. number: index of its flags in `memory`. tally: uint8,
-    shape (tally_bytes(numel),), zeroed, the same memory on all of the node's ranks. num_gradients: number of elements
-    that count in the norm, the first ones. compiled: None unless all of the node's ranks have it.
+    A rank that has finished backward sums the pieces that all ranks have filled so far, so little remains for the last
+    one. The result does not depend on which rank sums a piece, because each piece is summed in rank order. Ranks claim
+    pieces through an atomic counter, which needs compiled code; with numpy each rank sums a fixed share of the pieces.
+
+    The bucket is reduced repeatedly; all counts of pieces accumulate over the rounds and are never reset.
+
+    buckets: bucket of each local rank, shape (numel,), in host memory.
+    number: index of the bucket's flags in `memory`.
+    tally: zeroed memory shared by the node's ranks, uint8, shape (tally_bytes(numel),).
+    local: local rank of this rank.
+    num_gradients: number of elements that count in the norm; they are the first ones.
+    compiled: compiled functions; None unless all of the node's ranks have them.
     """
 
     def __init__(
@@ -139,7 +137,10 @@ class NodeSum:
                 self._memory.raise_flag(Flag(self._is_filled.place, filled))
 
     def sum(self) -> SumStatus:
-        """Sums available pieces, after this rank has filled all. Returns ENDED, once, when the bucket holds the sum."""
+        """Sums available pieces, after this rank has filled all of its own.
+
+        Returns ENDED once, when the bucket holds the sum.
+        """
         progress = self._sum_own() if self._compiled is None else self._sum_any(self._compiled.take)
         if progress is SumStatus.ENDED:
             self._before += self._num_pieces
@@ -156,7 +157,7 @@ class NodeSum:
         ]  # fmt: skip
 
     def _sum_own(self) -> SumStatus:
-        """Sums the next of this rank's pieces if all ranks have filled it."""
+        """Sums the next of this rank's pieces, if all ranks have filled it."""
         memory, everyone = self._memory, range(len(self._parts))
         if self._next < self._own.end:
             if not memory.raised(Flag(self._is_filled.place, self._before + self._next + 1), by=everyone):
@@ -181,7 +182,7 @@ class NodeSum:
 
 
 def sum_into(values: torch.Tensor, buckets: Sequence[torch.Tensor]) -> None:
-    """Writes the sum of at least two `buckets`, each shape (n,), in their order, to `values`, shape (n,)."""
+    """Writes the sum of at least two `buckets`, each of shape (n,), added in order, to `values`, shape (n,)."""
     add([bucket.numpy() for bucket in buckets], into=[values.numpy()])
 
 
@@ -196,7 +197,12 @@ _BROKEN_OFF: list[tuple[Transport, NodeMemory, ChunkMemory]] = []
 
 @dataclass(slots=True, kw_only=True)
 class _Planned:
-    """One bucket. buckets: the memory of each of the node's ranks; on_device: the gradients, if on another device."""
+    """One bucket with its memory.
+
+    mine: this rank's bucket in host memory.
+    buckets: buckets of the node's ranks.
+    on_device: the gradients, if they are on another device; None otherwise.
+    """
 
     bucket: Bucket
     mine: torch.Tensor
@@ -209,7 +215,7 @@ class _Planned:
 
 @dataclass(slots=True, kw_only=True)
 class _Carried:
-    """Numbers that are summed along with the buckets. to_end: number of buckets not yet reduced."""
+    """Numbers that are summed along with the buckets. to_end: number of buckets that are not yet reduced."""
 
     numbers: Numbers
     laid: Flag
@@ -220,9 +226,14 @@ class _Carried:
 class EngineReducer:
     """`BucketReducer` over a transport.
 
-    comm: all ranks, used by `plan` and `close`. levels: the run's topology, or one rank per node for flat algorithms.
-    exchange: `direct` or `ring`, between those nodes. feedback: error feedback for a lossy codec.
-    chunk_elems: maximum elements of a chunk; in_flight: maximum chunks of one bucket in flight.
+    comm: communicator of all ranks, used by `plan` and `close`.
+    levels: topology of the run, or one with one rank per node for flat algorithms.
+    algorithm: name of the algorithm, as in the recipe.
+    exchange: `direct` or `ring`, the exchange between the nodes of `levels`.
+    codec: codec of what is sent between nodes.
+    feedback: True for error feedback with a lossy codec.
+    chunk_elems: largest number of elements in a chunk.
+    in_flight: largest number of chunks of one bucket in flight.
     """
 
     def __init__(
@@ -257,7 +268,7 @@ class EngineReducer:
         self._all_squares = GradientSquares([], [])
         self._carried: _Carried | None = None
         self._buckets: list[_Planned] = []
-        self._losses: EngineLosses | None = None  # of the current plan
+        self._losses: EngineLosses | None = None  # belongs to the current plan
         self._memory = NodeMemory(transport, place=self._place)
 
     @property
@@ -341,7 +352,10 @@ class EngineReducer:
         return factor if self.scale_sums(factor) else 1.0
 
     def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
-        """Within a node the reductions carry the numbers if none has begun, and know the squares."""
+        """See `BucketReducer.finish`.
+
+        With one node, the reductions compute the squares, and carry the numbers if none has begun.
+        """
         if not self._squares or self._place.num_nodes > 1:
             return all_reduced(self._all_squares, numbers, comm=comm)
         carried = len(numbers) > 0 and self._num_begun == 0 and self.carry(numbers)
@@ -399,7 +413,7 @@ class EngineReducer:
         return self._watched(self._reduce(number, what), what)
 
     def _watched(self, turns: Iterator[bool], what: str) -> Iterator[bool]:
-        """Wraps `turns`: the watchdog's deadline runs while it waits."""
+        """Runs the generator `turns` under the watchdog's deadline, which runs while it waits."""
         self._num_in_flight += 1
         try:
             for progressed in turns:
@@ -408,7 +422,7 @@ class EngineReducer:
                 else:
                     self._transport.waits(what)
                 yield progressed
-            self._num_in_flight -= 1  # not if it was aborted: messages may still arrive
+            self._num_in_flight -= 1  # not after an abort, because messages may still arrive
         finally:
             self._transport.progressed()
 
@@ -440,7 +454,7 @@ class EngineReducer:
         yield from until(lambda: memory.raised(summed, by=range(self._place.num_carriers)))
 
     def _add_carried(self) -> Iterator[bool]:
-        """After the last bucket is reduced, waits for all ranks' numbers and sums them."""
+        """Waits for all ranks' numbers and sums them, after the last bucket is reduced."""
         carried = self._carried
         if carried is None:
             return
@@ -454,7 +468,7 @@ class EngineReducer:
         return until(lambda: self._memory.raised(laid, by=range(len(self._place.locals))))
 
     def _take_tags(self, num_chunks: int) -> int:
-        """Reserves two tags per chunk; the same on every rank, as the order of the buckets is."""
+        """Reserves two tags per chunk. They are the same on every rank, because the order of the buckets is."""
         first = self._next_tag
         self._next_tag = (first + 2 * num_chunks) % NUM_TAGS
         return first

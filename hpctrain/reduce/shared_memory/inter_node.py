@@ -1,12 +1,13 @@
-"""The sum between nodes of one carrier's part, as generators over a transport. Two algorithms, which send equal bytes.
+"""The sum between nodes of one carrier's part, as generators over a transport. Two algorithms that send equal bytes.
 
-direct: every carrier sends each owner its slice, encoded once; the owner sums in float32 in node order, encodes
-the sum once and sends it to all. Two roundings, whatever the number of nodes; two phases. Thakur et al. 2005,
-section 4.5, with the pairwise schedule: in round k rank i sends to i + k and receives from i - k, so that each
-node's link is used once per round.
+direct: every carrier sends each owner its slice, encoded once; the owner sums in node order (float32 or float64),
+encodes the sum once and sends it to all. Two roundings, whatever the number of nodes; two phases. Thakur et al. 2005,
+section 4.5, with the pairwise schedule: in round k rank i sends to i + k and receives from i - k, so that each node's
+link is used once per round.
 
 ring: each slice passes all carriers, each of which adds its own (Patarasuk and Yuan 2009,
-doi:10.1016/j.jpdc.2008.09.002). Messages between neighbours only, but C - 1 roundings and 2 (C - 1) phases.
+doi:10.1016/j.jpdc.2008.09.002). Messages go only to neighbours, but there are C - 1 roundings and 2 (C - 1) phases
+with C nodes.
 
 Both send 2 (C - 1) / C of the part's encoded bytes from every node.
 """
@@ -29,10 +30,10 @@ from hpctrain.storage import part_of
 
 
 class Feedback(Protocol):
-    """Encodes one part, with or without error feedback. See `reduce/codecs.py`."""
+    """Encodes one part, with or without error feedback. See `hpctrain.reduce.codecs`."""
 
     def encode(self, values: torch.Tensor, *, first: int, out: torch.Tensor) -> None:
-        """Encodes `values` for their owner into `out`. first: their offset in the part. May change `values`."""
+        """Encodes `values` for their owner into `out`. first: offset of the values in the part. May change `values`."""
 
     def encode_sum(self, values: torch.Tensor, *, out: torch.Tensor) -> None:
         """Encodes the sum that this rank owns into `out`. May change `values`."""
@@ -42,9 +43,11 @@ class Feedback(Protocol):
 class Part:
     """One carrier's part of one chunk.
 
-    values: shape (n,): on entry this node's sum, at the end the sum over nodes in the own slice.
-    offsets: offset of each owner's slice, and the end of the last one. peers: world rank of each owner. mine: index of
-    this rank among them.
+    values: shape (n,). At the start it holds this node's sum; at the end, this rank's slice of it holds the sum over
+    the nodes.
+    offsets: offset of each owner's slice, and the end of the last one.
+    peers: world rank of each owner.
+    mine: index of this rank among the owners.
     """
 
     values: torch.Tensor
@@ -62,9 +65,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """How a part is sent. tag: first of two tags used by this part only. scratch(n): returns n bytes of memory.
+    """How a part is sent.
 
-    send: as `Transport.send`, but counts the bytes.
+    tag: first of two tags that only this part uses.
+    scratch: scratch(n) returns n bytes of memory.
+    send: `Transport.send`, with the bytes counted.
     """
 
     transport: Transport
@@ -75,7 +80,7 @@ class Wire:
     send: Callable[..., Pending]
 
     def until(self, pending: Sequence[Pending]) -> Iterator[bool]:
-        """Waits for messages; see `polling.until` for what it yields."""
+        """Waits for messages; see `bucket_reducer.until` for what it yields."""
         progressed = True
         while not self.transport.all_done(pending):
             yield progressed
@@ -86,8 +91,10 @@ Deliver = Callable[[int, torch.Tensor], None]
 
 
 def direct(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
-    """Sums `part` over its peers; generator as `BucketReducer.reduce`. deliver(owner, data): called once per slice with
-    its encoded sum."""
+    """Sums `part` over its peers by the algorithm `direct`. A generator like `BucketReducer.reduce`.
+
+    deliver: deliver(owner, data) is called once per slice, with its encoded sum.
+    """
     size = wire.codec.num_bytes
     count, mine, dtype = part.num_peers, part.mine, part.values.dtype
     own = part.slice(mine)
@@ -133,9 +140,14 @@ def direct(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
 
 
 def sum_in_order(own: torch.Tensor, arriving: dict[int, torch.Tensor], *, mine: int, codec: Codec) -> None:
-    """Adds the encoded slices of the other nodes to `own`, in the order of the nodes, so that the result does not
-    depend on which node sums. own: this node's slice, shape (n,). arriving: node -> encoded slice, uint8. mine: this
-    node."""
+    """Adds the encoded slices of the other nodes to `own`, in node order.
+
+    So the result does not depend on which node sums.
+
+    own: slice of this node, shape (n,).
+    arriving: encoded slice of each other node, uint8.
+    mine: index of this node.
+    """
     before = [arriving[source] for source in sorted(arriving) if source < mine]
     after = [arriving[source] for source in sorted(arriving) if source > mine]
     if before:
@@ -149,7 +161,10 @@ def sum_in_order(own: torch.Tensor, arriving: dict[int, torch.Tensor], *, mine: 
 
 
 def ring(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
-    """Same as `direct`, with messages between neighbours only."""
+    """Sums `part` over its peers by the algorithm `ring`, with messages between neighbours only.
+
+    Arguments as for `direct`.
+    """
     size = wire.codec.num_bytes
     count, mine, dtype = part.num_peers, part.mine, part.values.dtype
     to, source = part.peers[(mine + 1) % count], part.peers[(mine - 1) % count]
@@ -190,15 +205,15 @@ def ring(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
         data = arrived
 
 
-# Pool of message buffers. Memory is reused, since the first access to a page costs more than a copy.
-
-
 _ALIGNMENT = 64
 
 
 @final
 class ChunkMemory:
-    """Pool of uint8 tensors. A chunk takes buffers through a `Loan`, which returns all of them at its end."""
+    """Pool of uint8 message buffers. A chunk takes buffers through a `Loan`, which returns all of them at its end.
+
+    Memory is reused, since the first access to a page costs more than a copy.
+    """
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = {}
@@ -246,9 +261,6 @@ class Loan:
         self._taken.clear()
 
 
-# Error feedback of the engine: encoding errors between nodes, by parameter, for checkpoints and new plans.
-
-
 @dataclass(frozen=True, slots=True)
 class LossyPart:
     """A part of `bucket` that this rank encodes, and its encoding errors."""
@@ -260,9 +272,10 @@ class LossyPart:
 
 @final
 class EngineLosses:
-    """This rank's encoding errors (residuals), in gradient space (see `reduce/codecs.py`).
+    """This rank's encoding errors (residuals) between nodes, in gradient space (see `hpctrain.reduce.codecs`).
 
-    buckets: all buckets of the plan. parts: those that this rank encodes.
+    buckets: all buckets of the plan.
+    parts: the parts that this rank encodes.
     """
 
     def __init__(
@@ -282,7 +295,7 @@ class EngineLosses:
     def state(self) -> list[StateTensor]:
         """Returns blocks of a tensor of shape (nodes + 1, num_elems), float32 or float64.
 
-        Row c: errors of what node c sent; last row: errors of the sums.
+        Row c holds the errors of what node c sent, and the last row those of the sums.
         """
         shape = (self._place.num_nodes + 1, self.num_elems)
         found = []
@@ -300,7 +313,7 @@ class EngineLosses:
         return found
 
     def rows_to_load(self, shapes: Shapes, *, rank: int, num_ranks: int) -> dict[str, list[range]]:
-        """See `BucketReducer.rows_to_load`: the row of this rank's node and the last, or its share of all rows."""
+        """See `BucketReducer.rows_to_load`. They are the rows of this rank's node and of the sums, or a share."""
         name = _saved_name(shapes)
         if name is None or len(shapes[name]) != 2:
             return {}
@@ -312,10 +325,10 @@ class EngineLosses:
     def load_state(
         self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None, *, comm: Collective
     ) -> None:
-        """Restores the errors that a checkpoint holds; does nothing if it holds none. Collective over `comm`.
+        """Restores the errors in a checkpoint; does nothing if it has none. Collective over `comm`.
 
-        With the same number of nodes each restores its own; otherwise the owners take the sum. Raises CheckpointError
-        on every rank for another model.
+        With the same number of nodes, each node restores its own errors; otherwise the owners get the sum. Raises
+        CheckpointError on every rank if the checkpoint is from another model.
         """
         shapes = shapes_of(tensors) if shapes is None else shapes
         name = _saved_name(shapes)
@@ -339,7 +352,7 @@ class EngineLosses:
             lost.copy_(of_node[part] + of_sums[part] if owned else of_node[part])
 
     def _fits(self, name: str, shapes: Shapes) -> bool:
-        """Returns True if the saved rows are those of this run's nodes."""
+        """Returns True if the saved rows belong to the same number of nodes as in this run."""
         return name == LOST and shapes[name][0] == self._place.num_nodes + 1
 
     def total(self, comm: Collective) -> torch.Tensor:
@@ -351,7 +364,7 @@ class EngineLosses:
         return total
 
     def take_over(self, total: torch.Tensor) -> None:
-        """Sets each owner's errors to `total`, shape (num_elems,), and all other errors to 0."""
+        """Sets the errors of each owner to `total`, shape (num_elems,), and all other errors to 0."""
         for position, lost, owned in self._pieces():
             lost.copy_(total[position : position + lost.numel()]) if owned else lost.zero_()
 

@@ -1,4 +1,10 @@
-"""The buckets of a node's ranks in shared memory, and the flags through which the ranks synchronize."""
+"""The buckets of a node's ranks in shared memory, their division, and the flags by which the ranks synchronize.
+
+A bucket is split into chunks, so that the node's sums, the conversions and the network work on different chunks at the
+same time. Each chunk is split over the carriers of a node, the ranks that have a counterpart on every node; each
+carrier's part is split over the nodes into slices. The carrier with the same local rank on that node owns the slice:
+it computes the final sum.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +23,6 @@ from hpctrain.reduce.shared_memory.summation import Counts
 from hpctrain.storage import split_evenly
 from hpctrain.topology import Topology
 
-# Partition of a bucket: which rank sums which elements. Pure planning.
-#
-# A bucket is split into chunks, so that the node's sums, the conversions and the network work on different
-# chunks at the same time. Each chunk is split over the carriers of a node, the ranks that have a
-# counterpart on every node; each carrier's part is split over the nodes into slices. The carrier with the
-# same local rank on that node owns the slice: it computes the final sum.
-
 
 @dataclass(frozen=True, slots=True)
 class ElemRange:
@@ -38,14 +37,14 @@ class ElemRange:
 
 
 def cut(span: ElemRange, *, num_parts: int) -> list[ElemRange]:
-    """Splits `span` into parts of equal length within one element; some are empty if it has fewer elements."""
+    """Splits `span` into parts whose lengths differ by at most one element; some are empty if it has fewer elements."""
     counts = split_evenly(span.numel, num_parts=num_parts)
     ends = list(accumulate(counts, initial=span.begin))
     return [ElemRange(begin, end) for begin, end in pairwise(ends)]
 
 
 def chunks_of(numel: int, *, chunk_elems: int) -> list[ElemRange]:
-    """Returns even chunks of at most `chunk_elems` elements; none for an empty bucket."""
+    """Returns equal chunks of at most `chunk_elems` elements; an empty bucket has none."""
     num_chunks = -(-numel // chunk_elems)
     return cut(ElemRange(0, numel), num_parts=num_chunks) if num_chunks else []
 
@@ -54,9 +53,12 @@ def chunks_of(numel: int, *, chunk_elems: int) -> list[ElemRange]:
 class TwoLevelPlace:
     """One rank's position in two-level sums.
 
-    locals: world ranks of this node, in order. local: this rank's index among them.
+    locals: world ranks of this node, in order.
+    local: index of this rank among them.
     column: for each node, the world rank with this local index; empty if this rank is not a carrier.
-    node: index of this node. num_carriers: number of ranks of the smallest node.
+    node: index of this node.
+    num_nodes: number of nodes.
+    num_carriers: number of ranks on the smallest node.
     """
 
     locals: tuple[int, ...]
@@ -74,7 +76,7 @@ class TwoLevelPlace:
         return cls(
             locals=by_node[node],
             local=local,
-            # Of `topology.groups("node")` only the own group, since all of them hold every rank of the run.
+            # Only this rank's group of `topology.groups("node")`, because all groups contain every rank of the run.
             column=tuple(ranks[local] for ranks in by_node) if local < num_carriers else (),
             node=node,
             num_nodes=topology.num_nodes,
@@ -89,9 +91,11 @@ def one_rank_nodes(num_ranks: int) -> Topology:
 
 @dataclass(frozen=True, slots=True)
 class GradientPiece:
-    """`numel` contiguous elements of one gradient.
+    """A run of contiguous elements of one gradient.
 
-    first: their offset in a range of a bucket. position: their offset in the sequence of all gradients.
+    first: offset of the run in a range of a bucket.
+    position: offset of the run in the sequence of all gradients.
+    numel: number of elements.
     """
 
     first: int
@@ -100,10 +104,7 @@ class GradientPiece:
 
 
 def gradient_pieces(bucket: Bucket, span: ElemRange) -> Iterator[GradientPiece]:
-    """Yields the part of each gradient that is in the elements `span` of `bucket`.
-
-    What else a bucket holds, its gap and its flags, is left out.
-    """
+    """Yields the part of each gradient that lies in the elements `span` of `bucket`, without gap and flags."""
     for slot in bucket.slots:
         begin, end = max(span.begin, slot.offset), min(span.end, slot.offset + slot.numel)
         if begin < end:
@@ -120,14 +121,15 @@ _FLAG_STEP = _FLAG_BYTES // 8  # distance between flags, in int64 elements
 _SPARE_BYTES = 1 << 16
 # Maximum count of numbers that ranks can sum in addition to the buckets, in one call.
 MAX_NUMBERS = 255
-# A flag, and two rows with a count and the numbers: a rank writes one while others may still read the other.
+# Each rank's numbers are a flag and two rows with a count and the numbers: a rank writes one row while others may still
+# read the other.
 _ROW_NUMBERS = 1 + MAX_NUMBERS
 _NUMBERS_BYTES = _FLAG_BYTES + 2 * 8 * _ROW_NUMBERS
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Index in every rank's flags, and the value to wait for."""
+    """A flag that every rank has: its index in the ranks' flags, and the value to wait for."""
 
     place: int
     value: int
@@ -138,20 +140,21 @@ def _aligned(num_bytes: int) -> int:
 
 
 def capacity_of(num_bytes: int) -> int:
-    """Returns the bytes that a rank of a node with several allocates for buckets and flags of `num_bytes`.
+    """Returns how many bytes a rank allocates for buckets and flags of `num_bytes`, if its node has several ranks.
 
-    There is more, for the same gradients in other buckets, with more flags and gaps. Aligned, because MPI places the
-    ranks' segments contiguously.
+    There is some spare room, so that the same gradients fit in other buckets, with more flags and gaps. The size is
+    aligned, because MPI places the ranks' segments contiguously.
     """
     return _aligned(num_bytes + num_bytes // 16 + _SPARE_BYTES)
 
 
 @final
 class NodeMemory:
-    """Shared memory of a node: per rank and bucket, the bucket's bytes and two flags; per rank, a few numbers.
+    """Shared memory of a node.
 
-    A rank raises only its own flags, to the number of the round or to a count over all rounds, so flags never need to
-    be reset; 64 bits do not overflow. A rank alone on its node uses private memory.
+    It holds per rank and bucket the bucket's bytes and two flags, and per rank a few numbers. A rank raises only its
+    own flags, to the number of the round or to a count over all rounds, so flags never need to be reset; 64 bits do
+    not overflow. A rank alone on its node uses private memory.
     """
 
     def __init__(self, transport: Transport, *, place: TwoLevelPlace) -> None:
@@ -168,10 +171,10 @@ class NodeMemory:
         self._round_of_numbers = 0
 
     def lay_out(self, sizes: Sequence[int]) -> bool:
-        """Allocates zeroed memory for buckets of these sizes in bytes, equal on every rank; replaces the earlier ones.
+        """Allocates zeroed memory for buckets of these sizes in bytes, which replaces the previous buckets.
 
-        Collective over the node. Returns True if existing memory was reused: then a barrier must follow before any rank
-        uses it, since other ranks may not have reset their flags yet.
+        The sizes are equal on every rank. Collective over the node. Returns True if existing memory was reused: then a
+        barrier must follow before any rank uses it, since other ranks may not have reset their flags yet.
         """
         offsets = [_NUMBERS_BYTES + 2 * len(sizes) * _FLAG_BYTES]
         for size in sizes:
@@ -199,7 +202,7 @@ class NodeMemory:
         return [memory[begin : begin + self._sizes[number]] for memory in self._memory]
 
     def begin_round(self, number: int) -> tuple[Flag, Flag]:
-        """Starts the next reduction of a bucket. Returns its flags: bucket filled, part summed."""
+        """Starts the next reduction of a bucket. Returns its two flags: bucket filled, and part summed."""
         self._rounds[number] += 1
         full, summed = self.flags_of(number)
         return replace(full, value=self._rounds[number]), replace(summed, value=self._rounds[number])
@@ -210,12 +213,15 @@ class NodeMemory:
         return Flag(place=first, value=0), Flag(place=first + _FLAG_STEP, value=0)
 
     def counts_of(self, number: int) -> tuple[Counts, ...]:
-        """Returns views of a bucket's flags by local rank: int64, shape (16,); first flag at 0, second at 8."""
+        """Returns views of a bucket's two flags by local rank: int64, shape (16,).
+
+        The first flag is element 0, the second element 8.
+        """
         first = self.flags_of(number)[0].place
         return tuple(flags[first : first + 2 * _FLAG_STEP] for flags in self._flags)
 
     def lay_numbers(self, numbers: np.ndarray[Any, np.dtype[np.float64]]) -> Flag:
-        """Publishes at most MAX_NUMBERS numbers to the node's ranks. Returns the flag raised for them."""
+        """Publishes at most MAX_NUMBERS numbers to the node's ranks. Returns the flag that was raised for them."""
         self._round_of_numbers += 1
         row = self._numbers[self._local][self._round_of_numbers % 2]
         row[0] = len(numbers)
@@ -225,9 +231,10 @@ class NodeMemory:
         return flag
 
     def add_numbers(self, laid: Flag, numbers: np.ndarray[Any, np.dtype[np.float64]]) -> None:
-        """Writes the sum of all ranks' published numbers to `numbers`, in rank order. All must have raised the flag.
+        """Writes the sum of all ranks' published numbers, in rank order, to `numbers`.
 
-        Raises BufferMismatch on every rank if the ranks published different counts of numbers.
+        All ranks must have raised the flag. Raises BufferMismatch on every rank if the ranks published different
+        counts of numbers.
         """
         rows = [rows[laid.value % 2] for rows in self._numbers]
         counts = [int(row[0]) for row in rows]
@@ -242,7 +249,7 @@ class NodeMemory:
             numbers += row[1 : 1 + len(numbers)]
 
     def raise_flag(self, flag: Flag) -> None:
-        """Announces that this rank's earlier writes can be read."""
+        """Raises this rank's flag: other ranks can now read what it wrote before."""
         if self._alone:
             self._flags[0][flag.place] = flag.value
             return
@@ -251,7 +258,7 @@ class NodeMemory:
         self._transport.fence()
 
     def raised(self, flag: Flag, *, by: Iterable[int]) -> bool:
-        """Returns True if all of these local ranks have raised the flag; then their earlier writes may be read."""
+        """Returns True if all of these local ranks have raised the flag; what they wrote before can then be read."""
         if self._alone:
             return True
         if any(self._flags[local][flag.place] < flag.value for local in by):

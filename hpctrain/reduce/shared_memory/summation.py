@@ -1,4 +1,4 @@
-"""Sums of arrays and their sum of squares in one pass over memory: compiled if available, else numpy.
+"""Sums arrays, and computes the sum of squares, in one pass over memory: compiled if available, otherwise in numpy.
 
 torch needs a call for each step and each cache-sized piece, which takes twice as long.
 """
@@ -24,7 +24,7 @@ PIECE_ELEMS = 65536
 
 
 def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared: int, factor: float) -> float:
-    """numpy version of `add`: same order of additions; the last bits of the sum of squares may differ."""
+    """The numpy version of `add`: same order of additions; the last bits of the sum of squares may differ."""
     square = 0.0
     with np.errstate(all="ignore"):  # the sum of squares shows values that are not finite
         for begin in range(0, len(parts[0]), PIECE_ELEMS):
@@ -43,7 +43,7 @@ def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Functions of `_add.c`. fill, take: see `engine_reducer.py`; they have no numpy version."""
+    """Functions of `_add.c`. `fill` and `take` have no numpy version; `engine_reducer.py` explains them."""
 
     add: Add
     fill: Callable[[Counts, int], None]
@@ -66,7 +66,10 @@ _add: Add = COMPILED.add if COMPILED is not None else add_in_numpy
 
 
 def in_order(values: Iterable[float]) -> float:
-    """Returns the sum, bitwise equal on every rank; the algorithm of Python's `sum` depends on its version."""
+    """Returns the sum of `values` in order, bitwise equal on every rank.
+
+    The algorithm of Python's `sum` depends on its version.
+    """
     total = 0.0
     for value in values:
         total += value
@@ -74,9 +77,12 @@ def in_order(values: Iterable[float]) -> float:
 
 
 def add(parts: Sequence[Array], *, into: Sequence[Array], num_squared: int = 0, factor: float = 1.0) -> float:
-    """Writes the sum of `parts`, added in their order, times `factor` into each array of `into`, which may be parts.
+    """Writes the sum of `parts`, added in order, times `factor`, into each array of `into`. Returns a sum of squares.
 
-    parts, into: shape (n,), contiguous, all float32 or all float64; at least one part. Returns the sum of squares
-    of the first `num_squared` elements of the result, in float64; not finite if one of these is not.
+    The sum of squares is that of the first `num_squared` elements of the result, in float64; it is not finite if one
+    of them is not.
+
+    parts: at least one contiguous array of shape (n,); all float32 or all float64.
+    into: arrays of the same shape and dtype, which may be among `parts`.
     """
     return _add(tuple(parts), tuple(into), num_squared, factor)

@@ -1,4 +1,7 @@
-"""Updates a model that is split over the ranks, by FSDP2 or tensor parallelism: each rank updates its own part."""
+"""The updater of a model that is split over the ranks, by FSDP2, tensor parallelism or a pipeline.
+
+Each rank updates its own part of the model.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +48,14 @@ from hpctrain.reduce.split_models.stage_shares import StageShares, check_stage
 from hpctrain.reduce.split_models.tensor_gradients import TensorGradients
 from hpctrain.reduce.watch.step_watch import Watched, watched
 
-# Hides the gradients of split layers between backward and `step`, which sums them: until then a rank has
-# those of its own samples and layers alone, and a script that clipped them would train another model.
-
 
 @final
 class HiddenGradients:
-    """Hides the gradients of `parameters`, and gives them back. Does not communicate.
+    """Hides the gradients of split layers between backward and `step`, which sums them. Does not communicate.
 
-    While they are hidden every use of a `.grad` raises GradientsInUse, as does `optimizer.step`; another backward adds
-    to the hidden gradients. A backward outside of a `given_back` block hides them when it ends.
+    Until then a rank has only the gradients of its own samples and layers, and a script that clipped them would train
+    another model. While they are hidden, every use of a `.grad`, and `optimizer.step`, raises GradientsInUse; another
+    backward adds to the hidden gradients. A backward outside of a `given_back` block hides them when it ends.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], *, optimizer: torch.optim.Optimizer) -> None:
@@ -71,7 +72,10 @@ class HiddenGradients:
 
     @contextmanager
     def given_back(self, *, hides: bool = True) -> Iterator[None]:
-        """In the block each `.grad` is the real gradient. hides: whether the end of the block hides them again."""
+        """Makes each `.grad` the real gradient in the `with` block.
+
+        hides: True to hide the gradients again at the end of the block.
+        """
         self.give_back()
         before, self._paused = self._paused, True
         try:
@@ -82,8 +86,12 @@ class HiddenGradients:
                 self._hide()
 
     def give_back(self, *, summed: bool = False) -> None:
-        """Makes each `.grad` the gradient again; one that the script has set to None stays None. summed: whether some
-        are being summed, so that none may be missing. Raises GradientsInUse for a `.grad` that was replaced."""
+        """Makes each `.grad` the real gradient again; one that the script has set to None stays None.
+
+        summed: True if some are being summed, so that none may be missing.
+
+        Raises GradientsInUse for a `.grad` that was replaced.
+        """
         pairs = list(zip(self._parameters, self._pending, strict=True))
         changed = [p for p, pending in pairs if pending.held is not None and p.grad is not pending]
         if any(p.grad is not None or summed for p in changed):
@@ -94,7 +102,7 @@ class HiddenGradients:
             pending.held = None
 
     def end(self) -> None:
-        """Gives each parameter the gradient that was hidden, also if the script has dropped or replaced it."""
+        """Gives each parameter the gradient that was hidden, even if the script has dropped or replaced it."""
         for parameter, pending in zip(self._parameters, self._pending, strict=True):
             if pending.held is not None:
                 parameter.grad, pending.held = pending.held, None
@@ -131,24 +139,32 @@ class HiddenGradients:
 
 @final
 class ShardedUpdater(Watched):
-    """`DistributedOptimizer` of a model of which each rank holds a part. FSDP2 sums gradients of sharded parameters
-    within backward; `step` sums what is left.
+    """`DistributedOptimizer` of a model of which each rank holds a part.
 
-    optimizer: of the parameters as they are split. comm: the world, for the norm and the small sums of a step.
-    loss_scale, clip_norm: as for `AllReduceUpdater`. end_sums: called by `close`; see `reduce_gradients_by`. Forward
-    and backward are collective: every rank runs them equally often, one without samples with an empty batch of
-    weight 0. A plain `loss.backward()` has weight 1/num_ranks; with split layers, 1/(data-parallel ranks). FSDP2
-    reduces each micro-batch, so that no rank holds whole gradients. After a backward of sharded parameters that has
-    failed on all ranks the next call is `zero_grad`, or a `step` that is not accepted: others raise UsageError.
+    FSDP2 sums gradients of sharded parameters within backward; `step` sums the remaining ones. Forward and backward
+    are collective: every rank runs them the same number of times, and a rank without samples uses an empty batch with
+    weight 0. A plain `loss.backward()` has weight 1/num_ranks, or 1/(data-parallel ranks) with split layers. FSDP2
+    reduces each micro-batch, so that no rank holds whole gradients. If a backward of sharded parameters has failed on
+    all ranks, the next call must be `zero_grad`, or a `step` that is not accepted: others raise UsageError.
 
-    With split layers that FSDP2 does not shard `.grad` refuses every use between backward and `step` (GradientsInUse).
+    With split layers that FSDP2 does not shard, every use of `.grad` between backward and `step` raises
+    GradientsInUse.
 
-    In a pipeline only ranks with the last stage weight the loss, and ranks that hold a stage whole sum its gradients in
-    `step`. With `shard = "optimizer"` each of them keeps a share of the sums, updates it, and `step` gathers the
+    In a pipeline only ranks with the last stage weight the loss, and ranks that hold a whole stage sum its gradients
+    in `step`. With `shard = "optimizer"` each of them keeps a share of the sums, updates it, and `step` gathers the
     parameters; then the constructor is collective, and until `close` the optimizer holds this rank's share
     (`distributed.element_shard`).
 
-    Raises UsageError for an optimizer whose parameters are not those of the model, or cannot be sharded.
+    Args:
+        model: The split model.
+        optimizer: Optimizer of the parameters as they are split.
+        comm: Communicator of all ranks, for the norm and the small sums of a step.
+        loss_scale: Loss scale; None means 1.
+        clip_norm: See `AllReduceUpdater`.
+        end_sums: Function that `close` calls; see `reduce_gradients_by`.
+
+    Raises:
+        UsageError: The optimizer's parameters are not those of the model, or cannot be sharded.
     """
 
     def __init__(
@@ -193,7 +209,7 @@ class ShardedUpdater(Watched):
         self._hidden: HiddenGradients | None = None
         if self._passes is None and pipeline is None:
             self._hidden = HiddenGradients(self._parameters, optimizer=optimizer)
-        # Of a plain backward FSDP2 sums gradients that are divided by the ranks, so that `.grad` is the mean.
+        # For a plain backward, FSDP2 sums gradients divided by the number of ranks, so that `.grad` is the mean.
         self._plain_scale = 1.0 if self._passes is not None else float(self._num_data_ranks)
         self._end_sums = end_sums
         self._weighted = False
@@ -202,7 +218,7 @@ class ShardedUpdater(Watched):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer, whose state is saved and which learning rate schedulers take."""
+        """The wrapped optimizer, whose state is saved, and which learning rate schedulers need."""
         return self._optimizer
 
     @property
@@ -216,8 +232,10 @@ class ShardedUpdater(Watched):
         return self._optimizer.param_groups
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
-        """See `DistributedOptimizer.backward`; collective. Raises UsageError for another number of elements than
-        one."""
+        """See `DistributedOptimizer.backward`. Collective.
+
+        Raises UsageError for a loss that does not have exactly one element, and after a backward that has failed.
+        """
         if self._passes is not None and self._passes.backward_has_failed:
             raise UsageError(
                 "a backward before this one has failed and left incomplete gradients: call zero_grad() on every rank, "
@@ -235,14 +253,17 @@ class ShardedUpdater(Watched):
             scaled.backward()
 
     def scaled(self, loss: torch.Tensor, *, weight: float) -> torch.Tensor:
-        """Returns the loss with weight and loss scale, for a backward that runs elsewhere, as a pipeline's does."""
+        """Returns the loss times weight and loss scale, for a backward that runs elsewhere (in a pipeline)."""
         scaled = self._scale.scaled(loss, weight=weight)
         self._weighted = True
         return scaled
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See `DistributedOptimizer.no_sync`. Whole gradients are kept until the next backward outside, or `step`."""
+        """See `DistributedOptimizer.no_sync`.
+
+        Whole gradients are kept until the next backward outside of it, or `step`.
+        """
         before, self._syncing = self._syncing, False
         try:
             with (
@@ -254,7 +275,7 @@ class ShardedUpdater(Watched):
             self._syncing = before
 
     def zero_grad(self) -> None:
-        """See `DistributedOptimizer.zero_grad`. Between `backward` and `step` collective, if layers are split."""
+        """See `DistributedOptimizer.zero_grad`. Collective between `backward` and `step`, if layers are split."""
         if self._hidden is not None:
             self._hidden.end()
         if self._shares is not None:
@@ -276,8 +297,11 @@ class ShardedUpdater(Watched):
         accepts: Accepts | None = None,
         divide_by: str | None = None,
     ) -> StepOutcome:
-        """See `DistributedOptimizer.step`. Raises UsageError also if the updater is closed, and on every rank if a
-        step is accepted whose backward has failed on one."""
+        """See `DistributedOptimizer.step`.
+
+        Raises UsageError also if the updater is closed, and on every rank if a step is accepted although its backward
+        has failed on one of them.
+        """
         if self._closed:
             raise UsageError("this updater is closed: make a new one")
         weighted = self._weighted or self._in_pipeline
@@ -360,8 +384,7 @@ class ShardedUpdater(Watched):
         """Does nothing: FSDP2's reductions are not observed."""
 
     def state(self) -> dict[str, Any]:
-        """See `DistributedOptimizer.state`: the loss scale, as `AllReduceUpdater` has it, so that either loads the
-        other's."""
+        """See `DistributedOptimizer.state`: the loss scale, in the form that `AllReduceUpdater` loads too."""
         return {"loss_scale": asdict(self._scale), "order": None}
 
     def state_tensors(self) -> list[StateTensor]:
@@ -376,7 +399,7 @@ class ShardedUpdater(Watched):
         tensors: Mapping[str, torch.Tensor] | None = None,
         shapes: Shapes | None = None,
     ) -> None:
-        """See `DistributedOptimizer.load_state`. tensors: of another updater; not used."""
+        """See `DistributedOptimizer.load_state`. tensors: tensors that another updater has saved; they are not used."""
         self._scale = self._scale.continued(state["loss_scale"])
 
     def close(self) -> bool:
@@ -406,7 +429,10 @@ class ShardedUpdater(Watched):
         return [p.grad for p in self._parameters if p.grad is not None]
 
     def _update(self, *, factor: float) -> float:
-        """Steps the optimizer on the gradients times `factor`; returns the seconds of gathering parameters."""
+        """Steps the optimizer on the gradients times `factor`.
+
+        Returns the seconds that the gathering of parameters took.
+        """
         if self._shares is not None:
             return self._shares.update(factor=factor)
         if factor != 1.0:
@@ -425,7 +451,10 @@ class ShardedUpdater(Watched):
         return 0.0
 
     def _squares(self) -> float:
-        """Returns the sum of squares of the gradients of which this rank holds the first replica, or the sums."""
+        """Returns this rank's part of the sum of squares of the gradients.
+
+        Replicated gradients are counted once: by the first replica, or by each replica for its share.
+        """
         if self._shares is not None:
             return self._shares.square()
         return square_of_all(local_part(gradient) for gradient in self._gradients() if self._counts(gradient))
@@ -436,7 +465,7 @@ class ShardedUpdater(Watched):
         return is_first_replica(gradient) if self._replicas is None else self._replicas.rank == 0
 
     def _sum_over(self, replicas: Collective) -> None:
-        """Sums the gradients; one that no replica has stays None. Collective over `replicas`."""
+        """Sums the gradients over the replicas; one that no replica has remains None. Collective over `replicas`."""
         if replicas.num_ranks == 1:
             return
         used = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32)

@@ -1,7 +1,8 @@
-"""ZeRO-1 in a pipeline: the optimizer of a stage, in shares on the data-parallel ranks of that stage.
+"""ZeRO-1 in a pipeline: the optimizer of a stage, divided into shares over the stage's data-parallel ranks.
 
-Source: Rajbhandari et al. 2020, arXiv:1910.02054. A pipeline's schedule calls backward itself, once for each
-micro-batch, so that sums are made once, after the last.
+A pipeline's schedule calls backward itself, once per micro-batch, so gradients are summed once, after the last.
+
+Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from hpctrain.reduce.data_parallel.gradient_buckets import describe_gradient
 from hpctrain.reduce.sharded.owned_parts import OwnedParts, ParameterCopies, check_shardable
 from hpctrain.reduce.sharded.shard_plan import ShardPlan
 
-_UNIT_BYTES = 25_000_000  # of the gradients that are copied and summed at once
+_UNIT_BYTES = 25_000_000  # size of the gradients that are copied and summed at once
 
 
 @final
 class StageShares:
     """The share of one rank: its elements of a stage's parameters, which the optimizer holds until `release`.
 
-    parameters: those of the optimizer, the same on every rank of `replicas`, which hold the same stages. Each element
-    is owned by one of them. Not collective.
+    parameters: parameters of the optimizer, the same on every rank of `replicas`.
+    replicas: communicator of the ranks that hold the same stage; each element is owned by one of them.
+
+    The constructor is not collective.
     """
 
     def __init__(
@@ -48,9 +51,9 @@ class StageShares:
         self._used = [False] * len(parameters)
 
     def sum(self) -> None:
-        """Sums the gradients over the ranks, each element at its owner; `.grad` of each parameter is None afterwards.
+        """Sums the gradients over the ranks, each element at its owner. Collective over the replicas.
 
-        Whole gradients are dropped bucket by bucket. Collective over the replicas.
+        Afterwards `.grad` of each parameter is None; whole gradients are dropped bucket by bucket.
         """
         used = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32)
         self._replicas.all_reduce(used)
@@ -70,13 +73,16 @@ class StageShares:
             self._drop_whole(indices)
 
     def square(self) -> float:
-        """Returns the sum of the squares of this rank's part of the sums; infinite or NaN if one of them is."""
+        """Returns the sum of the squares of this rank's part of the summed gradients.
+
+        It is infinite or NaN if one of them is.
+        """
         return self._owned.square()
 
     def update(self, *, factor: float) -> float:
         """Steps the optimizer on this rank's part of the sums, times `factor`, and gathers the parameters.
 
-        Collective over the replicas. Returns the seconds of gathering.
+        Collective over the replicas. Returns the seconds that the gathering took.
         """
         self._owned.scale(factor)
         self._owned.give_out(self._used)
@@ -97,7 +103,7 @@ class StageShares:
         self._drop_whole(range(len(self._parameters)))
 
     def release(self) -> None:
-        """Gives the optimizer its parameters back, without state."""
+        """Restores the optimizer's parameters, without state."""
         self._owned.release()
 
     def _drop_whole(self, indices: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Completes the gradients of a model whose layers are split over tensor groups: sums that FSDP2 does not make."""
+"""Completes the gradients of a model whose layers are split over tensor groups: the sums that FSDP2 does not make."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from hpctrain.distributed import (
 from hpctrain.errors import UsageError
 from hpctrain.reduce.sharded.shard_plan import BucketProgress
 
-# Sums gradients over the ranks of a process group, bucket by bucket, while backward computes others.
-
-
-# A bucket: a 32nd of the gradients, within these bounds. The last one's sum begins when backward has ended.
+# A bucket is a 32nd of the gradients, within these bounds. The sum of the last one starts when backward has ended.
 _LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 1_000_000, 25_000_000
 _PARTS = 32
 _MOST_RUNNING = 2  # buckets that are being summed, and held twice
@@ -31,10 +28,14 @@ _MOST_RUNNING = 2  # buckets that are being summed, and held twice
 
 @final
 class EarlySums:
-    """The sums of one model's gradients over `group`. Ranks begin the same buckets in the same order.
+    """Sums one model's gradients over `group`, bucket by bucket, while backward computes others.
 
-    parameters: in the order in which their gradients are expected, the same on every rank. is_ready: whether a gradient
-    can be summed as backward leaves it; those that cannot, and all that follow in this order, are summed by `finish`.
+    The ranks start the same buckets in the same order.
+
+    parameters: parameters in the order in which their gradients are expected, the same on every rank.
+    group: process group to sum over.
+    is_ready: returns True if a gradient can be summed as backward leaves it. The others, and all that follow in this
+    order, are summed by `finish`.
     """
 
     def __init__(
@@ -60,13 +61,15 @@ class EarlySums:
 
     @property
     def had_last(self) -> bool:
-        """True from `during_backward` to `finish`."""
+        """True from `during_backward` until `finish`."""
         return self._had_last
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Begins sums of gradients that are complete, in the last backward of a step. Raises UsageError for a backward
-        after it, before `finish`; every rank calls it equally often."""
+        """Starts sums of complete gradients during the last backward of a step, which runs in the `with` block.
+
+        Every rank calls it the same number of times. Raises UsageError for another backward before `finish`.
+        """
         self._check_last()
         self._watching = self._had_last = True
         try:
@@ -75,9 +78,9 @@ class EarlySums:
             self._watching = False
 
     def finish(self) -> None:
-        """Sums what was not yet, and waits for all. Collective over the group.
+        """Sums the remaining gradients, and waits for all sums. Collective over the group.
 
-        A gradient that only other ranks have counts as zeros; one that no rank has stays None.
+        A gradient that only other ranks have counts as zeros; one that no rank has remains None.
         """
         self._progress.end_backward()
         self._begin_complete()
@@ -92,7 +95,7 @@ class EarlySums:
         self._reset()
 
     def forget(self) -> None:
-        """Ends sums of a step that is not made. Collective after `during_backward`."""
+        """Ends the sums of a step that will not be made. Collective after `during_backward`."""
         if self._had_last:
             self.finish()
 
@@ -153,8 +156,10 @@ class EarlySums:
 
 
 def in_buckets(tensors: Sequence[torch.Tensor], *, num_bytes: int) -> Iterator[list[int]]:
-    """Yields the indices of the tensors, those of one dtype together, in lists of at least `num_bytes` but the last of
-    a dtype. Of a DTensor this rank's part counts."""
+    """Yields lists of indices of tensors with the same dtype, with at least `num_bytes` per list.
+
+    The last list of a dtype may have fewer. For a DTensor, the size of this rank's part counts.
+    """
     waiting: dict[torch.dtype, list[int]] = defaultdict(list)
     sizes: dict[torch.dtype, int] = defaultdict(int)
     for index, part in enumerate(map(local_part, tensors)):
@@ -174,10 +179,10 @@ _BUCKET_BYTES = 25_000_000
 
 @final
 class TensorGradients:
-    """The gradients of `parameters`, those of a model that is split as `split` says.
+    """The gradients of `parameters`, of a model that is split according to `split`.
 
-    A rank has the gradients of its parts of split layers, and of what the tensor group holds alike the whole gradients
-    or, if it was computed on a part of the sequence, that part's share.
+    A rank has the gradients of its parts of split layers. For layers that all ranks of the tensor group hold alike, it
+    has the whole gradients or, if they were computed on a part of the sequence, that part's share.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], *, split: TensorSplit) -> None:
@@ -193,14 +198,14 @@ class TensorGradients:
 
     @property
     def has_begun(self) -> bool:
-        """True from `during_backward` on if it begins sums, until they are complete."""
+        """True while sums are in progress: from `during_backward`, if it starts any, until they are complete."""
         return self._sums is not None and self._sums.had_last
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Begins sums over the data-parallel ranks within the last backward of a step.
+        """Starts sums over the data-parallel ranks during the last backward of a step, which runs in the `with` block.
 
-        Raises UsageError for another one before `complete`.
+        Raises UsageError for another backward before `complete`.
         """
         if self._sums is None:
             yield
@@ -209,7 +214,7 @@ class TensorGradients:
                 yield
 
     def forget(self) -> None:
-        """Ends sums of a step that is not made. Collective after `during_backward`."""
+        """Ends the sums of a step that will not be made. Collective after `during_backward`."""
         if self._sums is not None:
             self._sums.forget()
 
@@ -218,14 +223,14 @@ class TensorGradients:
             self._sums.close()
 
     def complete(self) -> None:
-        """Sums shares of parts of the sequence over the tensor group, and over the data-parallel ranks what
-        `during_backward` has not, unless FSDP2 has. Collective.
+        """Completes all gradients. Collective.
 
-        What a tensor group holds alike is then averaged over the group. Its ranks have computed the same numbers, but
-        perhaps not the same bits, and would drift apart.
+        It sums shares of parts of the sequence over the tensor group, and over the data-parallel ranks what neither
+        `during_backward` nor FSDP2 has summed. Gradients that a tensor group holds alike are then averaged over the
+        group: its ranks have computed the same numbers, but perhaps not the same bits, and would drift apart.
         """
         tensor = self._split.tensor_group()
-        # A layer on a part of the sequence has a DTensor gradient whose placement says so, with FSDP2 already a sum.
+        # The gradient of a layer on a part of the sequence is a DTensor with a partial placement; FSDP2 has summed it.
         shares = [p for p in self._parameters if _is_share(p.grad)]
         _all_reduce([local_part(p.grad) for p in shares], group=tensor)
         for parameter in shares:
@@ -241,24 +246,24 @@ class TensorGradients:
         _all_reduce([local_part(g) for g in alike], group=tensor, factor=1.0 / self._split.num_tensor_ranks)
 
     def counts(self, gradient: torch.Tensor) -> bool:
-        """Returns True on one of the ranks that hold this part of a gradient: exactly one rank for each element."""
+        """Returns True on exactly one of the ranks that hold this part of a gradient, so that it is counted once."""
         return is_first_replica(gradient) if is_sharded_tensor(gradient) else self._split.is_first
 
 
 def _is_complete(parameter: Any) -> bool:
-    """Returns False if the gradient is still to be summed, or moved, within the tensor group."""
+    """Returns False if the gradient must still be summed, or moved, within the tensor group."""
     return not is_sharded_tensor(parameter.grad) or parameter.grad.placements == parameter.placements
 
 
 def _is_share(gradient: Any) -> bool:
-    """Returns True if the ranks of the tensor group have parts of the sum that is the gradient of each of them."""
+    """Returns True if each rank of the tensor group holds a part of the sum that is the gradient of all of them."""
     return is_sharded_tensor(gradient) and any(p.is_partial() for p in gradient.placements)
 
 
 def _all_reduce(tensors: Sequence[torch.Tensor], *, group: Any, factor: float = 1.0) -> None:
     """Replaces each tensor by `factor` times its sum over the ranks of `group`, in buckets. Collective over the group.
 
-    tensors: of the same shapes and dtypes on every rank of the group.
+    tensors: tensors with the same shapes and dtypes on every rank of the group.
     """
     from torch.distributed import all_reduce
 

@@ -1,1 +1,1 @@
-"""What an updater does around its steps: buffers are put back after a dropped step, and the ranks are compared."""
+"""What an updater does around its steps: restores buffers after a dropped step, and compares the ranks."""

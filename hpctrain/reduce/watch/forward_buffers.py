@@ -1,7 +1,7 @@
-"""The buffers of a model as they were when the current step began, so that a step that is dropped changes none of them.
+"""Copies of a model's buffers from the start of the current step, so that a dropped step changes none of them.
 
-A forward pass in training changes buffers (running statistics, averages of one's own). If the gradients of the step are
-not finite, its data have spoiled these too, and without this they would stay spoiled.
+A forward pass in training changes buffers (running statistics, a user's own averages). If the gradients of the step
+are not finite, its data have spoiled these too, and without this module they would stay spoiled.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from torch.utils.hooks import RemovableHandle
 
 from hpctrain.distributed import local_part
 
-# Up to this a buffer is copied in every step: torch's batch normalisation changes running statistics without moving
-# their version counters. Larger ones are copied when their counters have moved.
+# Buffers up to this size are copied in every step: torch's batch normalization changes running statistics without
+# changing their version counters. Larger ones are copied when their counters have changed.
 ALWAYS_BYTES = 64 << 10
-# A larger buffer is not copied before it has been seen to change: most are tables of constants.
+# A larger buffer is not copied until it has changed once: most are tables of constants.
 SMALL_BYTES = 1 << 20
-# A changing buffer above this, and above a quarter of the parameters, is not copied: it may change in few places only.
+# A changing buffer above this size, and above a quarter of the parameters, is not copied: perhaps little of it changes.
 LARGEST_BYTES = 64 << 20
 
 
 @final
 class ForwardBuffers:
-    """Keeps copies of the buffers of `model` that change, and puts them back. Nothing is collective.
+    """Keeps copies of the buffers of `model` that change, and restores them. Nothing is collective.
 
-    The copies are taken at the first forward pass of a step: when the model, or a module in it that has buffers, is
-    called with gradients enabled. So what changes buffers between two steps, as an evaluation may, is not undone, nor
-    is what `load_state_dict` puts there at any time. In a step of compiled code alone nothing is seen to be called:
-    then the copies are those of the end of the step before.
+    The copies are made at the first forward pass of a step: when the model, or a module in it that has buffers, is
+    called with gradients enabled. So changes between two steps, for example by an evaluation, are not undone, nor is
+    what `load_state_dict` loads at any time. If a step runs only compiled code, no call is noticed: then the copies
+    are those from the end of the previous step.
 
-    A buffer that forward replaces (`self.mean = ...`) is replaced by the old tensor.
+    If forward replaces a buffer (`self.mean = ...`), the old tensor is put back.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -52,15 +52,15 @@ class ForwardBuffers:
         self._note()
 
     def begin_step(self) -> None:
-        """Copies the buffers that may have changed, unless that has been done in this step."""
+        """Copies the buffers that may have changed, unless that was already done in this step."""
         if not self._noted:
             self._note()
             self._noted = True
 
     def end_step(self, *, applied: bool) -> list[str]:
-        """Ends a step; if it was not applied, puts back what has changed since its first forward pass.
+        """Ends a step; if it was not applied, restores what has changed since its first forward pass.
 
-        Returns the names of the buffers that changed and could not be put back.
+        Returns the names of the buffers that have changed and could not be restored.
         """
         lost = []
         if not applied:
@@ -76,22 +76,24 @@ class ForwardBuffers:
         return lost
 
     def mend(self) -> None:
-        """Puts back the buffers that are not finite and were when they were copied; the step continues. For a model
-        that another one's training has called, in a step that was dropped."""
+        """Restores the buffers that are not finite, but were when they were copied; the step continues.
+
+        It is for a model that was called in a dropped step of another model's training.
+        """
         for slot in self._slots:
             if slot.is_spoiled():
                 slot.put_back()
 
     def loaded(self, module: torch.nn.Module) -> None:
-        """Copies the buffers of `module`, after a load. If it is the model, the next forward pass begins a step."""
+        """Copies the buffers of `module` after a load. If it is the model, the next forward pass starts a step."""
         self._note([slot for slot in self._slots if slot.module is module])
         if module is self._model:
             self._noted = False
 
     def constants(self) -> dict[str, torch.Tensor]:
-        """Returns the buffers that no forward pass has changed so far, by name. Call it between forward and `end_step`.
+        """Returns the buffers that no forward pass has changed so far, by name.
 
-        It compares the values of the small ones; so it is for few steps only.
+        Call it between forward and `end_step`. It compares the values of small buffers, so it is only for few steps.
         """
         found = {}
         for slot in self._slots:
@@ -136,8 +138,10 @@ class ForwardBuffers:
 class _Slot:
     """The place of a buffer: `buffers[key]`.
 
-    held: the tensor that was there; version: its version then; copy: its values then, None if they are not copied.
-    changes: a forward pass has changed it.
+    held: tensor that was there.
+    version: version of that tensor then.
+    copy: values of that tensor then; None if they are not copied.
+    changes: True if a forward pass has changed it.
     """
 
     __slots__ = (
@@ -168,14 +172,14 @@ class _Slot:
         self.changes = False
 
     def may_have_changed(self) -> bool:
-        """False if the place holds `held`, and that has not been written to since."""
+        """Returns False if the place still contains `held`, and that was not written to."""
         now = self.buffers.get(self.key)
         if now is not self.held or self.is_small:
             return True
         return now is not None and _version(now) != self.version
 
     def has_changed(self) -> bool:
-        """As `may_have_changed`, but for small buffers by their values."""
+        """Returns True if the buffer has changed; small buffers are compared by their values."""
         if not self.is_small or self.held is None or self.copy is None:
             return self.may_have_changed()
         return self.buffers.get(self.key) is not self.held or not torch.equal(
@@ -183,14 +187,17 @@ class _Slot:
         )
 
     def is_spoiled(self) -> bool:
-        """True if the buffer is not finite and its copy is."""
+        """Returns True if the buffer is not finite, but its copy is."""
         now = self.buffers.get(self.key)
         if now is None or self.copy is None or not self.may_have_changed():
             return False
         return not is_finite(local_part(now.detach())) and is_finite(self.copy)
 
     def hold(self, now: torch.Tensor | None, *, largest: int) -> None:
-        """Makes `now`, which is there, the tensor to put back; the caller copies its values into `copy`, if any."""
+        """Makes `now`, the current tensor, the one to restore.
+
+        The caller copies its values into `copy`, if there is one.
+        """
         first, self.was_seen = not self.was_seen, True
         self.held, self.is_small = now, False
         if now is None or now.is_meta or now.layout != torch.strided:
@@ -205,7 +212,7 @@ class _Slot:
             self.copy = torch.empty_like(value)
 
     def put_back(self) -> bool:
-        """Returns False if the values are not known."""
+        """Restores the buffer. Returns False if its values are not known."""
         held = self.held
         if held is not None:
             if self.copy is None:
@@ -223,7 +230,7 @@ class _Slot:
 
 @final
 class _ScriptBuffers:
-    """A scripted module's buffers by name, as a dictionary."""
+    """A scripted module's buffers by name, like a dictionary."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -237,7 +244,7 @@ class _ScriptBuffers:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """True if no element is NaN or infinite. Needs no memory; reads `tensor` once."""
+    """Returns True if no element is NaN or infinite. Needs no memory, and reads `tensor` once."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or not tensor.numel():
         return True
     if tensor.is_complex():
@@ -246,7 +253,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _version(tensor: torch.Tensor) -> float:
-    """Returns the tensor's version; tensors of inference mode have none: NaN, so that they count as changed."""
+    """Returns the tensor's version; NaN for tensors of inference mode, which have none: they count as changed."""
     return math.nan if tensor.is_inference() else tensor._version
 
 
@@ -260,7 +267,7 @@ def _remove(hooks: list[RemovableHandle]) -> None:
 
 
 class _Hook:
-    """Hook of the model and its modules that have buffers, until the `ForwardBuffers` is freed.
+    """Hook of the model and of its modules that have buffers, until the `ForwardBuffers` is freed.
 
     A copy of the model (`deepcopy`, pickle) gets a hook that does nothing.
     """
@@ -275,7 +282,7 @@ class _Hook:
 
 @final
 class _FirstForward(_Hook):
-    """Forward pre-hook."""
+    """Forward pre-hook, which starts a step."""
 
     def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -287,7 +294,7 @@ class _FirstForward(_Hook):
 
 @final
 class _Loaded(_Hook):
-    """Hook after `load_state_dict`."""
+    """Hook that runs after `load_state_dict`."""
 
     def __call__(self, module: torch.nn.Module, incompatible: Any) -> None:
         buffers = self._buffers()

@@ -1,9 +1,9 @@
-"""Finds ranks that have drifted apart: their parameters, or the settings of their optimizers, are no longer the same.
+"""Finds ranks that have drifted apart: those whose parameters or optimizer settings are no longer the same.
 
-Every rank applies the same sums to the same values, so all bits are equal, unless something acts on some ranks only.
-Two numbers that each rank adds to a sum that is made anyway tell whether a hash h of them is the same on all N ranks:
-it is if and only if N times the sum of h squared is the square of the sum of h (Cauchy and Schwarz). Both sums are
-exact in float64. Only where hashes differ do the ranks send more, to find out what differs, and where.
+Every rank applies the same sums to the same values, so all bits are equal, unless something acts on only some of the
+ranks. Each rank adds two numbers to a sum that is made anyway; they show whether a hash h of the values is the same on
+all N ranks: it is if and only if N times the sum of h squared equals the square of the sum of h (Cauchy and Schwarz).
+Both sums are exact in float64. Only if hashes differ do the ranks send more, to find out what differs, and where.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from hpctrain.distributed import Box, box_of, is_sharded, is_sharded_tensor, loc
 from hpctrain.errors import RanksDiffer
 from hpctrain.reduce.watch.forward_buffers import ForwardBuffers
 
-# Numbers that tell whether two ranks hold the same bits. Not collective.
-
-
 _ROW = 4096
 # Odd, so that multiplication modulo 2**64 loses nothing.
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Returns a number for the bits of each tensor. Reads each tensor once; waits for a device once."""
+    """Returns a hash of the bits of each tensor. Reads each tensor once; waits for a device once. Not collective."""
     found: list[int | torch.Tensor] = []
     for tensor in tensors:
         content = _bytes_of(local_part(tensor.detach()))
@@ -43,7 +40,7 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor's bytes in memory order: uint8, shape (n,). A copy only if the memory has gaps."""
+    """Returns the tensor's bytes in memory order: uint8, shape (n,). It is a copy only if the memory has gaps."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     strides = tensor.stride()
@@ -52,7 +49,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _device_digest(content: torch.Tensor) -> torch.Tensor:
-    """Returns a sum over rows of which each has another weight: int64, shape (). content: uint8, shape (n,)."""
+    """Returns a weighted sum over rows, with a weight for each row: int64, shape (). content: uint8, shape (n,)."""
     if content.data_ptr() % 4 == 0 and content.numel() % 4 == 0:
         content = content.view(torch.int32)
     whole = content.numel() - content.numel() % _ROW
@@ -64,9 +61,9 @@ def _device_digest(content: torch.Tensor) -> torch.Tensor:
 
 
 def describe_settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns the hyper-parameters of an optimizer's groups in words, by a name such as `lr of parameter group 0`.
+    """Returns the hyperparameters of an optimizer's groups as text, by a name such as `lr of parameter group 0`.
 
-    Numbers, texts, tensors of one element, and sequences of these; what else a group holds is left out.
+    Included are numbers, texts, tensors with one element, and sequences of these; other entries are left out.
     """
     found = {}
     for number, group in enumerate(groups):
@@ -80,7 +77,7 @@ def _text(value: Any) -> str | None:
     if isinstance(value, torch.Tensor):
         return _text(value.item()) if value.numel() == 1 else None
     if isinstance(value, float):
-        return repr(float(value))  # of numpy's too
+        return repr(float(value))  # also for numpy's floats
     if value is None or isinstance(value, (bool, int, str)):
         return repr(value)
     if isinstance(value, (tuple, list)):
@@ -94,11 +91,11 @@ def _text(value: Any) -> str | None:
 
 CompareRanks: TypeAlias = Literal["error", "note", "off"]
 
-# Parameters are compared in the first steps, at powers of two and every so many steps; settings more often.
+# Parameters are compared in the first steps, at powers of two, and then every EVERY_STEPS; settings more often.
 EVERY_STEPS = 100
 SETTINGS_EVERY_STEPS = 10
 _FIRST_STEPS = 4
-_SUM, _SQUARES = "ranks: sum ", "ranks: squares "  # with the number of a set of ranks
+_SUM, _SQUARES = "ranks: sum ", "ranks: squares "  # prefixes, followed by the number of a set of ranks
 _NUM_FOR_ALL = 3  # entries of `_found` that all ranks compare; further ones only ranks with the same part
 _NAMED = 3
 _RUNBOOK = "See docs/runbooks/f11-replicas-differ.md"
@@ -111,13 +108,15 @@ def compares_parameters(step: int) -> bool:
 
 @final
 class RankComparison:
-    """Compares the ranks of `comm`, at least two, in the steps of one updater.
+    """Compares the ranks of `comm`, at least two, in the steps of one updater. The constructor is collective.
 
-    model: its parameters are compared; where a rank holds a part of them, or a stage, with those that hold the same
-    part. In addition those of `groups()`, the optimizer's parameter groups, whose other entries are compared as
-    settings. buffers: those that no forward pass changes are compared too; a difference is only said, since each rank
-    may have its own. The constructor is collective.
-    how: "error" returns an error for what differs, "note" says it once and leaves it out from then on.
+    model: model whose parameters are compared; if a rank holds a part of them, or a stage, it is compared with the
+    ranks that hold the same part.
+    groups: returns the optimizer's parameter groups. Their parameters are compared too, and their other entries as
+    settings.
+    buffers: buffers of the model. Those that no forward pass changes are compared too, but a difference is only
+    reported, since each rank may have its own.
+    how: "error" returns an error for a difference; "note" reports it once, and ignores it from then on.
     say: prints a line for the user, on rank 0.
     """
 
@@ -152,7 +151,7 @@ class RankComparison:
         self._found: list[dict[str, str]] = []
 
     def numbers(self) -> dict[str, float]:
-        """Begins a step. Returns this rank's numbers to sum over the ranks; in most steps none. Not collective."""
+        """Starts a step. Returns this rank's numbers to sum over the ranks, in most steps none. Not collective."""
         self._step += 1
         with_parameters = compares_parameters(self._step)
         if not with_parameters and self._step % SETTINGS_EVERY_STEPS:
@@ -186,9 +185,11 @@ class RankComparison:
         return {name: value for name, value in sums.items() if not name.startswith((_SUM, _SQUARES))}
 
     def error(self, sums: Mapping[str, float]) -> RanksDiffer | None:
-        """Returns the error that every rank is to raise, if ranks differ. Collective if they do.
+        """Returns the error that every rank must raise if the ranks differ; None if they do not.
 
-        sums: with those of `numbers`, the same on every rank.
+        Collective if they differ.
+
+        sums: sums over the ranks, including those of `numbers`; the same on every rank.
         """
         if all(
             len(members) * int(sums[f"{_SQUARES}{number}"]) == int(sums[f"{_SUM}{number}"]) ** 2
@@ -281,7 +282,7 @@ class RankComparison:
         )
 
     def _largest_difference(self, name: str) -> float:
-        """Returns the largest difference between rank 0's values and any rank's. Collective."""
+        """Returns the largest difference between rank 0's values and those of any rank. Collective."""
         mine = self._whole()[name].detach()
         reference = mine.clone()
         broadcast_tensors(self._comm, [reference])
@@ -310,7 +311,7 @@ class RankComparison:
 
 @final
 class _Differences:
-    """The names under which ranks have different values. by_rank: the values by name of each of `ranks`."""
+    """The names for which ranks have different values. by_rank: values by name, for each of `ranks`."""
 
     def __init__(self, by_rank: Sequence[Mapping[str, str]], *, ranks: Sequence[int]) -> None:
         self.ranks = ranks
@@ -337,7 +338,7 @@ class _Differences:
         ) + (", ..." if len(ranks) > 4 else "")
 
     def where(self, name: str) -> str:
-        """Returns on which ranks it differs from most of them, in words."""
+        """Returns a description of the ranks whose values differ from those of most ranks."""
         values = self._of(name)
         usual, count = Counter(values).most_common(1)[0]
         others = [self.ranks[place] for place, value in enumerate(values) if value != usual]
@@ -352,7 +353,7 @@ class _Differences:
 
 
 def _layout(model: torch.nn.Module) -> dict[str, Box | None]:
-    """Returns where this rank's part of each parameter lies in the whole; None for what it holds whole."""
+    """Returns where this rank's part of each parameter lies in the whole parameter; None if it holds the whole."""
     layout: dict[str, Box | None] = {}
     for name, parameter in model.named_parameters():
         placements = parameter.placements if is_sharded_tensor(parameter) else ()  # type: ignore[attr-defined]
@@ -361,7 +362,7 @@ def _layout(model: torch.nn.Module) -> dict[str, Box | None]:
 
 
 def _sets_of_ranks(layout: Mapping[str, Box | None], comm: Collective) -> list[list[int]]:
-    """Returns the ranks that have the same layout as another. Collective."""
+    """Returns the sets of ranks that have the same layout, with at least two ranks each. Collective."""
     found_on: dict[str, list[int]] = {}
     for place, found in enumerate(all_gather_json(comm, xxhash.xxh3_64_hexdigest(repr(layout).encode()))):
         found_on.setdefault(found, []).append(place)
@@ -369,7 +370,7 @@ def _sets_of_ranks(layout: Mapping[str, Box | None], comm: Collective) -> list[l
 
 
 def _listed(texts: Iterable[str], *, num: int | None = None) -> str:
-    """Returns the first few texts, and how many of `num` are left out."""
+    """Returns the first few texts, and the number of the remaining ones. num: number of texts in all."""
     shown = list(texts)
     num = len(shown) if num is None else num
     more = f", and {num - _NAMED} more" if num > _NAMED else ""

@@ -1,4 +1,4 @@
-"""What happens around every step of an updater, whatever its kind: `watched` wraps the method `step`."""
+"""What happens around every step of an updater of any kind: the decorator `watched` wraps its method `step`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ P = ParamSpec("P")
 
 @final
 class StepWatch:
-    """Puts the buffers of `model` back whenever a step is not applied, and compares the ranks of `comm`.
+    """Restores the buffers of `model` whenever a step is not applied, and compares the ranks of `comm`.
 
-    groups: returns the parameter groups of the updater's optimizer. compare_ranks: see `RankComparison`; "off" compares
-    nothing. say: prints a line for the user, on rank 0. together: the watches of the trainings in this process; a
-    dropped step also puts back what it has spoiled in the buffers of their models, as a generator's in the
-    discriminator's. The constructor is collective.
+    groups: returns the parameter groups of the updater's optimizer.
+    compare_ranks: see `RankComparison`; "off" compares nothing.
+    say: prints a line for the user, on rank 0.
+    together: watches of all trainings in this process. A dropped step also restores what it has spoiled in the buffers
+    of their models, for example a generator's step in those of the discriminator.
+
+    The constructor is collective.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class StepWatch:
             )
 
     def step(self, step: Callable[..., StepOutcome], options: dict[str, Any]) -> StepOutcome:
-        """Returns `step(**options)`, a step of the updater. Collective, and raises, as that is.
+        """Returns `step(**options)`, a step of the updater; it is collective, and raises errors, as that is.
 
         Raises RanksDiffer on every rank, with nothing applied, if the ranks have drifted apart.
         """
@@ -70,7 +73,7 @@ class StepWatch:
         return outcome
 
     def drop(self) -> None:
-        """Puts buffers back in a step that may be left out without a call of `step`, as GradScaler does."""
+        """Restores buffers for a step that may be skipped without a call of `step`, as GradScaler does."""
         self._end_step(applied=False)
 
     def _compared(self, step: Callable[..., StepOutcome], options: dict[str, Any]) -> StepOutcome:
@@ -108,9 +111,10 @@ class StepWatch:
 
 
 class Watched:
-    """Base class of the updaters. step_watch: of their steps; None: they are as `step` itself makes them.
+    """Base class of the updaters.
 
-    sums_to_one: whether the caller sees to it that the weights of each step add up to about 1 over the ranks, so that
+    step_watch: watch of the updater's steps; None: `step` runs alone.
+    sums_to_one: True if the caller ensures that the weights of each step add up to about 1 over the ranks, so that
     wire formats with error feedback can be used with `divide_by`.
     """
 
@@ -135,7 +139,7 @@ def watch_steps(
     say: Callable[[str], None],
     together: MutableSet[StepWatch],
 ) -> W:
-    """Returns `updater`, of the parameters of `model`, with a `StepWatch`. Collective."""
+    """Returns `updater`, which must update the parameters of `model`, with a `StepWatch`. Collective."""
     groups = functools.partial(getattr, updater.optimizer, "param_groups")
     updater.step_watch = StepWatch(
         model, groups, comm=comm, compare_ranks=compare_ranks, say=say, together=together
@@ -156,10 +160,10 @@ def watched(step: Callable[Concatenate[W, P], StepOutcome]) -> Callable[Concaten
 
 
 def not_finite(model: torch.nn.Module, *, share: int = 0, num_shares: int = 1) -> Iterator[str]:
-    """Yields, in words, the parameters and buffers of a model that hold NaN or infinity. Not collective.
+    """Yields descriptions of the parameters and buffers of a model that contain NaN or infinity. Not collective.
 
-    Of sharded parameters this rank's part. With `num_shares` ranks that hold the same, each looks at the parameters of
-    its `share`, and that of share 0 at the buffers.
+    Of sharded parameters, only this rank's part is checked. If `num_shares` ranks hold the same model, each checks the
+    parameters of its `share`, and the one with share 0 the buffers.
     """
     for number, (name, parameter) in enumerate(model.named_parameters()):
         mine = is_sharded_tensor(parameter) or number % num_shares == share
@@ -171,7 +175,7 @@ def not_finite(model: torch.nn.Module, *, share: int = 0, num_shares: int = 1) -
 
 
 def _with_what_is_not_finite(error: DivergedError, model: torch.nn.Module) -> DivergedError:
-    """Returns the error with the names of what is not finite in the model, if there is such a thing."""
+    """Returns the error, extended by the names of parameters and buffers that are not finite, if there are any."""
     found = list(not_finite(model))
     if not found:
         return error
@@ -184,6 +188,6 @@ def _with_what_is_not_finite(error: DivergedError, model: torch.nn.Module) -> Di
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns the first few names, and how many more there are."""
+    """Returns the first few names, and the number of the remaining ones."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

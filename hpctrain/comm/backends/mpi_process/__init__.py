@@ -1,1 +1,1 @@
-"""The process of a rank, as MPI sees it: how it ends."""
+"""The end of a rank's process, as MPI sees it."""

@@ -1,12 +1,13 @@
 """Ends all ranks when one of them exits with an error code, by `sys.exit(3)`, `raise SystemExit(3)` or otherwise.
 
-Python calls no hook for SystemExit, and its functions of `atexit` do not get the exit code. The C library's `on_exit`
-gets it. But mpi4py finalizes MPI before, which waits for the other ranks. So mpi4py is told not to, and the function of
-`on_exit` (`_exit_status.c`) does it, or aborts. Where mpi4py was imported before hpctrain started MPI it is too late to
-tell it: then its calls of MPI_Finalize are redirected to a function that does nothing once Python has ended.
+Python calls no hook for SystemExit, and functions registered with `atexit` do not get the exit code. The C library's
+`on_exit` passes it. But mpi4py would finalize MPI before that, and MPI_Finalize waits for the other ranks. So mpi4py
+is configured not to finalize; the function registered with `on_exit` (`_exit_status.c`) finalizes MPI, or aborts. If
+mpi4py was imported before hpctrain started MPI, it is too late to configure it: then its calls of MPI_Finalize are
+redirected to a function that does nothing once Python has ended.
 
-Where that file is not compiled, mpi4py finalizes as usual: then the other ranks wait for the rank that has left, up to
-the time limit.
+Where the C file is not compiled, mpi4py finalizes as usual: then the other ranks wait for the rank that has left, up
+to the time limit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _arranged: list[bool] = []  # not empty once the exit of this process is arrange
 
 @functools.cache
 def _library() -> Any:
-    """The compiled functions; None if they were not compiled."""
+    """Returns the compiled functions; None if they were not compiled."""
     paths = [f"{_LIBRARY}{suffix}" for suffix in EXTENSION_SUFFIXES]
     path = next((path for path in paths if os.path.exists(path)), None)
     if path is None:
@@ -39,9 +40,11 @@ def _library() -> Any:
 
 
 def leave_finalizing(rc: Any) -> bool:
-    """Has mpi4py not finalize MPI; returns True if `finalize_at_exit` must be called once it is imported.
+    """Configures mpi4py not to finalize MPI. Call it before `mpi4py.MPI` is imported.
 
-    rc: `mpi4py.rc`. Call it before `mpi4py.MPI` is imported.
+    Returns True if `finalize_at_exit` must be called after that import; False if nothing was changed.
+
+    rc: the object `mpi4py.rc`.
     """
     if "mpi4py.MPI" in sys.modules or not rc.initialize or rc.finalize is False or _library() is None:
         return False
@@ -50,7 +53,10 @@ def leave_finalizing(rc: Any) -> bool:
 
 
 def take_over_finalizing(mpi: Any) -> None:
-    """As `finalize_at_exit`, where mpi4py was imported before; only if it finalizes MPI. May be called repeatedly."""
+    """Does what `finalize_at_exit` does if mpi4py was imported earlier and would finalize MPI itself.
+
+    It may be called repeatedly.
+    """
     if _library() is not None and not _arranged:
         finalize_at_exit(mpi)
         is_up = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p)
@@ -58,7 +64,10 @@ def take_over_finalizing(mpi: Any) -> None:
 
 
 def finalize_at_exit(mpi: Any) -> None:
-    """Has the exiting process finalize MPI, or abort all ranks (`end_all_on_error`). mpi: the module mpi4py.MPI."""
+    """Registers a function that, when this process exits, finalizes MPI, or aborts all ranks (see `end_all_on_error`).
+
+    mpi: the module mpi4py.MPI.
+    """
     _arranged.append(True)
     functions = ctypes.CDLL(mpi.__file__)
     names = ("MPI_Initialized", "MPI_Finalized", "MPI_Finalize", "MPI_Abort")
@@ -68,10 +77,10 @@ def finalize_at_exit(mpi: Any) -> None:
 
 
 def end_all_on_error(words: str | None, *, waiting: str | None = None) -> None:
-    """From now on, an exit of this process with another code than 0 ends all ranks with that code; None: no more.
+    """Makes an exit of this process with a nonzero code end all ranks with that code, from now on.
 
-    words: printed then, with %d for the code. waiting: printed by an exit with 0 that has waited for the other ranks
-    for a few seconds.
+    words: message that is then printed, with %d for the code; None switches this off again.
+    waiting: message for an exit with code 0 that has waited a few seconds for the other ranks.
     """
     if _library() is not None:
         texts = (None if text is None else text.encode() for text in (words, waiting))

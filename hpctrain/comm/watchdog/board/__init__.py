@@ -1,1 +1,1 @@
-"""What the ranks write for each other while no progress is made, and what follows from it."""
+"""The files that ranks write for each other while no progress is made, and the conclusions from them."""

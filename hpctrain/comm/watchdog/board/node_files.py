@@ -1,9 +1,9 @@
-"""Files in which ranks say where they are: each rank's for its node, and one of each node for all.
+"""The files in which ranks state what they are doing: one per rank for its own node, and one per node for all ranks.
 
-A rank that hangs outside any collective cannot report it. A rank that makes no progress therefore writes its position
-into a folder that only the ranks of its node see, in the node's memory or on its disk; one of them, the leader, gathers
-these in one file in the run directory, and waiting ranks read which others have not reached their operation. Nothing
-here communicates.
+A rank that hangs outside any collective cannot report it. So a rank that makes no progress writes its position into a
+folder that only the ranks of its node see, in the node's memory or on its disk. One of them, the leader, gathers these
+positions in one file in the run directory, where waiting ranks read which others have not reached their operation. An
+announcement file tells all ranks that the run ends. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -30,13 +30,18 @@ T = TypeVar("T")
 
 # Nodes whose files are in one directory.
 _NODES_PER_DIRECTORY = 256
-# So many files of nodes are read at a time, since each may take a millisecond or more on a shared filesystem.
+# Number of nodes' files that are read at a time, since each may take a millisecond or more on a shared filesystem.
 _READERS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchFolders:
-    """Where one rank writes. shared: in the run directory, of all ranks. local: of the ranks of its node."""
+    """The folders that one rank writes to.
+
+    shared: folder of all ranks, in the run directory.
+    local: folder of the ranks of this node.
+    placement: nodes of all ranks.
+    """
 
     rank: int
     shared: Path
@@ -52,9 +57,10 @@ class WatchFolders:
 class NodeStatus:
     """Contents of one node's file.
 
-    written: seconds since the epoch, by that node's clock, as in its ranks' positions. addresses, port: where its host
-    can be probed (`hpctrain.comm.watchdog.host_probe`); port None: nowhere. reached: for each other host, whether it
-    answered the last probe of any of the ranks.
+    written: time of writing by that node's clock, in seconds since 1970, as in its ranks' positions.
+    addresses, port: where its host can be probed (`hpctrain.comm.watchdog.host_probe`); port None: it cannot.
+    reached: for each other host, whether it answered the last probe by any rank of the node.
+    positions: position of each rank of the node.
     """
 
     node: int
@@ -74,28 +80,31 @@ def position_path(local: Path, *, rank: int) -> Path:
 
 
 def calls_path(directory: Path) -> Path:
-    """Folder of the files of `call_path`."""
+    """Returns the folder of the files of `call_path`."""
     return directory / "called"
 
 
 def call_path(directory: Path, *, rank: int) -> Path:
-    """File that exists when other ranks have waited long for `rank`, which then prints its stacks."""
+    """Returns the file that asks `rank` to print its stacks, because other ranks have waited long for it."""
     return calls_path(directory) / f"{rank}"
 
 
 def call(directory: Path, *, rank: int) -> None:
-    """Asks `rank` for its stacks. Raises OSError."""
+    """Asks `rank` to print its stacks. Raises OSError."""
     calls_path(directory).mkdir(exist_ok=True)
     call_path(directory, rank=rank).touch()
 
 
 def alarm_path(directory: Path) -> Path:
-    """File that is touched when an operation is late: every rank then probes the other hosts."""
+    """Returns the file that is touched when an operation is late: every rank then probes the other hosts."""
     return directory / "late"
 
 
 def time_of(path: Path, *, since: float = 0.0) -> float | None:
-    """Returns when a file was written (epoch); None if it does not exist, or was written before `since`."""
+    """Returns the time when a file was written, in seconds since 1970.
+
+    Returns None if the file does not exist or is older than `since`.
+    """
     try:
         time_s = path.stat().st_mtime
     except OSError:
@@ -104,7 +113,7 @@ def time_of(path: Path, *, since: float = 0.0) -> float | None:
 
 
 def write_position(position: RankPosition, *, local: Path) -> None:
-    """Replaces this rank's file atomically, so that no rank reads half of it. Raises OSError."""
+    """Replaces this rank's file atomically, so that no rank reads a half-written one. Raises OSError."""
     path = position_path(local, rank=position.rank)
     replace_file(path, json.dumps(asdict(position)).encode(), partial=path.with_suffix(".partial"))
 
@@ -120,7 +129,7 @@ def read_local(local: Path) -> dict[int, RankPosition]:
 
 
 def _position(fields: dict[str, Any]) -> RankPosition:
-    """Raises KeyError, TypeError or AttributeError for fields that are no position's."""
+    """Builds a position from its JSON fields. Raises KeyError, TypeError or AttributeError for wrong fields."""
     groups = {name: GroupPosition(**values) for name, values in fields.pop("groups").items()}
     activity = fields.pop("activity", None)
     return RankPosition(**fields, groups=groups, activity=None if activity is None else Activity(**activity))
@@ -135,9 +144,10 @@ def node_path(shared: Path, *, node: int) -> Path:
 
 
 def make_node_folders(shared: Path, *, num_nodes: int) -> None:
-    """Makes the folders of all nodes' files. Raises OSError.
+    """Creates the folders of all nodes' files. Raises OSError.
 
-    One rank calls it: where several nodes make the same folder at once, GlusterFS answers some of them with ESTALE.
+    Only one rank may call it: if several nodes create the same folder at once, GlusterFS answers some of them with
+    ESTALE.
     """
     for node in range(0, num_nodes, _NODES_PER_DIRECTORY):
         node_path(shared, node=node).parent.mkdir(exist_ok=True)
@@ -153,7 +163,10 @@ def status_of_node(
     addresses: Sequence[str] = (),
     port: int | None = None,
 ) -> NodeStatus:
-    """Returns what the positions of a node's ranks say together. probed_within_s: older findings do not count."""
+    """Combines the positions of a node's ranks into the status of the node.
+
+    probed_within_s: age in seconds above which findings of probes are ignored.
+    """
     reached: dict[str, bool] = {}
     for position in positions.values():
         if now - position.written <= probed_within_s:
@@ -166,7 +179,10 @@ def status_of_node(
 
 
 def write_node(status: NodeStatus, *, shared: Path, rank: int) -> None:
-    """Replaces a node's file. rank: the writing one, since for a moment two ranks may lead. Raises OSError."""
+    """Replaces a node's file. Raises OSError.
+
+    rank: the rank that writes; it is part of the temporary name, since for a moment two ranks may be leaders.
+    """
     positions = [asdict(found) for found in status.positions.values()]
     fields = {**asdict(replace(status, positions={})), "positions": positions}
     path = node_path(shared, node=status.node)
@@ -175,8 +191,10 @@ def write_node(status: NodeStatus, *, shared: Path, rank: int) -> None:
 
 
 def read_node(shared: Path, *, node: int, since: float = 0.0) -> NodeStatus | None:
-    """Returns a node's status; None if its file is missing, unreadable or older than `since` (epoch), that is, from
-    an earlier attempt of the run."""
+    """Returns a node's status; None if its file is missing, unreadable or older than `since`.
+
+    since: start of this attempt, in seconds since 1970; older files belong to an earlier attempt of the run.
+    """
     try:
         fields = json.loads(node_path(shared, node=node).read_text())
         positions = [_position(entry) for entry in fields.pop("positions")]
@@ -190,7 +208,11 @@ def read_node(shared: Path, *, node: int, since: float = 0.0) -> NodeStatus | No
 def read_nodes(
     shared: Path, *, nodes: Sequence[int], since: float, within_s: float
 ) -> tuple[list[NodeStatus], list[int]]:
-    """Returns the statuses of `nodes` that have written one, and the nodes whose file could not be read in time."""
+    """Reads the files of `nodes` in parallel.
+
+    Returns the statuses of the nodes that have written one, and the nodes whose file could not be read within
+    `within_s`.
+    """
     left: queue.SimpleQueue[int] = queue.SimpleQueue()
     for node in nodes:
         left.put(node)
@@ -202,7 +224,7 @@ def read_nodes(
                 node = left.get_nowait()
                 found[node] = read_node(shared, node=node, since=since)
 
-    # Daemons: a file on a server that is gone is read for ever.
+    # Daemon threads, because reading a file on a server that is gone never ends.
     threads = [threading.Thread(target=read, daemon=True) for _ in range(min(_READERS, len(nodes)))]
     until = time.monotonic() + within_s
     for thread in threads:
@@ -218,13 +240,16 @@ def read_nodes(
 
 
 def quietly(function: Callable[[], object]) -> None:
-    """Runs `function`; an OSError is ignored."""
+    """Runs `function` and ignores an OSError."""
     with contextlib.suppress(OSError):
         function()
 
 
 def within(seconds: float, function: Callable[[], T]) -> T | None:
-    """Runs `function` in another thread and returns its result; None if it raises OSError or takes longer."""
+    """Runs `function` in another thread and returns its result.
+
+    Returns None if the function raises OSError or takes longer than `seconds`.
+    """
     found: list[T] = []
     thread = threading.Thread(
         target=quietly, args=(lambda: found.append(function()),), name="hpctrain-files", daemon=True
@@ -234,18 +259,15 @@ def within(seconds: float, function: Callable[[], T]) -> T | None:
     return found[0] if found else None
 
 
-# The folder of one node's ranks, in the node's memory or on its disk. The last rank that leaves removes it.
-
-
 _PREFIX = "hpctrain-watch-"
-# A folder that is younger may be one that its leader has just made, and not opened.
+# Seconds. A younger folder may be one that its leader has just created, and not opened yet.
 _ABANDONED_AFTER_S = 60.0
 
 
 def local_parent() -> Path:
-    """Returns the directory of this node in which its ranks' folder is made: in memory, or else the temporary one.
+    """Returns the directory of this node in which its ranks' folder is created: /dev/shm, or the temporary directory.
 
-    Raises OSError if neither can be written to.
+    Raises OSError if neither is writable.
     """
     if os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
         return SHARED_MEMORY
@@ -253,8 +275,10 @@ def local_parent() -> Path:
 
 
 def identity_of(directory: Path) -> str:
-    """Returns a text that is equal for ranks of one node if they see the same directory and the same processes, as in
-    one container."""
+    """Returns a text that is equal for ranks of a node that see the same directory and processes.
+
+    This is so for ranks in one container, for example.
+    """
     found = directory.stat()
     processes = ""
     with contextlib.suppress(OSError):
@@ -263,14 +287,14 @@ def identity_of(directory: Path) -> str:
 
 
 def local_folder(parent: Path, *, run: str, leader: int) -> Path:
-    """Returns the folder of the node whose lowest rank is `leader`. run: a text that no other run has."""
+    """Returns the path of a node's folder. run: text that is unique to this run. leader: lowest rank of the node."""
     return parent / f"{_PREFIX}{run}-{leader}"
 
 
 def make_local_folder(path: Path) -> LocalFolder:
-    """Makes a node's folder, after removing those of runs whose ranks were killed. Returns the rank's hold on it.
+    """Creates a node's folder and returns this rank's hold on it. Raises OSError.
 
-    Raises OSError.
+    It first removes folders that runs whose ranks were killed have left on this node.
     """
     for other in path.parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's
@@ -282,10 +306,10 @@ def make_local_folder(path: Path) -> LocalFolder:
 
 @final
 class LocalFolder:
-    """A rank's hold on the folder of its node; the last rank that leaves removes it. Raises OSError.
+    """A rank's hold on the folder of its node; the last rank that leaves removes the folder. Raises OSError.
 
-    The hold is a shared lock, which ends with the process. A rank that is killed removes nothing: `make_local_folder`
-    of a later run does, on the same node.
+    The hold is a shared lock, which ends with the process. Ranks that are killed leave the folder behind;
+    `make_local_folder` of a later run removes it on the same node.
     """
 
     def __init__(self, path: Path) -> None:
@@ -295,7 +319,7 @@ class LocalFolder:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def leave(self) -> None:
-        """Ends the hold, and removes the folder if no other rank has one."""
+        """Ends the hold, and removes the folder if no other rank holds it."""
         if self._fd is None:
             return
         with contextlib.suppress(OSError):
@@ -305,16 +329,16 @@ class LocalFolder:
         self._fd = None
 
 
-# The announcement that the run ends, by a file: of several ranks, the first one's counts.
-
-
-# Time that the other ranks of a node give the one that asks whether the end has been announced.
+# Seconds that the other ranks of a node wait for the one that asks whether the end has been announced.
 _ANOTHER_ASKS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """Announcement by `rank` that the run ends: the ranks print their reports and exit at `leave_at` (epoch)."""
+    """Announcement by `rank` that the run ends: all ranks print their reports, and exit at `leave_at`.
+
+    Times are in seconds since 1970.
+    """
 
     rank: int
     host: str
@@ -324,22 +348,22 @@ class Ending:
 
 
 def ending_path(directory: Path) -> Path:
-    """File that exists when the run ends: see `Ending`."""
+    """Returns the file that contains the announcement that the run ends; see `Ending`."""
     return directory / "ending.json"
 
 
 def reported_path(directory: Path) -> Path:
-    """File that exists when the announcing rank of many has printed the report for all."""
+    """Returns the file that exists once the announcing rank has printed the report for all ranks."""
     return directory / "reported"
 
 
 def take_over_path(directory: Path) -> Path:
-    """File that the rank makes which reports instead of an announcing rank that has not."""
+    """Returns the file that a rank creates to report in place of an announcing rank that has not."""
     return directory / "taken-over"
 
 
 def claim(path: Path) -> bool:
-    """Makes an empty file; returns False if it exists: of several callers, one gets True. Raises OSError."""
+    """Creates an empty file; returns False if it exists. Of several callers, exactly one gets True. Raises OSError."""
     try:
         path.open("xb").close()
     except FileExistsError:
@@ -348,7 +372,7 @@ def claim(path: Path) -> bool:
 
 
 def announce_ending(ending: Ending, *, directory: Path) -> Ending:
-    """Publishes `ending` unless another rank was first. Returns the one that was published. Raises OSError."""
+    """Publishes `ending` unless another rank was first, and returns the published announcement. Raises OSError."""
     if (found := read_ending(directory)) is not None:
         return found  # of N ranks whose limits end at the same time, few make a file
     text = json.dumps(asdict(ending))
@@ -366,10 +390,12 @@ def announce_ending(ending: Ending, *, directory: Path) -> Ending:
 
 
 def announce_from_node(ending: Ending, *, shared: Path, local: Path, after_s: float = 0.0) -> Ending:
-    """As `announce_ending` in `shared`, for which one of a node's ranks asks; the others find the answer in `local`.
+    """Announces the end in `shared` through one rank per node; the other ranks of the node find the answer in `local`.
 
-    C nodes make at most C files in `shared`, whatever the number of ranks. after_s: waits so long for another node's
-    announcement, which the leader brings to `local`. Raises OSError.
+    So C nodes create at most C files in `shared`, whatever the number of ranks. Returns the published announcement.
+    Raises OSError.
+
+    after_s: seconds to wait for another node's announcement, which the leader copies to `local`.
     """
     found = wait_for_ending(local, within_s=after_s)
     if found is None and not claim(local / "announcing"):
@@ -381,14 +407,17 @@ def announce_from_node(ending: Ending, *, shared: Path, local: Path, after_s: fl
 
 
 def _announce_without_link(text: str, *, directory: Path) -> Ending | None:
-    """As `announce_ending`; for a moment the file is there and empty. Returns None if it stays so."""
+    """Does what `announce_ending` does, without hard links: for a moment the file exists and is empty.
+
+    Returns the published announcement; None if the file stays empty.
+    """
     with contextlib.suppress(FileExistsError), ending_path(directory).open("x") as file:
         file.write(text)
     return wait_for_ending(directory, within_s=1.0)
 
 
 def wait_for_ending(directory: Path, *, within_s: float, since: float = 0.0) -> Ending | None:
-    """As `read_ending`, but returns None only after `within_s`."""
+    """Waits for an announcement and returns it; None if there is none within `within_s`. See `read_ending`."""
     until = time.monotonic() + within_s
     while (found := read_ending(directory, since=since)) is None and time.monotonic() < until:
         time.sleep(0.05)
@@ -396,7 +425,7 @@ def wait_for_ending(directory: Path, *, within_s: float, since: float = 0.0) -> 
 
 
 def read_ending(directory: Path, *, since: float = 0.0) -> Ending | None:
-    """Returns the announcement; None if there is none, or it is older than `since` (epoch)."""
+    """Returns the announcement; None if there is none, or it is older than `since` (seconds since 1970)."""
     try:
         ending = Ending(**json.loads(ending_path(directory).read_text()))
     except (OSError, ValueError, TypeError):
@@ -405,10 +434,7 @@ def read_ending(directory: Path, *, since: float = 0.0) -> Ending | None:
 
 
 def forget_endings(directory: Path, *, since: float) -> None:
-    """Removes what an attempt before `since` (epoch) announced, which would prevent a new announcement.
-
-    Raises OSError.
-    """
+    """Removes announcements made before `since` (seconds since 1970), which would prevent new ones. Raises OSError."""
     if read_ending(directory, since=since) is None:
         for path in (ending_path, reported_path, take_over_path):
             path(directory).unlink(missing_ok=True)

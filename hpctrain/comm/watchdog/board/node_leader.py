@@ -1,6 +1,6 @@
-"""What the leader of a node does for its ranks: carries news between the node's folder and the run directory.
+"""The work of a node's leader: it carries news between the node's folder and the run directory.
 
-The leader is the lowest rank of the node that writes its file. That two ranks take themselves for it does no harm.
+The leader is the lowest rank of the node that still writes its file. It does no harm if two ranks act as leaders.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hpctrain.comm.watchdog.board.rank_status import (
 )
 from hpctrain.comm.watchdog.host_probe import HostReachability
 
-_NODES_COMPARED = 32  # besides its own
+_NODES_COMPARED = 32  # in addition to its own
 _READING_MAY_TAKE_S = 2.0
 _PROCESSES_EVERY_S = 0.5
 _ASKED_EVERY_S = 1.0  # between two files of a node on which a rank is late
@@ -47,7 +47,7 @@ _ASKED_EVERY_S = 1.0  # between two files of a node on which a rank is late
 
 @final
 class NodeLeader:
-    """Leads a node while `lead` is called. Every rank has one, to succeed a rank that falls silent."""
+    """Leads a node as long as `lead` is called. Every rank has one, to succeed a leader that falls silent."""
 
     def __init__(
         self,
@@ -61,10 +61,15 @@ class NodeLeader:
         is_alarmed: Callable[[], bool],
         mismatch: Callable[[Mismatch], None],
     ) -> None:
-        """ranks: of this node. since (epoch): older files are ignored. interval_s: between two files of the node.
+        """Prepares for leading; writes nothing yet.
 
-        is_alarmed: an operation is late: then the status also says what the processes of the ranks do.
-        mismatch: called if ranks of this node wait in an operation to which another rank has passed other arguments.
+        ranks: ranks of this node.
+        since: start of this attempt, in seconds since 1970; older files are ignored.
+        interval_s: seconds between two files of the node.
+        is_alarmed: returns True while an operation is late; the status then also contains what the ranks' processes
+        do.
+        mismatch: called if ranks of this node wait in an operation for which another rank has passed different
+        arguments.
         """
         self._folders = folders
         self._shared, self._local = folders.shared, folders.local
@@ -75,16 +80,16 @@ class NodeLeader:
         self._interval_s = interval_s
         self._is_alarmed = is_alarmed
         self._mismatch = mismatch
-        self._activities: dict[int, Activity] = {}  # by process
+        self._activities: dict[int, Activity] = {}  # by process id
         self._looked: float | None = None
         self._is_asked_for = False  # other ranks wait for one of this node
         self._comparisons = ComparisonSchedule(timeout_s)
-        self._alarm: float | None = None  # when it was raised, as the run directory's file says
+        self._alarm: float | None = None  # when it was raised, according to the file in the run directory
         self._published: float | None = None
         self._news: object = None  # what others are waiting for: the node's file is written when it changes
 
     def status(self) -> NodeStatus:
-        """Returns the status of this node, from its ranks' files."""
+        """Returns the status of this node, read from its ranks' files."""
         positions, own = read_local(self._local), self._reach.own
         if self._is_alarmed():
             self._look_at_processes([found.pid for found in positions.values() if found.pid is not None])
@@ -109,7 +114,10 @@ class NodeLeader:
         write_node(status, shared=self._shared, rank=self._folders.rank)
 
     def lead(self, *, ends: bool) -> None:
-        """Carries what is new. ends: the end of the run is known on this node. Raises OSError."""
+        """Carries new announcements, alarms and calls, and writes the node's file if it is due. Raises OSError.
+
+        ends: True if the ranks of this node already know that the run ends.
+        """
         if not ends and (ending := read_ending(self._shared, since=self._since)) is not None:
             announce_ending(ending, directory=self._local)
         raised = time_of(alarm_path(self._shared), since=self._since)
@@ -142,7 +150,7 @@ class NodeLeader:
                     path.unlink(missing_ok=True)
 
     def _compare(self, status: NodeStatus) -> None:
-        """If an operation of this node's ranks takes long, checks that all ranks in it have passed equal arguments."""
+        """Checks, for an operation that takes long, that all ranks in it have passed equal arguments."""
         due = self._comparisons.due(status.positions.values())
         if not due:
             return

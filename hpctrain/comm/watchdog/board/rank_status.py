@@ -1,5 +1,7 @@
-"""What is known of each rank: its position, what its processes do, whether it hangs, and whether its arguments
-differ.
+"""Conclusions about each rank from the files of the nodes: which ranks are absent or hung, or passed other arguments.
+
+A slow rank is not hung: one that computes, or waits for a file, is left alone until the run's own limit
+(docs/adr/0036). Everything except `activities` is pure.
 """
 
 from __future__ import annotations
@@ -14,9 +16,6 @@ import psutil
 from hpctrain.comm.collectives.agreement import describe_ranks
 from hpctrain.comm.watchdog.board.short_stacks import StackGroup, fold_stacks, without_stack
 from hpctrain.topology import Topology
-
-# What the operating system says of the processes of a node's ranks, whatever these say themselves.
-
 
 GONE = "has ended"
 STOPPED = "is stopped"
@@ -35,8 +34,12 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """What a process does. state: for the reader, "" if it is not known. cpu_s: processor time of it and of processes
-    that it started, as compilers. looked: when that was so (epoch)."""
+    """What the operating system reports about the process of a rank.
+
+    state: description for messages; "" if unknown.
+    cpu_s: processor time of the process and of those that it started, such as compilers, in seconds.
+    looked: time of this look, in seconds since 1970.
+    """
 
     state: str
     cpu_s: float
@@ -44,17 +47,17 @@ class Activity:
 
     @property
     def may_be_hung(self) -> bool:
-        """False for what the operating system itself is busy with, and for what computes now."""
+        """False if the process computes now, or if the operating system itself is busy with it."""
         return self.state in (GONE, STOPPED, "sleeps")
 
     @property
     def is_over(self) -> bool:
-        """True if the process is stopped, until it is continued by a signal, or gone."""
+        """True if the process has ended, or is stopped until a signal continues it."""
         return self.state in (GONE, STOPPED)
 
 
 def activities(pids: Iterable[int]) -> dict[int, Activity]:
-    """Returns what the processes `pids` of this node do. Costs some milliseconds for each 100 processes of the node."""
+    """Returns what the processes `pids` of this node do. Takes some milliseconds per 100 processes on the node."""
     started: dict[int, list[psutil.Process]] = defaultdict(list)
     for process in psutil.process_iter(["ppid"]):
         started[process.info["ppid"]].append(process)
@@ -87,13 +90,16 @@ def _cpu_s(process: psutil.Process) -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-# Position of each rank: which operation of which communicator it is in, and which ranks are not in it. All
-# pure.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPosition:
-    """One rank's place in one communicator, of `num_ranks`. sequence: operations begun on it, 0 before the first."""
+    """One rank's progress in one communicator.
+
+    sequence: number of operations that the rank has started on it.
+    operation: name of the last one.
+    waiting_s: seconds since that operation started; None if it is complete.
+    signature: text that must be equal on all ranks in the operation; None: it is not compared.
+    num_ranks: size of the communicator.
+    """
 
     sequence: int
     operation: str
@@ -106,9 +112,15 @@ class GroupPosition:
 class RankPosition:
     """Contents of one rank's file.
 
-    pid: None if the rank has written no file. reached: for each other host, whether it answered the last probe.
-    leaving: the rank has printed its report, or another rank prints it. section: of the run, "" for none. stack: short,
-    one line. activity: of its process, which another rank of its node has added; None if it has not.
+    pid: process id; None if the rank has written no file.
+    written: time of writing by the writer's clock, in seconds since 1970.
+    doing: label of the current activity.
+    groups: progress in each communicator, by its name.
+    reached: for each other host, whether it answered the last probe.
+    leaving: True if the rank is ready to exit: it has printed its report, or another rank prints it.
+    section: section of the run; "" for none.
+    stack: short stack, one line.
+    activity: what the process does, added by another rank of the node; None if it was not added.
     """
 
     rank: int
@@ -127,7 +139,11 @@ class RankPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Which rank is on which node. node_of_rank: index of each rank's node, by rank. node_names: by index."""
+    """The node of each rank.
+
+    node_of_rank: index of the node, by rank.
+    node_names: name of the node, by index.
+    """
 
     node_of_rank: Sequence[int]
     node_names: Sequence[str]
@@ -148,7 +164,11 @@ class Placement:
 def place_ranks(
     host_of_rank: Sequence[int], *, names: Sequence[str], topology: Topology | None = None
 ) -> Placement:
-    """Returns the placement of ranks on hosts, called `names`, whose ranks are divided as in `topology`, if given."""
+    """Returns the placement of ranks on hosts; each host is split into the nodes of `topology`, if one is given.
+
+    host_of_rank: index of the host, by rank.
+    names: name of each host.
+    """
     if topology is None:
         return Placement(node_of_rank=host_of_rank, node_names=names)
     pairs = list(zip(topology.node_of_rank, host_of_rank, strict=True))
@@ -163,9 +183,11 @@ def place_ranks(
 class Positions:
     """What the files of some nodes say at one moment.
 
-    by_rank: of the ranks that have written a file, on nodes that write; `written` by the reader's clock.
-    silent_nodes: node without a recent file -> seconds since its last one, None if it has written none.
-    unread_nodes: their files could not be read in time. reached: host -> other host -> whether it answered a probe.
+    by_rank: positions of the ranks that have written one, on nodes that are not silent; `written` is converted to the
+    reader's clock.
+    silent_nodes: for each node without a recent file, the seconds since its last one; None if it has written none.
+    unread_nodes: nodes whose file could not be read in time.
+    reached: reached[a][b] is True if host b answered a probe from host a.
     """
 
     by_rank: Mapping[int, RankPosition]
@@ -176,10 +198,11 @@ class Positions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absence:
-    """Ranks that have not begun an operation, or are silent: one, or those of a node on which all are silent.
+    """Ranks that have not started an operation, or are silent: a single rank, or all ranks of a silent node.
 
-    place: their node or host, and the process, if known. state: what was done last. silent_s: since they were last
-    heard of; None: recently.
+    place: their node or host, and the process id if it is known.
+    state: description of what they did last.
+    silent_s: seconds since they last wrote; None if that is recent.
     """
 
     ranks: tuple[int, ...]
@@ -197,8 +220,11 @@ class Absence:
 class Finding:
     """What a rank that ends the run has found in the files of all nodes.
 
-    cut: lines of `hpctrain.comm.watchdog.host_probe.find_cut`. waiting: ranks that wait in the same operation.
-    unread: nodes whose file could not be read. stacks: of the absent ranks and of those that wait.
+    cut: lines of `hpctrain.comm.watchdog.host_probe.find_cut`.
+    absent: ranks that have not started the operation.
+    waiting: ranks that wait in the same operation.
+    unread: names of nodes whose file could not be read.
+    stacks: stacks of the absent and of the waiting ranks.
     """
 
     cut: Sequence[str] = ()
@@ -219,11 +245,15 @@ def find_absent(
     usual_silence_s: float,
     waited_s: float,
 ) -> list[Absence]:
-    """Returns the `members` that have not begun operation `sequence` of the communicator `group`, by their files.
+    """Returns the `members` that have not started operation `sequence` of the communicator `group`, by their files.
 
-    A rank without a file counts as absent, and the ranks of a silent node together; those of an unread node do not.
-    The text of a rank whose file is older than `usual_silence_s` at `now` (epoch) includes how long it has been
-    silent: at most `waited_s`, the age of the operation, as a rank that took part in the one before was alive then.
+    A rank without a file counts as absent. The ranks of a silent node form one absence; ranks of an unread node are
+    left out.
+
+    now: current time, in seconds since 1970.
+    usual_silence_s: age of a file above which the message states how long the rank has been silent.
+    waited_s: age of the operation. It bounds the stated silence, because a rank that took part in the previous
+    operation was alive then.
     """
     at_most_s = waited_s if sequence > 1 else None
     absent = []
@@ -274,10 +304,9 @@ def find_silent(
     usual_silence_s: float,
     waited_s: float,
 ) -> list[Absence]:
-    """Returns those of `ranks` that have written nothing for `usual_silence_s`: stopped, or cut off.
+    """Returns those of `ranks` that have written nothing for `usual_silence_s`: they are stopped or cut off.
 
-    With a backend that serves all groups in one thread, as Horovod does, a stopped rank also blocks groups that
-    it is not in.
+    If a backend serves all groups in one thread, as Horovod does, a stopped rank also blocks groups that it is not in.
     """
     silent = []
     on_silent_nodes: dict[int, list[int]] = defaultdict(list)
@@ -321,7 +350,7 @@ def find_waiting(positions: Positions, *, members: Sequence[int], group: str, se
 def find_stacks(
     positions: Positions, *, absent: Sequence[Absence], waiting: Sequence[int]
 ) -> list[StackGroup]:
-    """Returns the stacks of the `absent` ranks and of those that wait, equal ones together."""
+    """Returns the stacks of the `absent` and the `waiting` ranks, with equal stacks grouped."""
     late: dict[int, str] = {}
     for absence in absent:
         for rank in absence.ranks:
@@ -360,23 +389,18 @@ def _whereabouts(position: RankPosition, place: GroupPosition, *, sequence: int,
     return f"is past {place.operation} number {place.sequence} of it and waits in no operation{step}"
 
 
-# Whether a rank that others wait for is hung, by what its node says of it before the run's own limit is
-# over. Pure.
-#
-# Slow is not hung: a rank that computes, or waits for a file, is left alone until the run's own limit. See
-# docs/adr/0036.
-
-
-# A process that has used less of one core than this is idle: the threads of the watchdog use less.
+# A process that has used less than this share of one core is idle: the threads of the watchdog use less.
 _IDLE_SHARE = 0.05
-_IDLE_FOR = 1 / 8  # of the limit
+_IDLE_FOR = 1 / 8  # share of the limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyLimits:
-    """Seconds after which a late rank may be found hung; None: never.
+    """Seconds after which a late rank may be judged as hung; None: never.
 
-    here_s: whatever section it is in. everywhere_s: if its section is not known. of: of a section, by its name.
+    here_s: limit if its process is stopped or gone, whatever section it is in.
+    everywhere_s: limit if its section is not known.
+    of: function that returns the limit of a section, by the section's name.
     """
 
     here_s: float
@@ -385,19 +409,19 @@ class EarlyLimits:
 
 
 class IdleSince:
-    """When each rank's process was last found to have used a processor, from looks at all of them."""
+    """Tracks for how long each rank's process has used no processor, from repeated readings of its CPU time."""
 
     def __init__(self) -> None:
         self._last: dict[int, Activity] = {}
 
     def update(self, positions: Positions) -> None:
-        """Adds a look."""
+        """Takes in newly read positions of the ranks, with the CPU time of their processes."""
         for rank, position in positions.by_rank.items():
             if position.activity is not None and not self._is_idle(rank, position.activity):
                 self._last[rank] = position.activity
 
     def seconds(self, rank: int, now: Activity) -> float:
-        """Returns for how long the process of `rank` has used no processor, as far as is known."""
+        """Returns for how many seconds the process of `rank` is known to have used no processor."""
         last = self._last.get(rank)
         return 0.0 if last is None else now.looked - last.looked
 
@@ -420,10 +444,13 @@ def find_hung(
     waited_s: float,
     limits: EarlyLimits,
 ) -> list[str]:
-    """Returns who is hung and why, a text for each; empty if no rank is.
+    """Returns one text per hung rank, with the reason; empty if no rank is hung.
 
-    absences: ranks that have not begun an operation of `group`, at `now`. idle: from earlier looks and this one.
-    answers: for each host that was probed, whether it answered. waited_s: age of the operation.
+    absences: ranks that have not started an operation of `group`.
+    now: positions of the ranks at this look.
+    idle: result of earlier looks and this one.
+    answers: for each probed host, whether it answered.
+    waited_s: age of the operation.
     """
     hung = []
     for absence in absences:
@@ -466,11 +493,7 @@ def _why_hung(
     return f"has used no processor for {idle_s:.0f} s, and {what}"
 
 
-# Ranks in one operation must have passed equal arguments: when that is compared, and which rank differs.
-# Pure.
-
-
-# After this time in one operation the ranks' signatures are compared: have all passed the same buffer?
+# Ranks in one operation must have passed equal arguments. Their signatures are compared after this time in it.
 _COMPARE_AFTER_S = 2.0
 COMPARE_AT_MOST_AFTER_S = 4.0
 _COMPARISONS = 3  # per operation, since ranks enter it and renew their files at different times
@@ -478,7 +501,7 @@ _COMPARISONS = 3  # per operation, since ranks enter it and renew their files at
 
 @dataclass(slots=True)
 class ComparisonSchedule:
-    """Says when the signatures of ranks in one operation are compared. timeout_s: of an operation."""
+    """Decides when the signatures of the ranks in one operation are compared. timeout_s: time limit of an operation."""
 
     timeout_s: float
     _after_s: float = field(init=False)
@@ -488,9 +511,9 @@ class ComparisonSchedule:
         self._after_s = min(_COMPARE_AFTER_S, self.timeout_s / 4)
 
     def due(self, positions: Iterable[RankPosition]) -> dict[str, int]:
-        """Returns the groups that are to be compared now, with the number of comparisons left afterwards.
+        """Returns the groups to compare now, each with the number of comparisons that remain afterwards.
 
-        positions: of the ranks of one node.
+        positions: positions of the ranks of one node.
         """
         longest: dict[str, GroupPosition] = {}
         for position in positions:
@@ -503,7 +526,7 @@ class ComparisonSchedule:
     def _left(self, group: str, place: GroupPosition) -> int | None:
         sequence, times = self._compared.get(group, (0, 0))
         if sequence != place.sequence and times:
-            # That operation was only slow, and so may the next be: compare later, to save file accesses.
+            # The compared operation was only slow, and the next may be too: compare later, to save file accesses.
             del self._compared[group]
             self._after_s = min(COMPARE_AT_MOST_AFTER_S, self.timeout_s / 4, 2 * self._after_s)
             times = 0
@@ -519,7 +542,11 @@ def _progress_of(place: GroupPosition) -> tuple[int, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Ranks in one operation of `group` with different signatures. ranks: all in it. text: error message."""
+    """Ranks in one operation of `group` that have different signatures.
+
+    ranks: all ranks in the operation.
+    text: error message.
+    """
 
     group: str
     sequence: int
@@ -528,10 +555,11 @@ class Mismatch:
 
 
 def find_mismatch(positions: Mapping[int, RankPosition], *, decided: Collection[str] = ()) -> Mismatch | None:
-    """Returns the first operation whose ranks have different signatures, None if there is none.
+    """Returns the first operation whose ranks have different signatures; None if there is none.
 
-    The most frequent signature counts as correct, in a tie the lowest rank's. A tie counts only if all ranks of the
-    group are in the operation, or the group is one of `decided`: else the next rank to come may decide.
+    The most frequent signature counts as correct, and in a tie that of the lowest rank. A tie is reported only if all
+    ranks of the group are in the operation, or the group is in `decided`: otherwise the next rank that arrives may
+    decide it.
     """
     held: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
     members: dict[str, int] = {}
@@ -542,7 +570,7 @@ def find_mismatch(positions: Mapping[int, RankPosition], *, decided: Collection[
                 members[group] = place.num_ranks
     for (group, sequence), signatures in held.items():
         counts = Counter(signatures.values())
-        usual, num_usual = counts.most_common(1)[0]  # of equally frequent ones the first seen
+        usual, num_usual = counts.most_common(1)[0]  # the first seen of equally frequent ones
         is_tie = 2 * num_usual <= len(signatures)
         if len(counts) == 1 or (is_tie and len(signatures) < members[group] and group not in decided):
             continue

@@ -1,4 +1,4 @@
-"""Short stacks of a rank's threads: one line each, so that equal ones of many ranks are folded into one."""
+"""Short stacks of a rank's threads: one line each, so that equal stacks of many ranks can be grouped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROOTS = sorted(
     key=len,
     reverse=True,
 )
-_ABOVE = "hpctrain/cli"  # what is called from here says nothing of a hang
+_ABOVE = "hpctrain/cli"  # the frames above this one do not help to explain a hang
 
 
 class Frame(NamedTuple):
@@ -33,7 +33,7 @@ class Frame(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A frame for the reader. package: of a library; "" for the user's code."""
+    """A stack frame as it is printed. package: the library that contains it; "" for the user's code."""
 
     package: str
     text: str
@@ -54,10 +54,12 @@ def _place(frame: Frame) -> _Place:
 
 
 def shorten(frames: Iterable[Frame]) -> str:
-    """Returns `file:line function < file:line function < ...`, the innermost first. Pure.
+    """Returns a text `file:line function < file:line function < ...`, with at most six frames, innermost first. Pure.
 
-    frames: the innermost first. The user's frames stay; of the frames of one library in a row the innermost stays, with
-    the library's name and the file's. At most six frames.
+    All of the user's frames are kept. Of consecutive frames of one library only the innermost is kept, with the names
+    of the library and the file.
+
+    frames: the frames, innermost first.
     """
     kept: list[str] = []
     package = ""
@@ -81,11 +83,11 @@ def _frames(innermost: FrameType | None) -> Iterable[Frame]:
 
 
 def thread_frames() -> dict[int, FrameType]:
-    """Returns the current frame of each thread, by the thread's identifier.
+    """Returns the current frame of each thread, by thread identifier.
 
-    No garbage is collected meanwhile. CPython holds its lock of the list of threads then, and a collection that frees
-    a tensor lets other threads run: one that needs the list keeps the interpreter and waits, for ever (CPython issue
-    106883, seen with 3.11.2).
+    Garbage collection is switched off meanwhile. CPython holds the lock of its list of threads during the call; a
+    collection that frees a tensor then lets other threads run, and one that needs the list waits forever while it
+    keeps the interpreter (CPython issue 106883, seen with 3.11.2).
     """
     with _ONE_AT_A_TIME:
         collects = gc.isenabled()
@@ -98,9 +100,9 @@ def thread_frames() -> dict[int, FrameType]:
 
 
 def own_stack(main_thread: int) -> str:
-    """Returns where this process's thread `main_thread` (its identifier) is, and the thread that reduces gradients.
+    """Returns the stack of this process's main thread, and that of the reduction thread unless it is idle.
 
-    The latter is left out while it has nothing to do.
+    main_thread: identifier of the main thread.
     """
     current = thread_frames()
     text = shorten(_frames(current.get(main_thread)))
@@ -116,7 +118,11 @@ def own_stack(main_thread: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackGroup:
-    """Ranks with equal stacks. text: the stack, or why there is none. late: others wait for these ranks."""
+    """Ranks with equal stacks.
+
+    text: the stack, or why there is none.
+    late: True if other ranks wait for these.
+    """
 
     ranks: tuple[int, ...]
     text: str
@@ -124,9 +130,10 @@ class StackGroup:
 
 
 def fold_stacks(late: Mapping[int, str], waiting: Mapping[int, str]) -> list[StackGroup]:
-    """Returns the ranks with their stacks, those of equal stacks together: late ones first. Pure.
+    """Groups ranks with equal stacks: the groups of late ranks first, then those of waiting ranks. Pure.
 
-    Of the late ones the fewest come first, since few are what is looked for; of those that wait the most.
+    Small groups come first among the late ranks, since few ranks are what is looked for; large groups come first among
+    the waiting ranks.
     """
     groups: list[StackGroup] = []
     for stacks, is_late in ((late, True), (waiting, False)):
@@ -141,5 +148,5 @@ def fold_stacks(late: Mapping[int, str], waiting: Mapping[int, str]) -> list[Sta
 
 
 def without_stack(process: str) -> str:
-    """Returns the text of a rank that is silent. process: state of its process (`board.processes`), "" if not known."""
+    """Returns the text for a silent rank. process: state of its process (`rank_status.activities`); "" if unknown."""
     return "no stack: interpreter blocked" + (f" (the process {process})" if process else "")

@@ -1,12 +1,13 @@
-"""The status board: files in which the ranks write their positions and read those of the others.
+"""The status board: files in which ranks write their positions and read those of the others.
 
-Normally only the board's own thread accesses these files: if the file system hangs, that thread is blocked, but the
-watcher's deadline still holds. While a rank's operations begin and end as they did before, its thread touches no file:
-it begins to look, and to write its position, when nothing has begun or ended for longer than usual.
+Normally only the board's own thread accesses these files: if the filesystem hangs, that thread is blocked, but the
+watcher's deadline still works. As long as a rank's operations start and end as often as before, the thread touches no
+file. It starts to read, and to write the rank's position, when nothing has started or ended for longer than usual.
 
-With N ranks on C nodes, the ranks use files of their node only. One rank of each node, its leader, uses the run
-directory: C files are made at the start; while no progress is made each leader makes two look-ups a second (three in an
-alarm) and a rename every 1 to 10 s, so 2 C and C / 10 in all; and the one rank that reports a hang reads C files.
+With N ranks on C nodes, the ranks use files of their own node only, and one rank of each node, its leader, uses the
+run directory. C files are created at the start. While no progress is made, each leader makes two look-ups per second
+(three during an alarm) and one rename every 1 to 10 s: 2 C and C / 10 per second in all. The one rank that reports a
+hang reads C files.
 """
 
 from __future__ import annotations
@@ -57,8 +58,6 @@ from hpctrain.comm.watchdog.host_probe import HostReachability, find_cut
 from hpctrain.comm.watchdog.operation_state import ProgressMonitor, Track
 from hpctrain.comm.watchdog.timeout_report import print_with_stacks
 
-# What the ranks of all nodes are doing, from their nodes' files, and which of them an operation waits for.
-
 
 def join_positions(
     statuses: Iterable[NodeStatus],
@@ -69,9 +68,11 @@ def join_positions(
     silent_after_s: float,
     probed_within_s: float,
 ) -> Positions:
-    """Returns what `statuses` of `nodes` say at `now` (epoch).
+    """Combines the statuses of `nodes` into the positions of their ranks at `now` (seconds since 1970).
 
-    silent_after_s: a node without a file that recent is silent. probed_within_s: older findings do not count.
+    unread: nodes whose file could not be read.
+    silent_after_s: age of a node's file above which the node is silent.
+    probed_within_s: age in seconds above which findings of probes are ignored.
     """
     by_rank: dict[int, RankPosition] = {}
     silent: dict[int, float | None] = dict.fromkeys(set(nodes) - set(unread))
@@ -94,7 +95,7 @@ def join_positions(
 
 @final
 class PositionReader:
-    """Reads the nodes' files for one rank: one for each other node with a rank that is asked for."""
+    """Reads the positions of ranks for one rank, with one file per other node."""
 
     def __init__(
         self,
@@ -106,9 +107,12 @@ class PositionReader:
         rank_silent_s: float,
         node_silent_s: float,
     ) -> None:
-        """own_status: returns the status of this node as of now. since (epoch): older files are ignored.
+        """Creates the reader.
 
-        rank_silent_s, node_silent_s: age of a file after which its rank or node is silent.
+        own_status: returns the current status of this node.
+        since: start of this attempt, in seconds since 1970; older files are ignored.
+        timeout_s: time limit of an operation; older findings of probes are ignored.
+        rank_silent_s, node_silent_s: age of a file, in seconds, above which its rank or node is silent.
         """
         self._folders = folders
         self._own_status = own_status
@@ -118,7 +122,10 @@ class PositionReader:
         self._node_silent_s = node_silent_s
 
     def read(self, ranks: Sequence[int], *, within_s: float) -> Positions:
-        """Returns the positions of `ranks`, and of others on their nodes. within_s: time limit for all files."""
+        """Returns the positions of `ranks`, and of other ranks on their nodes.
+
+        within_s: time limit for reading all files.
+        """
         nodes, own = self._folders.placement.nodes_of(ranks), self._folders.node
         others = [node for node in nodes if node != own]
         statuses, unread = read_nodes(
@@ -132,7 +139,7 @@ class PositionReader:
         )  # fmt: skip
 
     def absent(self, track: Track, positions: Positions) -> list[Absence]:
-        """Returns the other members of `track` that have not begun its operation."""
+        """Returns the other members of `track` that have not started its current operation."""
         return find_absent(
             positions,
             members=[rank for rank in track.members if rank != self._folders.rank],
@@ -153,10 +160,15 @@ class PositionReader:
         reached: Mapping[str, bool],
         within_s: float,
     ) -> Finding:
-        """Returns who has not begun the operation of `track`; if all have, the silent ranks outside the group.
+        """Returns which ranks have not started the operation of `track`.
 
-        track: None if this rank is in no operation. world: all ranks. here, reached: this host, and which others
-        answered this rank. within_s: time limit to read the files of all nodes.
+        If all have, it returns the silent ranks outside the group.
+
+        track: this rank's longest wait; None if it is in no operation.
+        world: all ranks.
+        here: name of this host.
+        reached: for each other host, whether it answered this rank's probe.
+        within_s: time limit for reading the files of all nodes.
         """
         positions = self.read(world, within_s=within_s)
         known = dict(positions.reached.get(here, {}))
@@ -186,15 +198,15 @@ class PositionReader:
 _LEARN_TRIES = 10
 # A thread that wakes up later than planned by this much was suspended, or kept from running by a lock.
 _AWAY_S = 1.0
-# Up to so many ranks each report for themselves. Of a larger world the announcing rank alone reports; ranks of so many
-# nodes ask whether to report in its place, and so many ranks at most are asked for their stacks.
+# Up to this many ranks, each rank reports for itself. In a larger world only the announcing rank reports; ranks of this
+# many nodes ask whether to report in its place, and at most this many ranks are asked for their stacks.
 REPORTING_RANKS = 16
-# Of a group with absent ranks the first so many members ask these for their stacks, and of so many nodes the first one.
+# Of a group with absent ranks, this many first members ask them for stacks, and the first member on this many nodes.
 _CALLING_RANKS = 4
-_FIRST_NODES_ANNOUNCE_S = 1.0  # in which the first nodes announce the end, so that not all nodes do
-# A rank is silent that has not written its file for so many intervals; then the next one of its node leads.
+_FIRST_NODES_ANNOUNCE_S = 1.0  # time for the first nodes to announce the end, so that not all nodes do
+# A rank that has not written its file for this many intervals is silent; then the next rank of its node leads.
 _SILENT_AFTER_INTERVALS = 3
-# Time that the ranks have to report after a mismatch was found.
+# Seconds that the ranks have to report after a mismatch was found.
 _MISMATCH_GRACE_S = 2.5
 _READING_MAY_TAKE_S = 2.0
 # An alarm is over when operations begin and end as before, but not sooner.
@@ -222,12 +234,23 @@ class Board:
         probe_hosts: Callable[[], None],
         notice: Callable[[], None],
     ) -> None:
-        """folders: exist. Each rank writes its own file now, the lowest one of each node the node's too.
+        """Writes this rank's file and starts the board's thread.
 
-        hold: on the node's folder, if this rank has one. since (epoch): older files are ignored, as they are from an
-        earlier attempt of this run. tracks: returns the tracks, the world's first. section: returns the name of the
-        run's section, "" for none. stack: returns where this rank is. probe_hosts: probes the other hosts. notice:
-        called when `ending` is set."""
+        The lowest rank of each node also writes the node's file.
+
+        folders: folders of the board, which must exist.
+        hold: this rank's hold on the folder of the node, if it has one already.
+        timeout_s: time limit of an operation.
+        since: start of this attempt, in seconds since 1970; older files are ignored.
+        tracks: returns the tracks, that of the world first.
+        step: returns the current step.
+        doing: returns the label of the current activity.
+        section: returns the name of the run's section; "" for none.
+        stack: returns this rank's short stack.
+        reach: state of the probes of other hosts.
+        probe_hosts: probes the other hosts.
+        notice: called when `ending` is set.
+        """
         self.folders = folders
         self.rank = folders.rank
         self.ending: Ending | None = None
@@ -316,7 +339,7 @@ class Board:
         write_position(position, local=self._local)
 
     def leave(self) -> None:
-        """Publishes that this rank has printed its report, or need not, and is ready to exit."""
+        """Publishes that this rank is ready to exit: it has printed its report, or need not print one."""
         self._leaving = True
         self.publish()
 
@@ -340,10 +363,7 @@ class Board:
         return self.alarmed is not None and time.monotonic() < self.alarmed + self._timeout_s
 
     def _is_busy_as_usual(self) -> bool:
-        """Returns True while operations begin and end about as often as they did, and none takes long.
-
-        Reads no file.
-        """
+        """Returns True while operations start and end about as often as before, and none takes long. Reads no file."""
         tracks = self._tracks()
         is_usual = self._progress.is_usual(map(Track.progress, tracks), now_s=time.monotonic())
         return is_usual and not any(track.waited_s() > COMPARE_AT_MOST_AFTER_S for track in tracks)
@@ -374,7 +394,7 @@ class Board:
                 self._notice()
 
     def _leads(self) -> bool:
-        """Returns True if each lower rank of this node has been silent for as long as this one would have noticed."""
+        """Returns True if this rank leads its node: if all lower ranks have been silent since it started to look."""
         if self.rank == self._node_ranks[0]:
             return True
         if self._looking_since is None or time.monotonic() < self._looking_since + self._silent_after_s:
@@ -388,7 +408,7 @@ class Board:
         )
 
     def _learn(self) -> None:
-        """Learns which hosts answer, once the watcher knows of any."""
+        """Finds out which hosts answer, once the watcher knows of other hosts."""
         if self._reach.others is None:
             return
         self._tries_left -= 1
@@ -399,9 +419,10 @@ class Board:
     # ---- late operations
 
     def raise_alarm(self, track: Track) -> None:
-        """Makes every rank probe the other hosts, and the ranks that are absent from `track` print their stacks.
+        """Makes every rank probe the other hosts, and makes the ranks that are absent from `track` print their stacks.
 
-        Of a node one rank raises the alarm, and one of all nodes, unless several do at the same moment.
+        One rank per node raises the alarm on its node, and one of all nodes raises it for all, unless several do so at
+        the same moment.
         """
         for directory in (self._local, self._shared):
             raised = time_of(alarm_path(directory), since=self._since)
@@ -416,8 +437,11 @@ class Board:
             call(self._local if rank in self._node_ranks else self._shared, rank=rank)
 
     def asks(self, track: Track) -> bool:
-        """Returns True if this rank finds out for the group whether the ranks absent from `track` are hung: the first
-        ranks of a group do, and the first rank of each of its first nodes, since one of them may be absent itself."""
+        """Returns True if this rank examines, for its group, whether the ranks absent from `track` are hung.
+
+        The first ranks of the group do so, and the first member on each of its first nodes, since some of these ranks
+        may be absent themselves.
+        """
         placement = self.folders.placement
         if self.rank in track.members[:_CALLING_RANKS]:
             return True
@@ -428,7 +452,7 @@ class Board:
         )
 
     def find_hung(self, track: Track, *, idle: IdleSince, limits: EarlyLimits) -> list[str]:
-        """Returns the absent ranks that are hung, with the reason; see `hang_evidence.find_hung`. idle: is updated."""
+        """Returns the absent ranks that are hung, with the reasons; see `rank_status.find_hung`. Updates `idle`."""
         positions = self._reader.read(track.members, within_s=_READING_MAY_TAKE_S)
         idle.update(positions)
         return find_hung(
@@ -453,7 +477,7 @@ class Board:
             )
 
     def find(self, track: Track | None, *, within_s: float) -> Finding:
-        """Returns what the files of all nodes say of the operation of `track`: see `PositionReader.find`."""
+        """Returns what the files of all nodes show about the operation of `track`; see `PositionReader.find`."""
         return self._reader.find(
             track, world=self._tracks()[0].members, here=self._reach.here, reached=self._reach.found,
             within_s=within_s,
@@ -464,8 +488,8 @@ class Board:
     def announce(self, reason: str, *, grace_s: float, at_once: bool = False) -> Ending:
         """Announces to all ranks that the run ends in `grace_s` seconds. Returns the announcement that was first.
 
-        Ranks of all nodes may do this at the same moment: those of the first nodes begin, and the others give them a
-        moment, unless `at_once` is set.
+        Ranks of all nodes may call this at the same moment: those of the first nodes announce at once, and the others
+        give them a moment, unless `at_once` is set.
         """
         now = time.time()
         after_s = 0.0 if at_once else self.announces_after_s()
@@ -477,7 +501,7 @@ class Board:
         return self.ending
 
     def announces_after_s(self) -> float:
-        """Returns the seconds that this node gives the first nodes to announce the end."""
+        """Returns the seconds that this node waits for the first nodes to announce the end."""
         if self.folders.node < _CALLING_RANKS:
             return 0.0
         return min(_FIRST_NODES_ANNOUNCE_S, self._timeout_s / 16)
@@ -486,7 +510,7 @@ class Board:
         self.announce(text, grace_s=min(_MISMATCH_GRACE_S, self._timeout_s / 4), at_once=True)
 
     def another_reports(self) -> bool:
-        """Returns True if the announcing rank reports for this one: N reports would read C files each."""
+        """Returns True if the announcing rank reports for this one, since N reports would read C files each."""
         return self.one_reports and self.ending is not None and self.ending.rank != self.rank
 
     @property
@@ -495,14 +519,15 @@ class Board:
         return len(self._tracks()[0].members) > REPORTING_RANKS
 
     def tell_reported(self) -> None:
-        """Publishes that this rank has printed its report, if it reports for all. Raises OSError."""
+        """Publishes that this rank has printed its report, if it reports for all ranks. Raises OSError."""
         if self.one_reports:
             reported_path(self._shared).touch()
 
     def take_over(self, ending: Ending) -> bool:
-        """Returns True if the announcing rank has not reported: to one of the ranks that ask, which reports instead.
+        """Returns True if this rank must report because the announcing rank has not.
 
-        Of each node one rank asks the shared filesystem; of many nodes the first ones, and the announcing rank's.
+        Exactly one of the ranks gets True. One rank per node asks the shared filesystem, and of many nodes only the
+        first ones and that of the announcing rank.
         """
         node = self.folders.node
         asks = node < REPORTING_RANKS or node == self.folders.placement.node_of_rank[ending.rank]
@@ -514,7 +539,7 @@ class Board:
         )
 
     def all_leave(self) -> bool:
-        """Returns True if every rank of the world has printed its report, or need not."""
+        """Returns True if every rank of the world is ready to exit."""
         left = [rank for rank in self._tracks()[0].members if rank not in self._left]
         positions = self._reader.read(left, within_s=_READING_MAY_TAKE_S)
         self._left |= {rank for rank, position in positions.by_rank.items() if position.leaving}
