@@ -1,5 +1,6 @@
 """Packs arrays, token streams and iterators into a dataset directory: shards first, the manifest last.
 
+Rank 0 prepares the directory, all ranks write shards, and rank 0 writes the manifest.
 Functions with an argument `comm` are collective if it is given: the ranks share the work, and must share the
 directory.
 """
@@ -60,8 +61,6 @@ __all__ = [
     "pack_tokens",
     "prepare_directory",
 ]
-
-# Packs a dataset: rank 0 prepares the directory, all ranks write shards, rank 0 writes the manifest.
 
 
 def write_dataset(
