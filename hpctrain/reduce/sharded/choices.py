@@ -1,4 +1,3 @@
-"""What a recipe may choose for the reduction of sharded gradients. Does not load torch."""
+"""Algorithms that a recipe may choose for the reduction of sharded gradients. Does not load torch."""
 
 SHARDED_ALGORITHMS = ("auto", "direct", "hierarchical")
-SHARDED_WIRES = ("fp32", "fp16", "bf16", "int8")
