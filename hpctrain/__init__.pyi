@@ -15,6 +15,7 @@ from .reduce import (
     Compression as Compression,
     DistributedOptimizer as DistributedOptimizer,
     LossScale as LossScale,
+    WireFormat as WireFormat,
 )
 from .resilience import StopPlan as StopPlan, StopRequest as StopRequest, WallClock as WallClock
 from .run import (

@@ -2,7 +2,7 @@
 
 To add one: an entry of `_TABLE`, and what the entry names, a `Codec` (`codecs.py`) or a reducer
 (`collective_reducers/`). A package of a site adds one by an entry point of the group `hpctrain.wire_formats`: its name
-is that of the format, and it refers to a `WireFormat`. Entry points are looked up when a name is asked for that the
+is that of the format, and it refers to a `hpctrain.WireFormat`. Entry points are looked up when a name is asked for that the
 table does not have, or when all names are listed; a module is imported when its format is asked for.
 
 Does not load torch, as recipes and predictions read the table too.
@@ -32,25 +32,28 @@ MOST_ROUNDINGS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireFormat:
-    """Facts about one wire format.
+    """Facts about one wire format: what gradients are encoded as when they are sent.
 
-    name: as in the recipe.
-    description: for the recipe's reference, after the name.
-    codec: `module:name` of what is called without arguments and returns the format's `Codec`. None: it does not encode
-        every value; then `reducer` is set.
-    reducer: `module:name` of a class such as `TopKReducer`: a `BucketReducer` that is made from a communicator, with
-        `topology` and `start_step`, and has the function `needs(buckets, num_ranks=...)`.
-    bytes_per_element: encoded bytes of a float32 value, with its share of scales. None: depends on the gradients.
-    roundings: order of exactness: 0 if values arrive as they are, more for a format that rounds more.
-    needs_feedback: what is not sent in a step must be added to the gradients of the next one (error feedback).
-    loss_scale: first value of the moving loss scale that the format's range needs. None: it needs none.
-    library_dtype: torch's name of the dtype in which a backend's own operation can carry the values; `own`: the
-        bucket's. None: it cannot.
-    summed: algorithms that use the backends' own operations are offered. False: the ranks exchange bytes, which
-        hpctrain sums, so that every other algorithm can carry the format.
-    tried_by_auto: `auto` measures it.
-    smaller: the next format with fewer bytes, to be recommended.
-    price: what is lost with it, as words for a recommendation. Empty: predictions do not recommend it.
+    Args:
+        name: The name in the recipe.
+        description: For the recipe's reference, after the name.
+        codec: `module:name` of what is called without arguments and returns the format's codec, which encodes every
+            value (`hpctrain.testing.CodecContract` checks one). None: `reducer` is given instead.
+        reducer: `module:name` of a class such as `TopKReducer`: a `BucketReducer` that is made from a communicator,
+            with `topology` and `start_step`, and has the function `needs(buckets, num_ranks=...)`.
+        bytes_per_element: Encoded bytes per float32 value, with its share of the scales. None: they depend on the
+            gradients.
+        roundings: Place in the order of exactness: 0 if values arrive unchanged, larger for a format that rounds more.
+        needs_feedback: What is not sent in a step is added to the gradients of the next step (error feedback).
+        loss_scale: First value of the moving loss scale that the format's range needs. None: it needs none.
+        library_dtype: torch's name of the dtype in which a backend's own operation can carry the values; `own`: the
+            dtype of the bucket. None: it cannot carry them.
+        summed: Algorithms that use the backends' own operations are offered. False: other algorithms run in their
+            place, which exchange bytes and sum them in hpctrain.
+        tried_by_auto: `wire = "auto"` measures it. Only for formats of hpctrain's table.
+        smaller: Name of the format with the next fewer bytes, which a report recommends.
+        price: What is lost with this format, in words. A prediction names it where it recommends the format. Empty: it
+            recommends the format never. Only for formats of hpctrain's table.
     """
 
     name: str
@@ -131,7 +134,7 @@ def _imported(point: EntryPoint) -> WireFormat:
     except Exception as error:  # a site's module may raise anything
         raise UsageError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
     if not isinstance(found, WireFormat) or found.name != point.name:
-        raise UsageError(f"{where} must be a hpctrain.reduce.WireFormat of that name, and is {found!r}")
+        raise UsageError(f"{where} must be a hpctrain.WireFormat of that name, and is {found!r}")
     return found
 
 
