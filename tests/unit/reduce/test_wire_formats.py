@@ -23,6 +23,7 @@ from hpctrain.reduce.wire_formats import (
     WireFormat,
     check_wire,
     find_wire,
+    listed_wires,
     needs_feedback,
     roundings,
     share_of_float32,
@@ -73,7 +74,9 @@ def test_bytes_that_depend_on_the_gradients_are_not_predicted(name: str) -> None
     assert share_of_float32(name) is None
     with pytest.raises(UsageError, match=f"the wire format {name} cannot be predicted"):
         wire_share(name)
-    with pytest.raises(UsageError, match=f"there is no codec '{name}': give one of fp32, fp16, bf16, int8$"):
+    with pytest.raises(
+        UsageError, match=f"there is no codec '{name}': give one of {', '.join(CODEC_WIRES)}$"
+    ):
         codec_named(name)
 
 
@@ -157,7 +160,7 @@ def test_a_sites_format_is_encoded_and_listed_like_any_other() -> None:
     data = torch.zeros(codec.num_bytes(2), dtype=torch.uint8)
     codec.encode(values, out=data)
     assert torch.equal(data.view(torch.float16).float(), values)
-    names = "auto, fp32, fp16, bf16, int8, top-k, low-rank, site-half, site-other, site-broken"
+    names = ", ".join(("auto", *WIRE_FORMATS, "site-half", "site-other", "site-broken"))
     with pytest.raises(UsageError, match=f"^wire format 'nothing': choose one of {names}$"):
         check_wire("nothing")
 
@@ -189,7 +192,7 @@ def test_a_recipe_may_name_a_sites_format() -> None:
 
 @pytest.mark.parametrize("value", ["fp64", 3, None, ["fp32"]])
 def test_a_recipe_with_an_unknown_format_lists_the_known_ones(value: object) -> None:
-    known = "'auto', 'fp32', 'fp16', 'bf16', 'int8', 'top-k' or 'low-rank'"
+    known = listed_wires(("auto", *WIRE_FORMATS), mark="'")
     with pytest.raises(RecipeError, match=rf"reduction\.wire: found .*: input should be {known}$"):
         parse_recipe({"reduction": {"wire": value}})
 
@@ -212,3 +215,10 @@ def test_an_entry_without_an_encoding_is_refused() -> None:
 
 def test_names_begin_with_auto() -> None:
     assert wire_names()[: 1 + len(WIRE_FORMATS)] == ("auto", *WIRE_FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("names", "text"), [(["a"], "'a'"), (["a", "b"], "'a' or 'b'"), (["a", "b", "c"], "'a', 'b' or 'c'")]
+)
+def test_names_are_listed_as_pydantic_lists_those_of_a_literal(names: list[str], text: str) -> None:
+    assert listed_wires(names, mark="'") == text
