@@ -2,8 +2,8 @@
 
 To add one: an entry of `_TABLE`, and what the entry names, a `Codec` (`codecs.py`) or a reducer
 (`collective_reducers/`). A package of a site adds one by an entry point of the group `hpctrain.wire_formats`: its name
-is that of the format, and it refers to a `hpctrain.WireFormat`. Entry points are looked up when a name is asked for that the
-table does not have, or when all names are listed; a module is imported when its format is asked for.
+is that of the format, and it refers to a `hpctrain.WireFormat`. Entry points are looked up when a name is asked for
+that the table does not have, or when all names are listed; a module is imported when its format is asked for.
 
 Does not load torch, as recipes and predictions read the table too.
 """
