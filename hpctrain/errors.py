@@ -16,7 +16,7 @@ class ExitCode(IntEnum):
 
     summary: str
 
-    def __new__(cls, value: int, summary: str) -> ExitCode:
+    def __new__(cls, value: int, summary: str = "") -> ExitCode:
         code = int.__new__(cls, value)
         code._value_ = value
         code.summary = summary

@@ -12,7 +12,6 @@ import torch
 from hpctrain.comm import Transport, World, is_true_everywhere, make_two_level
 from hpctrain.errors import CommunicationError, UsageError
 from hpctrain.reduce.algorithms import (
-    AUTO,
     LIBRARY_ALGORITHMS,
     Algorithm,
     Decision,
@@ -31,6 +30,7 @@ from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
 from hpctrain.reduce.shared_memory.shared_buckets import one_rank_nodes
 from hpctrain.reduce.shared_memory.summation import COMPILED
 from hpctrain.reduce.wire_formats import (
+    AUTO,
     CODEC_WIRES,
     check_wire,
     encodes_every_value,

@@ -15,12 +15,12 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from hpctrain.reduce.algorithms import AUTO, LIBRARY_ALGORITHMS, Algorithm, Means, decide, parse_algorithm
+from hpctrain.reduce.algorithms import LIBRARY_ALGORITHMS, Algorithm, Means, decide, parse_algorithm
 from hpctrain.reduce.codecs import codec_named
 from hpctrain.reduce.collective_reducers.collective_reducer import wire_dtype
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.shared_memory.shared_buckets import capacity_of
-from hpctrain.reduce.wire_formats import encodes_every_value, needs_feedback, wire_format
+from hpctrain.reduce.wire_formats import AUTO, encodes_every_value, needs_feedback, wire_format
 from hpctrain.topology import Topology
 
 # Of the engine and the updater: elements of a chunk, chunks of a bucket and buckets in flight.
