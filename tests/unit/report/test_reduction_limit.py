@@ -14,9 +14,9 @@ from hpctrain.report import (
     ReductionLimit,
     RunData,
     conclude,
-    conclusions as reduction_limit,
     make_report,
     read_run,
+    reduction_limit,
 )
 from hpctrain.telemetry import read_records
 
