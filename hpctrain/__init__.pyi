@@ -14,6 +14,7 @@ from .errors import HpctrainError as HpctrainError
 from .reduce import (
     DistributedOptimizer as DistributedOptimizer,
     LossScale as LossScale,
+    WireFormat as WireFormat,
 )
 from .resilience import StopPlan as StopPlan, StopRequest as StopRequest, WallClock as WallClock
 from .run import (

@@ -14,19 +14,28 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the `hpctrain` commands."""
+    """Exit codes of the `hpctrain` commands, each with its meaning in a few words for `hpctrain --help`."""
 
-    DONE = 0
-    USAGE = 2
-    DATA = 3
-    CHECKPOINT = 4
-    LAUNCH = 5
-    COMMUNICATION = 6
-    DIVERGED = 7
-    OUT_OF_MEMORY = 8
-    DIFFERS = 9  # `hpctrain check` has found a difference, and names a cause
-    STOPPED_EARLY = 75  # EX_TEMPFAIL: the same command resumes from the saved state
-    GIVEN_UP = 76  # `hpctrain supervise` has given up: do not queue the job again
+    summary: str
+
+    def __new__(cls, value: int, summary: str = "") -> ExitCode:
+        code = int.__new__(cls, value)
+        code._value_ = value
+        code.summary = summary
+        return code
+
+    DONE = 0, "done"
+    USAGE = 2, "usage or recipe"
+    DATA = 3, "data"
+    CHECKPOINT = 4, "checkpoint"
+    LAUNCH = 5, "launch or topology"
+    COMMUNICATION = 6, "communication"
+    DIVERGED = 7, "diverged"
+    OUT_OF_MEMORY = 8, "out of memory"
+    DIFFERS = 9, "check found a difference"
+    # EX_TEMPFAIL of sysexits.h
+    STOPPED_EARLY = 75, "stopped early with its state saved (run the same command again to resume)"
+    GIVEN_UP = 76, "given up by supervise (do not queue the job again)"
 
 
 class HpctrainError(Exception):
@@ -148,19 +157,8 @@ def from_exit_code(exit_code: int) -> type[HpctrainError]:
         exit_code: Exit code of an `hpctrain` command, or the code that a rank has sent.
 
     Returns:
-        The class with this exit code; `HpctrainError` if no class has it. If several classes have it, the one after
-        which the code is named.
+        The class with this exit code; `HpctrainError` if no class has it. If several classes have it, the one that
+        is defined first.
     """
-    by_code: dict[int, type[HpctrainError]] = {
-        ExitCode.USAGE: UsageError,
-        ExitCode.DATA: DataError,
-        ExitCode.CHECKPOINT: CheckpointError,
-        ExitCode.LAUNCH: LaunchError,
-        ExitCode.COMMUNICATION: CommunicationError,
-        ExitCode.DIVERGED: DivergedError,
-        ExitCode.OUT_OF_MEMORY: OutOfMemory,
-        ExitCode.DIFFERS: DifferenceFound,
-        ExitCode.STOPPED_EARLY: StoppedEarly,
-        ExitCode.GIVEN_UP: GivenUp,
-    }
-    return by_code.get(exit_code, HpctrainError)
+    classes = HpctrainError.__subclasses__()  # in the order of their definition
+    return next((found for found in classes if found.exit_code == exit_code), HpctrainError)

@@ -39,6 +39,15 @@ def type_text(annotation: Any) -> str:
     return "table" if origin is dict else getattr(annotation, "__name__", str(annotation))
 
 
+def kind_text(field: FieldInfo) -> str:
+    """The type; for a text with known values, which may have more at a site, these values."""
+    extra = field.json_schema_extra
+    values = extra.get("enum") if isinstance(extra, dict) else None
+    return (
+        type_text(typing.Literal[tuple(values)]) if isinstance(values, list) else type_text(field.annotation)
+    )
+
+
 def default_text(field: FieldInfo) -> str:
     if field.is_required():
         return "**required**"
@@ -78,7 +87,7 @@ def reference() -> str:
         for key, field in kind.model_fields.items():
             meaning = (field.description or "").replace("|", "\\|")
             lines.append(
-                f"| `{key}` | {type_text(field.annotation)}{limits_text(field)} | {default_text(field)} | {meaning} |"
+                f"| `{key}` | {kind_text(field)}{limits_text(field)} | {default_text(field)} | {meaning} |"
             )
         lines.append("")
     return "\n".join(lines)

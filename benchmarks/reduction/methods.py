@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.algorithms import AUTO, Algorithm
+from hpctrain.reduce.algorithms import Algorithm
 from hpctrain.reduce.autotune.tune import CalibrationFiles
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline
 from hpctrain.reduce.factory import ReducerMaker
+from hpctrain.reduce.wire_formats import AUTO
 from hpctrain.run import Session
 from hpctrain.run.reduction import ReductionPlan
 

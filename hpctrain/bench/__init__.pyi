@@ -1,8 +1,6 @@
 from .all_reduce.measure import AllReduceAsked as AllReduceAsked, bound_bytes as bound_bytes
 from .all_reduce.run import (
     ALGORITHMS as ALGORITHMS,
-    USUAL_WIRES as USUAL_WIRES,
-    WIRES as WIRES,
     ReducersHere as ReducersHere,
     all_reduce_document as all_reduce_document,
     all_reduce_on as all_reduce_on,

@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import sys
+import textwrap
 from typing import Annotated
 
 from hpctrain.launch import hand_over, restart_with_sleep
@@ -24,7 +25,7 @@ elif sys.argv[1:2] in (["launch"], ["supervise"], ["check"]):
 
 import typer
 
-from hpctrain.errors import HpctrainError, LaunchError
+from hpctrain.errors import ExitCode, HpctrainError, LaunchError
 from hpctrain.launch import STOP_VARIABLE, identify, print_and_exit
 from hpctrain.version import __version__
 
@@ -51,10 +52,7 @@ HELP = """Distributed PyTorch training on HPC systems, from mpirun and srun.
   hpctrain trace runs/digits -o trace.json               chosen steps of all ranks, for Perfetto
 
 \b
-Exit codes: 0 done; 2 usage or recipe; 3 data; 4 checkpoint; 5 launch or topology; 6 communication;
-7 diverged; 8 out of memory; 9 check found a difference; 75 stopped early with its state saved (run the same command
-again to resume); 76 given up by supervise (do not queue the job again).
-"""
+""" + textwrap.fill(f"Exit codes: {'; '.join(f'{code:d} {code.summary}' for code in ExitCode)}.", width=100)
 
 app = typer.Typer(
     help=HELP,

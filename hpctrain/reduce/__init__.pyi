@@ -1,20 +1,15 @@
 from .algorithms import (
     ALGORITHM_NAMES as ALGORITHM_NAMES,
-    AUTO as AUTO,
     LIBRARY_ALGORITHMS as LIBRARY_ALGORITHMS,
     NCCL_ALGORITHMS as NCCL_ALGORITHMS,
-    SPARSE_WIRES as SPARSE_WIRES,
     TWO_LEVELS as TWO_LEVELS,
-    WIRE_NAMES as WIRE_NAMES,
     Algorithm as Algorithm,
     Means as Means,
-    check_wire as check_wire,
     decide as decide,
     parse_algorithm as parse_algorithm,
 )
 from .autotune.decision import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
 from .autotune.link_speed import Candidate as Candidate
-from .autotune.trials import ELEMENT_BYTES as ELEMENT_BYTES
 from .autotune.tune import (
     CALIBRATION_FILE as CALIBRATION_FILE,
     CalibrationFiles as CalibrationFiles,
@@ -37,7 +32,6 @@ from .contract.bucket_reducer import (
     result_of as result_of,
     run_to_end as run_to_end,
 )
-from .contract.step_end import FED_BACK_WIRES as FED_BACK_WIRES
 from .contract.updater import (
     BackwardTimes as BackwardTimes,
     DistributedOptimizer as DistributedOptimizer,
@@ -64,7 +58,7 @@ from .needs import (
     scatter_needs as scatter_needs,
     sharded_sum as sharded_sum,
 )
-from .sharded.choices import SHARDED_ALGORITHMS as SHARDED_ALGORITHMS, SHARDED_WIRES as SHARDED_WIRES
+from .sharded.choices import SHARDED_ALGORITHMS as SHARDED_ALGORITHMS
 from .sharded.gradient_reduction import reduce_gradients_by as reduce_gradients_by
 from .sharded.scatter_reducer import ScatterReducer as ScatterReducer
 from .sharded.scatter_updater import ScatterUpdater as ScatterUpdater
@@ -75,4 +69,21 @@ from .watch.step_watch import (
     listed as listed,
     not_finite as not_finite,
     watch_steps as watch_steps,
+)
+from .wire_formats import (
+    AUTO as AUTO,
+    AUTO_WIRES as AUTO_WIRES,
+    CODEC_WIRES as CODEC_WIRES,
+    ELEMENT_BYTES as ELEMENT_BYTES,
+    SPARSE_WIRES as SPARSE_WIRES,
+    WIRE_FORMATS as WIRE_FORMATS,
+    WireFormat as WireFormat,
+    check_wire as check_wire,
+    encodes_every_value as encodes_every_value,
+    find_wire as find_wire,
+    listed_wires as listed_wires,
+    needs_feedback as needs_feedback,
+    share_of_float32 as share_of_float32,
+    wire_format as wire_format,
+    wire_names as wire_names,
 )

@@ -1,4 +1,4 @@
-"""Names of the reduction algorithms and wire formats, their requirements, and fallbacks. Pure."""
+"""Names of the reduction algorithms, their requirements, and fallbacks. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hpctrain.errors import UsageError
+from hpctrain.reduce.wire_formats import AUTO, wire_format
 from hpctrain.topology import Topology
 
 
@@ -22,20 +23,12 @@ class Algorithm(str, Enum):
     NCCL_TORUS = "nccl-torus"  # Horovod's 2-D torus
 
 
-AUTO = "auto"
 ALGORITHM_NAMES = (AUTO, *(algorithm.value for algorithm in Algorithm))
 NCCL_ALGORITHMS = (Algorithm.NCCL_HIERARCHICAL, Algorithm.NCCL_TORUS)
 
 # Algorithms that use the backend's own operations.
 LIBRARY_ALGORITHMS = (Algorithm.FLAT, Algorithm.HIERARCHICAL_FLAT, *NCCL_ALGORITHMS)
 
-CODEC_WIRES = ("fp32", "fp16", "bf16", "int8")
-# Wire formats that do not encode every value; they use the backend's collective operations.
-SPARSE_WIRES = ("top-k", "low-rank")
-WIRE_NAMES = (AUTO, *CODEC_WIRES, *SPARSE_WIRES)
-
-# Wire formats that the backends' own operations cannot sum.
-_NOT_SUMMED = ("bf16", "int8")
 # `auto` does not try `direct` over all ranks if more ranks than this are on other nodes and sums in two levels are
 # possible: these send as many messages as there are other nodes, and a node with r ranks sends 1/r of the bytes.
 # `direct` saves two synchronizations within the node, 20 to 70 us; 64 messages each way take longer.
@@ -79,12 +72,6 @@ def parse_algorithm(name: str) -> Algorithm:
         ) from None
 
 
-def check_wire(name: str) -> None:
-    """Raises UsageError, with the valid names, unless `name` is a wire format."""
-    if name not in WIRE_NAMES:
-        raise UsageError(f"wire format {name!r}: choose one of {', '.join(WIRE_NAMES)}")
-
-
 def decide(asked: Algorithm, *, wire: str, means: Means) -> Decision:
     """Returns the algorithm that runs if `asked` is requested: itself, or the fallback with the reason."""
     algorithm, reasons = asked, []
@@ -106,7 +93,8 @@ def _instead_of(algorithm: Algorithm, *, wire: str, means: Means) -> tuple[Algor
             if algorithm is not Algorithm.FLAT
             else None
         )
-    if wire in SPARSE_WIRES:
+    sent = wire_format(wire)
+    if sent.codec is None:
         if algorithm is not Algorithm.FLAT:
             return Algorithm.FLAT, f"the wire format {wire} uses the backend's own operations"
         return None
@@ -118,7 +106,7 @@ def _instead_of(algorithm: Algorithm, *, wire: str, means: Means) -> tuple[Algor
     if algorithm is Algorithm.HIERARCHICAL_RING and topology.num_nodes == 1:
         return Algorithm.HIERARCHICAL, topology.describe()
     if algorithm is Algorithm.HIERARCHICAL_FLAT:
-        if wire in _NOT_SUMMED:
+        if not sent.summed:
             return Algorithm.HIERARCHICAL, f"the backend cannot sum {wire}"
         if topology.num_nodes == 1:
             return Algorithm.FLAT, topology.describe()
@@ -127,12 +115,12 @@ def _instead_of(algorithm: Algorithm, *, wire: str, means: Means) -> tuple[Algor
         why = "the ranks of a node cannot share enough memory"
         if not means.messages:
             why = f"the backend {means.backend} has no point-to-point messages here"
-        if wire in _NOT_SUMMED:
+        if not sent.summed:
             return Algorithm.DIRECT, f"{why}, and cannot sum {wire} itself"
         return Algorithm.HIERARCHICAL_FLAT, why
     if algorithm is Algorithm.RING and not means.messages:
         return Algorithm.DIRECT, f"the backend {means.backend} has no point-to-point messages here"
-    if algorithm is Algorithm.FLAT and wire in _NOT_SUMMED:
+    if algorithm is Algorithm.FLAT and not sent.summed:
         return Algorithm.DIRECT, f"the backend cannot sum {wire}"
     return None
 

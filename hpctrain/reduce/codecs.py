@@ -11,6 +11,7 @@ import torch
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
 from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
+from hpctrain.reduce.wire_formats import encodes_every_value, wire_format, wire_names
 from hpctrain.storage import part_of
 
 # Per-thread scratch memory for one piece of a tensor at a time, small enough to stay in cache.
@@ -46,7 +47,7 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """`fp32`, `fp16`, `bf16` or `int8`."""
+        """The name of its wire format."""
 
     @property
     def exact(self) -> bool:
@@ -143,21 +144,13 @@ def _pieces(values: torch.Tensor, data: torch.Tensor) -> Iterator[_Piece]:
 # Codecs that encode each value separately (fp32, fp16, bf16), and the lookup of all codecs by name.
 
 
-CODEC_NAMES = ("fp32", "fp16", "bf16", "int8")
-
-
 def codec_named(name: str) -> Codec:
     """Returns the codec with this name in the recipe. Raises UsageError if there is none."""
-    match name:
-        case "fp32":
-            return OwnPrecisionCodec()
-        case "fp16":
-            return CastCodec("fp16", torch.float16)
-        case "bf16":
-            return CastCodec("bf16", torch.bfloat16)
-        case "int8":
-            return BlockCodec()
-    raise UsageError(f"there is no codec {name!r}: give one of {', '.join(CODEC_NAMES)}")
+    if not encodes_every_value(name):
+        names = (known for known in wire_names() if encodes_every_value(known))
+        raise UsageError(f"there is no codec {name!r}: give one of {', '.join(names)}")
+    codec: Codec = wire_format(name).imported()()
+    return codec
 
 
 @final
@@ -209,6 +202,16 @@ class CastCodec:
         summand = scratch("values", out.dtype)
         for piece, total in zip(data.view(self._dtype).split(PIECE), out.split(PIECE), strict=True):
             total.add_(summand[: total.numel()].copy_(piece))
+
+
+def float16_codec() -> CastCodec:
+    """Returns the codec of `fp16`."""
+    return CastCodec("fp16", torch.float16)
+
+
+def bfloat16_codec() -> CastCodec:
+    """Returns the codec of `bf16`."""
+    return CastCodec("bf16", torch.bfloat16)
 
 
 # Rows of a saved tensor: a rank reads those that it needs, not the rows of all ranks. Pure.

@@ -5,29 +5,23 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 
 from hpctrain.comm import Transport, World, is_true_everywhere, make_two_level
 from hpctrain.errors import CommunicationError, UsageError
 from hpctrain.reduce.algorithms import (
-    AUTO,
-    CODEC_WIRES,
     LIBRARY_ALGORITHMS,
-    SPARSE_WIRES,
     Algorithm,
     Decision,
     Means,
     candidates,
-    check_wire,
     decide,
     parse_algorithm,
 )
 from hpctrain.reduce.codecs import codec_named
 from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
-from hpctrain.reduce.collective_reducers.power_sgd import LowRankReducer
-from hpctrain.reduce.collective_reducers.top_k import TopKReducer
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer, Shapes, StateTensor
 from hpctrain.reduce.contract.step_end import StepEnd
@@ -35,6 +29,14 @@ from hpctrain.reduce.sharded.scatter_reducer import ScatterReducer
 from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
 from hpctrain.reduce.shared_memory.shared_buckets import one_rank_nodes
 from hpctrain.reduce.shared_memory.summation import COMPILED
+from hpctrain.reduce.wire_formats import (
+    AUTO,
+    CODEC_WIRES,
+    check_wire,
+    encodes_every_value,
+    needs_feedback,
+    wire_format,
+)
 from hpctrain.topology import Topology
 
 # Reducer for one rank, whose gradients are the sum already.
@@ -142,17 +144,23 @@ class ReducerMaker:
             self._note_once(decision.note)
         if self.means.topology.num_ranks == 1:
             return LocalReducer(wire=wire)
-        if wire == "top-k":
-            return TopKReducer(self._world.duplicate(), topology=self._topology)
-        if wire == "low-rank":
-            return LowRankReducer(self._world.duplicate(), topology=self._topology)
+        if not encodes_every_value(wire):
+            return self.make_sparse(wire)
         if decision.algorithm in LIBRARY_ALGORITHMS:
             return self._of_library(decision.algorithm, wire=wire)
         if decision.algorithm is Algorithm.DIRECT and not self.means.messages:
             return CollectiveReducer.direct(
-                self._world.duplicate(), topology=self._topology, codec=codec_named(wire), feedback=wire == "int8"
+                self._world.duplicate(), topology=self._topology, codec=codec_named(wire),
+                feedback=needs_feedback(wire),
             )  # fmt: skip
         return self._engine(decision.algorithm, wire=wire)
+
+    def make_sparse(self, wire: str, **options: Any) -> BucketReducer:
+        """Makes the reducer of a wire format that does not encode every value. Collective. options: of its class."""
+        reducer: BucketReducer = wire_format(wire).imported()(
+            self._world.duplicate(), topology=self._topology, **options
+        )
+        return reducer
 
     def make_scatter(self, algorithm: str, *, wire: str) -> ScatterReducer:
         """Makes the reducer of a sharded optimizer, in two levels or, with `direct`, in one. Collective.
@@ -161,7 +169,7 @@ class ReducerMaker:
         wire format that does not encode every value, and without messages.
         """
         check_wire(wire)
-        if wire in SPARSE_WIRES:
+        if not encodes_every_value(wire):
             raise UsageError(
                 f"wire format {wire!r} does not send each value to its owner, which a sharded optimizer needs: choose "
                 f"one of {', '.join(CODEC_WIRES)}",
@@ -191,7 +199,7 @@ class ReducerMaker:
             levels=self._levels(runs.algorithm),
             algorithm=runs.algorithm.value,
             codec=codec_named(wire),
-            feedback=wire == "int8",
+            feedback=needs_feedback(wire),
         )
 
     def _levels(self, algorithm: Algorithm) -> Topology:
@@ -224,7 +232,7 @@ class ReducerMaker:
             algorithm=algorithm.value,
             exchange="ring" if ring else "direct",
             codec=codec_named(wire),
-            feedback=wire == "int8",
+            feedback=needs_feedback(wire),
         )
 
     def _note_once(self, text: str) -> None:

@@ -15,13 +15,12 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from hpctrain.reduce.algorithms import AUTO, LIBRARY_ALGORITHMS, Algorithm, Means, decide, parse_algorithm
+from hpctrain.reduce.algorithms import LIBRARY_ALGORITHMS, Algorithm, Means, decide, parse_algorithm
 from hpctrain.reduce.codecs import codec_named
 from hpctrain.reduce.collective_reducers.collective_reducer import wire_dtype
-from hpctrain.reduce.collective_reducers.power_sgd import FACTOR_COLUMNS, FactoredBucket
-from hpctrain.reduce.collective_reducers.top_k import FRACTION, TopKMessage
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.shared_memory.shared_buckets import capacity_of
+from hpctrain.reduce.wire_formats import AUTO, encodes_every_value, needs_feedback, wire_format
 from hpctrain.topology import Topology
 
 # Of the engine and the updater: elements of a chunk, chunks of a bucket and buckets in flight.
@@ -60,8 +59,7 @@ def reduction_needs(
 ) -> ReductionNeeds:
     """Returns what `algorithm`, or what runs instead of it, needs for `buckets`.
 
-    wire: a wire format other than `auto`. Of top-k and low-rank, which send everything in their first steps, the later
-    steps count.
+    wire: a wire format other than `auto`. Of those that send everything in their first steps the later steps count.
     """
     runs = decide(algorithm, wire=wire, means=means).algorithm
     held = sum(_bytes_of(bucket) for bucket in buckets)
@@ -73,26 +71,11 @@ def reduction_needs(
     residuals = _RESIDUALS * sum(
         slot.numel * bucket.dtype.itemsize for bucket in buckets for slot in bucket.slots
     )
-    if wire == "top-k":
-        message = sum(
-            TopKMessage.of(bucket, fraction=FRACTION, value_dtype=None).num_bytes for bucket in buckets
-        )
-        sent = message * (num_ranks - 1)
+    if not encodes_every_value(wire):
+        held_for_wire, sent = wire_format(wire).imported().needs(buckets, num_ranks=num_ranks)
         return ReductionNeeds(
-            algorithm=runs, buckets=held, wire=message, residuals=residuals, sent=sent,
-            sent_between_nodes=int(sent * ring_share),
-        )  # fmt: skip
-    if wire == "low-rank":
-        factors = [
-            FactoredBucket(bucket, rank=FACTOR_COLUMNS, device=torch.device("meta")) for bucket in buckets
-        ]
-        messages = sum(f.first.nbytes + f.second.nbytes for f in factors)
-        plain = sum(_bytes_of(f.bucket) for f in factors if not f.matrices)
-        sent = 2 * (messages + plain) * (num_ranks - 1) // num_ranks
-        return ReductionNeeds(
-            algorithm=runs, buckets=held, residuals=residuals, sent=sent,
-            # The factors are kept for the next step besides.
-            wire=messages + sum(f.second.nbytes for f in factors), sent_between_nodes=int(sent * ring_share),
+            algorithm=runs, buckets=held, wire=held_for_wire, residuals=residuals if needs_feedback(wire) else 0,
+            sent=sent, sent_between_nodes=int(sent * ring_share),
         )  # fmt: skip
     return _of_every_value(buckets, runs, wire=wire, means=means, held=held, residuals=residuals)
 
@@ -139,7 +122,7 @@ def _of_every_value(
     return ReductionNeeds(
         algorithm=runs, buckets=held, spare=spare,
         wire=_under_way(buckets, wire=wire, peers=peers, carriers=carriers),
-        residuals=residuals // carriers if wire == "int8" else 0, sent=sent, sent_between_nodes=far,
+        residuals=residuals // carriers if needs_feedback(wire) else 0, sent=sent, sent_between_nodes=far,
     )  # fmt: skip
 
 
@@ -157,7 +140,7 @@ def scatter_needs(
     which gradients wait for their reduction, and of those that are not yet there.
 
     keeps_gradients: memory for all of them (ZeRO-1), or for a few units (ZeRO-2). parameter_bytes: what is gathered.
-    algorithm: a name or `auto`. wire: fp32, fp16, bf16 or int8.
+    algorithm: a name or `auto`. wire: one that encodes every value.
     """
     topology = means.topology
     num_ranks = topology.num_ranks
@@ -188,7 +171,7 @@ def scatter_needs(
     elsewhere = (num_ranks - num_ranks / topology.num_nodes) / (num_ranks - 1)
     return ReductionNeeds(
         algorithm=runs, buckets=sum(slots), spare=spare, wire=filling + int(copies * in_flight),
-        residuals=int(_RESIDUALS * whole * peers / num_ranks) if wire == "int8" else 0, sent=int(sent),
+        residuals=int(_RESIDUALS * whole * peers / num_ranks) if needs_feedback(wire) else 0, sent=int(sent),
         sent_between_nodes=int(sent if two_levels else sent * elsewhere),
     )  # fmt: skip
 
@@ -245,8 +228,8 @@ def sharded_sum(
 ) -> Sent:
     """Returns what summing gradients of `num_bytes` sends, of which each rank keeps a part; see `reduce_gradients_by`.
 
-    algorithm: `auto`, `direct` or `hierarchical`. wire: fp32, fp16, bf16 or int8. within: `node`: the parts are those
-    of the ranks of a node, and the nodes' sums are added up.
+    algorithm: `auto`, `direct` or `hierarchical`. wire: one that encodes every value. within: `node`: the parts are
+    those of the ranks of a node, and the nodes' sums are added up.
     """
     num_ranks, num_nodes = topology.num_ranks, topology.num_nodes
     encoded = num_bytes

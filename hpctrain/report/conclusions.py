@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpctrain.bench import bound_bytes
+from hpctrain.reduce import ELEMENT_BYTES, find_wire, share_of_float32
 from hpctrain.report.run_data import RunData
 from hpctrain.report.tables import Row, Table, Value
 from hpctrain.scaling import Efficiency, against, own_times
@@ -76,7 +77,6 @@ def by_axis(run: RunData) -> Table | None:
 # through memory. The two levels may overlap, so the slower one is the limit.
 
 
-_ELEMENT_BYTES = 4
 _HOW_TO_KNOW = "stragglers.probe = 'start' or reduction.algorithm = 'auto' measures it in a run"
 
 
@@ -232,7 +232,7 @@ def _level(run: RunData, members: int, *, wire: str, bytes_per_s: float | None, 
         return None
     sent = None
     if run.gradient_bytes is not None:
-        sent = bound_bytes(run.gradient_bytes // _ELEMENT_BYTES, wire=wire, num_nodes=members)
+        sent = bound_bytes(run.gradient_bytes // ELEMENT_BYTES, wire=wire, num_nodes=members)
     return Level(members=members, sent_bytes=sent, bytes_per_s=bytes_per_s, source=source)
 
 
@@ -278,7 +278,6 @@ _WORTH_NAMING = 0.03
 ACCEPTABLE = 0.8
 # Reductions that take at least this many times what their bytes need are worth a look.
 _FAR_FROM_LIMIT = 2.0
-_HALF_AS_MANY_BYTES = {"fp32": "fp16", "fp16": "int8", "bf16": "int8"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,12 +415,11 @@ def _reduction_text(run: RunData, exposed: float) -> str:
     wire = str(run.environment.get("wire", ""))
     text = f"{exposed:.0%} of the step is exposed reduction"
     # Split layers and pipelines are summed in the gradients' dtype.
-    if wire in _HALF_AS_MANY_BYTES and run.environment.get("algorithm") not in (
-        "torch.distributed",
-        "pipeline",
-    ):
-        smaller = _HALF_AS_MANY_BYTES[wire]
-        gain = 1 / (1 - exposed / 2)
+    sent, split = find_wire(wire), run.environment.get("algorithm") in ("torch.distributed", "pipeline")
+    smaller = sent.smaller if sent is not None and not split else None
+    if smaller is not None:
+        left = (share_of_float32(smaller) or 1.0) / (share_of_float32(wire) or 1.0)
+        gain = 1 / (1 - exposed * (1 - left))
         text += f"; {smaller} on the wire instead of {wire} would give at most {gain:.2f} x, if bytes bind"
     return text + "."
 

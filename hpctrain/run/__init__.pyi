@@ -35,7 +35,6 @@ from .record import (
     working_commit as working_commit,
 )
 from .reduction import (
-    AUTO_WIRES as AUTO_WIRES,
     ReductionPlan as ReductionPlan,
     make_reduction as make_reduction,
 )

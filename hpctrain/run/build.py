@@ -22,11 +22,11 @@ from hpctrain.errors import HpctrainError, RecipeError, UsageError
 from hpctrain.launch import TERMINAL_VARIABLE
 from hpctrain.reduce import (
     CALIBRATION_FILE,
-    FED_BACK_WIRES,
     CalibrationFiles,
     DistributedOptimizer,
     Layout,
     ShardedUpdater,
+    needs_feedback,
 )
 from hpctrain.resilience import RecentTimes, StopPlan, give_back_large_pieces, give_back_once
 from hpctrain.run.compute.device import MODEL_DTYPE, autocast_for
@@ -249,7 +249,7 @@ def build_runner(
     loss_unit: the unit of the loss weights in the checkpoint from which the run resumes.
     """
     dtype = MODEL_DTYPE[recipe.run.precision]
-    feeds_back = recipe.reduction.wire in FED_BACK_WIRES
+    feeds_back = needs_feedback(recipe.reduction.wire)
     updater.sums_to_one = feeds_back  # by `LossWeights`
     pipeline = pipeline_of(parts.model)
     if pipeline is None:

@@ -12,9 +12,9 @@ from hpctrain.comm import Collective, World
 from hpctrain.distributed import Shard, is_sharded, pipeline_of, shard_of, split_of
 from hpctrain.reduce import (
     AUTO,
+    AUTO_WIRES,
     DEFAULT_BUCKET_BYTES,
     LIBRARY_ALGORITHMS,
-    SPARSE_WIRES,
     Algorithm,
     AllReduceUpdater,
     AutoReducer,
@@ -30,14 +30,12 @@ from hpctrain.reduce import (
     SparseUpdater,
     check_optimizer,
     check_wire,
+    encodes_every_value,
     find_choice,
     parse_algorithm,
     takes_sparse_gradients,
 )
 from hpctrain.topology import Topology
-
-# Candidates of `wire = "auto"`: they lose at most one rounding of a gradient.
-AUTO_WIRES = ("fp32", "fp16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +192,9 @@ def _candidates(plan: ReductionPlan, maker: ReducerMaker) -> list[Candidate]:
     return [
         Candidate(algorithm, wire)
         for wire in wires
-        for algorithm in ([Algorithm.FLAT.value] if wire in SPARSE_WIRES else maker.candidates(wire=wire))
+        for algorithm in (
+            maker.candidates(wire=wire) if encodes_every_value(wire) else [Algorithm.FLAT.value]
+        )
     ]
 
 

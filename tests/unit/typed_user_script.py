@@ -21,6 +21,7 @@ from hpctrain import (
     StopRequest,
     Task,
     WallClock,
+    WireFormat,
 )
 from hpctrain.checkpoint import (
     FromRank0,
@@ -74,6 +75,8 @@ def train(task: Task, directory: Path) -> list[str]:
         print(error.exit_code)
     torch_session: Session = hpctrain.init_process_group(session)
     print(torch_session.rank)
+    wire: WireFormat = WireFormat(name="site", codec="site_wires:Codec", bytes_per_element=1)
+    print(wire.name)
     plan_again: hpctrain.distributed.ParallelPlan = ParallelPlan()
     print(plan_again, hpctrain.data.verify, hpctrain.hvd.allreduce, hpctrain.testing.CodecContract)
     print(hpctrain.lightning.DDPStrategy, load_newest_good, hpctrain.__version__)

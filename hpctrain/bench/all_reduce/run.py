@@ -27,21 +27,19 @@ from hpctrain.errors import UsageError
 from hpctrain.reduce import (
     ALGORITHM_NAMES,
     AUTO,
+    AUTO_WIRES,
     ELEMENT_BYTES,
     NCCL_ALGORITHMS,
-    SPARSE_WIRES,
-    WIRE_NAMES,
     Algorithm,
     BucketReducer,
-    LowRankReducer,
     Means,
     ReducerMaker,
     ScatterReducer,
-    TopKReducer,
     decide,
+    encodes_every_value,
     parse_algorithm,
 )
-from hpctrain.run import AUTO_WIRES, ReductionPlan, Session, environment_record, make_reduction
+from hpctrain.run import ReductionPlan, Session, environment_record, make_reduction
 from hpctrain.topology import Topology
 
 # Measures the rate of the links between nodes with plain messages.
@@ -98,9 +96,6 @@ def _shift(transport: Transport, *, comm: Collective, firsts: list[int], num_mes
 
 
 ALGORITHMS = ALGORITHM_NAMES
-WIRES = WIRE_NAMES
-# Measured by default: wire formats that lose no more than a rounding.
-USUAL_WIRES = ("fp32", "fp16")
 
 
 def parse_names(text: str, *, option: str, valid: tuple[str, ...], usual: tuple[str, ...]) -> tuple[str, ...]:
@@ -162,10 +157,8 @@ class ReducersHere:
         if AUTO in (algorithm, wire):
             return self._by_measurement(algorithm, wire)
         # start_step=0: compressed from the first reduction on, as in the middle of a training run.
-        if wire == "top-k" and session.world_size > 1:
-            return TopKReducer(session.world.duplicate(), topology=session.topology, start_step=0)
-        if wire == "low-rank" and session.world_size > 1:
-            return LowRankReducer(session.world.duplicate(), topology=session.topology, start_step=0)
+        if not encodes_every_value(wire) and session.world_size > 1:
+            return self._maker.make_sparse(wire, start_step=0)
         return self._maker.make(parse_algorithm(algorithm), wire=wire)
 
     def _by_measurement(self, algorithm: str, wire: str) -> BucketReducer:
@@ -213,7 +206,7 @@ def check_runs(asked: Algorithm, *, wire: str, means: Means) -> None:
         if asked is not Algorithm.FLAT:
             raise UsageError("one rank sends nothing, so that all algorithms are the same: see flat")
         return
-    if asked is Algorithm.FLAT and means.nccl is not None and wire not in SPARSE_WIRES:
+    if asked is Algorithm.FLAT and means.nccl is not None and encodes_every_value(wire):
         raise UsageError(f"{means.nccl.value} would run instead: Horovod was started with it")
     decision = decide(asked, wire=wire, means=means)
     if decision.note is not None:

@@ -94,8 +94,6 @@ def allreduce_command(
     _stop_without_a_trace()
     from hpctrain.bench import (
         ALGORITHMS,
-        USUAL_WIRES,
-        WIRES,
         AllReduceAsked,
         MeasurementProgress,
         ReducersHere,
@@ -112,13 +110,14 @@ def allreduce_command(
         plot_all_reduce,
         write_document,
     )
+    from hpctrain.reduce import AUTO_WIRES, wire_names
     from hpctrain.run import init, working_commit
 
     # Checked before MPI starts: every rank finds the same mistakes in its options.
     asked = AllReduceAsked(
         sizes_bytes=parse_sizes(sizes),
         algorithms=parse_names(algorithms, option="--algorithms", valid=ALGORITHMS, usual=ALGORITHMS),
-        wires=parse_names(wires, option="--wires", valid=WIRES, usual=USUAL_WIRES),
+        wires=parse_names(wires, option="--wires", valid=wire_names(), usual=AUTO_WIRES),
         repeats=repeats, warmup=warmup, in_flight=in_flight, seed=seed,
     )  # fmt: skip
     # `all` measures the NCCL algorithm that Horovod's environment variables select, if any.

@@ -10,6 +10,7 @@ import typer
 
 from hpctrain.cli.bench.show import show
 from hpctrain.errors import UsageError
+from hpctrain.reduce import CODEC_WIRES, listed_wires
 
 # `hpctrain bench predict`.
 
@@ -43,7 +44,7 @@ def predict_command(
     ] = None,
     wire: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="fp32, fp16, bf16 or int8 [default: the run's]."),
+        typer.Option(help=f"{listed_wires(CODEC_WIRES)} [default: the run's]."),
     ] = None,
     bucket_mb: Annotated[
         Optional[float],  # noqa: UP045

@@ -15,6 +15,7 @@ from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.reduce.autotune.link_speed import Candidate, Cost, LinkFloor, Measurement
+from hpctrain.reduce.wire_formats import roundings
 
 DEFAULT_BUCKET_BYTES = 4_000_000
 SMALLEST_BUCKET_BYTES = 1 << 19
@@ -36,7 +37,6 @@ WORTH_ROUNDING_ON_LINKS = 0.05
 MEASURED_SHARE = 0.01
 # The link counts as the limit if its bytes take at least this share of the measured time.
 DECIDED_BY_LINK = 0.5
-EXACTNESS = ("fp32", "fp16", "bf16")
 # No bucket is larger, so larger sizes are not compared.
 LARGEST_SIZE = 1 << 40
 
@@ -207,11 +207,6 @@ class Choice:
                 "measured": [{"bytes": size, "seconds": seconds} for size, seconds in points],
             })  # fmt: skip
         return {"ranges": self.ranges_to_json(), "candidates": candidates}
-
-
-def roundings(wire: str) -> int:
-    """Returns the position of a wire format in the order of exactness; larger means more rounding."""
-    return EXACTNESS.index(wire) if wire in EXACTNESS else len(EXACTNESS)
 
 
 def measurements_to_json(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:

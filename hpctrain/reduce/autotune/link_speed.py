@@ -22,6 +22,7 @@ import torch
 
 from hpctrain.comm import Collective, ReduceOp, World
 from hpctrain.errors import UsageError
+from hpctrain.reduce.wire_formats import share_of_float32
 from hpctrain.topology import Topology
 
 AXES = {"local": "within the node", "node": "between nodes"}
@@ -266,8 +267,6 @@ def _slope(low: tuple[int, float], high: tuple[int, float]) -> float:
     return (high[1] - low[1]) / (high[0] - low[0])
 
 
-WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
-ELEMENT_BYTES = 4
 TWO_LEVEL = ("hierarchical", "hierarchical-ring", "hierarchical-flat")
 
 
@@ -304,7 +303,7 @@ class LinkFloor:
         Source for two levels and a ring: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002. `flat` is the
         backend's own algorithm, which does not distinguish nodes: at best it is a ring over all ranks.
         """
-        share = WIRE_BYTES.get(candidate.wire, 0) / ELEMENT_BYTES
+        share = share_of_float32(candidate.wire) or 0.0
         if candidate.algorithm in TWO_LEVEL:
             return share * 2 * (self.num_nodes - 1) / self.num_nodes
         if candidate.algorithm in ("ring", "flat"):

@@ -35,6 +35,7 @@ from hpctrain.reduce.autotune.link_speed import Candidate, Cost, LinkFloor, Meas
 from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
 from hpctrain.reduce.contract.bucket_reducer import LONGEST_WAIT_CROWDED_S, BucketReducer, run_to_end
 from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline
+from hpctrain.reduce.wire_formats import ELEMENT_BYTES
 
 # Side of the square matrices of one product: about half a millisecond of a core, as one operation of a small model.
 SIDE = 224
@@ -93,7 +94,6 @@ class ComputeLoad:
 # combination is not available.
 MakeReducer = Callable[[str, str], BucketReducer]
 
-ELEMENT_BYTES = 4  # gradients are float32, for every wire format
 SMALLEST_BYTES = 1 << 12
 LARGEST_BYTES = 1 << 24
 GROWTH = (8, 4, 2)  # factors to the next size; smaller ones if the time is too short for a larger one

@@ -20,11 +20,9 @@ import torch
 from hpctrain.comm import World, broadcast_json, on_rank_0, probe_started_mpi
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.reduce.autotune.decision import (
-    EXACTNESS,
     Choice,
     measurements_from_json,
     measurements_to_json,
-    roundings,
 )
 from hpctrain.reduce.autotune.link_speed import (
     Candidate,
@@ -36,6 +34,7 @@ from hpctrain.reduce.autotune.link_speed import (
     measure_levels,
 )
 from hpctrain.reduce.autotune.trials import MakeReducer, MatrixProducts, calibrate
+from hpctrain.reduce.wire_formats import needs_feedback, roundings
 from hpctrain.telemetry import write_json
 from hpctrain.topology import Topology
 from hpctrain.version import __version__
@@ -286,7 +285,7 @@ class TrialResults:
         wire = self.choice.fastest_wire(bucket_sizes(gradient_bytes, bucket_bytes=guess))
         choice = self.choice.for_wire(wire)
         size = bucket_bytes or choice.bucket_bytes(gradient_bytes=gradient_bytes, overlap=overlap)
-        if wire not in EXACTNESS:
+        if needs_feedback(wire):
             # Error feedback is kept by each reducer: use a single one, so that residuals are not lost when a new plan
             # moves a parameter into a bucket of another size.
             choice = choice.for_all_sizes(bucket_sizes(gradient_bytes, bucket_bytes=size))

@@ -30,6 +30,7 @@ from hpctrain.reduce.contract.bucket_reducer import (
     check_same_plan,
 )
 from hpctrain.reduce.contract.step_end import StepEnd
+from hpctrain.reduce.wire_formats import WIRE_FORMATS, wire_format
 from hpctrain.storage import split_evenly
 from hpctrain.topology import Topology
 
@@ -40,12 +41,20 @@ class StartSum(Protocol):
     def __call__(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]: ...
 
 
-WIRE_DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
 def wire_dtype(wire: str, *, bucket: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which a bucket of dtype `bucket` is sent. `fp32` sends every bucket in its own dtype."""
-    return WIRE_DTYPES[wire] or bucket
+    """Returns the dtype in which a backend's own operation sends a bucket of dtype `bucket`.
+
+    Raises UsageError for a wire format that no backend's own operation carries.
+    """
+    name = wire_format(wire).library_dtype
+    if name is None:
+        able = [known.name for known in WIRE_FORMATS.values() if known.library_dtype is not None]
+        raise UsageError(
+            f"a backend's own sum does not support the wire format {wire!r}: choose {', '.join(able)}, "
+            "or the algorithm direct"
+        )
+    dtype: torch.dtype = bucket if name == "own" else getattr(torch, name)
+    return dtype
 
 
 @final
@@ -53,7 +62,8 @@ class CastSum:
     """Casts a bucket to the dtype of the wire format and lets the backend sum it in place, on the bucket's device.
 
     start: starts the sum of a buffer over all ranks, and returns a function that waits for it; collective.
-    wire: `fp32`, `fp16` or `bf16`. The constructor raises UsageError if the backend cannot sum it.
+    wire: a wire format with a dtype for backends (`library_dtype`). The constructor raises UsageError if the backend
+        cannot sum it.
     bytes_of: function of numel and itemsize that returns the bytes that this rank sends to other nodes.
     """
 
@@ -65,12 +75,7 @@ class CastSum:
         backend: str,
         bytes_of: Callable[[int, int], int],
     ) -> None:
-        if wire not in WIRE_DTYPES:
-            raise UsageError(
-                f"a backend's own sum does not support the wire format {wire!r}: choose {', '.join(WIRE_DTYPES)}, "
-                "or the algorithm direct"
-            )
-        if wire == "bf16" and backend == "horovod":
+        if wire_dtype(wire, bucket=torch.float32) is torch.bfloat16 and backend == "horovod":
             raise UsageError("Horovod cannot sum bfloat16: choose the algorithm direct, which sends bytes")
         self._start = start
         self._wire = wire

@@ -173,6 +173,16 @@ class LowRankReducer(StepEnd):
         self._began = False  # True once a bucket of this step was reduced
         self._bytes_sent = 0
 
+    @staticmethod
+    def needs(buckets: Sequence[Bucket], *, num_ranks: int) -> tuple[int, int]:
+        """Returns the bytes of messages and factors, and those that a rank sends in a step, by default options."""
+        factored = [FactoredBucket(b, rank=FACTOR_COLUMNS, device=torch.device("meta")) for b in buckets]
+        messages = sum(f.first.nbytes + f.second.nbytes for f in factored)
+        plain = sum(f.bucket.numel * f.bucket.dtype.itemsize for f in factored if not f.matrices)
+        # Second factors are kept for the next step besides.
+        held = messages + sum(f.second.nbytes for f in factored)
+        return held, 2 * (messages + plain) * (num_ranks - 1) // num_ranks
+
     @property
     def algorithm(self) -> str:
         return "flat"

@@ -142,6 +142,14 @@ class TopKReducer(StepEnd):
         self._began = False  # True once a bucket of this step was reduced
         self._bytes_sent = 0
 
+    @staticmethod
+    def needs(buckets: Sequence[Bucket], *, num_ranks: int) -> tuple[int, int]:
+        """Returns the bytes of a rank's messages, and those that it sends in a step, by default options."""
+        messages = sum(
+            TopKMessage.of(bucket, fraction=FRACTION, value_dtype=None).num_bytes for bucket in buckets
+        )
+        return messages, messages * (num_ranks - 1)
+
     @property
     def algorithm(self) -> str:
         return "flat"

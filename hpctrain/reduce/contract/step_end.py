@@ -13,6 +13,7 @@ from hpctrain.comm import Collective
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import Finishing, Numbers, Reduced
+from hpctrain.reduce.wire_formats import WIRE_FORMATS, listed_wires, needs_feedback
 
 # Norms are computed of rows of this many elements, and then of these norms in float64: a float32 sum over a whole
 # bucket would lose up to a thousandth, and a float64 sum takes four times as long.
@@ -95,10 +96,6 @@ def clip_factor(norm: float, *, clip_norm: float | None) -> float:
     return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + _ADDED_TO_NORM))
 
 
-# Wire formats with error feedback: what they do not send is added to the gradients of the next step.
-FED_BACK_WIRES = ("int8", "top-k", "low-rank")
-
-
 def check_divide_by(
     divide_by: str | None, *, sums: Mapping[str, float] | None, plain: bool, wire: str | None = None
 ) -> None:
@@ -121,13 +118,14 @@ def check_divide_by(
             f"step(divide_by={divide_by!r}) after a plain loss.backward(), which weights all ranks equally: call "
             "updater.backward(loss, weight=...) with the weights that sums adds up"
         )
-    if wire in FED_BACK_WIRES:
+    if needs_feedback(wire):
+        others = [name for name in WIRE_FORMATS if not needs_feedback(name)]
         raise UsageError(
             f"step(divide_by={divide_by!r}) with wire={wire!r}: what this wire format does not send is added to the "
             "gradients of the next step, and would be divided by that step's sum of weights. Divide the weights before "
             "backward instead, with `mine` the sum of this rank's weights over the micro-batches of the step: "
             "total = session.all_reduce({'weight': mine})['weight']; updater.backward(loss, weight=weight / total); "
-            "updater.step() without divide_by. Or use wire='fp32', 'fp16' or 'bf16'"
+            "updater.step() without divide_by. Or use wire=" + listed_wires(others, mark="'")
         )
 
 

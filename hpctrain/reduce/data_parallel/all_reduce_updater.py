@@ -96,8 +96,7 @@ class AllReduceUpdater(Watched):
         self._clip_norm = clip_norm
         self._parameters = trainable(optimizer)
         check_options(self._parameters, clip_norm=clip_norm, max_in_flight=max_in_flight)
-        fp16 = reducer.wire == "fp16"
-        self._scale = loss_scale or LossScale(value=2.0**10 if fp16 else 1.0, dynamic=fp16)
+        self._scale = loss_scale or LossScale.for_wire(reducer.wire)
         self._checks = ParameterChecks(optimizer, self._parameters, model=model)
         self._clock = BackwardClock()
         self._pipeline: ReductionPipeline | None = None

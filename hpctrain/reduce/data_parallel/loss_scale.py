@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hpctrain.errors import DivergedError, UsageError
+from hpctrain.reduce.wire_formats import find_wire
 
 LARGEST = 2.0**24
 SMALLEST = 2.0**-14
@@ -40,6 +41,14 @@ class LossScale:
     skipped_in_row: int = 0
     skipped_total: int = 0
     max_skipped_in_row: int = 20
+
+    @classmethod
+    def for_wire(cls, wire: str, *, max_skipped_in_row: int = 20) -> LossScale:
+        """Returns the loss scale for a wire format: a dynamic one if its range is small, else a constant one of 1."""
+        found = find_wire(wire)
+        if found is None or found.loss_scale is None:
+            return cls(max_skipped_in_row=max_skipped_in_row)
+        return cls(value=found.loss_scale, dynamic=True, max_skipped_in_row=max_skipped_in_row)
 
     def scaled(self, loss: torch.Tensor, *, weight: float) -> torch.Tensor:
         """Returns the loss multiplied by `weight` and by this loss scale.

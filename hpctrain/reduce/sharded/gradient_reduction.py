@@ -21,7 +21,8 @@ from hpctrain.distributed import (
 )
 from hpctrain.errors import UsageError
 from hpctrain.reduce.codecs import Codec, codec_named
-from hpctrain.reduce.sharded.choices import SHARDED_ALGORITHMS, SHARDED_WIRES
+from hpctrain.reduce.sharded.choices import SHARDED_ALGORITHMS
+from hpctrain.reduce.wire_formats import CODEC_WIRES, encodes_every_value
 from hpctrain.storage import split_evenly
 from hpctrain.topology import Topology
 
@@ -186,10 +187,10 @@ def reduce_gradients_by(
     Returns a function that ends the thread that sums; later gradients are then summed by FSDP2's own operation. Raises
     UsageError on every rank for unknown names, and for a model whose gradients cannot be summed in this way.
     """
-    if algorithm not in SHARDED_ALGORITHMS or wire not in SHARDED_WIRES:
+    if algorithm not in SHARDED_ALGORITHMS or not encodes_every_value(wire):
         raise UsageError(
             f"sharded gradients cannot be summed by the algorithm {algorithm!r} with the wire format {wire!r}: choose "
-            f"one of {', '.join(SHARDED_ALGORITHMS)}, and one of {', '.join(SHARDED_WIRES)}",
+            f"one of {', '.join(SHARDED_ALGORITHMS)}, and one of {', '.join(CODEC_WIRES)}",
             agreed=True,
         )
     if topology.num_ranks == 1 or (algorithm == "auto" and wire == "fp32"):

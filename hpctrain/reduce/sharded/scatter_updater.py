@@ -94,8 +94,7 @@ class ScatterUpdater(Watched):
             check_shardable(optimizer, self._parameters)
 
         agreed(comm, check, os_error=UsageError)
-        fp16 = reducer.wire == "fp16"
-        self._scale = loss_scale or LossScale(value=2.0**10 if fp16 else 1.0, dynamic=fp16)
+        self._scale = loss_scale or LossScale.for_wire(reducer.wire)
         specs = [describe_gradient(p) for p in self._parameters]
         self._plan = ShardPlan.of(
             plan_buckets(specs, bucket_bytes=bucket_bytes), num_ranks=comm.num_ranks, align_elems=align_elems,

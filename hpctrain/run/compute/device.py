@@ -179,9 +179,7 @@ def _has_bf16(device: torch.device) -> bool:
 
 
 def loss_scale_for(precision: str, *, wire: str, max_skipped_in_row: int) -> LossScale:
-    """Returns a dynamic loss scale if forward or the wire uses float16, else a constant scale of 1."""
+    """Returns a dynamic loss scale for float16 in forward, else the one that the wire format needs."""
     if precision == "fp16":
         return LossScale(value=2.0**16, dynamic=True, max_skipped_in_row=max_skipped_in_row)
-    if wire == "fp16":
-        return LossScale(value=2.0**10, dynamic=True, max_skipped_in_row=max_skipped_in_row)
-    return LossScale(max_skipped_in_row=max_skipped_in_row)
+    return LossScale.for_wire(wire, max_skipped_in_row=max_skipped_in_row)

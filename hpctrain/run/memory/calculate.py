@@ -18,12 +18,11 @@ from hpctrain.reduce import (
     DEFAULT_BUCKET_BYTES,
     NCCL_ALGORITHMS,
     SHARDED_ALGORITHMS,
-    SHARDED_WIRES,
-    SPARSE_WIRES,
     Algorithm,
     Means,
     ReductionNeeds,
     describe_gradient,
+    encodes_every_value,
     parse_algorithm,
     plan_buckets,
     reduction_needs,
@@ -385,7 +384,7 @@ def _reductions(
     for shard in kinds:
         found[shard] = scatter_needs(
             buckets, keeps_gradients=shard == "optimizer", parameter_bytes=sum(p.nbytes for p in trained),
-            algorithm=asked.algorithm, wire="fp32" if wire in SPARSE_WIRES else wire, bucket_bytes=bucket_bytes,
+            algorithm=asked.algorithm, wire=wire if encodes_every_value(wire) else "fp32", bucket_bytes=bucket_bytes,
             means=means,
         )  # fmt: skip
     return found
@@ -394,7 +393,7 @@ def _reductions(
 def _sharded_sum(recipe: Recipe, *, on_gpu: bool) -> tuple[str, str]:
     """Returns the algorithm and wire format by which sharded gradients are summed."""
     asked = recipe.reduction.algorithm, recipe.reduction.wire
-    known = asked[0] in SHARDED_ALGORITHMS and asked[1] in SHARDED_WIRES and not on_gpu
+    known = asked[0] in SHARDED_ALGORITHMS and encodes_every_value(asked[1]) and not on_gpu
     return asked if known else (AUTO, "fp32")
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from hpctrain.distributed import Checkpointing, ParallelPlan, Schedule, Shard, TensorPlan, Within
 from hpctrain.errors import UsageError
-from hpctrain.reduce import SHARDED_ALGORITHMS, SHARDED_WIRES
+from hpctrain.reduce import AUTO, CODEC_WIRES, SHARDED_ALGORITHMS, encodes_every_value, listed_wires
 from hpctrain.run.recipe.sections import Section
 
 
@@ -20,7 +20,7 @@ class ParallelSection(Section):
         description="`none`: every rank holds the whole model and optimizer. `optimizer`: each rank holds a part of "
         "the optimizer state (ZeRO-1). `gradients`: of the gradients too (ZeRO-2); not with `pipeline`. `parameters`: "
         "of the parameters too (ZeRO-3), by FSDP2; then `[reduction]` has `algorithm` (`auto`, `direct`, "
-        "`hierarchical`) and `wire` (`fp32`, `fp16`, `bf16`, `int8`) only.",
+        f"`hierarchical`) and `wire` ({', '.join(f'`{name}`' for name in CODEC_WIRES)}) only.",
     )
     shard_within: Within = Field(
         "world",
@@ -153,10 +153,10 @@ def _check_sharding(parallel: ParallelSection, *, algorithm: str, wire: str, cha
     if shard == "parameters":
         others = [key for key in changed if key not in ("algorithm", "wire")]
         _check_sharded_reduction(algorithm=algorithm, wire=wire, others=others, within=parallel.shard_within)
-    if shard in ("optimizer", "gradients") and wire in ("top-k", "low-rank"):
+    if shard in ("optimizer", "gradients") and wire != AUTO and not encodes_every_value(wire):
         raise ValueError(
             f"reduction.wire = {wire!r} does not send each gradient to its owner, which parallel.shard = {shard!r} "
-            "needs: use fp32, fp16, bf16 or int8"
+            f"needs: use {listed_wires(CODEC_WIRES)}"
         )
 
 
@@ -165,11 +165,11 @@ def _check_sharded_reduction(*, algorithm: str, wire: str, others: Sequence[str]
 
     others: the keys that are set besides algorithm and wire.
     """
-    for key, value, known in (
-        ("algorithm", algorithm, SHARDED_ALGORITHMS),
-        ("wire", wire, SHARDED_WIRES),
+    for key, value, known, is_known in (
+        ("algorithm", algorithm, SHARDED_ALGORITHMS, algorithm in SHARDED_ALGORITHMS),
+        ("wire", wire, CODEC_WIRES, encodes_every_value(wire)),
     ):
-        if value not in known:
+        if not is_known:
             raise ValueError(
                 f"reduction.{key} = {value!r}: with parallel.shard = 'parameters' FSDP2 reduces the gradients; choose "
                 f"one of {', '.join(known)}"

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticKnownError
 
+from hpctrain.errors import UsageError
+from hpctrain.reduce import AUTO, AUTO_WIRES, WIRE_FORMATS, find_wire, listed_wires, wire_names
 from hpctrain.run.compute.device_names import DEVICE_NAMES
 from hpctrain.run.recipe.parallel_schema import ParallelSection, check_enough_samples, check_parallel
 from hpctrain.run.recipe.sections import (
@@ -298,12 +301,12 @@ class ReductionSection(Section):
         description="Algorithm that sums gradients; see guides/reduction.md. `auto`: chosen by measurement at the "
         "start, for each bucket size. If an algorithm cannot run, a note names the one that runs instead.",
     )  # fmt: skip
-    wire: Literal["auto", "fp32", "fp16", "bf16", "int8", "top-k", "low-rank"] = Field(
+    wire: str = Field(
         "fp32",
-        description="Wire format of gradients. `fp16`: two bytes per element, scaled; steps that overflow are skipped "
-        "on all ranks. `bf16`: two bytes. `int8`: one byte, with a scale per 256 elements and error feedback. `top-k`: "
-        "the largest 1 % with error feedback. `low-rank`: PowerSGD with error feedback. `auto`: the faster of `fp32` "
-        "and `fp16`.",
+        description="Wire format of gradients. "
+        + "".join(f"`{w.name}`: {w.description}. " for w in WIRE_FORMATS.values() if w.description)
+        + f"`auto`: the faster of {' and '.join(f'`{name}`' for name in AUTO_WIRES)}.",
+        json_schema_extra={"enum": [AUTO, *WIRE_FORMATS]},
     )
     bucket_mb: float | None = Field(
         None,
@@ -320,6 +323,19 @@ class ReductionSection(Section):
         False,
         description="Batch norm over the samples of all ranks; replaces the model's batch norm layers.",
     )
+
+    @field_validator("wire", mode="before")
+    @classmethod
+    def _is_a_wire(cls, wire: object) -> object:
+        """Checks the name as a `Literal` would, which cannot have the names of a site's wire formats."""
+        try:
+            known = wire == AUTO or (isinstance(wire, str) and find_wire(wire) is not None)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+        if not known:
+            expected = listed_wires(wire_names(), mark="'")
+            raise PydanticKnownError("literal_error", {"expected": expected})
+        return wire
 
 
 class Recipe(Section):

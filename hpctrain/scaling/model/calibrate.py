@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.errors import UsageError
+from hpctrain.reduce import share_of_float32
 from hpctrain.scaling.model.costs import ALGORITHMS, cost_of
-from hpctrain.scaling.model.machine import WIRE_SHARE, Layout, Link, Machine, Node
+from hpctrain.scaling.model.machine import Layout, Link, Machine, Node
 from hpctrain.scaling.model.predict import Scenario, Setup, step_of
 from hpctrain.scaling.model.workload import RunRecords, Workload, read_run, workload_of
 
@@ -82,7 +83,7 @@ def timed_of(document: Mapping[str, Any]) -> list[Timed]:
             link_bytes_per_s=None if link is None else link["bytes_per_s"],
         )
         for cell in document["cells"]
-        if cell["algorithm_run"] in ALGORITHMS and cell["wire_run"] in WIRE_SHARE
+        if cell["algorithm_run"] in ALGORITHMS and share_of_float32(cell["wire_run"]) is not None
     ]  # fmt: skip
 
 
@@ -328,7 +329,7 @@ def _overlap_slowdown(
     machine = machine_of(fit.values, node=node, link_bytes_per_s=max(rates) if rates else None)
     measured = []
     for run in runs:
-        if run.algorithm not in ALGORITHMS or run.wire not in WIRE_SHARE or not run.overlap:
+        if run.algorithm not in ALGORITHMS or share_of_float32(run.wire) is None or not run.overlap:
             notes.append(
                 f"the run on {run.nodes} nodes ({run.algorithm}, {run.wire}) is not used: name one algorithm that has "
                 "a formula (reduction.algorithm) whose reductions overlap with backward"

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce import ALGORITHM_NAMES, AUTO
+from hpctrain.reduce import ALGORITHM_NAMES, AUTO, find_wire
 from hpctrain.scaling.model.machine import Layout, Machine, wire_share
 
 # Of the engine, see `hpctrain/reduce/shared_memory/engine_reducer.py`: bytes of a chunk, chunks in flight at once.
@@ -79,9 +79,15 @@ def actual_algorithm(algorithm: str, layout: Layout, *, wire: str) -> str:
         return "hierarchical"
     if layout.nodes == 1 and algorithm == "hierarchical-flat":
         return "flat"
-    if algorithm in ("flat", "hierarchical-flat") and wire in ("bf16", "int8"):
+    if algorithm in ("flat", "hierarchical-flat") and _sent_as_bytes(wire):
         return "direct" if algorithm == "flat" or layout.ranks_per_node == 1 else "hierarchical"
     return algorithm
+
+
+def _sent_as_bytes(wire: str) -> bool:
+    """Returns True if backends do not sum the wire format, although it encodes every value."""
+    found = find_wire(wire)
+    return found is not None and found.codec is not None and not found.summed
 
 
 def cost_of(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, machine: Machine) -> Cost:

@@ -7,10 +7,8 @@ import re
 from dataclasses import dataclass, replace
 
 from hpctrain.errors import UsageError
+from hpctrain.reduce import CODEC_WIRES, share_of_float32
 
-ELEMENT_BYTES = 4
-# Bytes on the wire for each byte of float32 gradients; int8 has one float32 for every 256 values.
-WIRE_SHARE = {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": (1 + 4 / 256) / 4}
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]bit)(?:/s)?", re.IGNORECASE)
 
@@ -180,9 +178,10 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 
 def wire_share(wire: str) -> float:
     """Returns the encoded bytes for each byte of float32. Raises UsageError for wires whose size varies."""
-    if wire not in WIRE_SHARE:
+    share = share_of_float32(wire)
+    if share is None:
         raise UsageError(
             f"the wire format {wire} cannot be predicted: its bytes depend on the gradients; choose among "
-            f"{', '.join(WIRE_SHARE)}"
+            f"{', '.join(CODEC_WIRES)}"
         )
-    return WIRE_SHARE[wire]
+    return share

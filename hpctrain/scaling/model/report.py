@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.reduce import WIRE_FORMATS
 from hpctrain.scaling.model.calibrate import (
     TWO_SIDED_90,
     Calibration,
@@ -16,7 +17,7 @@ from hpctrain.scaling.model.calibrate import (
     relative_error,
 )
 from hpctrain.scaling.model.costs import actual_algorithm
-from hpctrain.scaling.model.machine import Layout
+from hpctrain.scaling.model.machine import Layout, wire_share
 from hpctrain.scaling.model.predict import Scenario, Step, binding, predicted_efficiency, step_of
 
 if TYPE_CHECKING:
@@ -56,10 +57,10 @@ def _samples_per_s(scenario: Scenario, layout: Layout) -> float:
 
 def _changes(scenario: Scenario, layout: Layout) -> Iterator[tuple[str, Scenario, str]]:
     setup, workload, machine = scenario.setup, scenario.workload, scenario.machine
-    rounding = {"fp16": "rounding to 16 bits", "int8": "rounding to 8 bits, with error feedback"}
-    for wire, costs in rounding.items():
-        if wire != setup.wire and not (setup.wire == "int8" and wire == "fp16"):
-            yield f"wire = {wire}", replace(scenario, setup=replace(setup, wire=wire)), costs
+    share = wire_share(setup.wire)
+    for name, wire in WIRE_FORMATS.items():
+        if wire.price and name != setup.wire and wire_share(name) <= share:
+            yield f"wire = {name}", replace(scenario, setup=replace(setup, wire=name)), wire.price
     runs = actual_algorithm(setup.algorithm, layout, wire=setup.wire)
     for algorithm in ("hierarchical", "hierarchical-ring", "ring", "direct", "flat"):
         if actual_algorithm(algorithm, layout, wire=setup.wire) not in (runs, setup.algorithm):

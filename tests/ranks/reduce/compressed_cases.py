@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from hpctrain.comm import World, all_gather_json
-from hpctrain.reduce.algorithms import SPARSE_WIRES, Algorithm
+from hpctrain.reduce.algorithms import Algorithm
 from hpctrain.reduce.collective_reducers.power_sgd import LowRankReducer
 from hpctrain.reduce.collective_reducers.top_k import TopKReducer
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.reduce.factory import ReducerMaker
+from hpctrain.reduce.wire_formats import SPARSE_WIRES
 from hpctrain.topology import Topology
 from tests.unit.reduce.bucket_steps import (
     CPU,

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from hpctrain.comm import World, all_gather_json
-from hpctrain.reduce.algorithms import CODEC_WIRES, NCCL_ALGORITHMS, Algorithm
+from hpctrain.reduce.algorithms import NCCL_ALGORITHMS, Algorithm
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import run_to_end
 from hpctrain.reduce.factory import ReducerMaker
 from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
+from hpctrain.reduce.wire_formats import CODEC_WIRES
 from hpctrain.topology import Topology
 from tests.uneven_ranks import fill_and_sum
 

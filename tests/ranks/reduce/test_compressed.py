@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.reduce.algorithms import SPARSE_WIRES
+from hpctrain.reduce.wire_formats import SPARSE_WIRES
 from tests.ranks.reduce import compressed_cases
 from tests.ranks_launcher import run_ranks
 from tests.unit.reduce.bucket_steps import on_ranks

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import ExitCode
+from hpctrain.errors import CheckpointError, ExitCode, HpctrainError, from_exit_code
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
@@ -93,6 +93,22 @@ def test_the_exit_code_table_is_that_of_the_code() -> None:
     text = (REPOSITORY / "docs" / "exit-codes.md").read_text()
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, flags=re.MULTILINE)
     assert {name: int(code) for code, name in rows} == {code.name: code.value for code in ExitCode}
+
+
+def test_the_help_has_every_exit_code() -> None:
+    shown = " ".join(hpctrain("--help").stdout.split()).partition("Exit codes: ")[2].partition(". ")[0]
+    assert shown.split("; ") == [f"{code.value} {code.summary}" for code in ExitCode]
+
+
+@pytest.mark.parametrize("code", [code for code in ExitCode if code is not ExitCode.DONE])
+def test_an_exit_code_has_an_exception_class(code: ExitCode) -> None:
+    assert from_exit_code(code).exit_code is code
+    assert from_exit_code(code) is not HpctrainError
+
+
+def test_the_class_of_a_code_is_the_first_one_that_has_it() -> None:
+    assert from_exit_code(4) is CheckpointError
+    assert from_exit_code(1) is HpctrainError
 
 
 def test_the_python_of_the_own_loop_guide_runs(tmp_path: Path) -> None:

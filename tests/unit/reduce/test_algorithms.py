@@ -8,15 +8,14 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.reduce.algorithms import (
-    CODEC_WIRES,
     NCCL_ALGORITHMS,
-    SPARSE_WIRES,
     Algorithm,
     Means,
     candidates,
     decide,
     parse_algorithm,
 )
+from hpctrain.reduce.wire_formats import CODEC_WIRES, SPARSE_WIRES
 from hpctrain.topology import Topology
 
 LAYOUTS = (["a"], ["a", "a"], ["a", "b"], ["a", "a", "b"], ["a", "a", "b", "b"])

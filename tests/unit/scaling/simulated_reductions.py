@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.errors import UsageError
+from hpctrain.reduce import ELEMENT_BYTES
 from hpctrain.scaling.model.costs import CHUNK_BYTES, IN_FLIGHT, actual_algorithm, exchanges_at_once
-from hpctrain.scaling.model.machine import ELEMENT_BYTES, Layout, Link, Machine, wire_share
+from hpctrain.scaling.model.machine import Layout, Link, Machine, wire_share
 
 Clocks = NDArray[np.float64]
 ALGORITHMS = ("ring", "direct", "hierarchical", "hierarchical-ring", "flat")

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.codecs import CODEC_NAMES, PIECE, Codec, codec_named
+from hpctrain.reduce.codecs import PIECE, Codec, codec_named
+from hpctrain.reduce.wire_formats import CODEC_WIRES
 from hpctrain.testing.reductions import encoded, some_values, there_and_back
 
 DTYPES = (torch.float32, torch.float64)
@@ -17,9 +18,9 @@ DTYPES = (torch.float32, torch.float64)
 LENGTHS = (0, 1, 2, 255, 256, 257, 511, 512, 1000, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 300)
 LARGEST_FP32 = torch.finfo(torch.float32).max
 
-every_codec = pytest.mark.parametrize("codec", [codec_named(n) for n in CODEC_NAMES], ids=CODEC_NAMES)
+every_codec = pytest.mark.parametrize("codec", [codec_named(n) for n in CODEC_WIRES], ids=CODEC_WIRES)
 lossy_codec = pytest.mark.parametrize(
-    "codec", [codec_named(n) for n in CODEC_NAMES if n != "fp32"], ids=lambda codec: codec.name
+    "codec", [codec_named(n) for n in CODEC_WIRES if n != "fp32"], ids=lambda codec: codec.name
 )
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
