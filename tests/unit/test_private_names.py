@@ -88,6 +88,7 @@ NAMES_OF_FSDP: dict[str, Callable[[Any, Any, Any], object]] = {
 OTHERS = {
     "_addressof",
     "_asdict",
+    "_value_",
     "_current_frames",
     "_exit",
     "_fields",
