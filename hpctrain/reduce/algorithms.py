@@ -72,10 +72,13 @@ def parse_algorithm(name: str) -> Algorithm:
         ) from None
 
 
-def decide(asked: Algorithm, *, wire: str, means: Means) -> Decision:
-    """Returns the algorithm that runs if `asked` is requested: itself, or the fallback with the reason."""
+def decide(asked: Algorithm, *, wire: str, means: Means, sums_itself: bool = False) -> Decision:
+    """Returns the algorithm that runs if `asked` is requested: itself, or the fallback with the reason.
+
+    sums_itself: the reducer sums in hpctrain, so that algorithms with the backend's own sums are no fallback.
+    """
     algorithm, reasons = asked, []
-    while (instead := _instead_of(algorithm, wire=wire, means=means)) is not None:
+    while (instead := _instead_of(algorithm, wire=wire, means=means, sums_itself=sums_itself)) is not None:
         algorithm, reason = instead
         reasons.append(reason)
     if not reasons:
@@ -85,7 +88,9 @@ def decide(asked: Algorithm, *, wire: str, means: Means) -> Decision:
     )
 
 
-def _instead_of(algorithm: Algorithm, *, wire: str, means: Means) -> tuple[Algorithm, str] | None:
+def _instead_of(
+    algorithm: Algorithm, *, wire: str, means: Means, sums_itself: bool
+) -> tuple[Algorithm, str] | None:
     topology = means.topology
     if topology.num_ranks == 1:
         return (
@@ -115,8 +120,10 @@ def _instead_of(algorithm: Algorithm, *, wire: str, means: Means) -> tuple[Algor
         why = "the ranks of a node cannot share enough memory"
         if not means.messages:
             why = f"the backend {means.backend} has no point-to-point messages here"
+        if sums_itself:
+            return Algorithm.DIRECT, why
         if not sent.summed:
-            return Algorithm.DIRECT, f"{why}, and cannot sum {wire} itself"
+            return Algorithm.DIRECT, f"{why}, and the backend cannot sum {wire}"
         return Algorithm.HIERARCHICAL_FLAT, why
     if algorithm is Algorithm.RING and not means.messages:
         return Algorithm.DIRECT, f"the backend {means.backend} has no point-to-point messages here"

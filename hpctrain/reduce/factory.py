@@ -184,7 +184,9 @@ class ReducerMaker:
         wanted = Algorithm.HIERARCHICAL if algorithm == AUTO else parse_algorithm(algorithm)
         two_levels = wanted is not Algorithm.DIRECT
         runs = (
-            decide(Algorithm.HIERARCHICAL, wire="int8", means=self.means) if two_levels else Decision(wanted)
+            decide(Algorithm.HIERARCHICAL, wire=wire, means=self.means, sums_itself=True)
+            if two_levels
+            else Decision(wanted)
         )
         if wanted is Algorithm.HIERARCHICAL and algorithm != AUTO and runs.note is not None:
             self._note_once(runs.note)

@@ -148,7 +148,7 @@ def scatter_needs(
     runs = (
         wanted
         if wanted is Algorithm.DIRECT
-        else decide(Algorithm.HIERARCHICAL, wire="int8", means=means).algorithm
+        else decide(Algorithm.HIERARCHICAL, wire=wire, means=means, sums_itself=True).algorithm
     )
     two_levels = runs is Algorithm.HIERARCHICAL
     peers = topology.num_nodes if two_levels else num_ranks

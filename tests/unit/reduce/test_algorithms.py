@@ -81,3 +81,14 @@ def test_without_messages_or_memory_bytes_go_by_the_backends_exchange() -> None:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match="hierarchical-ring"):
         parse_algorithm("rings")
+
+
+@pytest.mark.parametrize("wire", CODEC_WIRES)
+def test_a_reducer_that_sums_itself_sends_to_owners_where_a_node_cannot_share_memory(wire: str) -> None:
+    topology = Topology.from_node_names(["a", "a", "b", "b"])
+    means = Means(backend="mpi", topology=topology, messages=True, shared_memory=False)
+    decision = decide(Algorithm.HIERARCHICAL, wire=wire, means=means, sums_itself=True)
+    assert decision.algorithm is Algorithm.DIRECT
+    assert decision.note == (
+        "reduction: hierarchical was asked for, direct is used: the ranks of a node cannot share enough memory"
+    )
