@@ -22,6 +22,7 @@ PROGRAM = Path(__file__).parents[1] / "ranks" / "launch" / "forked_rank.py"
 # Of a step, of a server, or of a process.
 DIFFER = (
     "SLURM_STEP",
+    "OMPI_MCA_orte_precondition_transports=",
     "SLURM_SRUN_COMM",
     "SLURM_PMIXP_",
     "SLURM_TASK_PID",
@@ -32,7 +33,7 @@ DIFFER = (
 
 
 def kept(rank: dict[str, Any]) -> dict[str, Any]:
-    rank["variables"] = {k: v for k, v in rank["variables"].items() if not k.startswith(DIFFER)}
+    rank["variables"] = {k: v for k, v in rank["variables"].items() if not f"{k}=".startswith(DIFFER)}
     shown = (item for item in rank.pop("shown variables") if not item.startswith(DIFFER))
     # Slurm's tasks of a node are one process group; a forked rank has one of its own.
     return {**rank, "shown": list(shown), "pid": None, "drawn": None, "leads its group": None}
