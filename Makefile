@@ -58,8 +58,10 @@ trials-bundle: setup ## an archive of `make bundle`, a set-up from it in a names
 platforms: ## demo and tests on other releases of Debian, as root: docs/platforms.md; PLATFORMS="bookworm trixie testing"; an hour each
 	bash scripts/platforms.sh $(PLATFORMS)
 
-mpis: setup ## what `hpctrain launch` promises, with MPICH, Intel MPI and Open MPI 5: docs/platforms.md; MPIS="mpich debian-mpich impi openmpi" TIMES=1
+mpis: setup ## what `hpctrain launch` promises, trainings and contract tests, with MPICH, Intel MPI and Open MPI 5: docs/platforms.md; MPIS="mpich debian-mpich impi openmpi" TIMES=1
 	bash scripts/mpis.sh $(MPIS) -- --times $(or $(TIMES),1)
+	bash scripts/mpis.sh $(MPIS) -- trainings
+	bash scripts/mpis.sh $(MPIS) -- contract
 
 newest oldest: ## tests with every dependency at its newest release, at the oldest that setup.py allows: docs/platforms.md
 	bash scripts/releases.sh $@

