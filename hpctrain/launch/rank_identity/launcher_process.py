@@ -28,8 +28,9 @@ STARTERS = {
     "hydra_pmi_proxy",
     "flux-shell",
 }
-# A library that Open MPI loads in MPI_Init.
-_LOADED_BY_INIT = "/mca_pml_"
+# Parts of names of files that a process maps in MPI_Init: a library of Open MPI 4, PMIx's shared memory with Open MPI 5
+# and 6, whose libraries are part of libmpi.
+_MAPPED_BY_INIT = ("/mca_pml_", "/pmix-gds-shmem")
 # File name of the client, which the launcher starts in place of a forked rank, without the suffix that Python adds.
 CLIENT_STEM = "_fork_client"
 # The name of the library in which `sched_yield` sleeps, without its suffix.
@@ -142,7 +143,8 @@ def describe_outer_rank(environ: Mapping[str, str]) -> str | None:
     for pid in find_launcher_process(environ).between:
         if str(pid) == marked:
             return f"process {pid} ({command_of(pid)}), which has called hpctrain.init()"
-        if _LOADED_BY_INIT in _read(pid, "maps"):
+        maps = _read(pid, "maps")
+        if any(name in maps for name in _MAPPED_BY_INIT):
             return f"process {pid} ({command_of(pid)}), which has started MPI"
     return None
 
