@@ -102,7 +102,10 @@ def why_not_by_default(environ: Mapping[str, str]) -> str | None:
     if environ.get(KEY_VARIABLE) == OFF:
         return f"{KEY_VARIABLE}={OFF}"
     device = next((name for name in _GPU_DEVICES if os.path.exists(name)), None)
-    return device and f"{device} is there, and forked ranks were never tried with GPUs (--fork-server)"
+    return device and (
+        f"{device} exists, and forked ranks have never been tested with GPUs (--fork-server forks them "
+        "nevertheless)"
+    )
 
 
 def divide_servers(words: Sequence[str], *, environ: Mapping[str, str], updates: dict[str, str]) -> None:

@@ -146,7 +146,7 @@ def test_the_recipe_reference_is_what_the_code_says() -> None:
         ),
         (
             {"parallel": {"pipeline": 2, "tensor": 2, "micro_batches": 4, "shard": "optimizer"}},
-            "tensor = 2 does not go with shard = 'optimizer'",
+            "tensor = 2 cannot be combined with shard = 'optimizer'",
         ),
         (
             {
