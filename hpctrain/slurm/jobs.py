@@ -76,7 +76,7 @@ def newest_submission(run_directory: Path) -> Submission:
             )
     raise UsageError(
         f"no job of {run_directory} is recorded in {record_path(run_directory)}: submit it with `hpctrain slurm "
-        "submit`, or name the recipe or run directory of another"
+        "submit`, or give the recipe or run directory of a run that was submitted"
     )
 
 

@@ -316,7 +316,7 @@ def submit_job(
         )
     except SlurmUnavailable as error:
         raise SlurmUnavailable(
-            f"{error}. Look at `squeue --me` first: the job may have been taken"
+            f"{error}. Look at `squeue --me` first: Slurm may have accepted the job"
         ) from error
     except LaunchError:
         script.unlink(missing_ok=True)

@@ -78,7 +78,7 @@ def plan_fork_server(
         return (), f"{_BY_ITSELF}: {program}"
     client = find_client()
     if client is None:
-        return (), f"{_BY_ITSELF}: {CLIENT_STEM} was not compiled (a C compiler, then make setup)"
+        return (), f"{_BY_ITSELF}: {CLIENT_STEM} was not compiled (install a C compiler, then run make setup)"
     if asked.by_default and (why_not := why_not_by_default(environ)) is not None:
         return (), f"{_BY_ITSELF}: {why_not}"
     updates[KEY_VARIABLE] = asked.key

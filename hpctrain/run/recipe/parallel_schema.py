@@ -151,7 +151,7 @@ def check_parallel(
 def _check_sharding(parallel: ParallelSection, *, algorithm: str, wire: str, changed: Sequence[str]) -> None:
     shard = parallel.shard
     if shard != "parameters" and parallel.shard_within != "world":
-        raise ValueError("parallel.shard_within belongs to parallel.shard = 'parameters'")
+        raise ValueError("parallel.shard_within needs parallel.shard = 'parameters'")
     if shard == "parameters":
         others = [key for key in changed if key not in ("algorithm", "wire")]
         _check_sharded_reduction(algorithm=algorithm, wire=wire, others=others, within=parallel.shard_within)

@@ -284,11 +284,11 @@ class OptimizerSection(Section):
         if self.target is not None and (given := self.model_fields_set & OF_NAMED_OPTIMIZERS):
             raise ValueError(f"{', '.join(sorted(given))}: with target, give these in optimizer.options")
         if self.options and self.target is None:
-            raise ValueError("options belong to target: set target too, or leave options out")
+            raise ValueError("options apply only with target: set target too, or leave options out")
         if self.schedule_target is not None and "schedule" in self.model_fields_set:
             raise ValueError("set one of schedule and schedule_target, not both")
         if self.momentum and self.name not in ("sgd", "lars"):
-            raise ValueError(f"momentum belongs to sgd and lars; {self.name} has betas")
+            raise ValueError(f"momentum applies only to sgd and lars; {self.name} has betas")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are {self.betas}: each must be at least 0 and below 1")
         return self

@@ -402,15 +402,15 @@ class CheckpointSection(Section):
                 "'async' or limit_mb_per_s"
             )
         if self.engine == "mpio" and self.page_cache == "bypass":
-            raise ValueError("page_cache = 'bypass' belongs to engine = 'direct' or 'auto'")
+            raise ValueError("page_cache = 'bypass' needs engine = 'direct' or 'auto'")
         if self.weights_from is None and (self.weights_map or not self.weights_strict):
-            raise ValueError("weights_map and weights_strict belong to weights_from")
+            raise ValueError("weights_map and weights_strict need weights_from")
         if self.every is not None and self.failures_per_day is None:
             raise ValueError("every = 'auto' needs failures_per_day: how often the whole job fails")
         if self.every is not None and self.every_minutes is not None:
             raise ValueError("every = 'auto' and every_minutes: leave one of the two out")
         if self.when_busy == "skip" and self.mode == "sync":
-            raise ValueError("when_busy = 'skip' belongs to mode = 'async'")
+            raise ValueError("when_busy = 'skip' needs mode = 'async'")
         if self.keep_best is not None and not self.keep_best.strip(":").endswith((":min", ":max")):
             raise ValueError(
                 f"keep_best is {self.keep_best!r}: write METRIC:min or METRIC:max, such as accuracy:max"

@@ -257,7 +257,8 @@ def _of_the_loss(loss: LossFacts, evidence: list[str], *, matters: bool) -> Find
             text="the loss of a batch is not a mean over parts of it: it compares samples of the batch with each "
                 "other, or uses statistics of them",
             evidence=[f"{_A_BATCH_AND_ITS_THIRDS}: off the mean by {in_percent_or_power(loss.off)}", *evidence],
-            advice="gather what it compares from all ranks, or keep the samples of a rank and its micro-batches fixed",
+            advice="gather from all ranks what the loss compares, or keep the samples of each rank and "
+                "micro-batch fixed",
         )  # fmt: skip
     return None
 
