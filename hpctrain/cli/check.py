@@ -63,8 +63,8 @@ def check_command(
     hpctrain check recipe.toml -n 2 --json > check.json
     hpctrain launch -n 8 --ranks-per-node 4 --host a,b -- hpctrain check recipe.toml
 
-    Exit code 0 if all is equal, 9 if something differs or nothing was compared, else as of hpctrain train. For loops of
-    your own: session.check.
+    Exit code 0 if all is equal, 9 if something differs or nothing was compared, any other as for hpctrain train.
+    For loops of your own: session.check.
     """
     if num_ranks is None:
         _check_here(

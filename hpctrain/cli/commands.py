@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import click
 import typer
 
 _PASSES_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -35,6 +36,7 @@ def add_commands(app: typer.Typer, asked: str | None) -> None:
     """Adds commands to the root: only the command `asked`, since each takes a while to import; all if there is no such
     one.
     """
+    _suggest_once(app)
     names = [name for name in (*_COMMANDS, *_GROUPS) if name == asked] or [*_COMMANDS, *_GROUPS]
     for name in names:
         if name in _COMMANDS:
@@ -42,4 +44,15 @@ def add_commands(app: typer.Typer, asked: str | None) -> None:
             app.command(name, context_settings=settings)(getattr(importlib.import_module(module), function))
         else:
             module, group = _GROUPS[name]
-            app.add_typer(getattr(importlib.import_module(module), group), name=name)
+            group_app = getattr(importlib.import_module(module), group)
+            _suggest_once(group_app)
+            app.add_typer(group_app, name=name)
+
+
+def _suggest_once(app: typer.Typer) -> None:
+    """Leaves suggestions for an unknown command to click, which makes them from 8.4 on, as typer does from 0.20 on."""
+    if hasattr(click.exceptions, "NoSuchCommand"):
+        app.suggest_commands = False
+        for group in app.registered_groups:
+            if group.typer_instance is not None:
+                _suggest_once(group.typer_instance)

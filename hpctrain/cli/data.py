@@ -144,7 +144,7 @@ def index_command(
     if samples is not None and samples not in [kind.value for kind in SampleIs]:
         raise UsageError(f"--samples {samples}: rows, file or groups is expected")
     if tokens is None and (stride is not None or documents is not None):
-        raise UsageError("--stride and --documents belong to --tokens")
+        raise UsageError("--stride and --documents need --tokens")
     with all_ranks() as world, Meter() as meter, warnings.catch_warnings():
         warnings.simplefilter("ignore", ValuesWarning)  # printed below, as notes
         indexed = index_files(

@@ -13,7 +13,10 @@ from hpctrain.errors import ExitCode
 def doctor_command(
     run_directory: Annotated[
         Optional[Path],  # noqa: UP045  (typer evaluates this on Python 3.10)
-        typer.Option("--run-directory", help="Where runs and checkpoints would be written; default: here."),
+        typer.Option(
+            "--run-directory",
+            help="Where runs and checkpoints would be written. Default: the current directory.",
+        ),
     ] = None,
     recipe: Annotated[
         Optional[Path],  # noqa: UP045
@@ -24,14 +27,17 @@ def doctor_command(
     checkpoint_gb: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(
-            "--checkpoint-gb", min=0.0, help="Size of a checkpoint; default: that of the newest one there."
+            "--checkpoint-gb", min=0.0, help="Size of a checkpoint. Default: that of the newest one there."
         ),
     ] = None,
     backend: Annotated[
         str, typer.Option("--backend", help="Communication backend: auto, horovod or mpi.")
     ] = "auto",
     timeout_s: Annotated[
-        float, typer.Option("--timeout-s", min=1.0, help="Give up if the ranks are not connected by then.")
+        float,
+        typer.Option(
+            "--timeout-s", min=1.0, help="Give up if the ranks are not connected after this many seconds."
+        ),
     ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print findings and facts as JSON.")] = False,
 ) -> None:

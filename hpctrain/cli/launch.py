@@ -53,7 +53,10 @@ def launch_command(
         Optional[Path], typer.Option("--hostfile", help="File with one machine per line.")  # noqa: UP045
     ] = None,
     stop_signal: Annotated[
-        StopSignal, typer.Option("--stop-signal", help="What Ctrl-C and SIGTERM become for the ranks.")
+        StopSignal,
+        typer.Option(
+            "--stop-signal", help="Signal that the ranks get when you press Ctrl-C or send SIGTERM."
+        ),
     ] = StopSignal.SIGUSR1,
     fork_server: Annotated[
         Optional[bool],  # noqa: UP045

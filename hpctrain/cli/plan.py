@@ -62,7 +62,7 @@ def plan_command(
     samples of the training data go forward and backward on this machine's CPU. Without data, or if the model is too
     large for this machine, they are left out, and a note says so.
 
-    Exit code: 0 if a way fits, or --memory is not given; 8 if none does, with which a run would end too.
+    Exit code: 0 if a way fits, or --memory is not given; 8 if none does, as a run would end too.
     """
     from hpctrain.bench import parse_size
     from hpctrain.run import load_recipe, memory_document, memory_lines, memory_table, plan_memory

@@ -42,14 +42,15 @@ def report_command(
         Path | None, typer.Option(metavar="FOLDER", help="Write each figure as a PNG file.")
     ] = None,
     scaling: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What `hpctrain bench scaling --json` has written.")
+        Path | None,
+        typer.Option(metavar="FILE", help="A file that `hpctrain bench scaling --json` has written."),
     ] = None,
     link: Annotated[
         str | None,
         typer.Option(
             metavar="RATE",
-            help="Rate of a node's link, as 100gbit, to say how fast its reductions can be [default: what the run has "
-            "measured].",
+            help="Link rate of a node, such as 100gbit, for the shortest possible time of a reduction [default: what "
+            "the run has measured].",
         ),
     ] = None,
     prices: Annotated[
@@ -175,7 +176,8 @@ def _range(text: str) -> tuple[int, int]:
 
 def _print_parts(found: Efficiency, by_rank: list[dict[str, float]]) -> None:
     typer.echo(
-        f"{found.steps} steps of {found.step_s * 1e3:.2f} ms on {found.ranks} ranks; ms in a step, mean of the ranks"
+        f"{found.steps} steps of {found.step_s * 1e3:.2f} ms on {found.ranks} ranks; ms per step, mean over the "
+        "ranks"
     )
     shown = sorted(range(len(by_rank)), key=lambda rank: by_rank[rank]["waiting"])[:_MOST_RANKS]
     typer.echo(f"{'':20}{'ms':>9}{'share':>8}" + "".join(f"{f'rank {rank}':>11}" for rank in sorted(shown)))
@@ -198,7 +200,7 @@ def _print_factors(found: Efficiency, scaling: Scaling | None) -> None:
         rows.insert(0, ("global efficiency", scaling.global_efficiency))
         rows += [
             ("computation scaling", scaling.computation),
-            ("samples/s of a rank", scaling.relative_speed),
+            ("samples/s per rank", scaling.relative_speed),
         ]
     for name, value in rows:
         typer.echo(f"{name:20}{value:9.1%}")
@@ -223,7 +225,9 @@ def top_command(
     every: Annotated[float, typer.Option(min=0.2, metavar="SECONDS", help="Time between two frames.")] = 2.0,
     once: Annotated[
         bool,
-        typer.Option("--once", help="Print one frame and end; so it is where the output is no terminal."),
+        typer.Option(
+            "--once", help="Print one frame and end; this is the default where the output is not a terminal."
+        ),
     ] = False,
 ) -> None:
     """Watch a run in the terminal: step, loss, speed, where the time goes, slow ranks, checkpoints, incidents.
@@ -332,7 +336,7 @@ def trace_command(
 
 
 export_app = typer.Typer(
-    help="""Write a run for programs that keep track of runs, or files for programs that watch them.
+    help="""Export a run to an experiment tracker, or files for monitoring.
 
 \b
   hpctrain export mlflow runs/digits                              into runs/digits/mlflow.db

@@ -65,7 +65,8 @@ def cancel_command(
     now: Annotated[
         bool,
         typer.Option(
-            "--now", help="Do not wait for a save: plain scancel. Ranks have Slurm's KillWait, usually 30 s."
+            "--now",
+            help="Do not wait for a save: plain scancel, which kills the ranks after Slurm's KillWait, usually 30 s.",
         ),
     ] = False,
 ) -> None:
@@ -114,7 +115,7 @@ def resize_command(
     done = resize(directory, nodes=nodes, controller=controller(), overrides=overrides or [])
     after = f"{nodes} node{'s' * (nodes > 1)}"
     if not done.replaced:
-        typer.echo(f"job {done.submission.job_id}: asked to save, and to continue on {after} of its own")
+        typer.echo(f"job {done.submission.job_id}: asked to save, and to continue with {after}")
         return
     typer.echo(f"job {', '.join(done.replaced)}: asked to save and stop")
     typer.echo(f"submitted job {done.submission.job_id} with {after}, to begin after it")
@@ -148,7 +149,8 @@ def submit_command(
         str | None,
         typer.Option(
             metavar="auto|never|PATH",
-            help="As for `hpctrain train`, for the first start. Later ones resume from the newest checkpoint.",
+            help="As for `hpctrain train`, for the job's first start. Later starts resume from the newest "
+            "checkpoint.",
         ),
     ] = None,
     dry_run: Annotated[

@@ -40,37 +40,46 @@ def supervise_command(
         ),
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="Restarts in one allocation; after these the job is queued again.")
+        int,
+        typer.Option(
+            min=0, help="Number of restarts in one allocation; after these the job is queued again."
+        ),
     ] = 10,
     max_without_progress: Annotated[
-        int, typer.Option(min=1, help="Give up after so many restarts in a row without a newer checkpoint.")
+        int, typer.Option(min=1, help="Give up after this many restarts in a row without a newer checkpoint.")
     ] = 3,
     node_budget: Annotated[
-        int, typer.Option(min=1, help="Failures of a node after which it is excluded.")
+        int, typer.Option(min=1, help="Number of failures after which a node is excluded.")
     ] = 2,
     exclude_hours: Annotated[
-        float, typer.Option(min=0, help="For how long, counted from the last of these failures.")
+        float,
+        typer.Option(
+            min=0, help="Hours for which such a node stays excluded, from the last of these failures."
+        ),
     ] = 24.0,
     min_nodes: Annotated[
-        int, typer.Option(min=1, help="With fewer usable nodes the job is queued again.")
+        int, typer.Option(min=1, help="With fewer usable nodes than this the job is queued again.")
     ] = 1,
     start_within_s: Annotated[
         float,
         typer.Option(
             min=1,
-            help="Only for `hpctrain train`: if training has not begun after so long, it counts as a hang.",
+            help="Only for `hpctrain train`: if training has not begun after this many seconds, it counts as a hang.",
         ),
     ] = 300.0,
     check: Annotated[
         Path | None,
-        typer.Option(help="The site's own check of a node, a program: run on each node before each start."),
+        typer.Option(help="The site's program that checks a node: it is run on each node before each start."),
     ] = None,
     check_path: Annotated[
         list[Path] | None,
         typer.Option(help="A path that each node must see before each start; may be repeated."),
     ] = None,
     check_timeout_s: Annotated[
-        float, typer.Option(min=1, help="A node that has not answered the checks by then is not used.")
+        float,
+        typer.Option(
+            min=1, help="A node that has not answered the checks after this many seconds is not used."
+        ),
     ] = 30.0,
     fork_server: Annotated[
         bool | None,

@@ -36,7 +36,9 @@ def name_blocks(model: nn.Module, patterns: Sequence[str]) -> None:
         found |= fitting
     for name, module in found.items():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            raise UsageError(f"blocks name {name}, which only holds others: name these, as {name}.*")
+            raise UsageError(
+                f"blocks name {name}, which only contains other modules: name those instead, as {name}.*"
+            )
         if not any(True for _ in module.parameters()):
             raise UsageError(f"blocks name {name}, which has no parameters: leave it out")
         outer = next((other for other in found if name.startswith(f"{other}.")), None)

@@ -235,7 +235,7 @@ def _gather_ahead(modules: Sequence[Any]) -> None:
     """Makes the model and each block gather the parameters of the next block before their own forward.
 
     Parameters that were gathered for a block that did not run are dropped at the end of the model's forward, since they
-    may be loaded anew before the next forward.
+    may be loaded again before the next forward.
     """
     unused: dict[int, Any] = {}
 
@@ -401,14 +401,14 @@ def check_shardable(model: nn.Module) -> None:
         )
     if getattr(model.forward, "__func__", None) is nn.Module.forward:  # a ModuleList
         raise UsageError(
-            f"{type(model).__name__} has no forward, in which its parameters would be gathered: give a module whose "
-            "forward calls its parts, or shard each part, with an updater each"
+            f"{type(model).__name__} has no forward method, in which FSDP2 would gather its parameters: pass a "
+            "module whose forward calls its parts, or shard each part separately, with one updater per part"
         )
     blocks = repeated_blocks(model)
     for known, name in tied_across(model, blocks):
         raise UsageError(
-            f"{known} and {name} are one parameter, in different blocks, which are sharded apart: untie them, or leave "
-            "shard = 'parameters' out"
+            f"{known} and {name} share one tensor but belong to different blocks, which are sharded separately: "
+            "untie them, or leave shard = 'parameters' out"
         )
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
@@ -434,8 +434,8 @@ def _check_dtypes(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         if dtype != parameter.dtype:
             where = "outside the blocks" if block is None else f"in the block {block}"
             raise UsageError(
-                f"{other} is {dtype} and {name} {parameter.dtype}, both {where}, whose gradients are summed together: "
-                "give them one dtype, or leave shard = 'parameters' out"
+                f"{other} is {dtype} and {name} {parameter.dtype}, both {where}, whose gradients are summed "
+                "together: give them the same dtype, or leave shard = 'parameters' out"
             )
 
 

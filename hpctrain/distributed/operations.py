@@ -195,7 +195,7 @@ def check_sizes(found: int, wanted: int, *, operation: str, num_ranks: int) -> N
     """Raises BufferMismatch unless both numbers of elements are equal. Does not communicate."""
     if found != wanted:
         raise BufferMismatch(
-            f"{operation} over {num_ranks} ranks: tensors of {found} and {wanted} elements do not fit"
+            f"{operation} over {num_ranks} ranks: tensors of {found} and {wanted} elements do not match"
         )
 
 
@@ -245,7 +245,7 @@ def _wide_dtype(dtype: torch.dtype, *, op: str) -> torch.dtype:
         return dtype
     if dtype not in _WIDER:
         raise UsageError(
-            f"{dtype} cannot be reduced over the ranks: convert to one of {[*_SUMMED, *_WIDER]} before"
+            f"{dtype} cannot be reduced over the ranks: convert to one of {[*_SUMMED, *_WIDER]} first"
         )
     return _WIDER[dtype]
 

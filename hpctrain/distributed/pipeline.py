@@ -97,9 +97,9 @@ def divide(model: nn.Module, layers: Sequence[nn.Module], *, num_stages: int) ->
     kind, number = Counter(map(type, layers)).most_common(1)[0]
     if number % num_stages:
         raise UsageError(
-            f"{number} blocks ({kind.__name__}) cannot be split into {num_stages} stages of equally many: use a "
-            f"multiple of {num_stages} blocks, or fewer stages. Two stages are on each rank with schedule = "
-            "'interleaved' and 'zero-bubble', one with 'gpipe' and '1f1b'"
+            f"{number} blocks ({kind.__name__}) cannot be split into {num_stages} stages with equal numbers of "
+            f"blocks: use a multiple of {num_stages} blocks, or fewer stages. Two stages are on each rank with "
+            "schedule = 'interleaved' and 'zero-bubble', one with 'gpipe' and '1f1b'"
         )
     blocks = [place for place, layer in enumerate(layers) if type(layer) is kind]
     starts = [0, *blocks[number // num_stages :: number // num_stages], len(layers)]

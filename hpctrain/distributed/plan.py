@@ -95,7 +95,7 @@ class ParallelPlan:
             )
         if self.tensor > 1 and self.shard not in ("none", "parameters"):
             raise UsageError(
-                f"tensor = {self.tensor} does not go with shard = {self.shard!r}: use 'none' or 'parameters'"
+                f"tensor = {self.tensor} cannot be combined with shard = {self.shard!r}: use 'none' or 'parameters'"
             )
         if self.sequence and self.tensor == 1:
             raise UsageError(

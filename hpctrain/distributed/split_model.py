@@ -115,8 +115,8 @@ def parallelize(
         True if the call has initialised `torch.distributed`; the caller then ends it with `end_process_group`.
 
     Raises:
-        UsageError: On every rank, with nothing changed, if the plan does not fit the model.
-        TopologyError: On every rank, with nothing changed, if the plan does not fit the ranks.
+        UsageError: On every rank, with nothing changed, if the plan does not match the model.
+        TopologyError: On every rank, with nothing changed, if the plan does not match the ranks.
         LaunchError: If there is no MPI.
     """
 
@@ -247,16 +247,16 @@ def _check_blocks(model: nn.Module, kind: Checkpointing) -> dict[str, nn.Module]
     blocks = repeated_blocks(model)
     if not blocks:
         raise UsageError(
-            "activation checkpointing goes by repeated blocks, of which the model has none: put its layers, modules of "
-            "one class with children, into an nn.Sequential or nn.ModuleList, name them (parallel_blocks of the task, "
-            "blocks of a ParallelPlan), or leave activation_checkpointing out"
+            "activation checkpointing works on repeated blocks, but none were found in this model: put its layers "
+            "(modules of one class that have children) into an nn.Sequential or nn.ModuleList, name them "
+            "(parallel_blocks of the task, blocks of a ParallelPlan), or leave activation_checkpointing out"
         )
     for name, block in blocks.items():
         for inner, module in block.named_modules():
             if isinstance(module, _BatchNorm):
                 raise UsageError(
                     f"activation checkpointing would update the running statistics of {name}.{inner} "
-                    f"({type(module).__name__}) twice a step: use another normalisation, such as nn.GroupNorm, or "
+                    f"({type(module).__name__}) twice per step: use another normalisation, such as nn.GroupNorm, or "
                     "leave activation_checkpointing out"
                 )
             if kind == "selective" and getattr(module, "inplace", False):

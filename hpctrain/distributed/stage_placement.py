@@ -50,8 +50,8 @@ def put_in_pipeline(
         True if the call has initialised `torch.distributed`, as in `parallelize`.
 
     Raises:
-        UsageError: On every rank, with nothing changed, if the plan does not fit the model.
-        TopologyError: On every rank, with nothing changed, if the plan does not fit the ranks.
+        UsageError: On every rank, with nothing changed, if the plan does not match the model.
+        TopologyError: On every rank, with nothing changed, if the plan does not match the ranks.
         LaunchError: If there is no MPI.
     """
 
@@ -119,7 +119,7 @@ class _StageRanks:
 
     @classmethod
     def plan(cls, plan: ParallelPlan, topology: Topology) -> _StageRanks:
-        """Places the ranks. Raises TopologyError if they do not fit."""
+        """Places the ranks. Raises TopologyError if they do not match the plan."""
         mesh = ParallelMesh.plan(topology, pipeline=plan.pipeline, tensor=plan.tensor)
         ranks = np.array(mesh.ranks, dtype=np.int64)  # (pipeline, node, local, tensor)
         pipelines = tuple(mesh.pipeline_axis(rank).ranks for rank in ranks[0].ravel().tolist())
@@ -131,8 +131,10 @@ class _StageRanks:
             grid = np.array(rows)
         if any((np.diff(grid, axis=axis) < 0).any() for axis in range(1, grid.ndim)):
             raise TopologyError(
-                f"pipeline = {plan.pipeline} with shard or tensor needs ranks that ascend from node to node, or go "
-                f"round the nodes; they are {[list(node) for node in topology.ranks_by_node]}. Start them by node"
+                f"pipeline = {plan.pipeline} with shard or tensor needs ranks that are numbered node by node, or "
+                "round-robin over the nodes; the ranks of each node here are "
+                f"{[list(node) for node in topology.ranks_by_node]}. Start the ranks so that they are numbered node "
+                "by node"
             )
         stages = tuple(tuple(sorted(stage.ravel().tolist())) for stage in ranks)
         return cls(pipelines=pipelines, stages=stages, grid=grid, data_axes=data_axes)

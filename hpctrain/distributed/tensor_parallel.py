@@ -52,9 +52,9 @@ class SequenceParts:
         length = indices.shape[-1]
         if length % self._num_parts:
             raise UsageError(
-                f"sequence = true with tensor = {self._num_parts}: a sequence of {length} places cannot be split into "
-                f"{self._num_parts} equal parts. Use sequences of {length - length % self._num_parts} places, or leave "
-                "sequence out"
+                f"sequence = true with tensor = {self._num_parts}: a sequence of {length} positions cannot be split "
+                f"into {self._num_parts} equal parts. Use sequences of {length - length % self._num_parts} "
+                "positions, or leave sequence out"
             )
         return indices
 
@@ -261,7 +261,7 @@ def check_tensor_plan(model: nn.Module, plan: TensorPlan, *, tensor: int, sequen
         module = model.get_submodule(name)
         if isinstance(module, nn.Embedding) and (module.padding_idx, module.max_norm) != (None, None):
             raise UsageError(
-                f"{name} has padding_idx or max_norm, with which it cannot be split: make it without"
+                f"{name} has padding_idx or max_norm, with which it cannot be split: make it without these"
             )
         if entry.how in _ON_PARTS:
             _check_on_parts(module, entry, name=name)
@@ -270,8 +270,8 @@ def check_tensor_plan(model: nn.Module, plan: TensorPlan, *, tensor: int, sequen
         for parameter, _ in module.named_parameters(prefix=name):
             if parameter in shared:
                 raise UsageError(
-                    f"{parameter} and {shared[parameter]} are one parameter, which tensor_plan would split with {name} "
-                    f"only: untie them, or leave {name} out of the plan"
+                    f"{parameter} and {shared[parameter]} share one tensor, but tensor_plan splits only {name}: "
+                    f"untie them, or leave {name} out of the plan"
                 )
     if sequence:
         _check_sequence(model, entries, tensor=tensor)
@@ -289,7 +289,7 @@ def _check_split(module: nn.Module, entry: _Entry, *, name: str, tensor: int) ->
     parts = entry.parts or size
     if size % parts:
         raise UsageError(
-            f"tensor_plan: {dimension} = {size} of {name} does not consist of {parts} equal parts"
+            f"tensor_plan: {dimension} = {size} of {name} cannot be divided into {parts} equal parts"
         )
     if parts % tensor:
         what = f"{dimension} = {size}" if entry.parts is None else f"the {parts} parts (heads) of {dimension}"
@@ -324,8 +324,8 @@ def _check_sequence(model: nn.Module, entries: Mapping[str, _Entry], *, tensor: 
         shown = ", ".join(name or "the model itself" for name in absent[:8])
         raise UsageError(
             f"sequence = true: tensor_plan does not name {shown}{', ...' if len(absent) > 8 else ''}. It must name "
-            "each module that has parameters of its own, and each dropout: those that are not split by 'sequence', the "
-            "last by 'sequence-gathered'"
+            "each module that has parameters of its own, and each dropout: name each that is not split with "
+            "'sequence', and the last of them with 'sequence-gathered'"
         )
     if not any(isinstance(model.get_submodule(name), nn.Embedding) for name in entries):
         raise UsageError(
@@ -335,8 +335,8 @@ def _check_sequence(model: nn.Module, entries: Mapping[str, _Entry], *, tensor: 
     for name, entry in entries.items():
         if entry.how in _ON_PARTS and entry.parts is not None and entry.parts % tensor:
             raise UsageError(
-                f"sequence = true: tensor = {tensor} does not divide the sequence of {entry.parts} places of {name}: "
-                "change one of the two, or leave sequence out"
+                f"sequence = true: tensor = {tensor} does not divide the sequence of {entry.parts} positions of "
+                f"{name}: change one of the two, or leave sequence out"
             )
 
 
@@ -411,7 +411,7 @@ def _style_of(module: nn.Module, how: str, *, sequence: bool) -> Any:
 
     embedding = isinstance(module, nn.Embedding)
     if how in _ON_PARTS:
-        # The dimension of the sequence: of a matrix, of indices, of features.
+        # The dimension along which the sequence runs, for a matrix, for indices and for features.
         dimension = 0 if isinstance(module, nn.Linear) else -1 if embedding else -2
         return SequenceParallel(sequence_dim=dimension, use_local_output=True)
     if how == "column":

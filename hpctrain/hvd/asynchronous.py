@@ -284,7 +284,7 @@ def reduce_scatter_rows(
     """
     if op not in (Average, Sum):
         raise HorovodValueError(
-            f"{titled('reducescatter', name)}: it sums or averages, and does not reduce by {op}"
+            f"{titled('reducescatter', name)}: it supports hvd.Sum and hvd.Average, not {op}"
         )
     wholes = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     results: list[torch.Tensor] = []
@@ -427,7 +427,7 @@ def alltoall_async(
     if splits is None and rows % size:
         raise HorovodValueError(f"alltoall of {rows} rows to {size} ranks: give splits")
     if splits is not None and torch.as_tensor(splits).dtype.is_floating_point and len(splits):
-        raise HorovodValueError(f"alltoall: splits are whole numbers, not {torch.as_tensor(splits).dtype}")
+        raise HorovodValueError(f"alltoall: splits must be integers, not {torch.as_tensor(splits).dtype}")
     sent = [rows // size] * size if splits is None else torch.as_tensor(splits).tolist()
     if len(sent) != size or sum(sent) != rows or min(sent) < 0:
         raise HorovodValueError(f"alltoall of {rows} rows to {size} ranks cannot have the splits {sent}")

@@ -117,7 +117,7 @@ class GradientReduction:
         for name, parameter in self._frozen:
             if parameter.grad is not None:
                 raise UsageError(
-                    f"{name!r} did not require a gradient when DistributedOptimizer was made, and has one now: make "
+                    f"{name!r} did not require a gradient when DistributedOptimizer was made, but has one now: make "
                     "the optimizer after changing requires_grad"
                 )
         try:

@@ -384,8 +384,8 @@ def _check_everyone(comm: Any, session: Session) -> None:
     if hasattr(comm, "Get_size") and (comm.Get_size(), comm.Get_rank()) == (session.world_size, session.rank):
         return
     raise UsageError(
-        f"hvd.init(comm={comm}): it takes all {session.world_size} ranks. For operations of some ranks use "
-        "hvd.add_process_set"
+        f"hvd.init(comm={comm}): hpctrain always uses all {session.world_size} ranks. For operations among some of "
+        "the ranks use hvd.add_process_set"
     )
 
 

@@ -17,9 +17,9 @@ from .environment_archive import (
     pack_environment as pack_environment,
 )
 from .failure import (
-    CAUSES as CAUSES,
     LOST_PEER as LOST_PEER,
     LOST_PEER_CODE as LOST_PEER_CODE,
+    OWN_FAILURE_CODES as OWN_FAILURE_CODES,
     STEP_ENDS as STEP_ENDS,
     STOPPED as STOPPED,
     RankFailure as RankFailure,

@@ -30,8 +30,8 @@ def refuse_program_on_stdin(command: Sequence[str]) -> None:
     """
     if reads_program_from_stdin(command):
         raise LaunchError(
-            f"`{' '.join(command)}` reads its program from standard input, which reaches one rank, or one start, only: "
-            f"save the program as a file and launch `{command[0]} FILE`"
+            f"`{' '.join(command)}` reads its program from standard input, but only one rank, or only the first "
+            f"start, gets that input: save the program as a file and launch `{command[0]} FILE`"
         )
 
 

@@ -89,7 +89,7 @@ def pack_environment(
         with_python = places.is_virtual and filesystem_of(places.base).is_shared
     interpreter = places.prefix / "bin" / "python"
     if not interpreter.exists():
-        raise LaunchError(f"{places.prefix} is no Python environment: there is no {interpreter}")
+        raise LaunchError(f"{places.prefix} is not a Python environment: there is no {interpreter}")
     num_files = num_bytes = 0
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)

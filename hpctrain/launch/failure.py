@@ -17,7 +17,7 @@ _SRUN = re.compile(
     rb"srun: error: (?P<node>\S+): tasks? (?P<rank>[\d,-]+): (?P<text>Out Of Memory|[A-Z][a-z0-9 ]+)"
 )
 _SRUN_CODE = re.compile(r"Exited with exit code (\d+)")
-# The ranks' own line at an early end that is no failure.
+# The ranks' own line at an early end that is not a failure.
 STOPPED = re.compile(r"hpctrain: stopped after step \d+ of \d+ \((?P<reason>[^)]*)\); the state is saved")
 # Slurm or srun ends the ranks: a rank that is killed after this line need not be the one that failed.
 STEP_ENDS = re.compile(
@@ -28,7 +28,7 @@ STEP_ENDS = re.compile(
 LOST_PEER = re.compile(r"An error occurred in Socket closed")
 LOST_PEER_CODE = 14
 # Exit codes that no rank has because another one has failed.
-CAUSES = frozenset(
+OWN_FAILURE_CODES = frozenset(
     {
         ExitCode.USAGE, ExitCode.DATA, ExitCode.CHECKPOINT, ExitCode.LAUNCH, ExitCode.DIVERGED,
         ExitCode.OUT_OF_MEMORY,
@@ -119,7 +119,7 @@ class FirstFailure:
         has_lost_peer = self._lost_peer or self._step_ends  # the message on the lost peer may be missing
         if failure.signal is None and failure.exit_code == LOST_PEER_CODE and has_lost_peer:
             return _LOST_ITS_PEER
-        return _WAS_ENDED if self._step_ends and failure.exit_code not in CAUSES else _CAUSE
+        return _WAS_ENDED if self._step_ends and failure.exit_code not in OWN_FAILURE_CODES else _CAUSE
 
 
 def signal_name(number: int) -> str:

@@ -189,7 +189,7 @@ def _exit_code(
     stop_signal: signal.Signals,
     out: IO[str],
 ) -> int:
-    """Prints how the launch ended, and returns its exit code. exit_code: of the launcher; -n after signal n."""
+    """Prints how the launch ended, and returns its exit code. exit_code: the launcher's; -n after signal n."""
     failure = watch.failure
     ignores_stop = watch.stop_asked and failure is not None and failure.signal == stop_signal
     if ignores_stop:
@@ -233,8 +233,8 @@ def _exit_code_of_hydra(exit_code: int, watch: _Watch, hydra: HydraRanks, *, out
         if failure.signal == signal.SIGKILL and (left := hydra.left_before()):
             _say(
                 out,
-                f"before that rank {left[0]} had left with exit code 0: if it did so without MPI_Finalize (os._exit), "
-                "its mpirun has killed the others for that",
+                f"before that rank {left[0]} had left with exit code 0: if it did so without MPI_Finalize "
+                "(os._exit), mpirun has killed the other ranks because of that",
             )
         # MPICH ends with n after signal n, and with the bitwise or of how several ranks ended.
         exit_code = failure.exit_code
@@ -422,8 +422,8 @@ class _Watch:
         elif not self._hydra.send(number):
             _say(
                 self._out,
-                "SIGUSR2 is not handed on: this mpirun would end, and no rank runs on this machine; for a checkpoint "
-                "now create the file save-now in the run's directory",
+                "SIGUSR2 is not passed on, because it would end this mpirun, and no rank runs on this machine; to "
+                "get a checkpoint now, create the file save-now in the run's directory",
             )
 
     def _end_if_asked(self, request: EndRequest | None) -> None:

@@ -63,7 +63,7 @@ def by_axis(run: RunData) -> Table | None:
     if not rows:
         return None
     return Table(
-        name=f"axes-{run.label}", title=f"Places in the model of {run.label}", rows=rows, head="place",
+        name=f"axes-{run.label}", title=f"Positions of {run.label} in the efficiency model", rows=rows, head="place",
         columns=["ranks", *(f"{part.replace('_', ' ')}, ms" for part in _PARTS)],
         note="In a step, the mean over ranks and steps. Bubble: the stages of a rank wait for others.",
     )  # fmt: skip
@@ -192,11 +192,12 @@ def reduction_table(runs: Sequence[RunData], limits: Sequence[ReductionLimit | N
     add("on the wire", lambda limit: limit.wire or None)
     add_level(
         lambda limit: limit.nodes, sends="each node sends at least", rate="rate of a node's link",
-        least="so between nodes at least",
+        least="so the time between nodes is at least",
     )  # fmt: skip
     add_level(
-        lambda limit: limit.ranks, sends="each rank passes to its node's at least", rate="rate of a rank in its node",
-        least="so within a node at least",
+        lambda limit: limit.ranks, sends="each rank sends within its node at least", rate="rate per rank within "
+            "its node",
+        least="so the time within a node is at least",
     )  # fmt: skip
     add("measured: hidden", lambda limit: _scaled(limit.hidden_s, 1e3), format=",.3f", unit="ms")
     add("measured: exposed", lambda limit: _scaled(limit.exposed_s, 1e3), format=",.3f", unit="ms")
@@ -252,7 +253,11 @@ def _memory(run: RunData) -> tuple[float | None, str]:
     """Returns the rate of a rank within its node: its share of the memory's rate, on the slowest node."""
     nodes = zip((run.probe or {}).get("nodes", ()), run.environment["ranks_by_node"], strict=False)
     rates = [float(node["memory_bytes_per_s"]) / len(ranks) for node, ranks in nodes if ranks]
-    return (min(rates), "probe.json, a rank's share of memory") if rates else _calibrated(run, "local")
+    return (
+        (min(rates), "probe.json, a rank's share of the memory bandwidth")
+        if rates
+        else _calibrated(run, "local")
+    )
 
 
 def _calibrated(run: RunData, axis: str) -> tuple[float | None, str]:
@@ -420,7 +425,10 @@ def _reduction_text(run: RunData, exposed: float) -> str:
     if smaller is not None:
         left = (share_of_float32(smaller) or 1.0) / (share_of_float32(wire) or 1.0)
         gain = 1 / (1 - exposed * (1 - left))
-        text += f"; {smaller} on the wire instead of {wire} would give at most {gain:.2f} x, if bytes bind"
+        text += (
+            f"; {smaller} on the wire instead of {wire} would give at most {gain:.2f} x, if the time depends on "
+            "the bytes"
+        )
     return text + "."
 
 
@@ -449,12 +457,12 @@ def _waiting_text(run: RunData, found: Efficiency, waiting: float) -> str:
     factors = found.factors
     text = f"{waiting:.0%} of the step is waiting for slower ranks, "
     if factors.load_balance < factors.serialisation:
-        text += f"mostly for the same ones (load balance {factors.load_balance:.2f})"
+        text += f"mostly for the same ranks (load balance {factors.load_balance:.2f})"
         if run.times is not None:
             slowest = int(own_times(run.times).mean(axis=1).argmax())
             text += f": rank {slowest} on {run.environment['ranks'][slowest]['node']} needs the longest"
     else:
-        text += f"each step for another one (serialisation {factors.serialisation:.2f})"
+        text += f"in each step for a different rank (serialisation {factors.serialisation:.2f})"
     return text + "."
 
 
@@ -465,7 +473,7 @@ def _of_attempts(run: RunData) -> Iterator[Conclusion]:
     share = effective_time(run.attempts).share
     causes = ", ".join(str(attempt.cause.value) for attempt in ended if attempt.cause is not None)
     yield Conclusion(
-        text=f"{share:.0%} of {len(ended)} attempts' time advanced the run (ends: {causes}).",
+        text=f"{share:.0%} of the time of {len(ended)} attempts advanced the run (why they ended: {causes}).",
         source="attempts.jsonl", weight=4, kind="good" if share >= 0.9 else "problem",
     )  # fmt: skip
 

@@ -58,7 +58,7 @@ def sweep_table(sweep: ScalingDocument) -> Table:
     law = f" Fitted: {chosen} ({sweep.fits['why']})." if sweep.fits and chosen else ""
     return Table(
         name="scaling", title=f"Scaling, {sweep.settings.mode}", head="ranks",
-        columns=["nodes", "samples/s", "ms a step", "efficiency", "from", "to", "exposed", "repeats"], rows=rows,
+        columns=["nodes", "samples/s", "ms per step", "efficiency", "from", "to", "exposed", "repeats"], rows=rows,
         note=f"Efficiency relative to {_baseline(sweep)}, with t intervals over the rounds." + law,
     )  # fmt: skip
 
@@ -172,9 +172,7 @@ def make_report(
         conclusions=conclusions,
         tables=[table for table in found if table is not None and table.columns],
         plots=plots_of(runs, sweep=sweep, limits=limits) if with_plots else (),
-        notes=[
-            f"{run.label}: no times of single ranks: {run.why_no_times}" for run in runs if run.why_no_times
-        ],
+        notes=[f"{run.label}: no times per rank: {run.why_no_times}" for run in runs if run.why_no_times],
     )
 
 

@@ -193,7 +193,7 @@ def _parts(runs: Sequence[RunData]) -> Plot | None:
         left += width
     axes.set_yticks(range(len(measured)), [run.label for run, _ in measured])
     axes.invert_yaxis()
-    axes.set_xlabel("ms in a step")
+    axes.set_xlabel("ms per step")
     _legend(figure, columns=4)
     text = "; ".join(
         f"{run.label}: " + ", ".join(
@@ -243,7 +243,7 @@ def _reduction(runs: Sequence[RunData], limits: Sequence[ReductionLimit | None])
     )
     axes.set_yticks(places, [label for label, _ in shown])
     axes.invert_yaxis()
-    axes.set_xlabel("ms in a step")
+    axes.set_xlabel("ms per step")
     _legend(figure, columns=3)
     text = "; ".join(
         f"{label}: at least {1e3 * (limit.least_s or 0):.3g} ms, measured {1e3 * (limit.measured_s or 0):.3g} ms"
@@ -270,7 +270,7 @@ def _ranks(run: RunData) -> Plot | None:
     every = max(1, len(order) // 16)
     axes.set_xticks(range(0, len(order), every), [str(rank) for rank in order[::every]])
     axes.set_xlabel("rank" if len(order) == len(by_rank) else f"the {len(order)} ranks that waited least")
-    axes.set_ylabel("ms in a step")
+    axes.set_ylabel("ms per step")
     _legend(figure, columns=4)
     waiting = by_rank[:, PARTS.index("waiting")]
     return Plot(
@@ -315,7 +315,7 @@ def _efficiency(sweep: ScalingDocument) -> Plot | None:
     text = ", ".join(f"{value:.0f}% on {_counted(ranks)}" for ranks, value in zip(x, y, strict=True))
     return Plot(
         name="efficiency", title=f"Efficiency, {sweep.settings.mode} scaling",
-        text=f"Samples/s of a rank relative to {_counted(sweep.baseline_ranks)}: {text}.", figure=figure,
+        text=f"Samples/s per rank relative to {_counted(sweep.baseline_ranks)}: {text}.", figure=figure,
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def read_prices(path: Path) -> Prices:
     except ValidationError as error:
         first = error.errors()[0]
         raise UsageError(
-            f"--prices {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}; it has two lines, as "
+            f"--prices {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}; write two lines, such as "
             'per_node_hour = 1.5 and currency = "EUR"'
         ) from error
 
@@ -118,7 +118,7 @@ def what_ran(runs: Runs) -> Table:
             row("ranks", lambda run: run.num_ranks),
             row("nodes", lambda run: _shortened(run.environment["node_names"])),
             row("device", lambda run: _of_all(run, "device")),
-            row("threads a rank", lambda run: _of_all(run, "threads")),
+            row("threads per rank", lambda run: _of_all(run, "threads")),
             row("launcher", lambda run: str(run.environment.get("launcher", ""))),
             row("backend", lambda run: str(run.environment.get("backend", ""))),
             row(
@@ -176,7 +176,7 @@ def pop(runs: Runs) -> Table | None:
         )
         rows += [
             row("computation scaling", lambda found: against(found, reference=reference).computation),
-            row("samples/s of a rank", lambda found: against(found, reference=reference).relative_speed),
+            row("samples/s per rank", lambda found: against(found, reference=reference).relative_speed),
         ]
         note += (
             " Global efficiency = parallel efficiency x share of computing x computation scaling. The last two and the "
@@ -204,7 +204,7 @@ def parts(runs: Runs) -> Table | None:
     )
     return Table(
         name="parts", title="Where the time of a step went", columns=[run.label for run, _ in measured], rows=rows,
-        note="ms in a step, mean over ranks and steps; the parts add up to the step.",
+        note="ms per step, mean over ranks and steps; the parts add up to the step.",
     )  # fmt: skip
 
 
@@ -281,7 +281,10 @@ def resources(runs: Runs, *, prices: Prices | None, slurm_j: Mapping[str, float]
     epochs = [len({record["epoch"] for record in run.steps}) for run in runs]
     rows = [
         Row(name="node-hours", values=hours, format=",.4g"),
-        Row(name="node-hours an epoch", values=[_per(h, n) for h, n in zip(hours, epochs, strict=True)], format=",.4g"),
+        Row(
+            name="node-hours per epoch",
+            values=[_per(h, n) for h, n in zip(hours, epochs, strict=True)], format=",.4g",
+        ),
         Row(
             name="effective training time",
             values=[effective_time(run.attempts).share if run.attempts else None for run in runs], format=".1%",
@@ -320,7 +323,9 @@ def _energy_note(runs: Runs) -> str:
         return "No energy counter could be read."
     sources = ", ".join(sorted({source for energy in found for source in energy.joules}))
     missing = sum(run.num_nodes - len(run.energy.ranks) for run in runs if run.energy is not None)
-    note = f"Energy as counted by {sources} on the runs' nodes, also for other jobs there; over all starts."
+    note = (
+        f"Energy counted by {sources} on the runs' nodes over all starts, other jobs on these nodes included."
+    )
     return note + (f" The counters of {missing} nodes could not be read." if missing > 0 else "")
 
 

@@ -197,7 +197,7 @@ class Parts:
 
 
 def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) -> Parts:
-    """Creates the parts. Raises RecipeError if settings do not fit together or the user's `build_model` fails."""
+    """Creates the parts. Raises RecipeError if settings contradict each other or the user's `build_model` fails."""
     tensor_plan = tensor_plan_of(recipe, task)
     session.axes.arrange(
         tensor=recipe.parallel.tensor, pipeline=recipe.parallel.pipeline

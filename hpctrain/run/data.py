@@ -92,7 +92,7 @@ def _open_checked(directory: str, section: DataSection, *, session: Session) -> 
 def order_of(section: DataSection, dataset: Dataset) -> OrderSpec:
     """Returns the order of training samples.
 
-    Reads weights or strata. Raises DataError if they do not fit the dataset.
+    Reads weights or strata. Raises DataError if they do not match the dataset.
     """
     chosen = section.chosen_order
     if chosen == "blocks":

@@ -62,16 +62,16 @@ def resume_run(
     state: TrainingState,
     *,
     path: Path | None,
-    anew: bool,
+    from_scratch: bool,
     session: Session,
     identity: dict[str, Any],
     tiers: Tiers | None,
 ) -> Resumed:
     """Restores `state` from the checkpoint at `path`, or from the run's newest good one. Collective.
 
-    anew: True starts from scratch and restores nothing. Raises CheckpointError on every rank.
+    from_scratch: True starts from scratch and restores nothing. Raises CheckpointError on every rank.
     """
-    if anew:
+    if from_scratch:
         if tiers is not None:
             tiers.forget(comm=session.world)
         return Resumed(position=Position(), path=None)
@@ -119,7 +119,7 @@ def roll_back_run(
         tiers.forget(from_step=step + 1, comm=session.world)
     resumed = resume(state, source=directory, named=False, comm=session.world, identity=identity)
     if moved is not None:
-        say(f"later checkpoints, which may be of the divergence, are in {moved}")
+        say(f"later checkpoints, which may contain the divergence, are in {moved}")
     return resumed
 
 

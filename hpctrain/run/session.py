@@ -295,9 +295,9 @@ class Session:
             plan: What is split, over which ranks.
 
         Raises:
-            UsageError: On every rank, with nothing changed, if the plan does not fit the model.
-            TopologyError: On every rank, with nothing changed, if the plan does not fit the number or placement of the
-                ranks.
+            UsageError: On every rank, with nothing changed, if the plan does not match the model.
+            TopologyError: On every rank, with nothing changed, if the plan does not match the number or placement of
+                the ranks.
             LaunchError: If the plan needs MPI and the session has none.
         """
         timeout_s = self.world.limits.settings.timeout_s

@@ -84,19 +84,19 @@ from hpctrain.train import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resume:
-    """The value of `--resume`: `path` is the checkpoint to resume from, `anew` starts from scratch.
+    """The value of `--resume`: `path` is the checkpoint to resume from, `from_scratch` restores nothing.
 
     With neither, the run resumes from its newest checkpoint.
     """
 
     path: Path | None = None
-    anew: bool = False
+    from_scratch: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Resume:
         """Parses `auto`, `never`, or the path of a checkpoint."""
         if text in ("auto", "never"):
-            return cls(anew=text == "never")
+            return cls(from_scratch=text == "never")
         return cls(path=Path(text))
 
 
@@ -179,7 +179,7 @@ def carry_out(
     limits.configure(usual)
     session.on_close(lambda: release(directory))
     session.world.publish_in(directory / "watch")
-    if resume.anew:
+    if resume.from_scratch:
         _start_anew(recipe, session)
     run = identify_run(directory, checkpoints=checkpoint_directory(recipe), comm=session.world)
     probes = recipe.stragglers.probe == "start"
@@ -237,7 +237,7 @@ def carry_out(
         tiers = open_tiers(recipe, session=session, run=run)
         with in_section(session.world, Section.LOAD):
             resumed = resume_run(
-                recipe, state, path=resume.path, anew=resume.anew, session=session, identity=identity,
+                recipe, state, path=resume.path, from_scratch=resume.from_scratch, session=session, identity=identity,
                 tiers=tiers,
             )  # fmt: skip
         if resumed.path is None:

@@ -76,7 +76,7 @@ def newest_submission(run_directory: Path) -> Submission:
             )
     raise UsageError(
         f"no job of {run_directory} is recorded in {record_path(run_directory)}: submit it with `hpctrain slurm "
-        "submit`, or name the recipe or run directory of another"
+        "submit`, or give the recipe or run directory of a run that was submitted"
     )
 
 
@@ -228,23 +228,27 @@ def _time(text: str) -> str | None:
 
 
 _REASONS = {
-    "Priority": "jobs of higher priority are before it in the queue",
+    "Priority": "jobs of higher priority are ahead of it in the queue",
     "Resources": "it is next, and waits until enough nodes are free",
     "Dependency": "it waits for another job to end",
-    "DependencyNeverSatisfied": "the job that it waits for did not end as asked for, so it will never start: cancel it",
-    "BeginTime": "its time to begin has not come; a job that was queued again waits up to two minutes",
+    "DependencyNeverSatisfied": (
+        "the job that it waits for did not end as slurm.dependency requires, so it will "
+        "never start: cancel it"
+    ),
+    "BeginTime": "its earliest start time has not been reached; a job that was queued again waits up to two minutes",
     "JobHeldUser": "it is held: `scontrol release JOB` lets it start",
     "JobHeldAdmin": "an administrator holds it; so does Slurm after a failed start: ask the site's support",
     "JobArrayTaskLimit": "as many tasks of the array run as it allows at a time",
-    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved, for maintenance before its time limit ends "
-    "perhaps: a shorter slurm.time may fit in before",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved; if they are reserved for maintenance, "
+    "a job with a shorter slurm.time may start before it",
     "PartitionNodeLimit": "it asks for more nodes than the partition gives to one job: lower slurm.nodes",
     "PartitionTimeLimit": "it asks for more time than the partition allows: lower slurm.time",
     "PartitionDown": "the partition is down",
     "PartitionInactive": "the partition is not active",
     "Reservation": "it waits for its reservation to begin",
     "NodeDown": "a node that it needs is down",
-    "BadConstraints": "no node has what it asks for: change slurm.constraint, cpus_per_task or gpus_per_task",
+    "BadConstraints": "no node has the features, cores or GPUs that it asks for: change slurm.constraint, "
+    "cpus_per_task or gpus_per_task",
     "Licenses": "it waits for a licence",
     "Cleaning": "its earlier start is still being cleaned up",
     "launch failed requeued held": "a node could not start it, and it is held: `scontrol release JOB` tries again",

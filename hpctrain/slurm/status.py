@@ -275,7 +275,7 @@ def _describe_time_to_go(progress: Progress, *, left_s: int | None) -> list[str]
 def _describe_attempts(status: RunStatus) -> str:
     text = f"training began {status.progress.num_starts} time{'s' * (status.progress.num_starts != 1)}"
     if status.attempts is None:
-        return f"{text} (no accounting database: nothing is known of attempts that did not come to training)"
+        return f"{text} (no accounting database: attempts that ended before training began are not known)"
     shown = [
         f"{attempt.state} after {_span(attempt.elapsed_s or 0)}"
         for attempt in status.attempts

@@ -249,7 +249,7 @@ def plan_job(
     overrides: options `section.key=value`; those of [slurm] shape the job, the others are passed to the ranks.
     folder: working directory, if it is not that of this process.
 
-    Raises RecipeError or LaunchError if the recipe and the job do not fit together.
+    Raises RecipeError or LaunchError if the recipe and the job contradict each other.
     """
     folder = Path.cwd() if folder is None else folder
     recipe = load_recipe(folder / recipe_path, overrides=overrides)
@@ -316,7 +316,7 @@ def submit_job(
         )
     except SlurmUnavailable as error:
         raise SlurmUnavailable(
-            f"{error}. Look at `squeue --me` first: the job may have been taken"
+            f"{error}. Look at `squeue --me` first: Slurm may have accepted the job"
         ) from error
     except LaunchError:
         script.unlink(missing_ok=True)

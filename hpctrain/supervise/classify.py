@@ -20,9 +20,9 @@ from enum import Enum
 
 from hpctrain.errors import ExitCode
 from hpctrain.launch import (
-    CAUSES,
     LOST_PEER,
     LOST_PEER_CODE,
+    OWN_FAILURE_CODES,
     STEP_ENDS as STEP_ENDS,
     STOPPED as STOPPED,
     RankFailure,
@@ -196,12 +196,9 @@ def says_a_loss(line: str) -> bool:
 # Seconds before the time limit in which a warning may come; SIGTERM comes at the limit itself.
 _WARNED_BEFORE_S = 900.0
 _AT_THE_LIMIT_S = 60.0
-_CAUSE_OF_CODE = {
-    ExitCode.USAGE: Cause.USER_ERROR,
+_CAUSE_OF_CODE: dict[int, Cause] = {  # of other codes: USER_ERROR
     ExitCode.DATA: Cause.DATA,
     ExitCode.CHECKPOINT: Cause.CHECKPOINT,
-    ExitCode.LAUNCH: Cause.USER_ERROR,
-    ExitCode.DIVERGED: Cause.USER_ERROR,
     ExitCode.OUT_OF_MEMORY: Cause.OUT_OF_MEMORY,
 }
 
@@ -266,7 +263,7 @@ def _wanted_end(evidence: Evidence) -> Diagnosis | None:
     left_s = float("inf") if evidence.time_limit is None else evidence.time_limit - evidence.ended
     if evidence.exit_code is None and left_s < _AT_THE_LIMIT_S:
         return Diagnosis(cause=Cause.WALL_CLOCK, reason="the time limit of the job was over")
-    if evidence.exit_code in CAUSES:
+    if evidence.exit_code in OWN_FAILURE_CODES:
         return None  # a rank failed while the others stopped
     if not evidence.signals and (
         evidence.exit_code != ExitCode.STOPPED_EARLY or evidence.overdue_s is not None
@@ -350,7 +347,7 @@ def _by_counter(found: Diagnosis | None, evidence: Evidence) -> Diagnosis | None
     names = ", ".join(evidence.oom_nodes)
     return Diagnosis(
         cause=Cause.OUT_OF_MEMORY,
-        reason=f"the kernel of {names} has ended processes for want of memory",
+        reason=f"the kernel of {names} has killed processes because memory ran out",
         nodes=tuple(evidence.oom_nodes),
     )
 
@@ -415,9 +412,7 @@ def _by_code(code: int, *, text: str, evidence: Evidence) -> Diagnosis | None:
         return _communication(evidence, text=text)
     if code > 128 and not text:
         return Diagnosis(cause=Cause.LOST_RANK, reason=f"a rank was ended by {signal_name(code - 128)}")
-    cause = Cause.USER_ERROR
-    if code in ExitCode.__members__.values():
-        cause = _CAUSE_OF_CODE.get(ExitCode(code), Cause.USER_ERROR)
+    cause = _CAUSE_OF_CODE.get(code, Cause.USER_ERROR)
     reason = text or f"a rank ended with exit code {code}"
     return Diagnosis(cause=cause, reason=reason, error=_fingerprint(reason))
 

@@ -260,7 +260,7 @@ class Supervisor:
             while True:
                 nodes = self._choose(survey)
                 if self._signals:
-                    say(f"{self._signals[0]}: nothing more is started")
+                    say(f"{self._signals[0]}: no further attempt is started")
                     return int(ExitCode.STOPPED_EARLY)
                 if len(nodes) < self._limits.min_nodes:
                     say(

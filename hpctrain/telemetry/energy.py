@@ -90,7 +90,7 @@ class CrayCounter:
     def _read(self) -> int:
         words = self._path.read_text(encoding="ascii").split()
         if len(words) < 2 or words[1] != "J":
-            raise ValueError(f"{self._path} holds {' '.join(words)!r}, which is no energy in J")
+            raise ValueError(f"{self._path} holds {' '.join(words)!r}, which is not an energy in J")
         return int(words[0])
 
 
@@ -117,7 +117,7 @@ class NvmlCounter:
         count = self._asked(self._nvml.nvmlDeviceGetCount)
         self._gpus = [self._asked(self._nvml.nvmlDeviceGetHandleByIndex, index) for index in range(count)]
         if not self._gpus:
-            raise OSError("NVML knows no GPU")
+            raise OSError("NVML lists no GPU")
         self._increases = [Increase(self._millijoules(gpu)) for gpu in self._gpus]
 
     def read_j(self) -> float:
@@ -187,7 +187,7 @@ class RaplCounter:
                 largest = _number(folder / "max_energy_range_uj")
                 self._zones.append((path, Increase(_number(path), wraps_after=largest)))
         if not self._zones:
-            raise FileNotFoundError(f"no zone of RAPL in {root / _FOLDER}")
+            raise FileNotFoundError(f"no RAPL zone in {root / _FOLDER}")
 
     def read_j(self) -> float:
         return sum(increase.to(_number(path)) for path, increase in self._zones) / 1e6
@@ -274,7 +274,11 @@ class EnergyMeter:
             try:
                 now_j = counter.read_j()
             except (OSError, ValueError) as error:
-                print(f"hpctrain: no more energy of {counter.source}: {error}", file=sys.stderr, flush=True)
+                print(
+                    f"hpctrain: the energy counter of {counter.source} is no longer read: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 self._counters.remove(counter)
                 continue
             joules[counter.source] = now_j - self._before_j[counter.source]

@@ -117,7 +117,11 @@ class RecordWriter:
                 data = data[self._file.write(data) :]
         except OSError as error:
             # A full disk must not end the training.
-            print(f"hpctrain: no more records in {self._path}: {error.strerror}", file=sys.stderr, flush=True)
+            print(
+                f"hpctrain: no further records go to {self._path}: {error.strerror}",
+                file=sys.stderr,
+                flush=True,
+            )
             self._ended = True
 
 

@@ -60,7 +60,7 @@ class Sinks:
         try:
             self._sinks.append(make())
         except Exception as error:
-            self._warn(f"no {name}: {_describe(error)}; training goes on without it")
+            self._warn(f"the {name} could not be opened: {_describe(error)}; training goes on without it")
 
     def receive(self, record: Record) -> None:
         """Passes a record to all sinks. Does not raise."""

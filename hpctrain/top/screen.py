@@ -94,7 +94,9 @@ def _progress(state: RunState) -> Text:
     if state.to_go_s is not None:
         found.append(f"to go {in_words(state.to_go_s)}")
     if state.left_s is not None:
-        found.append(f"time limit in {in_words(state.left_s)}" if state.left_s > 0 else "time limit is over")
+        found.append(
+            f"time limit in {in_words(state.left_s)}" if state.left_s > 0 else "time limit has passed"
+        )
     return _line("step", "  ".join(found))
 
 

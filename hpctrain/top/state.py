@@ -295,7 +295,7 @@ def _quantiles(steps: Sequence[RecordedStep]) -> tuple[float, float, float] | No
 
 
 def _parts(history: RunHistory, steps: Sequence[RecordedStep]) -> tuple[Mapping[str, float], str]:
-    """Returns the shares of a step, and whose they are: of all ranks if they have been compared, else of rank 0."""
+    """Returns the shares of a step, and which ranks they are for: all ranks if they have been compared, else rank 0."""
     found = history.efficiency
     if found is not None and found["step_s"] > 0:
         # Versions before pipelines recorded no bubble.
@@ -371,7 +371,7 @@ def _notes(files: RunFiles) -> list[str]:
         unit, scale = ("MB/s", 1e-6) if slow["cause"] == "network" else ("ms", 1e3)
         found.append(
             f"slow now: {slow['cause']} of ranks {ranks} on {', '.join(slow['nodes'])}: {scale * slow['value']:,.3g} "
-            f"{unit}, usual {scale * slow['usual']:,.3g}; the others wait {1e3 * slow['wait_s']:,.3g} ms a step"
+            f"{unit}, usual {scale * slow['usual']:,.3g}; the others wait {1e3 * slow['wait_s']:,.3g} ms per step"
         )
     if files.micro_batch is not None:
         found.append(

@@ -61,7 +61,7 @@ def train(where: Path, *, num_ranks: int) -> CommandResult:
     [
         (
             "sleep",
-            r"has used no processor for \d+ s, and it waits in no operation \(step\)",
+            r"has used no CPU time for \d+ s, and it waits in no operation \(step\)",
             r"rank 1 is at faulty_tasks.py:\d+ be_late < faulty_tasks.py:\d+ loss < hpctrain/",
         ),
         ("stop", "is stopped", r"rank 1: no stack: interpreter blocked \(the process is stopped\)"),
@@ -75,7 +75,7 @@ def test_a_hung_rank_is_named_soon_after_the_limit_that_follows_from_the_steps(
     assert result.returncode == ExitCode.COMMUNICATION, result.stderr
     # On a busy machine a step may take so long that 10 of them are more than the least limit.
     because = r"= 10 x the slowest of the last \d+, [\d.]+ s"
-    because = rf"(?:{because}|, the least by limits.least_s; {because[2:]}, is less)"
+    because = rf"(?:{because}|, the minimum by limits.least_s; {because[2:]}, is less)"
     limit = re.search(
         rf"in step 60 for .* \(limit of a step (\S+) s ?{because}; rank 1 on \S+ {why}\)", result.stderr
     )

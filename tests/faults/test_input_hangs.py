@@ -80,9 +80,9 @@ def test_c_code_that_holds_the_lock_is_ended_and_named(kind: str, text: str) -> 
     _, err = loop.communicate(timeout=300)
     assert loop.returncode == ExitCode.COMMUNICATION, (kind, err)
     assert re.search(
-        r"rank 0 on \S+ ends\nits Python interpreter has been blocked for [\d.]+ s by C code that holds Python's "
-        rf"lock: no stacks\. Being made when it began: .*samples from 12 of epoch 0 on, {text} \(this rank's 4 samples "
-        r"have the indices 12, 13, 14, 15\)",
+        r"rank 0 on \S+ ends\nits Python interpreter has been blocked for [\d.]+ s by C code that holds "
+        rf"the GIL: no stacks\. What this rank was preparing when it blocked: .*samples from 12 of epoch 0 on, {text} "
+        r"\(this rank's 4 samples have the indices 12, 13, 14, 15\)",
         err,
     ), err
 

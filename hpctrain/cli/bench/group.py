@@ -56,21 +56,33 @@ def allreduce_command(
     wires: Annotated[str, typer.Option(help="Wire formats separated by commas; all: fp32 and fp16.")] = "all",
     backend: Annotated[str, typer.Option(help="auto, horovod, mpi or serial.")] = "auto",
     device: Annotated[str, typer.Option(help="Where the gradients are: auto, cpu, cuda or cuda:0.")] = "cpu",
-    repeats: Annotated[int, typer.Option(min=1, help="Measured rounds over all cells.")] = 10,
-    warmup: Annotated[int, typer.Option(min=0, help="Rounds before them, not counted.")] = 2,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Measured rounds; each measures every combination once.")
+    ] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Warm-up rounds, which are not counted.")] = 2,
     in_flight: Annotated[
         int,
-        typer.Option(min=1, help="Buckets of this size in flight at once; the bytes of all of them count."),
+        typer.Option(
+            min=1,
+            help="Buckets that are reduced at the same time, each of the given size; their bytes are added up.",
+        ),
     ] = 1,
     link_mbit: Annotated[
         Optional[str],  # noqa: UP045  (typer evaluates this on Python 3.10)
-        typer.Option(metavar="MBIT|measure", help="Rate of a node's link in Mbit/s, for the bound on time."),
+        typer.Option(
+            metavar="MBIT|measure",
+            help="Link rate of a node in Mbit/s, from which the lower bound on the time is computed.",
+        ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the gradients and of the order of the cells.")
+        int, typer.Option(min=0, help="Seed of the gradients and of the order of the combinations.")
     ] = 0,
     timeout_s: Annotated[
-        float, typer.Option(min=1.0, help="An operation that takes longer ends the measurement with code 6.")
+        float,
+        typer.Option(
+            min=1.0,
+            help="If an operation takes longer than this many seconds, the measurement ends with code 6.",
+        ),
     ] = 300.0,
     json_path: Annotated[
         Optional[Path],  # noqa: UP045
@@ -166,7 +178,7 @@ def step_command(
         ),
     ] = "strong,weak",
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of each run.")] = 50,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps before them, not counted.")] = 10,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Warm-up steps, which are not counted.")] = 10,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each configuration.")] = 3,
     overrides: Annotated[
         Optional[list[str]],  # noqa: UP045
@@ -248,7 +260,11 @@ def nodes_command(
         str, typer.Option(help="Whose memory and arithmetic: auto, cpu, cuda or cuda:0.")
     ] = "auto",
     timeout_s: Annotated[
-        float, typer.Option(min=1.0, help="An operation that takes longer ends the measurement with code 6.")
+        float,
+        typer.Option(
+            min=1.0,
+            help="If an operation takes longer than this many seconds, the measurement ends with code 6.",
+        ),
     ] = 300.0,
     json_path: Annotated[
         Optional[Path],  # noqa: UP045

@@ -20,7 +20,7 @@ def predict_command(
         list[Path],
         typer.Option(
             help="A document of `hpctrain bench allreduce --json`, or the directory of a training run on one node or "
-            "on a pair; give the option once for each, at least one document and one run on one node."
+            "on a pair. May be repeated; at least one document and one run on one node are needed."
         ),
     ],
     nodes: Annotated[
@@ -29,7 +29,7 @@ def predict_command(
     link: Annotated[
         Optional[str],  # noqa: UP045  (typer evaluates this on Python 3.10)
         typer.Option(
-            metavar="RATE", help="Nominal rate of a node's link, as 100gbit [default: the calibration's]."
+            metavar="RATE", help="Nominal link rate of a node, such as 100gbit [default: the calibration's]."
         ),
     ] = None,
     ranks_per_node: Annotated[
@@ -39,7 +39,8 @@ def predict_command(
     algorithm: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            help="As reduction.algorithm of a recipe, but auto [default: the run's, on one rank hierarchical]."
+            help="As reduction.algorithm of a recipe, except auto [default: the run's; hierarchical for a run on one "
+            "rank]."
         ),
     ] = None,
     wire: Annotated[
@@ -52,15 +53,15 @@ def predict_command(
     ] = None,
     batch_per_rank: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Samples of a rank in a step [default: the run's]."),
+        typer.Option(min=1, help="Samples per rank and step [default: the run's]."),
     ] = None,
     sample_bytes: Annotated[
-        float, typer.Option(min=0.0, help="Bytes that a rank reads for a sample from the shared filesystem.")
+        float, typer.Option(min=0.0, help="Bytes per sample that a rank reads from the shared filesystem.")
     ] = 0.0,
     storage: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            metavar="RATE", help="Rate of the shared filesystem for all nodes together, as 400gbit."
+            metavar="RATE", help="Rate of the shared filesystem for all nodes together, such as 400gbit."
         ),
     ] = None,
     nodes_share_cores: Annotated[
@@ -86,8 +87,9 @@ def predict_command(
     hpctrain bench predict --calibration pair.json --calibration runs/a --nodes 1..4096 --link 100gbit
     hpctrain bench predict --calibration pair.json --calibration runs/a --wire fp16 --bucket-mb 16 --plot curve.svg
 
-    The batch of each rank stays the same. efficiency: samples/s of a rank, relative to one rank alone. binds: what,
-    if it were free, would shorten the step most, and by how much. 90 %: from the errors of the fitted constants.
+    The batch of each rank stays the same. efficiency: samples/s per rank, relative to one rank alone. binds:
+    the part of the step without which the step would be shortest, and by how much. 90 %: interval from the errors of
+    the fitted constants.
     """
     from hpctrain.bench import check_plot, check_writable, write_document
     from hpctrain.scaling import (
@@ -133,7 +135,7 @@ def predict_command(
         else f"{8 * found.link_bytes_per_s / 1e9:g} Gbit/s"
     )
     title = (
-        f"predicted: {per_node} rank{'s' if per_node > 1 else ''} a node, {workload.samples} samples each, "
+        f"predicted: {per_node} rank{'s' if per_node > 1 else ''} per node, {workload.samples} samples each, "
         f"{setup.algorithm}, {setup.wire} on the wire, {workload.gradient_bytes / 1e6:.3g} MB of gradients, {at}"
     )
     fitted = f"fit of the all-reduces: residual {found.fit.residual:.1%}"
@@ -167,7 +169,9 @@ def failures_command(
     spares: Annotated[
         str, typer.Option(help="Numbers of spare nodes in the job, separated by commas.")
     ] = "0,1,2,4",
-    restart_s: Annotated[float, typer.Option(min=0.0, help="Seconds to start the ranks and load.")] = 300.0,
+    restart_s: Annotated[
+        float, typer.Option(min=0.0, help="Seconds to start the ranks and load the checkpoint.")
+    ] = 300.0,
     detect_s: Annotated[float, typer.Option(min=0.0, help="Seconds until a failure is noticed.")] = 60.0,
     repair_hours: Annotated[float, typer.Option(min=0.0, help="Hours until a failed node is back.")] = 4.0,
     queue_hours: Annotated[

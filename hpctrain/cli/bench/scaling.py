@@ -43,7 +43,7 @@ def scaling_command(
         ),
     ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of each run.")] = 50,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps before them, dropped.")] = 10,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Warm-up steps, which are not counted.")] = 10,
     repeats: Annotated[
         int, typer.Option(min=1, help="Rounds, at least 5; each has one run of every size.")
     ] = 5,
@@ -91,7 +91,7 @@ def scaling_command(
     ] = False,
     at_most: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, metavar="ROUNDS", help="End after so many more rounds; --resume continues."),
+        typer.Option(min=1, metavar="ROUNDS", help="End after this many more rounds; --resume continues."),
     ] = None,
 ) -> None:
     """Measure how training steps of RECIPE scale with the number of ranks, with intervals and fitted laws.
@@ -232,7 +232,9 @@ FELL = 1  # exit code, as of diff(1)
 
 def compare_command(
     old: Annotated[Path, typer.Argument(help="A document of `bench scaling` or `bench step`.")],
-    new: Annotated[Path, typer.Argument(help="Another one, of the same sizes.")],
+    new: Annotated[
+        Path, typer.Argument(help="A document of the same kind and sizes, to compare with the first.")
+    ],
     threshold: Annotated[
         float, typer.Option(min=0.0, max=0.99, help="Relative decrease that is tolerated, such as 0.02.")
     ] = 0.0,
@@ -240,7 +242,10 @@ def compare_command(
         float,
         typer.Option(min=0.0001, max=0.5, help="Probability of a false alarm among all figures together."),
     ] = 0.05,
-    seed: Annotated[int, typer.Option(min=0, help="Of the arrangements that are drawn, if they are.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(min=0, help="Seed of the random permutations, if there are too many to try them all."),
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare the samples/s of two measurements, and end with 1 if a figure fell by more than its noise.
@@ -290,7 +295,7 @@ RecipePath = Annotated[Path, typer.Argument(help="The recipe, a TOML file.")]
 Ranks = Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")]
 Weak = Annotated[bool, typer.Option("--weak", help="Weak scaling: the recipe's global batch for each rank.")]
 Steps = Annotated[int, typer.Option(min=1, help="Measured steps of each run.")]
-WarmupSteps = Annotated[int, typer.Option(min=0, help="Steps before them, dropped.")]
+WarmupSteps = Annotated[int, typer.Option(min=0, help="Warm-up steps, which are not counted.")]
 Repeats = Annotated[int, typer.Option(min=5, help="Runs of each size.")]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045

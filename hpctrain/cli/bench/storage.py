@@ -48,7 +48,7 @@ def checkpoint_command(
         ),
     ] = Path("."),
     repeats: Annotated[int, typer.Option(min=1, help="Measured rounds; each times every method once.")] = 7,
-    warmup: Annotated[int, typer.Option(min=0, help="Rounds before them, not counted.")] = 1,
+    warmup: Annotated[int, typer.Option(min=0, help="Warm-up rounds, which are not counted.")] = 1,
     cold: Annotated[
         bool, typer.Option("--cold", help="Drop the files from the page cache before reading them.")
     ] = False,
@@ -57,7 +57,11 @@ def checkpoint_command(
         int, typer.Option(min=0, help="Seed of the state's values and of the methods' order.")
     ] = 0,
     timeout_s: Annotated[
-        float, typer.Option(min=1.0, help="An operation that takes longer ends the measurement with code 6.")
+        float,
+        typer.Option(
+            min=1.0,
+            help="If an operation takes longer than this many seconds, the measurement ends with code 6.",
+        ),
     ] = 300.0,
     json_path: Annotated[
         Optional[Path],  # noqa: UP045  (typer evaluates this on Python 3.10)
@@ -196,12 +200,17 @@ def data_command(
     ] = 5,
     warmup: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=0, help="Rounds before them, not counted [default: 1; cold: 0]."),
+        typer.Option(min=0, help="Warm-up rounds, which are not counted [default: 1; with --cold 0]."),
     ] = None,
     step_ms: Annotated[
-        float, typer.Option(min=0.0, help="Length of the training step that waits for batches.")
+        float,
+        typer.Option(
+            min=0.0, help="Duration in ms of the simulated training step that waits for each batch."
+        ),
     ] = 100.0,
-    steps: Annotated[int, typer.Option(min=0, help="Steps in which to measure that wait; 0: none.")] = 20,
+    steps: Annotated[
+        int, typer.Option(min=0, help="Number of such steps in which the wait is measured; 0: none.")
+    ] = 20,
     threads: Annotated[
         int, typer.Option(min=1, help="Threads of the loader, as data.threads of a recipe.")
     ] = 1,
@@ -229,7 +238,7 @@ def data_command(
     hpctrain bench data volumes --order sequential --cold
 
     loader: batches as in training. gather: only the reads of these batches. raw: the bytes of the same samples from
-    memory maps (chunked data: the stored chunks); "of raw" is the raw reading's time over the reader's.
+    memory maps (chunked data: the stored chunks); "of raw" is the time of the raw reading divided by the reader's.
     """
     from hpctrain.bench import (
         Cache,

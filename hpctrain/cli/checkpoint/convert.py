@@ -102,7 +102,8 @@ def import_command(
     key: Annotated[
         str | None,
         typer.Option(
-            help="Entry with the state dict, if the file holds more than that [default: state_dict of Lightning's]."
+            help="Key of the state dict, if the file holds more than that [default: state_dict, as in Lightning's "
+            "files]."
         ),
     ] = None,
     strip: Annotated[
@@ -111,7 +112,9 @@ def import_command(
             help="Only tensors whose names begin with this; it is removed, before --prefix is added."
         ),
     ] = "",
-    files: Annotated[int, typer.Option(min=1, help="More than 1: a folder of this many files.")] = 1,
+    files: Annotated[
+        int, typer.Option(min=1, help="Number of files; more than 1: a folder of this many files.")
+    ] = 1,
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace an existing checkpoint of this step.")
     ] = False,
@@ -203,7 +206,9 @@ def import_dcp_command(
     under: Annotated[
         str, typer.Option(help="Import only the keys below this one, such as app or model.")
     ] = "",
-    files: Annotated[int, typer.Option(min=1, help="More than 1: a folder of this many files.")] = 1,
+    files: Annotated[
+        int, typer.Option(min=1, help="Number of files; more than 1: a folder of this many files.")
+    ] = 1,
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace an existing checkpoint of this step.")
     ] = False,

@@ -131,7 +131,10 @@ def prune_command(
     ] = None,
     unfinished: Annotated[
         bool,
-        typer.Option("--unfinished", help="Delete also files of killed saves. Not while a run saves there."),
+        typer.Option(
+            "--unfinished",
+            help="Also delete files that killed saves have left. Do not use this while a run saves there.",
+        ),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Delete nothing; print what would be deleted.")

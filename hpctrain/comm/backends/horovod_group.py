@@ -103,7 +103,7 @@ class HorovodGroup(Attributes):
         check_buffer(buffer, operation=operation, rank=self.rank)
         if buffer.dtype is torch.bfloat16:
             raise CommunicationError(
-                f"{operation} on rank {self._members[self._rank]}: Horovod has no bfloat16: use the wire "
+                f"{operation} on rank {self._members[self._rank]}: Horovod does not support bfloat16: use the wire "
                 "format fp16 or fp32, or the backend mpi"
             )
 

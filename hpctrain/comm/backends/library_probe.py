@@ -45,8 +45,9 @@ def explain_failure(error: Exception) -> tuple[str, str]:
     by = "" if chosen is None else f" ({chosen}={os.environ[chosen]})"
     return (
         f"mpi4py is installed for {has}, not for the MPI library that it found{by}",
-        "libmpi_abi.so and others of the MPI ABI need an mpi4py built for them: name the MPI's own library instead "
-        "(libmpi.so.12 of MPICH and Intel MPI, libmpi.so.40 of Open MPI) in MPI4PY_LIBMPI, or leave that unset",
+        "libmpi_abi.so and other libraries with the MPI ABI need an mpi4py that is built for that ABI: set "
+        "MPI4PY_LIBMPI to the native library of the MPI (libmpi.so.12 of MPICH and Intel MPI, libmpi.so.40 of Open "
+        "MPI), or unset it",
     )
 
 

@@ -381,7 +381,8 @@ class MpiMessages:
     def _other_length(self, found: str, status: Any) -> CommunicationError:
         return CommunicationError(
             f"rank {self._comm.Get_rank()} of the group has received a message of {found} that its tensor has, from "
-            f"rank {status.Get_source()} with tag {status.Get_tag()}: send and receive tensors of one size and dtype"
+            f"rank {status.Get_source()} with tag {status.Get_tag()}: send and receive tensors of the same size and "
+            "dtype"
         )
 
     def wait(self, pending: Pending, *, what: str) -> None:

@@ -121,8 +121,8 @@ class MpiTransport:
         if total > least_free:
             raise CommunicationError(
                 f"the ranks of node {self._topology.node_names[self._topology.node_of(self._rank)]} need "
-                f"{total / 1e6:.0f} MB of shared memory, {SHARED_MEMORY} has {least_free / 1e6:.0f} MB free: make it "
-                "larger (containers: --shm-size), or choose the algorithm direct or flat",
+                f"{total / 1e6:.0f} MB of shared memory, but {SHARED_MEMORY} has only {least_free / 1e6:.0f} MB "
+                "free: make it larger (containers: --shm-size), or choose the algorithm direct or flat",
                 agreed=False,
             )
 

@@ -65,9 +65,9 @@ def open_world(
     `running_horovod.why_no_nccl`).
     device: the recipe's device; with `cpu`, GPUs are ignored.
 
-    Raises UsageError for an unknown backend; LaunchError if the backend cannot be loaded or does not fit the number of
-    ranks, or if a container hides other ranks; TopologyError if the backend and the launcher disagree on the number of
-    ranks.
+    Raises UsageError for an unknown backend; LaunchError if the backend cannot be loaded or does not match the number
+    of ranks, or if a container hides other ranks; TopologyError if the backend and the launcher disagree on the number
+    of ranks.
     """
     if identity is None:
         identity = identify(os.environ, socket.gethostname())
@@ -183,7 +183,9 @@ def _open_best(identity: RankIdentity, algorithm: str | None, device: str) -> Op
     without = [rank for rank, (_, text) in enumerate(found) if text is not None]
     if not without:
         asked = (
-            f"{algorithm} was asked for" if algorithm in NCCL_VARIABLES else "NCCL sums in the memory of GPUs"
+            f"{algorithm} was asked for"
+            if algorithm in NCCL_VARIABLES
+            else "NCCL sums directly in GPU memory"
         )
         return _over_mpi(mpi, algorithm, reason=asked)
     where = "" if len(without) == mpi.num_ranks else f" on {describe_ranks(without)}"
@@ -203,8 +205,12 @@ def _why_not_on_gpus() -> str | None:
 
     hvd = load_horovod()
     if not hvd.nccl_built():
-        return "it is built without NCCL (HOROVOD_GPU_OPERATIONS=NCCL when it is built)"
-    return None if hvd.mpi_built() else "it is built without MPI (HOROVOD_WITH_MPI=1 when it is built)"
+        return "Horovod was built without NCCL (set HOROVOD_GPU_OPERATIONS=NCCL when you build it)"
+    return (
+        None
+        if hvd.mpi_built()
+        else "Horovod was built without MPI (set HOROVOD_WITH_MPI=1 when you build it)"
+    )
 
 
 def _has_mpi4py() -> bool:

@@ -105,19 +105,19 @@ def why_no_nccl(
     build: Horovod's capabilities; None if the backend is not Horovod.
     """
     if build is None:
-        return "only Horovod has it, and the backend is another one"
+        return "only Horovod provides it, and this run uses another backend"
     if not build.nccl:
-        return "this Horovod is built without NCCL (HOROVOD_GPU_OPERATIONS=NCCL when it is built)"
+        return "this Horovod was built without NCCL (set HOROVOD_GPU_OPERATIONS=NCCL when you build it)"
     if device_type != "cuda":
-        return f"NCCL sums in the memory of GPUs, the run's device is {device_type}"
+        return f"NCCL needs GPUs, but the run's device is {device_type}"
     if algorithm == "nccl-hierarchical" and not build.mpi:
-        return "Horovod uses MPI between nodes in it, and runs over Gloo here"
+        return "with it Horovod communicates between nodes over MPI, but here Horovod runs over Gloo"
     if topology.emulated:
-        return "the nodes are emulated, and Horovod counts the real ones"
+        return "the nodes are emulated, but Horovod sees only the real ones"
     if topology.num_nodes == 1:
         return "all ranks are on one node"
     if len({len(ranks) for ranks in topology.ranks_by_node}) > 1:
-        return f"it needs equally many ranks on each node, here are {topology.describe()}"
+        return f"it needs the same number of ranks on each node, but this run has {topology.describe()}"
     if build.nccl_asked != algorithm:
         other = f"with {build.nccl_asked}" if build.nccl_asked else "without it"
         return f"Horovod was started {other}, and reads {NCCL_VARIABLES[algorithm]} only when it starts"

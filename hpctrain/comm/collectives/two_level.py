@@ -69,8 +69,8 @@ def make_two_level(world: World, topology: Topology) -> TwoLevel:
     """
     if topology.num_ranks != world.num_ranks:
         raise TopologyError(
-            f"the topology places {topology.num_ranks} ranks ({topology.describe()}), "
-            f"the world has {world.num_ranks}: make it from the node names of all ranks",
+            f"the topology places {topology.num_ranks} ranks ({topology.describe()}), but the world has "
+            f"{world.num_ranks}: make the topology from the node names of all ranks",
             agreed=True,
         )
     node_groups = topology.groups("node")

@@ -56,8 +56,8 @@ def check_counts(num_elems: int, *, counts: Sequence[int], operation: str, rank:
         )
     if sum(counts) != num_elems:
         raise BufferMismatch(
-            f"{operation} on rank {rank}: counts {list(counts)} add up to {sum(counts)}, "
-            f"the buffer has {num_elems} elements"
+            f"{operation} on rank {rank}: counts {list(counts)} add up to {sum(counts)}, but the buffer has "
+            f"{num_elems} elements"
         )
 
 
@@ -73,8 +73,8 @@ def check_part(part: torch.Tensor, *, counts: Sequence[int], rank: int, num_rank
     check_counts(sum(counts), counts=counts, operation="all_gather", rank=rank, num_ranks=num_ranks)
     if part.numel() != counts[rank]:
         raise BufferMismatch(
-            f"all_gather on rank {rank}: counts give {counts[rank]} elements for this rank, "
-            f"its part has {part.numel()}"
+            f"all_gather on rank {rank}: counts give {counts[rank]} elements for this rank, but its part has "
+            f"{part.numel()}"
         )
 
 
@@ -85,8 +85,8 @@ def check_out(out: torch.Tensor | None, *, part: torch.Tensor, counts: Sequence[
     check_buffer(out, operation="all_gather", rank=rank)
     if out.numel() != sum(counts) or out.dtype != part.dtype or out.device != part.device:
         raise BufferMismatch(
-            f"all_gather on rank {rank}: {sum(counts)} elements of {part.dtype} on {part.device} do not fit into a "
-            f"tensor of {out.numel()} elements of {out.dtype} on {out.device}"
+            f"all_gather on rank {rank}: {sum(counts)} elements of {part.dtype} on {part.device} cannot be gathered "
+            f"into a tensor of {out.numel()} elements of {out.dtype} on {out.device}"
         )
 
 
@@ -112,7 +112,7 @@ def check_exchange(
     )
     if send_counts[rank] != receive_counts[rank]:
         raise BufferMismatch(
-            f"all_to_all on rank {rank}: it sends itself {send_counts[rank]} elements and receives "
+            f"all_to_all on rank {rank}: it sends itself {send_counts[rank]} elements, but receives "
             f"{receive_counts[rank]} from itself"
         )
 

@@ -128,8 +128,8 @@ def _refuse_second_program(folder: Path | None, identity: RankIdentity) -> None:
         return
     if before not in ("", str(os.getpid())):
         raise LaunchError(
-            f"rank {identity.rank} has run another program before, which started hpctrain as process {before}, and MPI "
-            f"starts only once in each rank that {identity.launcher} starts: give each program a launch of its own"
+            f"rank {identity.rank} has already run another program that used hpctrain (process {before}), but MPI "
+            f"can be started only once in each rank that {identity.launcher} starts: launch each program separately"
         )
 
 
@@ -201,7 +201,7 @@ def _report(found: Mapping[str, Any]) -> None:
         time.sleep(_OTHERS_LEAVE_AFTER_S)
         return
     lines = [
-        f"hpctrain: rank {found['rank']} on {socket.gethostname()} has waited {found['limit_s']:.1f} s in its start "
+        f"hpctrain: rank {found['rank']} on {socket.gethostname()} has waited {found['limit_s']:.1f} s at its start "
         f"for the other ranks (timeout_s = {found['timeout_s']:g}) and ends the run",
         *_describe_nodes(known, here, found),
         f"each of the {found['num_ranks']} ranks that {found['launcher']} started must start hpctrain (hpctrain.init, "
@@ -227,8 +227,8 @@ def _end_step(step: str) -> None:
         failure = str(error)
     if failure:
         sys.stderr.write(
-            f"hpctrain: scancel {step}: {failure}. Without --kill-on-bad-exit=1 srun waits for absent ranks whose "
-            "processes run: end it\n"
+            f"hpctrain: scancel {step}: {failure}. Without --kill-on-bad-exit=1 srun keeps waiting for the absent "
+            "ranks whose processes still run: end that job step by hand\n"
         )
         sys.stderr.flush()
 
@@ -298,8 +298,8 @@ def _describe_nodes(
         )
     elif not lines and silent:
         lines.append(
-            f"all ranks of {socket.gethostname()} wait ({_listed(here.waiting)}): absent are ranks of other nodes, or "
-            "the network between the nodes does not connect them (`hpctrain doctor` tests it)"
+            f"all ranks of {socket.gethostname()} wait ({_listed(here.waiting)}): the absent ranks are on other "
+            "nodes, or the network between the nodes does not connect them (`hpctrain doctor` tests it)"
         )
     elif not lines:
         lines.append(
@@ -314,7 +314,8 @@ def describe_absent(folder: Path | None, found: Mapping[str, Any]) -> NodeAtDead
 
     if folder is None:
         cannot = (
-            "which ranks of this node have not started cannot be seen from here (a container of its own?)"
+            "from here it cannot be seen which ranks of this node have not started hpctrain (perhaps each rank runs "
+            "in a separate container)"
         )
         return NodeAtDeadline(waiting=[], absent=[], num_ended=0, lines=[cannot])
     here = {int(path.name.removeprefix("rank-")): path for path in folder.glob("rank-*")}
@@ -330,7 +331,7 @@ def describe_absent(folder: Path | None, found: Mapping[str, Any]) -> NodeAtDead
         state = (
             "its process has ended"
             if pid is None
-            else f"its process {pid} ({command_of(pid)}) runs, and has not started hpctrain"
+            else f"its process {pid} ({command_of(pid)}) runs, but has not started hpctrain"
         )
         lines.append(f"rank {rank} on {socket.gethostname()} is absent: {state}")
     if len(absent) > _RANKS_NAMED:
@@ -341,8 +342,8 @@ def describe_absent(folder: Path | None, found: Mapping[str, Any]) -> NodeAtDead
         local = {path.read_text() for path in here.values()}
         missing = [number for number in range(on_host) if str(number) not in local]
         lines.append(
-            f"{num_gone} of the {on_host} ranks of {socket.gethostname()} have ended before "
-            f"they started hpctrain: among local ranks {_listed(missing)}; those that wait are {_listed(sorted(here))}"
+            f"{num_gone} of the {on_host} ranks of {socket.gethostname()} have ended before they started hpctrain: "
+            f"they are among local ranks {_listed(missing)}; the ranks that wait are {_listed(sorted(here))}"
         )
         num_ended += num_gone
     return NodeAtDeadline(waiting=sorted(here), absent=absent, num_ended=num_ended, lines=lines)

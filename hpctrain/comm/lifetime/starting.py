@@ -24,10 +24,10 @@ def starting(identity: RankIdentity, *, timeout_s: float) -> Iterator[None]:
     outer = describe_outer_rank(os.environ)
     if outer is not None:
         raise LaunchError(
-            f"this process is not rank {identity.rank} of {identity.launcher}, but was started by it: by {outer}. MPI "
-            "takes one process as a rank. Have a program that a rank starts run without MPI's variables: in Python "
-            "subprocess.run(..., env={'PATH': os.environ['PATH']}), in a shell `env -i`; or start it with a launcher "
-            "of its own, outside of the ranks"
+            f"this process is not itself rank {identity.rank} of {identity.launcher}: it was started by that rank, "
+            f"{outer}. MPI allows one process per rank. Start such a program without MPI's environment variables: "
+            "in Python with subprocess.run(..., env={'PATH': os.environ['PATH']}), in a shell with `env -i`; or "
+            "launch it separately, outside of the ranks"
         )
     with start_deadline(identity, timeout_s=timeout_s):
         yield

@@ -56,7 +56,9 @@ class GilFreeTimer:
         self._pid = os.getpid()  # a forked child has no such thread
         self._timer = c.gil_free_timer_new(words, ctypes.c_int(exit_code))
         if self._timer is None:
-            raise OSError("no memory or no thread for the timer that ends a blocked rank")
+            raise OSError(
+                "could not start the timer thread that ends a blocked rank: out of memory or threads"
+            )
 
     def set(self, seconds: float, *, note: str = "") -> None:
         """Starts the command in `seconds`, unless the timer is set again or stopped before.
@@ -110,8 +112,8 @@ def _describe_blocked(seconds: str, note: str) -> list[str]:
     if not note:
         return ["its Python interpreter is blocked inside the communication library: no stacks"]
     return [
-        f"its Python interpreter has been blocked for {seconds} s by C code that holds Python's lock: no stacks. Being "
-        f"made when it began: {note}",
+        f"its Python interpreter has been blocked for {seconds} s by C code that holds the GIL: no stacks. What this "
+        f"rank was preparing when it blocked: {note}",
         "no other rank is needed for that: the transform, the dataset or the filesystem hangs; if it is only slow, "
         "raise run.timeout_s or limits.input_s, or run the transform in worker processes (data.workers)",
     ]

@@ -248,7 +248,7 @@ def find_cut(findings: Mapping[str, Mapping[str, bool]], *, here: str) -> list[s
     largest = max(len(part) for part in parts)
     if [len(part) for part in parts].count(largest) > 1:
         names = " | ".join(name_hosts(part) for part in parts)
-        return [f"the hosts fall into parts that do not reach each other: {names}"]
+        return [f"the hosts form groups that do not reach each other: {names}"]
     lines = []
     for part in parts:
         if len(part) == largest:

@@ -91,7 +91,7 @@ class DerivedLimit:
         measured = f"{FACTOR:g} x the slowest of the last {self.num_measured}, {self.slowest_s:.3g} s"
         name = f"limit of {'an' if self.section is Section.INPUT else 'a'} {self.section.value}"
         if self.seconds > FACTOR * self.slowest_s:
-            return f"{name} {self.seconds:.3g} s, the least by limits.least_s; {measured}, is less"
+            return f"{name} {self.seconds:.3g} s, the minimum by limits.least_s; {measured}, is less"
         return f"{name} {self.seconds:.3g} s = {measured}"
 
 

@@ -64,7 +64,7 @@ def print_with_stacks(message: str) -> None:
     # A single write, as the ranks share a terminal.
     stream.write(f"hpctrain: {message}\n")
     stream.flush()
-    with contextlib.suppress(OSError, ValueError):  # a stream that is no file
+    with contextlib.suppress(OSError, ValueError):  # a stream that is not a file
         faulthandler.dump_traceback(file=stream, all_threads=True)
 
 
@@ -96,7 +96,7 @@ def describe_unknown(cut: Sequence[str], *, directory: Path | None) -> str:
     cut: lines about hosts that are cut off.
     directory: folder of the positions, which cannot be read; None if no folder was given.
     """
-    why = "no directory for positions was given"
+    why = "the ranks share no directory in which they record where they are"
     if directory is not None:
         why = f"the files in {directory} cannot be read"
     return "\n".join([*cut, f"which rank did not come is not known: {why}"])

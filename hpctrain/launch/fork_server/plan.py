@@ -78,7 +78,7 @@ def plan_fork_server(
         return (), f"{_BY_ITSELF}: {program}"
     client = find_client()
     if client is None:
-        return (), f"{_BY_ITSELF}: {CLIENT_STEM} was not compiled (a C compiler, then make setup)"
+        return (), f"{_BY_ITSELF}: {CLIENT_STEM} was not compiled (install a C compiler, then run make setup)"
     if asked.by_default and (why_not := why_not_by_default(environ)) is not None:
         return (), f"{_BY_ITSELF}: {why_not}"
     updates[KEY_VARIABLE] = asked.key
@@ -102,7 +102,10 @@ def why_not_by_default(environ: Mapping[str, str]) -> str | None:
     if environ.get(KEY_VARIABLE) == OFF:
         return f"{KEY_VARIABLE}={OFF}"
     device = next((name for name in _GPU_DEVICES if os.path.exists(name)), None)
-    return device and f"{device} is there, and forked ranks were never tried with GPUs (--fork-server)"
+    return device and (
+        f"{device} exists, and forked ranks have never been tested with GPUs (--fork-server forks them "
+        "nevertheless)"
+    )
 
 
 def divide_servers(words: Sequence[str], *, environ: Mapping[str, str], updates: dict[str, str]) -> None:

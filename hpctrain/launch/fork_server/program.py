@@ -40,12 +40,12 @@ def read_program(command: Sequence[str]) -> Program | str:
     """
     found = shutil.which(command[0])
     if found is None:
-        return f"{command[0]} is no program"
+        return f"{command[0]} is not a program"
     if PurePath(found).name.startswith("python"):
         return _of_python(found, command[1:], title=PurePath(found).name)
     python = _interpreter_of(Path(found))
     if python is None:
-        return f"{PurePath(found).name} is no Python program"
+        return f"{PurePath(found).name} is not a Python program"
     # A script on the PATH is given to Python with its whole path.
     return _checked(
         Program(
@@ -69,7 +69,7 @@ def _of_python(python: str, words: Sequence[str], *, title: str) -> Program | st
                 Program(python=python, options=tuple(options), script=word, arguments=rest, title=title)
             )
         if word == "-" or not set(word[1:]) <= set(_OPTIONS):
-            return f"Python's option {word} is not known here"
+            return f"Python's option {word} is not one that hpctrain knows"
         options.append(word)
     return "Python has no program to run"
 
@@ -90,5 +90,5 @@ def _interpreter_of(script: Path) -> str | None:
 def _checked(program: Program) -> Program | str:
     here, there = Path(sys.executable), Path(program.python)
     if there.parent.absolute() != here.parent.absolute() or os.path.realpath(there) != os.path.realpath(here):
-        return f"{there} is another Python than hpctrain's ({here})"
+        return f"{there} is a different Python from hpctrain's ({here})"
     return program

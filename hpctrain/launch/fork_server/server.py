@@ -284,7 +284,7 @@ def cannot_fork() -> str | None:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError):
-        return "Linux is older than 5.3, or does not let a process open another one"
+        return "Linux is older than 5.3, or does not allow pidfd_open"
     return None
 
 

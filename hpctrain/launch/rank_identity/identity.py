@@ -113,8 +113,8 @@ LAUNCHERS: tuple[LauncherVariables, ...] = (
         local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
         local_size=("JSM_NAMESPACE_LOCAL_SIZE",),
         may_be_open_mpi=True,
-        cure="jsrun starts ranks of IBM Spectrum MPI: build mpi4py and Horovod with it, or use mpirun of the MPI "
-        "library in use inside the job",
+        cure="jsrun starts only ranks that use IBM Spectrum MPI: build mpi4py and Horovod with it, or use mpirun of "
+        "the MPI library in use inside the job",
     ),
     LauncherVariables(
         name="Open MPI",
@@ -350,16 +350,15 @@ def _from_row(row: LauncherVariables, environ: Mapping[str, str], hostname: str)
         counts = expand_counts(environ[row.tasks_per_node], variable=row.tasks_per_node)
         if sum(counts) != num_ranks or (node_rank is not None and node_rank >= len(counts)):
             raise LaunchError(
-                f"{row.tasks_per_node}={environ[row.tasks_per_node]} does not fit "
-                f"{row.num_ranks[0]}={num_ranks} and node {node_rank}: these variables come "
-                f"from two launches; {row.cure}"
+                f"{row.tasks_per_node}={environ[row.tasks_per_node]} does not match {row.num_ranks[0]}={num_ranks} "
+                f"and node {node_rank}: these variables come from two launches; {row.cure}"
             )
         if node_rank is not None:
             local_size = counts[node_rank]
     if local_rank is not None and local_size is not None and not 0 <= local_rank < local_size <= num_ranks:
         raise LaunchError(
-            f"rank {rank} of {num_ranks} is local rank {local_rank} of {local_size} by the variables of "
-            f"{row.name}, which cannot be: they come from two launches; {row.cure}"
+            f"rank {rank} of {num_ranks} is local rank {local_rank} of {local_size} by the variables of {row.name}, "
+            f"which is impossible: the variables come from two launches; {row.cure}"
         )
     return RankIdentity(
         launcher=row.name,
@@ -456,8 +455,8 @@ def cross_check(
         )
         if container:
             reason = (
-                f"The MPI library in {container} does not understand the launcher: each of the "
-                f"{identity.num_ranks} ranks sees a world of one, so that the run would be done that often"
+                f"The MPI library in {container} does not understand the launcher: each of the {identity.num_ranks} "
+                f"ranks sees a world of one, so that the whole run would be done {identity.num_ranks} times"
             )
             cure = (
                 f"{cure}. If the launcher is inside too, mpi4py has loaded another MPI than the launcher's: build it "

@@ -205,7 +205,7 @@ def judge_cores(facts_of_host: Sequence[Facts], *, ranks: Sequence[int]) -> Find
     if limit is not None and sum(threads) > limit:
         return warning(
             TOPIC,
-            f"{text}; their control group allows {limit:g} cores' time",
+            f"{text}; their control group limits them to the CPU time of {limit:g} cores",
             "ask for more (Docker and Podman: --cpus, Kubernetes: limits.cpu), or start fewer ranks or threads",
         )
     if sum(threads) > len(usable):

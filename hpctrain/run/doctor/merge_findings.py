@@ -97,12 +97,18 @@ def _yielding(facts: Facts) -> list[Finding]:
     if yielding is None:
         return []
     if yielding["in_effect"]:
-        return [ok(topic, "sleep instead of yielding: the library for more ranks than cores is preloaded")]
+        return [
+            ok(
+                topic,
+                "waiting ranks sleep instead of yielding: the library for more ranks than cores is preloaded",
+            )
+        ]
     if yielding["library"] is None:
         return [
             warning(
                 topic,
-                "the library for more ranks than cores was not compiled, or is in a folder with a space or a colon",
+                "the library that lets waiting ranks sleep (for more ranks than cores) was not compiled, or is in "
+                "a folder with a space or a colon",
                 "on Linux 6.18 and newer such ranks may wait for seconds: install a C compiler, then hpctrain again "
                 "(make setup)",
             )
@@ -220,7 +226,7 @@ _SAME: tuple[tuple[str, Callable[[Facts], Any]], ...] = (
     ("run directory's filesystem", lambda f: f["run_directory"].get("kind", "unusable")),
 )
 _SAME_IF_POSSIBLE: tuple[tuple[str, Callable[[Facts], Any]], ...] = (
-    ("threads of a rank", lambda f: f["torch"].get("threads", "unknown")),
+    ("threads per rank", lambda f: f["torch"].get("threads", "unknown")),
     ("usable cores", lambda f: len(f["cores"]["usable"])),
     # Missing in the facts of an older hpctrain, which some rank may have.
     ("environment's path", lambda f: f.get("environment", {}).get("prefix")),

@@ -127,8 +127,8 @@ class LoopTrial:
         if len(updaters) != 1:
             raise UsageError(
                 f"the function given to session.check made {len(updaters)} updaters with the session that it is "
-                "given: it should make one, by session.distributed_optimizer(model, optimizer) of its argument, not of "
-                "another session"
+                "given: it should make exactly one, by calling distributed_optimizer(model, optimizer) on the "
+                "session that is its argument"
             )
         self.updater = updaters[0]
         self.model = session.trainings.model_of(self.updater)

@@ -32,7 +32,7 @@ from hpctrain.train import (
     resume,
 )
 
-# Sessions of trials: of this rank alone, and of all ranks, over communication that stays open.
+# The sessions of trials: one of this rank alone, and one of all ranks, over communication that stays open.
 
 
 def alone(session: Any) -> Any:

@@ -197,7 +197,9 @@ def _measured(runner_of: RunnerOf, layers: Sequence[nn.Module], batch: Batch) ->
     chain = _OneByOne(layers)
     runner_of(chain).loss(batch)
     if chain.output is None:
-        raise UsageError("the task's loss has not called its model, which a pipeline gives the batch")
+        raise UsageError(
+            "the task's loss has not called its model, but a pipeline passes the batch to the model"
+        )
     output = chain.output.requires_grad_(chain.output.is_floating_point())
     runner = runner_of(_Given(output))
     live = LiveBytes([output, *batch.fields.values()])
@@ -430,7 +432,7 @@ def measure_forward_backward(
     model_bytes = _COPIES * sizes.num_bytes + sizes.buffer_bytes
     if model_bytes > free:
         note(
-            f"activations were not measured and count as nothing: model and gradients take {model_bytes / 1e9:.3g} GB, "
+            f"activations were not measured and count as 0: model and gradients take {model_bytes / 1e9:.3g} GB, "
             f"of which this machine has {free / 1e9:.3g} GB free"
         )
         return Measured()
@@ -443,7 +445,7 @@ def measure_forward_backward(
         whole = measure_activations(makers.runner, batch, ways=savings, memory=free - model_bytes)
     except Exception as error:  # the user's model may raise anything
         note(
-            "activations were not measured and count as nothing, since the model does not train on this machine's CPU: "
+            "activations were not measured and count as 0, since the model does not train on this machine's CPU: "
             f"{type(error).__name__}: {error}"
         )
         return Measured()
@@ -456,7 +458,7 @@ def measure_forward_backward(
             )
         except Exception as error:  # the layers may not be callable one after another
             note(
-                f"activations of pipelines were not measured and count as nothing: {type(error).__name__}: {error}"
+                f"activations of pipelines were not measured and count as 0: {type(error).__name__}: {error}"
             )
     for sequence in (False, True):
         split = [plan for plan in plans if plan.tensor > 1 and plan.sequence == sequence]
@@ -476,9 +478,7 @@ def measure_forward_backward(
             found = replace(found, sequence=part) if sequence else replace(found, split=part)
         except Exception as error:  # the model may not work with parts of its layers
             what = "split layers and sequences" if sequence else "split layers"
-            note(
-                f"activations of {what} were not measured and count as nothing: {type(error).__name__}: {error}"
-            )
+            note(f"activations of {what} were not measured and count as 0: {type(error).__name__}: {error}")
     return found
 
 

@@ -160,9 +160,7 @@ def read_training_data(
         with loader.epoch(0) as batches:
             first = next(batches)
     except Exception as error:  # the user's transform may raise anything
-        note(
-            f"activations were not measured and count as nothing, since no training data can be read: {error}"
-        )
+        note(f"activations were not measured and count as 0, since no training data can be read: {error}")
         return None
     decoded = any(
         stored.offset is None for shard in dataset.manifest.shards for stored in shard.fields.values()

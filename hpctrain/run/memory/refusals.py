@@ -110,7 +110,7 @@ class Judge:
         return ""
 
     def _of_ranks(self, plan: ParallelPlan) -> str:
-        """Returns why `plan` does not fit these ranks and their devices; empty if it does."""
+        """Returns why `plan` does not match these ranks and their devices; empty if it does."""
         if plan.offload and not self.on_gpu:
             return "offload = true keeps what a GPU holds in host memory; these ranks compute on CPUs: leave it out"
         sizes = {"pipeline": plan.pipeline, "tensor": plan.tensor}

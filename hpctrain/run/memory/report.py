@@ -84,7 +84,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     lines = ["* as the recipe is now", *(f"note: {note}" for note in plan.notes)]
     lines += _refusals(plan.ways)
     if plan.memory is None:
-        return [*lines, "With --memory it says what fits, and what to write into the recipe."]
+        return [*lines, "With --memory this command also says what fits, and what to write into the recipe."]
     if plan.chosen is None:
         return [
             *lines,

@@ -33,7 +33,7 @@ class RankGroups:
         self._far = cache(self._crossings)
 
     def mesh(self, plan: ParallelPlan) -> ParallelMesh:
-        """Returns the mesh of the ranks for `plan`. Raises TopologyError if they do not fit."""
+        """Returns the mesh of the ranks for `plan`. Raises TopologyError if they do not match."""
         return self._mesh(plan.pipeline, plan.tensor)
 
     def num_data_ranks(self, plan: ParallelPlan) -> int:

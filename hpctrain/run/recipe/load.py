@@ -28,7 +28,7 @@ def read_recipe_document(path: Path, *, overrides: Sequence[str] = ()) -> dict[s
     """Returns the recipe of a file as nested dictionaries, with the overrides applied. It is not validated.
 
     overrides: texts `section.key=value`, with the value as in TOML; a bare word counts as a string. Raises RecipeError
-    if the file cannot be read or is not TOML, or if an override does not fit.
+    if the file cannot be read or is not TOML, or if an override does not match the recipe's keys.
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -17,28 +17,29 @@ class ParallelSection(Section):
 
     shard: Shard = Field(
         "none",
-        description="`none`: every rank holds the whole model and optimizer. `optimizer`: each rank holds a part of "
-        "the optimizer state (ZeRO-1). `gradients`: of the gradients too (ZeRO-2); not with `pipeline`. `parameters`: "
-        "of the parameters too (ZeRO-3), by FSDP2; then `[reduction]` has `algorithm` (`auto`, `direct`, "
-        f"`hierarchical`) and `wire` ({', '.join(f'`{name}`' for name in CODEC_WIRES)}) only.",
+        description="`none`: every rank holds the whole model and optimizer. `optimizer`: each rank holds a part "
+        "of the optimizer state (ZeRO-1). `gradients`: also a part of the gradients (ZeRO-2); not "
+        "with `pipeline`. `parameters`: also a part of the parameters (ZeRO-3), by FSDP2; then "
+        "`[reduction]` has `algorithm` (`auto`, `direct`, `hierarchical`) and `wire` "
+        f"({', '.join(f'`{name}`' for name in CODEC_WIRES)}) only.",
     )
     shard_within: Within = Field(
         "world",
-        description="`world`: parts over all ranks. `node`: over the ranks of a node, and a replica on each node "
-        "(HSDP): more memory, less between nodes.",
+        description="`world`: sharded over all ranks. `node`: sharded over the ranks of each node, with a replica "
+        "on each node (HSDP): more memory, less traffic between nodes.",
     )
     activation_checkpointing: Checkpointing = Field(
         "none",
-        description="`blocks`: of each repeated block of the model only the inputs are kept in forward; backward "
-        "computes its forward again. For less memory, a third more computing. `selective`: results of matrix "
-        "products, convolutions and attention are kept as well, and only the rest is computed again; not with the "
-        "schedule `zero-bubble`.",
+        description="`blocks`: forward keeps only the inputs of each repeated block of the model, and backward "
+        "computes the block again: less memory, a third more computation. `selective`: results of "
+        "matrix products, convolutions and attention are kept as well, and only the rest is computed "
+        "again; not with the schedule `zero-bubble`.",
     )
     tensor: int = Field(
         1, ge=1,
-        description="So many ranks of a node hold the parts of one layer and compute the same samples (tensor "
-        "parallelism); the other ranks are data parallel. The task's `tensor_plan` says which layers are split. Then "
-        "`[reduction]` does not apply.",
+        description="Number of ranks of a node that together hold one layer and compute the same samples (tensor "
+            "parallelism); across such groups training is data parallel. The task's `tensor_plan` says which layers "
+            "are split. Then `[reduction]` does not apply.",
     )  # fmt: skip
     sequence: bool = Field(
         False,
@@ -49,8 +50,8 @@ class ParallelSection(Section):
     offload: bool = Field(
         False,
         description='With `shard = "parameters"` on GPUs: parameters, gradients and optimizer state are kept in host '
-        "memory, where the optimizer steps; a block's parameters are on the GPU while it is computed. For less memory "
-        "of the GPU, more time. Never run on a GPU yet.",
+        "memory, where the optimizer steps; a block's parameters are on the GPU only while it is computed. Less "
+        "GPU memory, but slower. Not yet tested on a GPU.",
     )
     pipeline: int = Field(
         1,
@@ -61,15 +62,16 @@ class ParallelSection(Section):
     )
     schedule: Schedule = Field(
         "1f1b",
-        description="Order of the stages' forward and backward, by torch.distributed.pipelining. `gpipe`: all forward "
-        "first. `1f1b`: in turn, fewer activations are kept. `interleaved` and `zero-bubble`: two stages on each rank, "
-        "less waiting; `zero-bubble` also computes gradients of weights while a rank would wait.",
+        description="Order of the stages' forward and backward, by torch.distributed.pipelining. `gpipe`: the "
+        "forward of all micro-batches first. `1f1b`: forward and backward alternate, so that fewer "
+        "activations are kept. `interleaved` and `zero-bubble`: two stages per rank, less waiting; "
+        "`zero-bubble` also computes gradients of weights while a rank would wait.",
     )
     micro_batches: int = Field(
         1,
         ge=1,
-        description="Parts of a rank's share of the batch that go through the pipeline one after another. More of "
-        "them, less waiting: 4 times `pipeline` is a good number.",
+        description="Number of micro-batches into which a rank's share of the batch is divided; they go through the "
+        "pipeline one after another. More of them mean less waiting: 4 times `pipeline` is a good number.",
     )
 
     @model_validator(mode="after")
@@ -77,7 +79,7 @@ class ParallelSection(Section):
         usual = ParallelPlan()
         given = [key for key in ("schedule", "micro_batches") if getattr(self, key) != getattr(usual, key)]
         if self.pipeline == 1 and given:
-            raise ValueError(f"{' and '.join(given)} of a pipeline: set pipeline to 2 or more too")
+            raise ValueError(f"{' and '.join(given)} apply only to a pipeline: set pipeline to 2 or more")
         try:
             # The task gives the plan later.
             plan: TensorPlan = {"*": "column"} if self.tensor > 1 else {}
@@ -141,15 +143,15 @@ def check_parallel(
             value = getattr(parallel, key)
             if value != getattr(by_default, key):
                 raise ValueError(
-                    f"optimizer.name = {optimizer!r} needs the norm of whole layers, of which a rank has a part with "
-                    f"parallel.{key} = {value!r}: use adamw, adam or sgd"
+                    f"optimizer.name = {optimizer!r} needs the norm of whole layers, but with parallel.{key} = "
+                    f"{value!r} a rank has only parts of them: use adamw, adam or sgd"
                 )
 
 
 def _check_sharding(parallel: ParallelSection, *, algorithm: str, wire: str, changed: Sequence[str]) -> None:
     shard = parallel.shard
     if shard != "parameters" and parallel.shard_within != "world":
-        raise ValueError("parallel.shard_within belongs to parallel.shard = 'parameters'")
+        raise ValueError("parallel.shard_within needs parallel.shard = 'parameters'")
     if shard == "parameters":
         others = [key for key in changed if key not in ("algorithm", "wire")]
         _check_sharded_reduction(algorithm=algorithm, wire=wire, others=others, within=parallel.shard_within)

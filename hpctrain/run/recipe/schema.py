@@ -33,9 +33,11 @@ class RunSection(Section):
     name: str = Field("run", min_length=1, description="Name of the run in its output and tables.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of model initialisation and sample order.")
     epochs: int | None = Field(
-        None, ge=1, description="Train this many passes over the data. This or `steps`."
+        None, ge=1, description="Train this many passes over the data. Set either this or `steps`."
     )
-    steps: int | None = Field(None, ge=1, description="Train this many optimizer steps. This or `epochs`.")
+    steps: int | None = Field(
+        None, ge=1, description="Train this many optimizer steps. Set either this or `epochs`."
+    )
     ranks: int | None = Field(
         None, ge=1, description="Required number of ranks; with another number the run does not start."
     )
@@ -65,8 +67,8 @@ class RunSection(Section):
         600.0,
         gt=0,
         description="A collective operation that takes longer ends the run with code 6. Ranks give up earlier, by a "
-        "quarter of this time but at most 5 s, so that all have ended by then. Parts of a run have others: "
-        "`[limits]`.",
+        "quarter of this time but at most 5 s, so that all have ended by then. `[limits]` has separate limits "
+        "for the parts of a run.",
     )
     deterministic: bool = Field(
         True,
@@ -93,7 +95,8 @@ class DataSection(Section):
     micro_batches: int = Field(
         1,
         ge=1,
-        description="Parts in which a rank computes its share of the batch; gradients are reduced after the last.",
+        description="Number of micro-batches in which a rank computes its share of the batch; gradients are "
+        "reduced after the last.",
     )
     order: Literal["shuffle", "blocks", "sequential", "weighted", "stratified"] | None = Field(
         None,
@@ -221,9 +224,10 @@ class OptimizerSection(Section):
     )
     target: str | None = Field(
         None, pattern=r"^[\w.]+:[\w.]+$",
-        description="`module:Class` or `module:function` instead of `name`, found as the task is. A class is called "
-        "with the trainable parameters, `lr` and `options`; a function with the model, `lr` and `options`. Groups of "
-        "other learning rates keep their ratio to `lr` through the schedule.",
+        description="`module:Class` or `module:function` instead of `name`, found as the task is. A class is "
+            "called with the trainable parameters, `lr` and `options`; a function with the model, `lr` "
+            "and `options`. Parameter groups with other learning rates keep their ratio to `lr` through "
+            "the schedule.",
     )  # fmt: skip
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of `target`.")
     lr: float = Field(1e-3, gt=0, description="Base learning rate, for a global batch of `reference_batch`.")
@@ -280,11 +284,11 @@ class OptimizerSection(Section):
         if self.target is not None and (given := self.model_fields_set & OF_NAMED_OPTIMIZERS):
             raise ValueError(f"{', '.join(sorted(given))}: with target, give these in optimizer.options")
         if self.options and self.target is None:
-            raise ValueError("options belong to target: set target too, or leave options out")
+            raise ValueError("options apply only with target: set target too, or leave options out")
         if self.schedule_target is not None and "schedule" in self.model_fields_set:
             raise ValueError("set one of schedule and schedule_target, not both")
         if self.momentum and self.name not in ("sgd", "lars"):
-            raise ValueError(f"momentum belongs to sgd and lars; {self.name} has betas")
+            raise ValueError(f"momentum applies only to sgd and lars; {self.name} has betas")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are {self.betas}: each must be at least 0 and below 1")
         return self

@@ -30,18 +30,21 @@ class GuardsSection(Section):
     loss_jump_z: float | None = Field(
         None,
         ge=0,
-        description="A step whose loss is at least so many robust standard deviations (from the median absolute "
-        "deviation; of the logarithm, if all losses are positive) above the recent losses is skipped on all ranks. 0: "
-        "off. Absent: 20, or 0 with `data.order` = `sequential`, where neighbouring samples may be alike.",
+        description="A step whose loss is at least this many robust standard deviations (from the median absolute "
+        "deviation; of the logarithm, if all losses are positive) above the recent losses is skipped on all "
+        "ranks. 0: off. Absent: 20, or 0 with `data.order` = `sequential`, where neighbouring samples may be "
+        "alike.",
     )
     loss_window: int = Field(
-        100, ge=10, description="Number of recent losses; before there are so many, no loss is a jump."
+        100,
+        ge=10,
+        description="Number of recent losses that are looked at; until there are this many, no loss counts as a jump.",
     )
     max_roll_backs: int = Field(
         3,
         ge=0,
         description="More than `optimizer.max_skipped_in_row` skipped steps in a row roll the run back to a checkpoint "
-        "from before, at most so often in the whole run; then it ends with code 7.",
+        "from before, at most this many times in the whole run; then it ends with code 7.",
     )
     roll_back_lr_factor: float = Field(
         0.5,
@@ -74,9 +77,10 @@ class GuardsSection(Section):
     compare_ranks: Literal["error", "note", "off"] | None = Field(
         None,
         description="In the first steps, and then every 100, the ranks compare their parameters; every 10, the "
-        "settings of their optimizers (learning rate). `error`: a difference ends the run with code 4, and names "
-        "tensors and ranks. `note`: it is said once, and the run continues. `off`: nothing is compared. Absent: "
-        "`error`, or `note` with `checkpoint.on_replica_mismatch` = `rank0`.",
+        "settings of their optimizers (learning rate). `error`: a difference ends the run with code "
+        "4, and names tensors and ranks. `note`: it is printed once, and the run continues. `off`: "
+        "nothing is compared. Absent: `error`, or `note` with `checkpoint.on_replica_mismatch` = "
+        "`rank0`.",
     )
 
 
@@ -88,29 +92,37 @@ class LimitsSection(Section):
 
     derive: bool = Field(
         True,
-        description="End the run when a rank is found hung before `run.timeout_s` is over: when others have waited for "
-        "it longer than 10 times the slowest step, input or save of this run, and its process is stopped, has ended or "
-        "uses no processor.",
+        description="End the run when a rank is found hung before `run.timeout_s` is over: when others have "
+        "waited for it longer than 10 times the slowest step, input or save of this run, and its "
+        "process is stopped, has ended or uses no CPU time.",
     )
     least_s: float = Field(
         60.0, gt=0,
-        description="No shorter limit is derived for a step; for input and saves not less than five times this, s.",
+        description=(
+            "Smallest limit that is derived for a step, s; for input and saves the smallest is five times "
+            "this."
+        ),
     )  # fmt: skip
     start_s: float | None = Field(
-        None, gt=0, description="Limit of a wait before training begins, s. Absent: `run.timeout_s`."
+        None, gt=0, description="Time limit of a wait before training begins, s. Absent: `run.timeout_s`."
     )  # fmt: skip
     step_s: float | None = Field(
         None, gt=0,
-        description="Limit of a wait in a step, in which other ranks may still read their batch, s. Like `input_s`, "
-        "`save_s` and `load_s` it replaces `run.timeout_s` and what is derived.",
+        description="Time limit of a wait in a step, in which other ranks may still read their batch, s. Like "
+            "`input_s`, `save_s` and `load_s` it replaces `run.timeout_s` and the derived limit.",
     )  # fmt: skip
     input_s: float | None = Field(
         None,
         gt=0,
-        description="Limit of a wait between two steps, for a batch, s; also where no other rank waits.",
+        description="Time limit of a wait for a batch, between two steps, s; it also applies if no other rank "
+        "waits.",
     )
-    save_s: float | None = Field(None, gt=0, description="Limit of a wait while a checkpoint is saved, s.")
-    load_s: float | None = Field(None, gt=0, description="Limit of a wait while a checkpoint is loaded, s.")
+    save_s: float | None = Field(
+        None, gt=0, description="Time limit of a wait while a checkpoint is saved, s."
+    )
+    load_s: float | None = Field(
+        None, gt=0, description="Time limit of a wait while a checkpoint is loaded, s."
+    )
 
 
 # Section [stop] of the recipe.
@@ -128,14 +140,14 @@ class StopSection(Section):
     after_s: float | None = Field(
         None,
         gt=0,
-        description="The run has to have stopped this long after its start, s; each start counts anew. The earliest of "
-        "this, HPCTRAIN_DEADLINE and Slurm's time limit counts.",
+        description="The run must have stopped this long after its start, s; counted again from each start. The "
+        "earliest of this, HPCTRAIN_DEADLINE and Slurm's time limit counts.",
     )
     margin_s: float = Field(
         30.0,
         ge=0,
-        description="A run stops when less time is left than a step and a save take (95% of the recent ones) and this "
-        "many seconds.",
+        description="Safety margin, s: a run stops when the time left is shorter than a step and a save (the 95th "
+        "percentile of the recent ones) plus this margin.",
     )
 
     @field_validator("signals")
@@ -158,13 +170,16 @@ class StragglersSection(Section):
         "Nothing is compared on one rank.",
     )
     window_s: float = Field(
-        10.0, gt=0, description="Time between comparisons, s; at least five steps, however long they take."
+        10.0,
+        gt=0,
+        description="Time between comparisons, s. At least five steps lie between two comparisons, "
+        "however long they take.",
     )
     windows: int = Field(
         3,
         ge=1,
-        description="Comparisons in a row that must agree before a rank is named, and before its end is; more where "
-        "single ones often stand out.",
+        description="Number of comparisons in a row that must agree before a rank is reported as slow, and before "
+        "it is reported as normal again; more are needed where single comparisons often stand out.",
     )
     min_excess: float = Field(
         0.1,
@@ -174,9 +189,9 @@ class StragglersSection(Section):
     )
     probe: Literal["off", "when-slow", "start"] = Field(
         "when-slow",
-        description="Measuring of the links between nodes. `when-slow`: for a moment after the first comparison, and "
-        "when communication has become slower. `start`: also before training, all pairs of nodes, and each rank's "
-        "memory and arithmetic; the results are in `probe.json`.",
+        description="When the links between nodes are measured. `when-slow`: briefly after the first comparison, "
+        "and when communication has become slower. `start`: also before training, all pairs of nodes, "
+        "and each rank's memory and arithmetic; the results are in `probe.json`.",
     )
 
 
@@ -209,7 +224,7 @@ class TelemetrySection(Section):
     )
     trace_steps: str | None = Field(
         None,
-        description="Steps of which every rank writes down when each part began and ended, as `100-105,2000`, for "
+        description="Steps in which every rank records when each part began and ended, such as `100-105,2000`, for "
         "`hpctrain trace`; see guides/efficiency.md.",
     )
 
@@ -290,7 +305,8 @@ class CheckpointSection(Section):
     )
     failures_per_day: float | None = Field(
         None, gt=0,
-        description="How often the whole job fails. If set, the interval that loses the least time is printed.",
+        description="Expected number of failures of the whole job per day. If set, the interval that loses the "
+            "least time is printed.",
     )  # fmt: skip
     mode: Literal["sync", "async"] = Field(
         "sync",
@@ -370,7 +386,8 @@ class CheckpointSection(Section):
     )
     weights_strict: bool = Field(
         True,
-        description="`weights_from`: a tensor that does not fit is an error; `false`: it is reported and left out.",
+        description="`weights_from`: a tensor that does not match the model is an error; `false`: it is reported "
+        "and left out.",
     )
 
     @model_validator(mode="after")
@@ -385,15 +402,15 @@ class CheckpointSection(Section):
                 "'async' or limit_mb_per_s"
             )
         if self.engine == "mpio" and self.page_cache == "bypass":
-            raise ValueError("page_cache = 'bypass' belongs to engine = 'direct' or 'auto'")
+            raise ValueError("page_cache = 'bypass' needs engine = 'direct' or 'auto'")
         if self.weights_from is None and (self.weights_map or not self.weights_strict):
-            raise ValueError("weights_map and weights_strict belong to weights_from")
+            raise ValueError("weights_map and weights_strict need weights_from")
         if self.every is not None and self.failures_per_day is None:
             raise ValueError("every = 'auto' needs failures_per_day: how often the whole job fails")
         if self.every is not None and self.every_minutes is not None:
             raise ValueError("every = 'auto' and every_minutes: leave one of the two out")
         if self.when_busy == "skip" and self.mode == "sync":
-            raise ValueError("when_busy = 'skip' belongs to mode = 'async'")
+            raise ValueError("when_busy = 'skip' needs mode = 'async'")
         if self.keep_best is not None and not self.keep_best.strip(":").endswith((":min", ":max")):
             raise ValueError(
                 f"keep_best is {self.keep_best!r}: write METRIC:min or METRIC:max, such as accuracy:max"

@@ -196,7 +196,7 @@ class SlurmSection(Section):
         if self.spares and (self.launcher != "supervise" or self.spares >= self.nodes):
             raise ValueError("spares: fewer than nodes, and only with launcher = 'supervise'")
         if self.container is None and self.container_mounts:
-            raise ValueError("container_mounts belong to container")
+            raise ValueError("container_mounts needs container")
         if self.container is not None and (self.python or self.python_archive):
             raise ValueError(
                 "with container, the ranks use the container's Python: leave out python, python_archive"

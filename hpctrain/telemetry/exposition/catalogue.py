@@ -103,7 +103,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="hpctrain_time_left_seconds", type=_GAUGE, unit="seconds", serves=("M2", "M10"),
-        help="Time until the run has to have ended, negative after it; absent where no limit is known.",
+        help="Time until the run must have ended, negative once that has passed; absent if no limit is known.",
     ),
     # Progress
     Metric(
@@ -121,7 +121,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="hpctrain_samples_total", type=_COUNTER, unit="", serves=("M3",),
-        help="Samples of these steps, over all ranks.",
+        help="Samples trained in the steps of this start, over all ranks.",
     ),
     Metric(
         name="hpctrain_skipped_samples_total", type=_COUNTER, unit="", serves=("M3",),
@@ -146,7 +146,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="hpctrain_loss_scale", type=_GAUGE, unit="", serves=("M12",),
-        help="Factor on the loss in the last step; 1 without float16.",
+        help="Loss scale of the last step; 1 without float16.",
     ),
     Metric(
         name="hpctrain_evaluation", type=_GAUGE, unit="", labels=("metric",), serves=("M12",),
@@ -206,17 +206,19 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="hpctrain_data_imbalance_ratio", type=_GAUGE, unit="ratio", labels=("of",), serves=("M5",),
-        help="Samples or bytes of the rank that got most in the last epoch, divided by the mean over the ranks.",
+        help="Imbalance of the data: samples or bytes of the rank that got most in the last epoch, divided by the "
+            "mean over the ranks.",
     ),
     # Network and machine
     Metric(
         name="hpctrain_reduced_bytes_total", type=_COUNTER, unit="bytes", scope=_RANK, serves=("M8",),
-        help="Gradients of this rank that were summed over the ranks, uncompressed; rises every 100 steps.",
+        help="Bytes of this rank's gradients that were summed over the ranks, before compression; updated every 100 "
+            "steps.",
     ),
     Metric(
         name="hpctrain_sent_bytes_total", type=_COUNTER, unit="bytes", scope=_RANK, serves=("M8",),
-        help="Payload that this rank has sent to other nodes, as it travels: of the gradient reduction, and of a split "
-        "model's groups.",
+        help="Bytes that this rank has sent to other nodes, after compression: for the gradient reduction and in the "
+            "groups of a split model.",
     ),
     Metric(
         name="hpctrain_cpu_seconds_total", type=_COUNTER, unit="seconds", scope=_RANK, serves=("M4",),
@@ -238,11 +240,11 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="hpctrain_gpu_utilisation_ratio", type=_GAUGE, unit="ratio", scope=_RANK, labels=("gpu",), serves=("M4",),
-        help="Share of the last moment in which a kernel ran on the GPU, by its number on the node.",
+        help="Share of the last sampling period in which a kernel ran on the GPU, by the GPU's number on the node.",
     ),
     Metric(
         name="hpctrain_gpu_memory_bytes", type=_GAUGE, unit="bytes", scope=_RANK, labels=("gpu",), serves=("M4",),
-        help="Memory in use on the GPU, by its number on the node.",
+        help="Memory in use on the GPU, by the GPU's number on the node.",
     ),
     Metric(
         name="hpctrain_out_of_memory_total", type=_COUNTER, unit="", serves=("M4",),
@@ -250,7 +252,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="hpctrain_micro_batches", type=_GAUGE, unit="", serves=("M4",),
-        help="Parts in which a rank computes its share of the batch now.",
+        help="Micro-batches in which a rank computes its share of the batch now.",
     ),
     Metric(
         name="hpctrain_damaged_blocks_total", type=_COUNTER, unit="", scope=_RANK, serves=("M1",),

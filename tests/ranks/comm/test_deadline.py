@@ -30,7 +30,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_stack(backend: str, tmp_pat
     assert re.search(r"has waited [0-9]", result.stderr)
     assert "in step 41 for all_reduce number 3 of split 1 (ranks 0-2) (10 x float32)" in result.stderr
     assert "did not come: rank 1\n" in result.stderr
-    assert "is past all_gather_bytes number 2" in result.stderr
+    assert "has finished all_gather_bytes number 2" in result.stderr
     assert "other ranks wait for rank 1" in result.stderr
     assert "in one_rank_sleeps" in result.stderr
     assert result.wall_s < 200  # the late rank would sleep for 600 s

@@ -20,7 +20,7 @@ RANK = [sys.executable, "-m", "tests.ranks.launch.start_rank"]
 def test_ranks_that_never_start_are_named_within_the_limit(tmp_path: Path) -> None:
     done = run_command(4, [*RANK, "absent", "40", str(tmp_path / "left")], expect=6, timeout_s=300)
     assert "started" not in done.stdout
-    assert re.search(r"rank [03] on \S+ has waited 35\.0 s in its start .*timeout_s = 40", done.stderr)
+    assert re.search(r"rank [03] on \S+ has waited 35\.0 s at its start .*timeout_s = 40", done.stderr)
     assert re.search(r"rank 1 on \S+ is absent: its process has ended", done.stderr)
     assert re.search(
         r"rank 2 on \S+ is absent: its process \d+ \(.*start_rank absent 40 \S+\) runs", done.stderr
@@ -43,7 +43,8 @@ def test_a_rank_that_exits_alone_ends_all_with_its_code(how: str, code: int) -> 
     assert "the child's code is 5" in done.stdout
     assert "the child has started" not in done.stdout
     assert re.search(
-        r"hpctrain: this process is not rank 0 .*by process \d+ .*hpctrain\.init\(\)", done.stderr
+        r"hpctrain: this process is not itself rank 0 .*by that rank, process \d+ .*hpctrain\.init\(\)",
+        done.stderr,
     )
     assert re.search(
         rf"rank 1 on \S+: the program has exited with code {code} while its session", done.stderr
@@ -86,7 +87,7 @@ def test_ranks_that_end_without_closing_their_session_end_as_python_does() -> No
 @pytest.mark.thorough
 def test_a_child_of_a_rank_that_has_started_mpi_is_refused() -> None:
     done = run_command(2, [*RANK, "child_of_mpi"], timeout_s=300)
-    assert re.search(r"was started by it: by process \d+ .*which has started MPI", done.stderr)
+    assert re.search(r"was started by that rank, process \d+ .*which has started MPI", done.stderr)
     assert "orte_init" not in done.stderr
 
 
@@ -97,7 +98,9 @@ def test_a_second_program_of_a_rank_is_told_why_mpi_does_not_start(tmp_path: Pat
     script.write_text(f'{sys.executable} -c "{program}"\n{sys.executable} -c "{program}"\n')
     done = run_command(2, ["bash", str(script)], expect=5, timeout_s=300)
     assert done.stdout.count("started") == 2
-    assert re.search(r"rank \d has run another program before, .*and MPI starts only once", done.stderr)
+    assert re.search(
+        r"rank \d has already run another program .*but MPI can be started only once", done.stderr
+    )
     assert "orte_init" not in done.stderr
 
 

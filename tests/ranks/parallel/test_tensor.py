@@ -103,7 +103,7 @@ def test_between_split_layers_a_rank_has_its_part_of_the_sequence(
         # Of two blocks, each with two pairs of layers, in forward and backward; and the logits.
         assert parts["sent"] == {"all_gather_into_tensor": 9, "reduce_scatter_tensor": 8}
         assert (
-            "a sequence of 3 places cannot be split into 2 equal parts. Use sequences of 2"
+            "a sequence of 3 positions cannot be split into 2 equal parts. Use sequences of 2"
             in parts["refused"]
         )
 

@@ -48,7 +48,7 @@ def test_digits_are_planned_with_activations(digits: Path) -> None:
     assert "It fits as it is" in done.stdout
     assert "note:" not in done.stdout
     # The model has no repeated blocks, which is why ways are refused, for one reason.
-    assert done.stdout.count("refused: activation checkpointing goes by repeated blocks") == 1
+    assert done.stdout.count("refused: activation checkpointing works on repeated blocks") == 1
     shown = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("│")]
     assert shown == ["none", "optimizer", "gradients", "parameters"]
     found = document(recipe, "--ranks", "4", "--memory", "1GB", cwd=digits)

@@ -41,5 +41,5 @@ def test_ranks_that_go_round_the_nodes_ascend_in_each_group_of_a_stage() -> None
 
 
 def test_an_irregular_order_is_refused() -> None:
-    with pytest.raises(TopologyError, match="Start them by node"):
+    with pytest.raises(TopologyError, match="numbered node by node"):
         place("abbaabba" + "cddccddc", shard="parameters", shard_within="world", **TENSOR)

@@ -71,7 +71,7 @@ def split(
         (
             {"blocks.*.0": ("column", 4)},
             2,
-            "out_features = 6 of blocks.0.0 does not consist of 4 equal parts",
+            "out_features = 6 of blocks.0.0 cannot be divided into 4 equal parts",
         ),
         (
             {"blocks.*.1": "row", "blocks.1.*": "row"},

@@ -79,7 +79,7 @@ def test_what_is_no_environment_or_cannot_be_written_is_an_error_and_leaves_noth
     places: PythonPlaces, tmp_path: Path
 ) -> None:
     nowhere = PythonPlaces(prefix=tmp_path, base=tmp_path, library=LIBRARY)
-    with pytest.raises(LaunchError, match="is no Python environment"):
+    with pytest.raises(LaunchError, match="is not a Python environment"):
         pack_environment(tmp_path / "e.tar", places=nowhere)
     (tmp_path / "file").write_text("")
     with pytest.raises(LaunchError, match="cannot pack"):

@@ -39,12 +39,12 @@ def test_programs_of_this_python_are_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["no-such-program"], "is no program"),
-        (["sh", "-c", "true"], "is no Python program"),
+        (["no-such-program"], "is not a program"),
+        (["sh", "-c", "true"], "is not a Python program"),
         ([sys.executable], "no program to run"),
-        ([sys.executable, "-c", "pass"], "option -c is not known"),
-        ([sys.executable, "-W", "error", "x.py"], "option -W is not known"),
-        ([sys.executable, "-"], "option - is not known"),
+        ([sys.executable, "-c", "pass"], "option -c is not one that hpctrain knows"),
+        ([sys.executable, "-W", "error", "x.py"], "option -W is not one that hpctrain knows"),
+        ([sys.executable, "-"], "option - is not one that hpctrain knows"),
     ],
 )
 def test_other_commands_are_not_taken(words: list[str], why: str) -> None:
@@ -57,7 +57,7 @@ def test_another_python_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "python3").symlink_to(os.path.realpath(sys.executable))
     found = read_program([str(tmp_path / "python3"), "x.py"])
     assert isinstance(found, str)
-    assert "another Python" in found
+    assert "a different Python" in found
 
 
 def test_what_a_program_imports_is_found_without_running_it(
@@ -157,9 +157,9 @@ def test_by_default_ranks_are_forked_where_it_saves_something_and_was_tried(
     assert asked(["true"]) is None
     assert "HPCTRAIN_FORK_SERVER=off" in (asked(python, HPCTRAIN_FORK_SERVER="off") or "")
     monkeypatch.setattr(plan, "_GPU_DEVICES", (str(tmp_path),))
-    assert "never tried with GPUs" in (asked(python) or "")
+    assert "never been tested with GPUs" in (asked(python) or "")
     assert "are forked" in (asked(python, ranks=1, by_default=False) or "")
-    assert "is no Python program" in (asked(["true"], by_default=False) or "")
+    assert "is not a Python program" in (asked(["true"], by_default=False) or "")
 
 
 def test_launches_that_differ_in_what_ranks_share_have_servers_of_their_own() -> None:

@@ -137,7 +137,7 @@ def test_the_report_has_table_figure_and_what_is_missing(
     }
     assert rows["each node sends at least"] == [pytest.approx(sent_bytes / 1e6)]
     assert rows["known from"] == ["probe.json, slowest node"]
-    together, least = rows["measured together"][0], rows["so between nodes at least"][0]
+    together, least = rows["measured together"][0], rows["so the time between nodes is at least"][0]
     assert rows["measured / least"][0] == pytest.approx(together / least)  # type: ignore[operator]
     (plot,) = [plot for plot in report.plots if plot.name == "reduction"]
     assert plot.text.startswith(f"run: at least {1e3 * sent_bytes / 1e6:.3g} ms, measured")

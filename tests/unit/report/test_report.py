@@ -48,7 +48,7 @@ def test_the_run_with_the_fewest_ranks_comes_first_and_is_the_reference(report: 
     assert row_of(report, "what-ran", "ranks") == [1, 2]
     assert row_of(report, "what-ran", "steps") == [STEPS, STEPS]
     assert row_of(report, "quality", "accuracy") == [0.5, 0.5]
-    assert row_of(report, "pop", "samples/s of a rank")[0] == 1.0
+    assert row_of(report, "pop", "samples/s per rank")[0] == 1.0
 
 
 def test_the_parts_of_a_step_add_up_to_it(report: Report) -> None:
@@ -64,7 +64,7 @@ def test_a_slow_rank_is_named_as_what_the_others_wait_for(runs: list[Path]) -> N
     share = float(re.match(r"(\d+)% of the step", waiting)[1]) / 100  # type: ignore[index]
     # The mean over two ranks of what one waits, of a step as long as the slow one's.
     assert 0.03 < share < 0.45, waiting
-    assert "mostly for the same ones" in waiting
+    assert "mostly for the same ranks" in waiting
     assert waiting.endswith("rank 1 on n1 needs the longest.")
 
 

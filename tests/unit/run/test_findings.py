@@ -227,7 +227,7 @@ def test_a_control_groups_limit_is_compared_with_the_threads(facts: list[dict[st
         rank["cores"]["share"] = share(range(8), limit=4.0)
     (found,) = of_topic(merge_findings(facts), "cores")
     assert found.level is Severity.WARNING
-    assert "their control group allows 4 cores' time" in found.text
+    assert "their control group limits them to the CPU time of 4 cores" in found.text
 
 
 def test_contradictory_variables_are_a_fact_and_not_an_exception(tmp_path: Path) -> None:

@@ -120,9 +120,9 @@ def test_what_is_wrong_with_a_target_is_said(target: str, options: dict[str, Any
     ("given", "expected"),
     [
         ({"target": "torch.optim:SGD", "momentum": 0.9}, "with target, give these in optimizer.options"),
-        ({"options": {"alpha": 1}}, "options belong to target"),
+        ({"options": {"alpha": 1}}, "options apply only with target"),
         ({"schedule": "cosine", "schedule_target": "a:b"}, "not both"),
-        ({"name": "lamb", "momentum": 0.9}, "momentum belongs to sgd and lars"),
+        ({"name": "lamb", "momentum": 0.9}, "momentum applies only to sgd and lars"),
     ],
 )
 def test_keys_that_exclude_each_other(given: dict[str, Any], expected: str) -> None:

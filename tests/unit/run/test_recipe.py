@@ -71,7 +71,7 @@ def test_written_toml_keeps_odd_strings_and_nested_options(tmp_path: Path) -> No
         (minimal(run={"steps": 3}), "set one of epochs and steps, not both"),
         (minimal(optimizer={"lr_scaling": "linear"}), "needs reference_batch"),
         (minimal(optimizer={"schedule": "step"}), "needs step_every"),
-        (minimal(optimizer={"name": "adam", "momentum": 0.9}), "momentum belongs to sgd"),
+        (minimal(optimizer={"name": "adam", "momentum": 0.9}), "momentum applies only to sgd"),
         (minimal(run={"ranks": 16}), "data.global_batch = 8 cannot be split over run.ranks = 16"),
         ({"run": {"directory": "x", "epochs": 1}, "task": {"target": "a:b"}}, "data: missing"),
         (minimal(task={"target": "no colon"}), "task.target"),
@@ -146,7 +146,7 @@ def test_the_recipe_reference_is_what_the_code_says() -> None:
         ),
         (
             {"parallel": {"pipeline": 2, "tensor": 2, "micro_batches": 4, "shard": "optimizer"}},
-            "tensor = 2 does not go with shard = 'optimizer'",
+            "tensor = 2 cannot be combined with shard = 'optimizer'",
         ),
         (
             {

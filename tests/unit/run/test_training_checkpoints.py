@@ -326,7 +326,7 @@ def test_through_two_tiers_a_lost_shared_folder_is_recovered_from_the_node(where
     [
         ({"every": "auto"}, "needs failures_per_day"),
         ({"every": "auto", "failures_per_day": 1.0, "every_minutes": 5.0}, "leave one of the two out"),
-        ({"when_busy": "skip"}, "belongs to mode = 'async'"),
+        ({"when_busy": "skip"}, "needs mode = 'async'"),
         ({"keep_best": "loss"}, "write METRIC:min or METRIC:max"),
         ({"keep_best": "loss:min"}, "needs data.held_out and telemetry.evaluate_every_steps"),
         ({"files": 0}, 'a number of at least 1, or "node"'),
@@ -334,7 +334,7 @@ def test_through_two_tiers_a_lost_shared_folder_is_recovered_from_the_node(where
         ({"local": "/tmp/x", "files": 3}, "leave files out"),
         ({"engine": "mpio", "mode": "async"}, "writes with all ranks at once"),
         ({"engine": "mpio", "limit_mb_per_s": 3.0}, "writes with all ranks at once"),
-        ({"weights_map": {"a": "b"}}, "belong to weights_from"),
+        ({"weights_map": {"a": "b"}}, "need weights_from"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(section: dict[str, Any], text: str) -> None:

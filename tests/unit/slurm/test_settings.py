@@ -44,7 +44,7 @@ from tests.unit.run.test_recipe import minimal
             "array = '0,2-4%2', but sweep has 4 combinations: 0 to 3",
         ),
         ({"container": "a.sif", "python": "env"}, "the ranks use the container's Python"),
-        ({"container_mounts": ["/data"]}, "container_mounts belong to container"),
+        ({"container_mounts": ["/data"]}, "container_mounts needs container"),
         (
             {"container": "a", "container_runtime": "pyxis", "launcher": "mpirun"},
             "launcher = 'mpirun' cannot start ranks in this container: set 'srun'",

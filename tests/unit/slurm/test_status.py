@@ -156,7 +156,7 @@ def test_a_waiting_job_is_told_with_its_reason() -> None:
         "  waits: Resources: it is next, and waits until enough nodes are free",
         "  no step yet",
         "  no checkpoint yet",
-        "  training began 0 times (no accounting database: nothing is known of attempts that did not come to training)",
+        "  training began 0 times (no accounting database: attempts that ended before training began are not known)",
     ]
 
 

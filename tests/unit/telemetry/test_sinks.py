@@ -52,7 +52,7 @@ def test_a_sink_that_fails_is_reported_once_and_off_and_the_rest_goes_on(tmp_pat
         records.write({"kind": "step", "step": step})
     records.observe({"kind": "step", "step": 5})
     assert warnings == [
-        "no unreachable: nobody listens; training goes on without it",
+        "the unreachable could not be opened: nobody listens; training goes on without it",
         "the bad failed and is off from now on: the server is gone; training goes on",
     ]
     assert (bad.steps, bad.closed) == ([1], 1)

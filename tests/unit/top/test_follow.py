@@ -169,7 +169,7 @@ def test_what_is_slow_short_of_memory_or_was_restarted_is_shown(going_on: Path, 
     )
     state = RunFollower(going_on).refresh(now=last_time(finished))
     assert state.notes == [
-        "slow now: compute of ranks 1 on n1: 120 ms, usual 40; the others wait 80 ms a step",
+        "slow now: compute of ranks 1 on n1: 120 ms, usual 40; the others wait 80 ms per step",
         "micro-batches of at most 6 samples, since memory ran out",
         "time limits of waits: step 3 s",
     ]

@@ -282,7 +282,9 @@ def find_absent(
             )
         )
     before = (
-        "did not come to it" if sequence == 1 else f"came to number {sequence - 1} of it and not to this one"
+        "did not begin it"
+        if sequence == 1
+        else f"finished number {sequence - 1} of this group but did not begin this one"
     )
     for node, ranks in on_silent_nodes.items():
         absent.append(
@@ -328,7 +330,7 @@ def find_silent(
     for node, found in on_silent_nodes.items():
         silent_s = _at_most(positions.silent_nodes.get(node), waited_s)
         if node in positions.silent_nodes and silent_s > usual_silence_s:
-            state = "wrote last before, and no rank of this node has written anything since"
+            state = "wrote nothing since then, and neither did any other rank of this node"
             silent.append(
                 Absence(ranks=tuple(found), place=placement.node_names[node], state=state, silent_s=silent_s)
             )
@@ -376,17 +378,17 @@ def _place(position: RankPosition) -> str:
 def _whereabouts(position: RankPosition, place: GroupPosition, *, sequence: int, is_old: bool) -> str:
     if place.sequence < sequence - 1 and is_old:
         # A rank writes its file when it makes no progress, and this one has passed operations since.
-        return f"came to number {sequence - 1} of it and not to this one, and has written nothing since"
+        return f"finished number {sequence - 1} of this group but did not begin this one, and has written nothing since"
     step = "" if position.step is None else f" in step {position.step}"
     step += f" ({position.doing})" if position.doing else ""
     for name, other in position.groups.items():
         if other.waiting_s is not None:
             return f"waits in {other.operation} number {other.sequence} of {name}{step}"
     if position.pid is None:
-        return "has begun no operation on it and has written nothing"
+        return "has begun no operation of this group and has written nothing"
     if place.sequence == 0:
-        return f"has begun no operation on it and waits in no other{step}"
-    return f"is past {place.operation} number {place.sequence} of it and waits in no operation{step}"
+        return f"has begun no operation of this group and waits in no other{step}"
+    return f"has finished {place.operation} number {place.sequence} of this group and waits in no operation{step}"
 
 
 # A process that has used less than this share of one core is idle: the threads of the watchdog use less.
@@ -490,7 +492,7 @@ def _why_hung(
     if limit_s is None or waited_s <= limit_s or idle_s < _IDLE_FOR * limits.here_s:
         return None
     what = "its interpreter is blocked" if is_silent else f"it waits in no operation ({position.section})"
-    return f"has used no processor for {idle_s:.0f} s, and {what}"
+    return f"has used no CPU time for {idle_s:.0f} s, and {what}"
 
 
 # Ranks in one operation must have passed equal arguments. Their signatures are compared after this time in it.

@@ -65,8 +65,8 @@ def _idle(seen_: Observations) -> Iterator[Finding]:
         text = f"none of the {steps} steps was applied on any number of ranks, so nothing was compared: "
         yield Finding(
             cause=Cause.NOT_APPLIED, is_difference=True, text=text + seen_.not_finite[0], evidence=seen_.not_finite[1:],
-            advice="mend what is not finite, or train on other samples: steps whose gradients are not finite are "
-            "skipped",
+            advice="correct what is not finite, or train on other samples: steps whose gradients are not finite are "
+                "skipped",
         )  # fmt: skip
         return
     yield Finding(
@@ -118,7 +118,7 @@ def _one_process(seen_: Observations) -> Iterator[Finding]:
         names = ", ".join(seen_.fresh_generators[:3])
         yield Finding(
             cause=Cause.OWN_RANDOM, is_difference=True,
-            text=f"two runs with the same seed differ: {names} begins each run in another state",
+            text=f"two runs with the same seed differ: {names} begins each run in a different state",
             evidence=evidence,
             advice="seed it from the run's seed, or use the generators of torch, numpy or Python, which the run seeds",
         )  # fmt: skip
@@ -142,9 +142,9 @@ def _ranks(seen_: Observations) -> Iterator[Finding]:
         )
         yield Finding(
             cause=Cause.GRADIENTS, is_difference=True,
-            text=f"in step {step} the optimizer gets gradients that are no multiple of the sum of what backward "
-            "computed "
-            f"on the ranks: {residual.tensor} is off by {in_percent_or_power(residual.relative)}",
+            text=f"in step {step} the gradients that the optimizer gets are not proportional to the sum of those that "
+                f"backward computed on the ranks: {residual.tensor} is off by "
+                f"{in_percent_or_power(residual.relative)}",
             evidence=[*seen(seen_.ranks_against_one, seen_.ranks), *again],
             advice="do not change .grad between backward and step (unscaling, clipping, .data): the sum over the ranks "
             "may be going on; use the updater's clip_norm and loss_scale",
@@ -178,15 +178,14 @@ def _drift(seen_: Observations) -> Iterator[Finding]:
         name = "learning rate" if drift.name == "lr" else f"option {drift.name}"
         yield Finding(
             cause=Cause.LEARNING_RATE if drift.name == "lr" else Cause.OPTIMIZER, is_difference=True,
-            text=f"{what} have another {name} in step {drift.step}{values}", evidence=evidence,
+            text=f"{what} have a different {name} in step {drift.step}{values}", evidence=evidence,
             advice=_SAME_FOR_SCHEDULERS if drift.name == "lr" else "set it on all ranks alike",
         )  # fmt: skip
     elif drift.phase == "optimizer":
         yield Finding(
             cause=Cause.OPTIMIZER, is_difference=True,
-            text=f"{what} have the same parameters, gradients and options before the optimizer's step "
-            f"{drift.step}, and "
-            f"another {drift.name} after it",
+            text=f"{what} have the same parameters, gradients and options before the optimizer's step {drift.step}, "
+                f"but a different {drift.name} after it",
             evidence=evidence,
             advice="an optimizer that draws random numbers needs a generator that is the same on all ranks",
         )  # fmt: skip
@@ -215,8 +214,8 @@ def _schedules(apart: Drift) -> Finding:
     values = f": {apart.values[0]:.40} and {apart.values[1]:.40}" if apart.values else ""
     return Finding(
         cause=Cause.LEARNING_RATE, is_difference=True,
-        text=f"after {apart.step} steps the schedulers of rank 0 and rank {apart.ranks[0]} hold another "
-        f"{apart.name}{values}: they will set another learning rate sooner or later",
+        text=f"after {apart.step} steps the schedulers of rank 0 and rank {apart.ranks[0]} hold a different "
+            f"{apart.name}{values}: sooner or later they will set different learning rates",
         advice=_SAME_FOR_SCHEDULERS,
     )  # fmt: skip
 
@@ -263,7 +262,10 @@ def _options(seen_: Observations) -> Iterator[Finding]:
         cause = Cause.ACCUMULATION if by_parts else Cause.LEARNING_RATE if is_rate else Cause.OPTIMIZER
         name = option.tensor.replace("lr ", "the learning rate ", 1) if is_rate else f"option {option.tensor}"
         yield Finding(
-            cause=cause, is_difference=True, text=f"in step {option.step} {name} is another one {what}",
+            cause=cause, is_difference=True, text=(
+                f"in step {option.step} {name} {what} differs from that of the "
+                "run on 1 rank"
+            ),
             evidence=seen(f"{what} against 1 rank", comparison), advice=advice,
         )  # fmt: skip
         return
@@ -300,7 +302,7 @@ def _evaluation(seen_: Observations) -> Iterator[Finding]:
     elif facts.modes:
         yield Finding(
             cause=Cause.EVALUATION, is_difference=True,
-            text=f"evaluation leaves modules in another mode: {', '.join(list(facts.modes)[:4])}",
+            text=f"evaluation leaves modules in a different mode: {', '.join(list(facts.modes)[:4])}",
             advice="leave the mode to the run",
         )  # fmt: skip
     elif seen_.evaluation_apart:
@@ -351,7 +353,7 @@ def _poisoned(seen_: Observations) -> Iterator[Finding]:
             text=f"after a batch with NaN, whose step is skipped, {', '.join(list(seen_.poisoned)[:4])} is not "
             "finite and "
             "stays so",
-            evidence=bad or ["a NaN was put into one sample to see this; the samples read have none"],
+            evidence=bad or ["a NaN was put into one sample to see this; the data themselves have none"],
             advice="keep running statistics in buffers of the model, which the run puts back, or skip what is not "
             "finite",
         )  # fmt: skip
@@ -387,8 +389,8 @@ def _unexplained(seen_: Observations, found: list[Finding]) -> Iterator[Finding]
         elif "micro" in what and seen_.ranks.equal:
             yield accumulation(
                 f"{what}: {describe(first) if first else comparison.failure}, though the loss of a batch is the mean "
-                "of those of its parts: the step does something for each micro-batch that belongs once to each step, "
-                "such as clipping, weight decay or the optimizer's step",
+                "of those of its parts: the step does something for each micro-batch that must be done once per "
+                "step, such as clipping, weight decay or the optimizer's step",
                 evidence,
             )
         else:

@@ -30,30 +30,29 @@ def data_findings(observed: Observations) -> Iterator[Finding]:
     elif samples.content_by_rank:
         yield Finding(
             cause=Cause.DATA_BY_RANK, is_difference=True,
-            text=f"the ranks read other contents for the same samples, such as {list(samples.content_by_rank)[:3]}",
-            evidence=["each rank read the same batches alone, as the only rank"],
+            text="the ranks read different contents for the same samples, such as "
+                f"{list(samples.content_by_rank)[:3]}",
+            evidence=["each rank read the same batches by itself, without the other ranks"],
             advice="let a dataset or transform depend on the sample's number and the epoch, not on the rank",
         )  # fmt: skip
     elif samples.content_by_share:
         shown = f" such as {list(samples.content_by_share)[:3]}" if samples.is_numbered else ""
         yield Finding(
             cause=Cause.DATA_BY_RANK, is_difference=True,
-            text=f"samples{shown} have another content on {ranks} ranks than "
-            "in one "
-            "process: it depends on the rank, or on which samples are read together",
-            evidence=["one process reads them alike each time"],
+            text=f"samples{shown} have different contents on {ranks} ranks than in one process: it depends on the "
+                "rank, or on which samples are read together",
+            evidence=["one process reads the same contents each time"],
             advice="let a dataset or transform depend on the sample's number and the epoch only",
         )  # fmt: skip
     yield from _repeats(observed)
     if samples.history:
         yield Finding(
             cause=Cause.DATA_ORDER, is_difference=True,
-            text="an epoch's samples depend on what was read before it: read first they are others than after an epoch "
-            "that was left early",
-            evidence=["epoch 1 of a new loader, and after two batches of epoch 0"],
-            advice="make the order of epoch and seed alone (set_epoch must reach the workers), and end an epoch "
-            "that is "
-            "left",
+            text="an epoch's samples depend on what was read before it: they differ between an epoch that is read "
+                "first and one that follows an epoch left early",
+            evidence=["epoch 1 of a new loader against epoch 1 after two batches of epoch 0"],
+            advice="derive the order from epoch and seed alone (set_epoch must reach the workers), and end an epoch "
+                "that is left",
         )  # fmt: skip
     if samples.same_every_epoch:
         yield Finding(
@@ -67,7 +66,7 @@ def data_findings(observed: Observations) -> Iterator[Finding]:
         counts = f": {samples.num_rank_rows} samples on all ranks, {samples.num_rows} in one process"
         yield Finding(
             cause=Cause.DATA_ORDER, is_difference=True,
-            text=f"in step {samples.other_steps} the ranks together get other samples than one process"
+            text=f"in step {samples.other_steps} all ranks together get different samples from one process"
             + (counts if samples.num_rank_rows != samples.num_rows else ""),
             evidence=seen(f"{ranks} ranks against 1 rank", observed.ranks),
             advice="split each global batch over the ranks: batch size = global batch / number of ranks, and the "
@@ -87,11 +86,13 @@ def _own_random(observed: Observations) -> Finding:
     shown = f", such as {found}," if found and samples.is_numbered else ""
     own = [*observed.fresh_generators, *observed.own_generators]
     if samples.content_changes:
-        text = f"one process reads other contents for the same samples{shown} when it runs again with the same seed"
+        text = f"one process reads different contents for the same samples{shown} when it runs again with the same seed"
     elif samples.order_changes:
-        text = "one process gets its samples in another order when it runs again with the same seed"
+        text = "one process gets its samples in a different order when it runs again with the same seed"
     else:
-        text = f"one process reads other contents for the same samples{shown} when it reads an epoch twice"
+        text = (
+            f"one process reads different contents for the same samples{shown} when it reads an epoch twice"
+        )
         own += [f"the process's generator of {name}" for name in samples.draws]
     of = "the sampler's order" if samples.order_changes else "what the dataset or transform does"
     why = (
@@ -101,8 +102,8 @@ def _own_random(observed: Observations) -> Finding:
     )
     return Finding(
         cause=Cause.OWN_RANDOM, is_difference=True, text=f"{text}: {why}",
-        advice="draw random numbers from a generator that is made of seed, epoch and sample number: in a transform "
-        "context.generator(row), in a sampler one of seed and epoch",
+        advice="draw random numbers from a generator that is seeded with seed, epoch and sample number: in a transform "
+            "context.generator(row), in a sampler one of seed and epoch",
     )  # fmt: skip
 
 
@@ -139,7 +140,7 @@ def _repeats(observed: Observations) -> Iterator[Finding]:
     elif is_padding:
         yield Finding(
             cause=Cause.REPEATED, is_difference=False,
-            text=f"the sampler repeats {extra} sample{'s' if extra > 1 else ''} so that each rank has as many",
+            text=f"the sampler repeats {extra} sample{'s' if extra > 1 else ''} so that all ranks have equally many",
             advice="metrics over such an epoch count them twice",
         )  # fmt: skip
     elif samples.repeated_one:
@@ -216,7 +217,7 @@ def _of_the_loss(loss: LossFacts, evidence: list[str], *, matters: bool) -> Find
             text=f"the outputs of {name} ({kind}) for a sample depend on the other samples that are computed with it"
             + ("" if matters else ", so that micro-batches differ (this recipe has none)"),
             evidence=[
-                f"{_A_BATCH_AND_ITS_THIRDS}: {name} returns other values for the same samples and inputs, by "
+                f"{_A_BATCH_AND_ITS_THIRDS}: {name} returns different values for the same samples and inputs, by "
                 f"{in_percent_or_power(relative)}",
                 *evidence,
             ],
@@ -242,8 +243,9 @@ def _of_the_loss(loss: LossFacts, evidence: list[str], *, matters: bool) -> Find
             cause=Cause.LOSS_WEIGHTS, is_difference=matters,
             text=f"the loss is a mean over something other than {counted} (such as tokens that are not padding)",
             evidence=[
-                f"{_A_BATCH_AND_ITS_THIRDS}: the loss is {in_percent_or_power(loss.off)} off the mean over {counted}, "
-                f"but is a mean with other weights: two parts of as many samples weigh {a:.3g} and {b:.3g}",
+                f"{_A_BATCH_AND_ITS_THIRDS}: the loss is {in_percent_or_power(loss.off)} off the mean over "
+                f"{counted}, but is a mean with other weights: two parts with equally many samples have the weights "
+                f"{a:.3g} and {b:.3g}",
                 *evidence,
             ],
             advice="return (loss, weight) from the task's loss, or give the task weight(fields); in a loop of your "
@@ -252,10 +254,11 @@ def _of_the_loss(loss: LossFacts, evidence: list[str], *, matters: bool) -> Find
     if loss.kind == WHOLE:
         return Finding(
             cause=Cause.BATCH_STATISTICS, is_difference=matters,
-            text="the loss of a batch is no mean over parts of it: it compares samples of the batch with each other, "
-            "or uses statistics of them",
+            text="the loss of a batch is not a mean over parts of it: it compares samples of the batch with each "
+                "other, or uses statistics of them",
             evidence=[f"{_A_BATCH_AND_ITS_THIRDS}: off the mean by {in_percent_or_power(loss.off)}", *evidence],
-            advice="gather what it compares from all ranks, or keep the samples of a rank and its micro-batches fixed",
+            advice="gather from all ranks what the loss compares, or keep the samples of each rank and "
+                "micro-batch fixed",
         )  # fmt: skip
     return None
 
@@ -303,8 +306,8 @@ def _randomness(seen_: Observations) -> Iterator[Finding]:
     if seen_.no_dropout and not seen_.draws_left:
         yield Finding(
             cause=Cause.RANDOM, is_difference=False,
-            text="dropout draws other random numbers on each rank, as it should; numbers of ranks and micro-batches "
-            "were compared with dropout off",
+            text="dropout draws different random numbers on each rank, as it should; numbers of ranks and "
+                "micro-batches were compared with dropout off",
             evidence=[f"training uses the generator of {', '.join(seen_.draws)}; without dropout none"],
         )  # fmt: skip
     if not seen_.draws_left or seen_.reseeded is None or seen_.reseeded.equal:
@@ -356,7 +359,7 @@ def resumption_findings(seen_: Observations, known: set[Cause]) -> Iterator[Find
         elif (first := resumed.plain.earliest) is not None and first.kind == "samples":
             yield Finding(
                 cause=Cause.DATA_ORDER, is_difference=True,
-                text="the resumed run gets other samples than the run that was not stopped", evidence=evidence,
+                text="the resumed run gets different samples from the run that was not stopped", evidence=evidence,
                 advice="let the order be a function of seed and epoch, and begin at the saved position",
             )  # fmt: skip
         else:
@@ -373,8 +376,8 @@ def resumption_findings(seen_: Observations, known: set[Cause]) -> Iterator[Find
             text=f"training draws from {', '.join(list(seen_.own_generators)[:3])}, whose state is not in the "
             "checkpoint: checkpoints have only the generators of torch, numpy and Python",
             evidence=[
-                "1 rank, stopped and resumed: equal, since the few steps happened to draw alike; with other numbers "
-                "drawn 1 rank differs from itself"
+                "1 rank, stopped and resumed: equal, because in these few steps both runs happened to draw the same "
+                "numbers; with other numbers 1 rank differs from itself"
             ],
             advice=_DRAWN,
         )  # fmt: skip

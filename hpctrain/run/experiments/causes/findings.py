@@ -35,7 +35,7 @@ class Cause(str, Enum):
     BUFFER = "a buffer"
     EVALUATION = "dropout or training mode in evaluation"
     FLOAT32 = "float32 in a float64 model"
-    METRICS = "metrics are no means over samples"
+    METRICS = "metrics are not means over samples"
     NOT_FINITE = "values that are not finite"
     RANDOM = "dropout or other randomness"
     REFUSED = "an error that not all runs have"

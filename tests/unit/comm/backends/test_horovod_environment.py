@@ -48,7 +48,7 @@ def test_it_runs_on_several_nodes_of_equal_size_with_nccl_on_gpus() -> None:
 @pytest.mark.parametrize(
     ("build", "names", "device_type", "reason"),
     [
-        (None, "aabb", "cuda", "the backend is another one"),
+        (None, "aabb", "cuda", "this run uses another backend"),
         (replace(BUILD, nccl=False), "aabb", "cuda", "built without NCCL"),
         (BUILD, "aabb", "cpu", "device is cpu"),
         (BUILD, "aaaa", "cuda", "on one node"),

@@ -40,7 +40,7 @@ def at_deadline(nodes: list[list[int]], *, num_ranks: int, shared: Path) -> list
             "ranks 0, 1, 4, 5 wait. Absent, or started more than 1.5 s after rank 0: 2, 3",
         ),
         ([[0, 1], [2, 3]], 4, "all ranks wait: the network between their nodes does not connect them"),
-        ([[0, 1]], 4, "wait (0, 1): absent are ranks of other nodes, or the network"),
+        ([[0, 1]], 4, "wait (0, 1): the absent ranks are on other nodes, or the network"),
     ],
 )  # fmt: skip
 def test_ranks_of_other_nodes_are_named_once(
@@ -57,6 +57,6 @@ def test_a_rank_that_has_ended_among_those_of_a_node_is_counted(tmp_path: Path) 
     (tmp_path / "shared").mkdir()
     first, second = at_deadline([[0, 1], [2]], num_ranks=4, shared=tmp_path / "shared")
     assert "1 of the 2 ranks of" in first
-    assert "among local ranks 1; those that wait are 2" in first
+    assert "among local ranks 1; the ranks that wait are 2" in first
     assert "Absent, or started more than 1.5 s after rank 0: 3" in first
     assert second == ""

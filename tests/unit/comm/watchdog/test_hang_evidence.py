@@ -60,7 +60,7 @@ def hung(
 
 def test_a_rank_that_does_nothing_for_long_in_a_step_is_hung() -> None:
     assert hung(at(100.0, cpu_s=5.0), at(108.0, cpu_s=5.1)) == [
-        "rank 1 on h1 has used no processor for 8 s, and it waits in no operation (step)"
+        "rank 1 on h1 has used no CPU time for 8 s, and it waits in no operation (step)"
     ]
 
 
@@ -100,7 +100,7 @@ def test_a_silent_rank_may_be_in_any_section() -> None:
     before, now = at(100.0, cpu_s=5.0), at(160.0, cpu_s=5.0)
     assert hung(before, now, silent_s=50.0) == []
     assert hung(before, now, silent_s=50.0, waited_s=301.0) == [
-        "rank 1 on h1 has used no processor for 60 s, and its interpreter is blocked"
+        "rank 1 on h1 has used no CPU time for 60 s, and its interpreter is blocked"
     ]
 
 

@@ -71,7 +71,7 @@ def test_the_next_rank_leads_a_node_whose_leader_is_silent_and_names_it(tmp_path
         board = ranks[1].watcher._board
         assert board is not None
         found = board.find(ranks[1].track, within_s=5)
-        before = "came to number 1 of it and not to this one"
+        before = "finished number 1 of this group but did not begin this one"
         told = [absence.text.partition(", last heard of")[0] for absence in found.absent]
         assert told == [
             f"rank 0 on h0 {before}, and has written nothing since",
@@ -177,12 +177,13 @@ def test_statuses_of_ten_thousand_ranks_on_1250_nodes_are_read_and_folded_in_two
     assert time.perf_counter() - start_s < 2
     lines = report.splitlines()
     assert len(lines) < 40
-    before = "came to number 299 of it and not to this one"
+    before = "finished number 299 of this group but did not begin this one"
     everyone = f"{before}, and no rank of this node has written anything since"
     assert max(map(len, lines)) < 500
     assert [line.partition(", last heard of")[0] for line in lines[:6]] == [
         "did not come: ranks 17, 24-31, 40, 56-63",
-        "  rank 17 on node2 (process 1) is past all_reduce number 284 of it and waits in no operation in step 12",
+        "  rank 17 on node2 (process 1) has finished all_reduce number 284 of this group and waits in no operation "
+        "in step 12",
         f"  ranks 24-31 on node3 {everyone}",
         f"  rank 40 on node5 (process 1) {before}, and has written nothing since",
         f"  ranks 56-63 on node7 {everyone}",

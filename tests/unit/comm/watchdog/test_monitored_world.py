@@ -42,7 +42,7 @@ def test_a_rank_missing_at_a_split_is_named(capfd: pytest.CaptureFixture[str], t
     late = re.search(r"for split number (\d+) of world", text)
     assert late is not None
     assert "did not come: rank 1\n" in text
-    assert f"is past barrier number {int(late[1]) - 1}" in text
+    assert f"has finished barrier number {int(late[1]) - 1}" in text
     assert "other ranks wait for rank 1" in text
     assert "over.wait" not in text  # stacks name files and functions
     assert "in rank" in text
@@ -52,7 +52,7 @@ def test_a_rank_missing_at_a_split_is_named(capfd: pytest.CaptureFixture[str], t
 
 @pytest.mark.timing
 def test_without_a_directory_the_run_ends_and_says_what_it_lacks(capfd: pytest.CaptureFixture[str]) -> None:
-    assert "which rank did not come is not known: no directory" in report(capfd, None)
+    assert "which rank did not come is not known: the ranks share no directory" in report(capfd, None)
 
 
 @pytest.mark.parametrize("emulated", [False, True])

@@ -70,14 +70,12 @@ def test_of_two_hosts_neither_is_blamed() -> None:
         "b cannot be reached from a (this host): the link of one of the two is cut"
     ]
     both = find_cut({"a": {"b": False}, "b": {"a": False}}, here="a")
-    assert both == ["the hosts fall into parts that do not reach each other: a | b"]
+    assert both == ["the hosts form groups that do not reach each other: a | b"]
 
 
 def test_a_network_in_two_halves_is_told_as_such() -> None:
     findings = {h: {o: (h in "ab") == (o in "ab") for o in "abcd" if o != h} for h in "abcd"}
-    assert find_cut(findings, here="d") == [
-        "the hosts fall into parts that do not reach each other: a, b | c, d"
-    ]
+    assert find_cut(findings, here="d") == ["the hosts form groups that do not reach each other: a, b | c, d"]
 
 
 def test_two_cut_hosts_are_both_named() -> None:

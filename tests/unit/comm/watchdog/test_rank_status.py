@@ -63,7 +63,8 @@ def test_a_rank_that_has_begun_the_operation_is_not_absent() -> None:
         position(3, sequence=5, written=100.0),
     )
     assert found == {
-        2: "rank 2 on h2 (process 1) is past all_reduce number 4 of it and waits in no operation in step 12"
+        2: "rank 2 on h2 (process 1) has finished all_reduce number 4 of this group and waits in no operation in "
+        "step 12"
     }
 
 
@@ -79,7 +80,7 @@ def test_an_absent_rank_is_found_in_another_communicator_or_silent_or_without_tr
     assert "waits in broadcast number 2 of other" in found[1]
     assert found[2].endswith("last heard of 60 s ago")
     # Its node writes, so that the rank itself is known to have written nothing.
-    expected = "rank 3 on h1 came to number 4 of it and not to this one, and has written nothing since"
+    expected = "rank 3 on h1 finished number 4 of this group but did not begin this one, and has written nothing since"
     assert found[3] == f"{expected}, last heard of 70 s ago"
 
 
@@ -89,21 +90,22 @@ def test_a_rank_whose_file_is_from_the_start_is_said_to_have_come_to_the_operati
         position(1, sequence=1, written=10.0),
     )
     expected = (
-        "rank 1 on h1 (process 1) came to number 4 of it and not to this one, and has written nothing since"
+        "rank 1 on h1 (process 1) finished number 4 of this group but did not begin this one, and has written "
+        "nothing since"
     )
     assert found == {1: f"{expected}, last heard of 70 s ago"}
 
 
 def test_the_ranks_of_a_silent_node_are_named_together() -> None:
     here = [position(rank, sequence=5, written=100.0) for rank in (0, 1)]
-    before = "ranks 2-3 on h1 came to number 4 of it and not to this one"
+    before = "ranks 2-3 on h1 finished number 4 of this group but did not begin this one"
     expected = f"{before}, and no rank of this node has written anything since"
     assert texts(*here, silent={1: 40.0}) == {2: f"{expected}, last heard of 40 s ago"}
     assert texts(*here, silent={1: None}) == {2: f"{expected}, last heard of 70 s ago"}
     # In the first operation nothing is known of them from before.
     known = Positions(by_rank={found.rank: found for found in here}, silent_nodes={1: None})
     (first,) = absent(known, sequence=1)
-    assert first.text.startswith("ranks 2-3 on h1 did not come to it, and no rank of this node")
+    assert first.text.startswith("ranks 2-3 on h1 did not begin it, and no rank of this node")
 
 
 def test_of_a_node_whose_file_cannot_be_read_nothing_is_said_but_that() -> None:
@@ -169,7 +171,7 @@ def test_ten_thousand_absences_are_folded() -> None:
     nodes = [line for line in lines if "no rank of this node has written anything" in line]
     assert len(nodes) == 1
     assert "600 ranks, ranks 6000-6599 on h3000, h3001, " in nodes[0]
-    assert "and 292 more: each came to number 4" in nodes[0]
+    assert "and 292 more: each finished number 4" in nodes[0]
     assert any(
         "waits in all_reduce number 4" in line and "last heard of 11 to 20 s ago" in line for line in lines
     )

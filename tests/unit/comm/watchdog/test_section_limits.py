@@ -64,7 +64,7 @@ def test_the_message_says_from_what_a_limit_follows() -> None:
     short = derive_limit(Section.STEP, slowest_s=0.25, num_measured=20, settings=SETTINGS)
     assert short is not None
     assert short.text == (
-        "limit of a step 60 s, the least by limits.least_s; 10 x the slowest of the last 20, 0.25 s, is less"
+        "limit of a step 60 s, the minimum by limits.least_s; 10 x the slowest of the last 20, 0.25 s, is less"
     )
 
 

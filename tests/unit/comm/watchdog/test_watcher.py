@@ -111,7 +111,7 @@ def test_ranks_of_a_node_that_has_written_nothing_are_named_with_it(
     with rank.track.during("barrier"):
         assert rank.ended.wait(120)
     told = capfd.readouterr().err
-    before = "came to number 3 of it and not to this one"
+    before = "finished number 3 of this group but did not begin this one"
     assert f"  rank 1 on h0 {before}, and has written nothing since" in told
     assert f"  ranks 2-3 on h1 {before}, and no rank of this node has written anything since" in told
     rank.watcher.end()
@@ -209,7 +209,7 @@ def test_what_an_earlier_attempt_left_counts_for_nothing(
         assert rank.ended.wait(120)
     told = capfd.readouterr().err
     assert rank.how[0] == ("abort", 6)  # rank 1 has not said that it leaves
-    assert "rank 1 on h1 did not come to it, and no rank of this node has written anything" in told
+    assert "rank 1 on h1 did not begin it, and no rank of this node has written anything" in told
     assert "different arguments" not in told
     assert "old reason" not in told
     rank.watcher.end()

@@ -216,7 +216,7 @@ def test_the_command_indexes_verifies_and_says_what_is_wrong(tmp_path: Path) -> 
     assert "16 token windows in 2 shards" in result.stdout, result.output
     for arguments, message in (
         (("--fields", "x=/images", "--samples", "columns"), "--samples columns: rows, file or groups"),
-        (("--fields", "x=/images", "--stride", "3"), "--stride and --documents belong to --tokens"),
+        (("--fields", "x=/images", "--stride", "3"), "--stride and --documents need --tokens"),
         (("--fields", "x=/nothing"), "has no /nothing; / holds images, labels, tokens"),
     ):
         result = run("index", pattern, *arguments, "--out", tmp_path / "c")
