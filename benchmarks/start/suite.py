@@ -14,7 +14,7 @@ from statistics import linear_regression, median, quantiles
 from typing import Any
 
 from benchmarks.harness import Bench, NotHere, Part, Suite
-from benchmarks.results_file import Record, over_rounds
+from benchmarks.results_file import Record, ratio_record
 from benchmarks.start import paths, runs
 from benchmarks.start.paths import Operations
 from benchmarks.start.ranks import INIT, LEFT
@@ -73,12 +73,11 @@ def epoch_records(found: Sequence[Compared]) -> list[Record]:
         for one in found:
             without, forked = one.seconds[WITHOUT], one.seconds[kind]
             records.append(
-                Record(
-                    id=f"start.1.{kind}.{one.num_ranks}",
-                    what=f"{_ranks(one.num_ranks)}, {NAMES[kind]}: times as fast as without, command to end",
-                    value=median(ratios(without, forked)), bar=LEAST_TIMES[kind].get(one.num_ranks, NO_SLOWER),
-                    sense="at least", unit="", samples={"without_s": without, "forked_s": forked},
-                    **over_rounds(without, forked),
+                ratio_record(
+                    f"start.1.{kind}.{one.num_ranks}",
+                    f"{_ranks(one.num_ranks)}, {NAMES[kind]}: times as fast as without, command to end",
+                    without, forked, bar=LEAST_TIMES[kind].get(one.num_ranks, NO_SLOWER), unit="",
+                    samples={"without_s": without, "forked_s": forked},
                 )
             )  # fmt: skip
     num_runs = sum(one.num_runs for one in found)
@@ -145,13 +144,12 @@ def memory_records(found: Mapping[str, Sequence[Memory]], *, num_ranks: int, ste
     """Returns the record of figure 4. found: kind -> of each round."""
     without, forked = ([one.total for one in found[kind]] for kind in (WITHOUT, NOTHING))
     return [
-        Record(
-            id="start.4",
-            what=f"memory (PSS) of {_ranks(num_ranks)} after {steps} steps with a fork server, with that of server "
-            "and clients, of that without",
-            value=median(ratios(forked, without)), bar=MOST_MEMORY, sense="at most", unit="",
+        ratio_record(
+            "start.4",
+            f"memory (PSS) of {_ranks(num_ranks)} after {steps} steps with a fork server, with that of server and "
+            "clients, of that without",
+            forked, without, bar=MOST_MEMORY, sense="at most", unit="",
             samples={kind: [asdict(one) for one in rounds] for kind, rounds in found.items()},
-            **over_rounds(forked, without),
         )
     ]  # fmt: skip
 
