@@ -77,7 +77,7 @@ Measure = Callable[[Bench], list[Record]]
 
 # ---------------------------------------------------------------------- the records
 
-Timed = Mapping[str, Mapping[str, Any]]  # of a method: bits, seconds, node_bytes
+Timed = Mapping[str, Mapping[str, Any]]  # of a method: seconds, node_bytes
 Blocks = Sequence[Sequence[Sequence[float]]]  # seconds, (rounds, steps, ranks)
 Block = Sequence[Sequence[float]]
 Over = Callable[[Sequence[float]], float]  # a step's time, from those of its ranks

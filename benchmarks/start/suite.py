@@ -39,21 +39,9 @@ MOST_OPERATIONS = 1.0
 MOST_MEMORY = 0.6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """Median and quartiles."""
-
-    low: float
-    median: float
-    high: float
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Returns median and quartiles; of a single value all three are that one."""
-    if len(values) == 1:
-        return Spread(low=values[0], median=values[0], high=values[0])
-    low, middle, high = quantiles(values, n=4, method="inclusive")
-    return Spread(low=low, median=middle, high=high)
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Returns the lower quartile, the median and the upper quartile; of a single value all three are that one."""
+    return [*values] * 3 if len(values) == 1 else quantiles(values, n=4, method="inclusive")
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
@@ -265,8 +253,8 @@ def table_of_memory(samples: Mapping[str, Any]) -> str:
 
 def _spread(values: Sequence[float]) -> str:
     """Returns the median, and the quartiles in brackets."""
-    found = spread(values)
-    return f"{digits(found.median)} ({digits(found.low)} to {digits(found.high)})"
+    low, middle, high = map(digits, quartiles(values))
+    return f"{middle} ({low} to {high})"
 
 
 # ---------------------------------------------------------------------- the suite

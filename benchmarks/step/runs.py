@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import starting
 from benchmarks.harness import Say
 from benchmarks.places import RanksFailed
 from benchmarks.starting import REPOSITORY
@@ -35,7 +36,6 @@ from benchmarks.step.variants import (
 from benchmarks.turns import Training, mpirun
 from tests.cluster import Cluster
 from tests.cluster.requirements import search_path
-from tests.ranks_launcher import OUTER_LAUNCHER
 
 # Variables that the tests set for their ranks, or that a shell may have set for all programs.
 NOT_A_USERS = ("LD_PRELOAD", "OMP_NUM_THREADS")
@@ -44,11 +44,7 @@ NODE_CORES = 1
 
 def user_environment() -> dict[str, str]:
     """Returns the environment of a user's shell, with this tree's hpctrain."""
-    environ = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(OUTER_LAUNCHER) and name not in NOT_A_USERS
-    }
+    environ = {name: value for name, value in starting.user_environment().items() if name not in NOT_A_USERS}
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), search_path()])
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environ.get("PYTHONPATH")]))
     if os.geteuid() == 0:  # as `hpctrain launch` does
