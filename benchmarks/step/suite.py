@@ -15,7 +15,6 @@ from benchmarks.results_file import Record, ratio_record
 from benchmarks.results_page import spread
 from benchmarks.step.runs import (
     FULL,
-    NODE_CORES,
     QUICK,
     Found,
     OnCluster,
@@ -209,7 +208,7 @@ def started(samples: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------------- the suite
 
 SEED = 20
-# Cores of the Slurm job: a run that is stopped between its turns still occupies its cores.
+# Of which each has a core of its own for Slurm, on each node, also while it is stopped between its turns.
 MOST_RUNS = 20
 _BEGAN_S = time.monotonic()
 
@@ -221,7 +220,7 @@ def _cell(cell: Cell) -> Part:
         directory = bench.once("step", lambda: bench.enter(working_directory()))
         place = OneNode()
         if cell.on_cluster:
-            place = OnCluster(bench.cluster(cores_per_node=NODE_CORES * MOST_RUNS, shared=[directory]))
+            place = OnCluster(bench.cluster(cores_per_node=MOST_RUNS, shared=[directory]))
         try:
             every = measure(
                 cell, place=place, directory=directory, scale=bench.scale, seed=SEED, say=bench.say
