@@ -180,12 +180,18 @@ class Suite:
 def main(suite: Suite, words: Sequence[str] | None = None) -> int:
     """The suite's command. Returns the exit code: 1 if something could not be measured."""
     leave_on_sigterm()
-    parser = parser_of(suite.name, description=suite.about, figures=",".join(suite.figures))
-    suite.options(parser)
-    options = parser.parse_args(words)
-    names = options.only.split(",")
-    if unknown := [name for name in names if name not in suite.figures]:
-        parser.error(f"--only {unknown[0]}: there are {', '.join(suite.figures)}")
+
+    def with_quick(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--quick", action="store_true", help="few rounds and small sizes, to check that it runs"
+        )
+        suite.options(parser)
+
+    options = parse(
+        words, benchmark=suite.name, description=suite.about, names=suite.figures, options=with_quick,
+        output=f"`make bench-{suite.name}` passes benchmarks/results/{suite.name}.json; only then the tables of the "
+        "docs page are written",
+    )  # fmt: skip
     console = open_console()
     about = about_this_run(REPOSITORY, benchmark=suite.name)
     about["versions"] |= {name: version(name) for name in suite.packages}
@@ -199,7 +205,7 @@ def main(suite: Suite, words: Sequence[str] | None = None) -> int:
             if output is not None:
                 keep(run, **written)
 
-        parts = [part for part in suite.parts if {*part.figures} & {*names}]
+        parts = [part for part in suite.parts if {*part.figures} & {*options.only}]
         run, complete = measure(suite.name, parts, bench=bench, after_part=keep_so_far)
     return finish(console, run, **written) or int(not complete)
 
@@ -247,20 +253,26 @@ def command(suite: Suite) -> None:
 # ---------------------------------------------------------------------- the command line and the files
 
 
-def parser_of(benchmark: str, *, description: str | None, figures: str) -> argparse.ArgumentParser:
-    """Returns the parser with the options that all benchmarks have. figures: the default of `--only`, such as
-    `1,2,3`."""
+def parse(
+    words: Sequence[str] | None, *, benchmark: str, description: str | None, names: Sequence[str], output: str,
+    options: Callable[[argparse.ArgumentParser], object],
+) -> argparse.Namespace:  # fmt: skip
+    """Returns the options of the command line, with those that all benchmarks have: `only`, the list of the names to
+    measure, and `output`. names: what `--only` may name. output: what its help says of the path. options: adds more."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{benchmark}", description=description)
-    parser.add_argument("--only", default=figures, metavar="1,2", help="figures to measure")
     parser.add_argument(
-        "--quick", action="store_true", help="few rounds and small sizes, to check that it runs"
+        "--only", default=",".join(names), metavar="NAME,NAME", help="what to measure [default: %(default)s]"
     )
+    options(parser)
     parser.add_argument(
         "--output", type=Path, metavar="PATH",
-        help=f"JSON file to write; records of other figures in it are kept. `make bench-{benchmark}` passes "
-        f"benchmarks/results/{benchmark}.json; only then the tables of the docs page are written",
+        help=f"JSON file to write; records of other figures in it are kept. {output}",
     )  # fmt: skip
-    return parser
+    found = parser.parse_args(words)
+    found.only = found.only.split(",")
+    if unknown := [name for name in found.only if name not in names]:
+        parser.error(f"--only {unknown[0]}: there are {', '.join(names)}")
+    return found
 
 
 def leave_on_sigterm() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -28,6 +29,19 @@ def own_and_shared_bytes() -> tuple[int, int]:
     among the processes that have accessed a page."""
     sizes = _sizes("smaps_rollup")
     return sizes["Pss_Anon"], sizes["Pss_Shmem"]
+
+
+def allocated_bytes(run: Callable[[], object]) -> int:
+    """Returns the most memory that Python and numpy have allocated at a time during a call of `run`, which is slower
+    meanwhile."""
+    import tracemalloc
+
+    tracemalloc.start()
+    try:
+        run()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def _sizes(file: str) -> dict[str, int]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import statistics
 import time
-import tracemalloc
 from collections.abc import Iterator
 
 import numpy as np
 
+from benchmarks.memory import allocated_bytes
 from hpctrain.data import Blocks, OrderSpec, Sequential, Shuffled, Span, rank_share
 
 SAMPLES = 2**18
@@ -60,10 +60,7 @@ def cost(spec: OrderSpec) -> list[str]:
         began = time.perf_counter()
         _indices(spec, span, epoch=number)
         seconds.append(time.perf_counter() - began)
-    tracemalloc.start()
-    _indices(spec, span, epoch=0)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    peak = allocated_bytes(lambda: _indices(spec, span, epoch=0))
     return [f"{statistics.median(seconds) * 1e3:.2f} ms", f"{peak / 1e3:.0f} KB"]
 
 

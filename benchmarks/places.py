@@ -39,6 +39,21 @@ def run_checked(argv: Sequence[str], *, what: str, environ: Mapping[str, str], t
     return done
 
 
+def salloc(num_nodes: int) -> list[str]:
+    """Returns the command that allocates nodes, with one core of each."""
+    return ["salloc", f"--nodes={num_nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
+
+
+def at_head_node(cluster: Cluster, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a user on the cluster's head node: its Slurm, this Python, a /tmp of its own."""
+    own_tmp = ("TMPDIR", "TEMP", "TMP")
+    return {
+        **{name: value for name, value in environ.items() if name not in own_tmp},
+        "SLURM_CONF": str(cluster.plan.slurm_conf_path),
+        "PATH": f"{Path(sys.executable).parent}:{search_path()}",
+    }
+
+
 class Place:
     """A place where ranks run the cases of a module, see `benchmarks.ranks`.
 
@@ -134,16 +149,11 @@ class OnCluster(Place):
         return self.cluster.plan.directory
 
     def _launch(self) -> list[str]:
-        ranks = [
-            "-n",
-            str(self.ranks_per_node * self.num_nodes),
-            "--ranks-per-node",
-            str(self.ranks_per_node),
-        ]
-        return [*self.job(), *LAUNCH, *ranks]
+        num_ranks = self.ranks_per_node * self.num_nodes
+        return [*self.job(), *LAUNCH, "-n", str(num_ranks), "--ranks-per-node", str(self.ranks_per_node)]
 
     def job(self) -> list[str]:
-        return ["salloc", f"--nodes={self.num_nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
+        return salloc(self.num_nodes)
 
     def _wait_for(self, argv: Sequence[str], variables: Mapping[str, str], *, timeout_s: float) -> Ended:
         at_head = self.cluster.argv(argv, cwd=REPOSITORY)
@@ -154,10 +164,4 @@ class OnCluster(Place):
             raise
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment of a user on the cluster's head node: its Slurm, this Python, a /tmp of its own."""
-        own_tmp = ("TMPDIR", "TEMP", "TMP")
-        return {
-            **{name: value for name, value in user_environment().items() if name not in own_tmp},
-            "SLURM_CONF": str(self.cluster.plan.slurm_conf_path),
-            "PATH": f"{Path(sys.executable).parent}:{search_path()}",
-        }
+        return at_head_node(self.cluster, user_environment())

@@ -11,7 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
+
+Sense = Literal["at most", "at least"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,7 @@ class Record:
     what: str
     value: float
     bar: float
-    sense: Literal["at most", "at least"]
+    sense: Sense
     unit: str
     samples: Any
     rounds: int = 0
@@ -60,6 +63,25 @@ def over_rounds(
     else:
         extremes = (min(numerators) / max(denominators), max(numerators) / min(denominators))
     return {"rounds": len(numerators), "range": extremes}
+
+
+def ratio_record(
+    record_id: str, what: str, numerators: Sequence[float], denominators: Sequence[float], *, bar: float,
+    unit: str, samples: Any, sense: Sense = "at least", of_medians: bool = False, same_rounds: bool = True,
+) -> Record:  # fmt: skip
+    """Returns the record of a ratio of measurements.
+
+    of_medians: its value is the ratio of the medians, instead of the median of the rounds' ratios. same_rounds: see
+    `over_rounds`.
+    """
+    if of_medians:
+        value = median(numerators) / median(denominators)
+    else:
+        value = median(a / b for a, b in zip(numerators, denominators, strict=True))
+    return Record(
+        id=record_id, what=what, value=value, bar=bar, sense=sense, unit=unit, samples=samples,
+        **over_rounds(numerators, denominators, same_rounds=same_rounds),
+    )  # fmt: skip
 
 
 def figure_of(record_id: str) -> str:

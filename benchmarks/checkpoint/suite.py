@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Any
 
 from benchmarks.harness import BUILD, Bench, Part, Suite
-from benchmarks.results_file import Record, over_rounds
+from benchmarks.results_file import Record, Sense, ratio_record
 from benchmarks.results_page import markdown, spread
 
 MODULE = "benchmarks.checkpoint.ranks"
@@ -57,11 +57,6 @@ DCP, DCP_UNSAFE = "dcp", "dcp, no fsync"
 OTHERS = {"1-rank": "512 MiB, 1 rank", "4-ranks": "512 MiB, 4 ranks on 2 cores", "2gib": "2 GiB, 2 ranks"}
 
 
-def speed_ratio(seconds: Seconds, *, of: str, to: str) -> float:
-    """Returns how many times as fast as method `to` method `of` is: the median of the rounds' ratios."""
-    return median(other / own for own, other in zip(seconds[of], seconds[to], strict=True))
-
-
 def save_records(seconds: Seconds, *, what: str = "512 MiB, 2 ranks") -> list[Record]:
     """Returns the records of figure 1: hpctrain compared with raw writing, with the disk alone if that was measured,
     and with DCP, which by default flushes its files, with and without flushing. hpctrain's saves are those of a run
@@ -79,12 +74,8 @@ def save_records(seconds: Seconds, *, what: str = "512 MiB, 2 ranks") -> list[Re
         )
     ]
     if LIMIT in seconds:
-        made.append(
-            _ratio(
-                "checkpoint.1a.limit", f"{what}, into new blocks: hpctrain / the disk alone", seconds,
-                (OURS, LIMIT), 0.85,
-            )
-        )  # fmt: skip
+        alone = f"{what}, into new blocks: hpctrain / the disk alone"
+        made.append(_ratio("checkpoint.1a.limit", alone, seconds, (OURS, LIMIT), 0.85))
     return made
 
 
@@ -133,12 +124,9 @@ def load_with_peers_record(seconds: Seconds) -> Record:
 
 def stall_record(found: Mapping[str, Any]) -> Record:
     """Returns the record of figure 3 on stalls. found: see `background.stalls`."""
-    copies = found["seconds"]["memcpy"]
-    return Record(
-        id="checkpoint.3a",
-        what="async, 512 MiB, 2 ranks: time in which training is blocked / memcpy of a rank's share",
-        value=median(s / copy for s, copy in zip(found["stalls"][ASYNC], copies, strict=True)), bar=1.3,
-        sense="at most", unit="s/s", samples=dict(found), **over_rounds(found["stalls"][ASYNC], copies),
+    return ratio_record(
+        "checkpoint.3a", "async, 512 MiB, 2 ranks: time in which training is blocked / memcpy of a rank's share",
+        found["stalls"][ASYNC], found["seconds"]["memcpy"], bar=1.3, sense="at most", unit="s/s", samples=dict(found),
     )  # fmt: skip
 
 
@@ -185,14 +173,14 @@ def replica_record(seconds: Seconds) -> Record:
 
 
 def _ratio(
-    record_id: str, what: str, seconds: Seconds, pair: tuple[str, str], bar: float, *,
-    sense: Literal["at most", "at least"] = "at least", unit: str = "bytes/s / bytes/s",
+    record_id: str, what: str, seconds: Seconds, pair: tuple[str, str], bar: float, *, sense: Sense = "at least",
+    unit: str = "bytes/s / bytes/s",
 ) -> Record:  # fmt: skip
     """Returns the record of a ratio of seconds. pair: (a, b); the value is the median of b's seconds over a's."""
-    samples: dict[str, Any] = {"seconds": {name: list(found) for name, found in seconds.items()}}
-    return Record(
-        id=record_id, what=what, value=speed_ratio(seconds, of=pair[0], to=pair[1]), bar=bar, sense=sense,
-        unit=unit, samples=samples, **over_rounds(seconds[pair[1]], seconds[pair[0]]),
+    ours, other = pair
+    return ratio_record(
+        record_id, what, seconds[other], seconds[ours], bar=bar, sense=sense, unit=unit,
+        samples={"seconds": {name: list(found) for name, found in seconds.items()}},
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ The first bytes of each sample are its number, by which every reader is checked:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,10 @@ class Kind:
     labels: bool = True
     values: int = 256
     tokens: bool = False
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Kind:
+        return cls(**{**fields, "shape": tuple(fields["shape"])})
 
     @property
     def sample_bytes(self) -> int:

@@ -7,7 +7,6 @@ import gc
 import os
 import threading
 import time
-import tracemalloc
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.data.kinds import Kind, blocks, stream
 from benchmarks.data.serve import Reader
-from benchmarks.memory import reset_peak, status_bytes
+from benchmarks.memory import allocated_bytes, reset_peak, status_bytes
 from hpctrain.bench.data.measure import time_waits
 from hpctrain.data import Dataset, EpochOrder, Loader, pack_arrays, pack_tokens, read_manifest
 
@@ -234,13 +233,13 @@ def order_cost(*, num_samples: int, num_ranks: int, batch: int, repeats: int) ->
         begin = time.perf_counter()
         order.at(position, position + batch)
         seconds.append(time.perf_counter() - begin)
-    tracemalloc.start()
-    fresh = EpochOrder(num_samples=num_samples, seed=2)
-    for position in positions[:8]:
-        fresh.at(position, position + batch)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return {"seconds": seconds, "bytes": peak}
+
+    def some_batches() -> None:
+        fresh = EpochOrder(num_samples=num_samples, seed=2)
+        for position in positions[:8]:
+            fresh.at(position, position + batch)
+
+    return {"seconds": seconds, "bytes": allocated_bytes(some_batches)}
 
 
 def read_epoch(

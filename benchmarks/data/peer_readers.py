@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
 
 
 def write(*, method: str, kind: dict[str, Any], directory: str) -> None:
-    of = Kind(**{**kind, "shape": tuple(kind["shape"])})
+    of = Kind.from_json(kind)
     shard_bytes = min(MOST_SHARD_BYTES, of.num_samples * of.sample_bytes // LEAST_SHARDS)
     if method == "streaming":
         shape = ",".join(map(str, of.shape))

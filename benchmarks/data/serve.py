@@ -30,8 +30,8 @@ class Reader(Protocol):
 
 
 def timed(reader: Reader, *, first_epoch: int, least_s: float) -> dict[str, float]:
-    """Reads whole epochs until `least_s` have passed. Returns `seconds`, `samples` and `epochs`; the time includes what
-    the reader starts for an epoch."""
+    """Reads whole epochs until `least_s` have passed. Returns `seconds` and `samples`; the time includes what the
+    reader starts for an epoch."""
     num_samples = epochs = 0
     begin = time.perf_counter()
     while True:
@@ -40,7 +40,7 @@ def timed(reader: Reader, *, first_epoch: int, least_s: float) -> dict[str, floa
         epochs += 1
         seconds = time.perf_counter() - begin
         if seconds >= least_s:
-            return {"seconds": seconds, "samples": num_samples, "epochs": epochs}
+            return {"seconds": seconds, "samples": num_samples}
 
 
 def checked(reader: Reader, kind: Kind, *, epoch: int) -> dict[str, int]:
@@ -66,13 +66,10 @@ def main() -> None:
         answer: Any = None
         try:
             if what == "open":
-                readers[key] = module.open_reader(
-                    asked["method"], Kind(**{**asked["kind"], "shape": tuple(asked["kind"]["shape"])}),
-                    directory=asked["directory"],
-                )  # fmt: skip
+                kind = Kind.from_json(asked["kind"])
+                readers[key] = module.open_reader(asked["method"], kind, directory=asked["directory"])
             elif what == "check":
-                kind = Kind(**{**asked["kind"], "shape": tuple(asked["kind"]["shape"])})
-                answer = checked(readers[key], kind, epoch=asked["epoch"])
+                answer = checked(readers[key], Kind.from_json(asked["kind"]), epoch=asked["epoch"])
             elif what == "time":
                 answer = timed(readers[key], first_epoch=asked["epoch"], least_s=asked["least_s"])
             elif what == "close":

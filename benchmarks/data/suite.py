@@ -17,7 +17,7 @@ from benchmarks.data.child import Child, peers_python
 from benchmarks.data.kinds import Kind, kinds
 from benchmarks.data.ours import write_compressed, write_shards
 from benchmarks.harness import BUILD, Bench, Part, Suite
-from benchmarks.results_file import Record, over_rounds
+from benchmarks.results_file import Record, ratio_record
 from benchmarks.results_page import markdown, spread
 from hpctrain.bench.page_cache import cached_share, evict
 
@@ -118,10 +118,9 @@ def _ratio(
     record_id: str, *, what: str, rates: Rates, ours: str, other: str, bar: float, all_of_them: bool
 ) -> Record:
     shown = rates if all_of_them else {name: rates[name] for name in (ours, other)}
-    return Record(
-        id=record_id, what=what, value=median(rates[ours]) / median(rates[other]), bar=bar, sense="at least",
-        unit="samples/s / samples/s", samples={"samples/s": {name: list(found) for name, found in shown.items()}},
-        **over_rounds(rates[ours], rates[other]),
+    return ratio_record(
+        record_id, what, rates[ours], rates[other], bar=bar, unit="samples/s / samples/s", of_medians=True,
+        samples={"samples/s": {name: list(found) for name, found in shown.items()}},
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import tracemalloc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.memory import allocated_bytes
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.state import Header
 from hpctrain.checkpoint.planning.write_plan import EvenShards, make_plan
@@ -79,7 +79,7 @@ def plans(num_ranks: int = NUM_RANKS) -> Mapping[str, Callable[[], Any]]:
 
 
 def measure(plan: Callable[[], Any], *, repeats: int = REPEATS) -> Planned:
-    """Runs `plan` a few times; with tracing once more, which makes it slower, for the memory."""
+    """Runs `plan` a few times, and once more for the memory."""
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
@@ -87,10 +87,4 @@ def measure(plan: Callable[[], Any], *, repeats: int = REPEATS) -> Planned:
         times.append(time.perf_counter() - began)
         if times[-1] > 1.0:
             break
-    tracemalloc.start()
-    try:
-        plan()
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    return Planned(seconds=median(times), num_bytes=most)
+    return Planned(seconds=median(times), num_bytes=allocated_bytes(plan))

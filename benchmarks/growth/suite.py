@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -174,20 +172,16 @@ def _growth(backend: str, bench: Bench) -> list[Record]:
     if (reason := why_not()) is not None:
         raise NotHere(reason)
     sizes, found = bench.options.ranks or bench.scale, []
-    directory = Path(tempfile.mkdtemp(prefix="hpctrain-growth-"))
-    try:
-        library = build_counter(directory)
-        for num_ranks in sizes:
-            place = directory / f"{backend}-{num_ranks}"
-            place.mkdir()
-            hangs = num_ranks == max(sizes)
-            seen = measure(num_ranks, backend=backend, directory=place, library=library, hangs=hangs)
-            found.append(seen)
-            started = f"started in {seen.start_s:.1f} s, {seen.received:,} bytes received"
-            bench.say(f"{backend}, {num_ranks} ranks: {started}")
-    finally:
-        if "HPCTRAIN_KEEP" not in os.environ:
-            shutil.rmtree(directory, ignore_errors=True)
+    directory = bench.folder("growth", within=Path(tempfile.gettempdir()))
+    library = build_counter(directory)
+    for num_ranks in sizes:
+        place = directory / f"{backend}-{num_ranks}"
+        place.mkdir()
+        hangs = num_ranks == max(sizes)
+        seen = measure(num_ranks, backend=backend, directory=place, library=library, hangs=hangs)
+        found.append(seen)
+        started = f"started in {seen.start_s:.1f} s, {seen.received:,} bytes received"
+        bench.say(f"{backend}, {num_ranks} ranks: {started}")
     return growth_records(backend, found)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.parallel.layouts import BITS, LAYOUTS, Counts, Layout
 from benchmarks.parallel.timed import METHODS, OPTIMIZERS, Method
-from benchmarks.results_file import Record, over_rounds
+from benchmarks.results_file import Record, ratio_record
 from benchmarks.results_page import markdown
 
 MOST_DIFFERENCE = 1e-10
@@ -143,12 +143,11 @@ def time_records(
             continue
         us, peer = _fastest(mine, seconds), _fastest(here, seconds)
         made.append(
-            Record(
-                id=f"parallel.4.{place}.{label}",
-                what=f"{where}: {methods[peer].what} on Gloo / ours, {methods[us].what}: "
-                f"{_medians(seconds, peer, us)}",
-                bar=bar, samples=dict(seconds) if label == "best" else {us: seconds[us], peer: seconds[peer]},
-                **_times_as_fast(seconds, us=us, peer=peer),
+            ratio_record(
+                f"parallel.4.{place}.{label}",
+                f"{where}: {methods[peer].what} on Gloo / ours, {methods[us].what}: {_medians(seconds, peer, us)}",
+                seconds[peer], seconds[us], bar=bar, unit="times as fast",
+                samples=dict(seconds) if label == "best" else {us: seconds[us], peer: seconds[peer]},
             )
         )  # fmt: skip
     return made
@@ -170,11 +169,11 @@ def horovod_records(
             continue
         us, peer = _fastest(ours, seconds), _fastest(peers, seconds)
         made.append(
-            Record(
-                id=f"parallel.7.{place}.{wire}",
-                what=f"{where}: a step of DistributedOptimizer, {methods[peer].what} / {methods[us].what}: "
+            ratio_record(
+                f"parallel.7.{place}.{wire}",
+                f"{where}: a step of DistributedOptimizer, {methods[peer].what} / {methods[us].what}: "
                 f"{_medians(seconds, peer, us)}",
-                bar=LEAST_FASTER_THAN_HOROVOD[binds], samples=of_wire, **_times_as_fast(seconds, us=us, peer=peer),
+                seconds[peer], seconds[us], bar=LEAST_FASTER_THAN_HOROVOD[binds], unit="times as fast", samples=of_wire,
             )
         )  # fmt: skip
     return made
@@ -188,28 +187,17 @@ def _medians(seconds: Mapping[str, Sequence[float]], *names: str) -> str:
     return f"{' / '.join(f'{1e3 * median(seconds[name]):.0f}' for name in names)} ms"
 
 
-def _times_as_fast(seconds: Mapping[str, Sequence[float]], *, us: str, peer: str) -> dict[str, Any]:
-    """Returns a record's fields for the time of a step of `peer` / of `us`."""
-    ratios = [b / a for a, b in zip(seconds[us], seconds[peer], strict=True)]
-    return {
-        "value": median(ratios), "sense": "at least", "unit": "times as fast",
-        **over_rounds(seconds[peer], seconds[us]),
-    }  # fmt: skip
-
-
 def exposed_records(exposed: Mapping[str, Sequence[float]], *, place: str, where: str) -> list[Record]:
     """exposed: seconds of a step in which the slowest rank of a method only waited for communication, of each round."""
     if not {"ours-gradients", "ours-none"} <= exposed.keys():
         return []
-    mine, whole = exposed["ours-gradients"], exposed["ours-none"]
-    ratios = [a / b for a, b in zip(mine, whole, strict=True)]
     return [
-        Record(
-            id=f"parallel.4.{place}.exposed",
-            what=f"{where}: exposed communication of a step, {LAYOUTS['gradients'].what} / {LAYOUTS['none'].what}: "
-            f"{1e3 * median(mine):.0f} / {1e3 * median(whole):.0f} ms",
-            value=median(ratios), bar=MOST_EXPOSED, sense="at most", unit="s/s", samples=dict(exposed),
-            **over_rounds(mine, whole),
+        ratio_record(
+            f"parallel.4.{place}.exposed",
+            f"{where}: exposed communication of a step, {LAYOUTS['gradients'].what} / {LAYOUTS['none'].what}: "
+            f"{_medians(exposed, 'ours-gradients', 'ours-none')}",
+            exposed["ours-gradients"], exposed["ours-none"], bar=MOST_EXPOSED, sense="at most", unit="s/s",
+            samples=dict(exposed),
         )
     ]  # fmt: skip
 

@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks.harness import Bench, finish, leave_on_sigterm, open_console, saying
+from benchmarks.harness import Bench, finish, leave_on_sigterm, open_console, parse, saying
 from benchmarks.headlines import QUICK, values_of
 from benchmarks.quick.parts import PARTS, Part, kept
 from benchmarks.results_file import Record, Run, about_this_run
@@ -47,40 +47,28 @@ class Outcome:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    names = [part.name for part in PARTS]
-    parser = _parser(names)
-    arguments = parser.parse_args(words)
-    asked = arguments.only.split(",")
-    if unknown := [name for name in asked if name not in names]:
-        parser.error(f"--only {unknown[0]}: there are {', '.join(names)}")
+    options = parse(
+        words, benchmark=QUICK, description=__doc__, names=[part.name for part in PARTS], options=_minutes,
+        output=f"`make bench` passes benchmarks/results/{QUICK}.json; only then docs/results.md is written",
+    )  # fmt: skip
     console = open_console()
     about = about_this_run(REPOSITORY, benchmark="*.py")
     about["load"] = round(os.getloadavg()[0], 2)
     about["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    parts = [part for part in PARTS if part.name in asked]
+    parts = [part for part in PARTS if part.name in options.only]
     with Bench(say=saying(console), about=about) as bench:
-        outcome = measure(console, parts, bench=bench, scale=arguments.minutes / MINUTES)
+        outcome = measure(console, parts, bench=bench, scale=options.minutes / MINUTES)
     about["parts"] = outcome.parts
-    about["history"] = history(arguments.output, about=about, records=outcome.records)
+    about["history"] = history(options.output, about=about, records=outcome.records)
     run = Run(records=outcome.records, failed=outcome.failed, started=bench.started)
-    return finish(console, run, benchmark=QUICK, about=about, output=arguments.output, refresh=None)
+    return finish(console, run, benchmark=QUICK, about=about, output=options.output, refresh=None)
 
 
-def _parser(names: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{QUICK}", description=__doc__)
-    parser.add_argument(
-        "--only", default=",".join(names), metavar="NAME,NAME", help="parts to measure [default: %(default)s]"
-    )
+def _minutes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes", type=float, default=MINUTES, metavar="N",
         help="time for all parts; each has a fixed share of it, and fails when that is over [default: %(default)g]",
     )  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path, metavar="PATH",
-        help="JSON file to write; figures of other parts in it are kept. `make bench` passes "
-        f"benchmarks/results/{QUICK}.json; only then docs/results.md is written",
-    )  # fmt: skip
-    return parser
 
 
 def measure(console: Console, parts: Sequence[Part], *, bench: Bench, scale: float) -> Outcome:

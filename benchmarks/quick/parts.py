@@ -12,7 +12,7 @@ from benchmarks.checkpoint import suite as checkpoint
 from benchmarks.data import suite as data
 from benchmarks.harness import Bench
 from benchmarks.headlines import HEADLINES
-from benchmarks.places import run_checked
+from benchmarks.places import run_checked, salloc
 from benchmarks.reduction import suite as reduction
 from benchmarks.results_file import Record, figure_of
 from benchmarks.step.runs import OneNode, Scale as StepScale, measure as measure_step, pack, working_directory
@@ -66,8 +66,7 @@ def _scaling(bench: Bench) -> list[Record]:
         "hpctrain", "bench", "scaling", f"examples/{RECIPE}.toml", "--nodes", ",".join(map(str, NODES)),
         "--ranks-per-node", "1", "--steps", "12", "--warmup-steps", "3", "--json", str(document),
     ]  # fmt: skip
-    salloc = ["salloc", f"--nodes={max(NODES)}", "--ntasks-per-node=1", "--cpus-per-task=1"]
-    argv = cluster.argv([*salloc, *words], cwd=directory)
+    argv = cluster.argv([*salloc(max(NODES)), *words], cwd=directory)
     run_checked(argv, what="scaling", environ=cluster.environment(), timeout_s=300.0)
     bench.say(f"{NODES[0]} to {NODES[-1]} nodes")
     return scaling_records(json.loads(document.read_text()), cores=os.cpu_count() or 1)

@@ -30,7 +30,6 @@ from hpctrain.reduce.wire_formats import AUTO
 from hpctrain.run import Session
 from hpctrain.run.reduction import ReductionPlan
 
-BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8}
 CPU = torch.device("cpu")
 DDP_PARAMETERS = 16
 
@@ -44,13 +43,10 @@ class Method:
 
     fill: sets this rank's gradients to `values`, shape (numel,); not timed. reduce: the timed function; collective.
     result: returns the reduced gradients, shape (numel,); None if nothing is reduced. averages: whether the result is
-    the mean instead of the sum.
-    bits: size of an element on the wire. close: releases the method's resources; collective.
-    runs: returns a description of what `auto` chose.
+    the mean instead of the sum. close: releases the method's resources; collective. runs: describes what `auto` chose.
     """
 
     name: str
-    bits: int
     fill: Callable[[torch.Tensor], None]
     reduce: Callable[[], None]
     result: Callable[[], torch.Tensor] | None
@@ -133,9 +129,8 @@ def our_method(
             reducer.close()
 
     return Method(
-        name=name_of(algorithm, wire), bits=BITS.get(wire, 0), fill=fill, reduce=reduce,
-        result=lambda: memory[0][:numel], close=close, averages=False,
-        runs=f"{reducer.algorithm}, {reducer.wire}",
+        name=name_of(algorithm, wire), fill=fill, reduce=reduce, result=lambda: memory[0][:numel], close=close,
+        averages=False, runs=f"{reducer.algorithm}, {reducer.wire}",
     )  # fmt: skip
 
 
@@ -173,7 +168,7 @@ def mpi_family(comm: Any) -> Family:
         view = buffer.numpy()
         return [
             Method(
-                name="mpi-fp32", bits=32, fill=_into(buffer),
+                name="mpi-fp32", fill=_into(buffer),
                 reduce=lambda: comm.Allreduce(MPI.IN_PLACE, view, op=MPI.SUM), result=lambda: buffer,
                 averages=False,
             )
@@ -212,7 +207,7 @@ def _horovod(hvd: Any, *, numel: int, bits: int, compression: Any) -> Method:
         if reduced is not buffer:  # as in DistributedOptimizer: it becomes the gradient, nothing is copied
             buffer.set_(reduced)
 
-    return Method(name=name, bits=bits, fill=_into(buffer), reduce=reduce, result=lambda: buffer)
+    return Method(name=name, fill=_into(buffer), reduce=reduce, result=lambda: buffer)
 
 
 # ---------------------------------------------------------------- Gloo
@@ -261,7 +256,7 @@ def _gloo(*, numel: int, bits: int, num_ranks: int) -> Method:
         buffer.copy_(compressed)
 
     return Method(
-        name=f"gloo-fp{bits}", bits=bits, fill=_into(buffer), reduce=fp32 if bits == 32 else fp16,
+        name=f"gloo-fp{bits}", fill=_into(buffer), reduce=fp32 if bits == 32 else fp16,
         result=lambda: buffer,
     )  # fmt: skip
 
@@ -295,6 +290,4 @@ def _ddp(*, numel: int, bits: int) -> Method:
     def result() -> torch.Tensor:
         return torch.cat([parameter.grad for parameter in module.all if parameter.grad is not None])
 
-    return Method(
-        name=f"ddp-fp{bits}", bits=bits, fill=fill, reduce=lambda: wrapped().backward(), result=result
-    )
+    return Method(name=f"ddp-fp{bits}", fill=fill, reduce=lambda: wrapped().backward(), result=result)

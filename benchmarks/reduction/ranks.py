@@ -39,7 +39,6 @@ TOLERANCE = 0.03
 class Samples:
     """Measurements of one method, one entry per repetition: seconds of the slowest rank, bytes that left each node."""
 
-    bits: int
     seconds: list[float] = field(default_factory=list)
     node_bytes: list[list[int]] = field(default_factory=list)  # (repetitions, nodes)
 
@@ -124,7 +123,7 @@ def measure(
     order = random.Random(seed)
     values = ranks.values(numel)
     methods = {family.name: list(family.methods(numel)) for family in families}
-    found = {method.name: Samples(bits=method.bits) for made in methods.values() for method in made}
+    found = {method.name: Samples() for made in methods.values() for method in made}
     for round_number in range(num_rounds):
         for family in order.sample(list(families), len(families)):
             family.begin()
@@ -280,7 +279,7 @@ def buffers(session: Session, settings: Settings) -> dict[str, Any]:
 
 def _stream(session: Session, ranks: Ranks, *, num_bytes: int) -> Family:
     shift = ring_shift(ranks.comm, topology=session.topology, num_bytes=num_bytes)
-    method = Method(name="stream", bits=0, fill=lambda values: None, reduce=shift, result=None)
+    method = Method(name="stream", fill=lambda values: None, reduce=shift, result=None)
     # Twice per round, since all records compare with it.
     return Family(name="stream", methods=lambda numel: [method, method])
 
@@ -289,10 +288,8 @@ def counted_bytes(session: Session, settings: Settings) -> dict[str, Any]:
     """Figure 1: counts the bytes that leave each node in one reduction, by choice, and in a pause of the same
     length."""
     ranks, numel = Ranks.of(session), settings["numel"]
-    pause = Method(
-        name="pause", bits=0, fill=lambda values: None, result=None,
-        reduce=lambda: time.sleep(settings["pause_s"]),
-    )  # fmt: skip
+    pause_s = settings["pause_s"]
+    pause = Method(name="pause", fill=lambda values: None, reduce=lambda: time.sleep(pause_s), result=None)
     seconds, idle = ranks.counted(pause)
     found = {"pause": {"seconds": seconds, "node_bytes": idle}}
     values = ranks.values(numel)

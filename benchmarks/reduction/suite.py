@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.harness import Bench, Part, Suite
 from benchmarks.places import OnCluster, OneNode
-from benchmarks.results_file import Record, over_rounds
+from benchmarks.results_file import Record, over_rounds, ratio_record
 from benchmarks.results_page import markdown, spread
 
 Choice = tuple[str, str]
@@ -77,7 +77,7 @@ Measure = Callable[[Bench], list[Record]]
 
 # ---------------------------------------------------------------------- the records
 
-Timed = Mapping[str, Mapping[str, Any]]  # of a method: bits, seconds, node_bytes
+Timed = Mapping[str, Mapping[str, Any]]  # of a method: seconds, node_bytes
 Blocks = Sequence[Sequence[Sequence[float]]]  # seconds, (rounds, steps, ranks)
 Block = Sequence[Sequence[float]]
 Over = Callable[[Sequence[float]], float]  # a step's time, from those of its ranks
@@ -151,17 +151,12 @@ def time_records(
     stem = f"reduction.2.{rate}"
 
     def ratio(name: str, *, what: str, peer: str, ours: str, bar: float) -> Record:
-        return Record(
-            id=f"{stem}.{name}",
-            what=f"{rate}: {what} ({peer} / {ours})",
-            value=median(times(found, peer)) / median(times(found, ours)),
-            bar=bar,
-            sense="at least",
-            unit="times as fast",
-            samples={f"{peer} s": times(found, peer), f"{ours} s": times(found, ours)},
-            # Open MPI's ring was measured in another launch.
-            **over_rounds(times(found, peer), times(found, ours), same_rounds=not peer.endswith(RING)),
-        )
+        theirs, mine = times(found, peer), times(found, ours)
+        return ratio_record(
+            f"{stem}.{name}", f"{rate}: {what} ({peer} / {ours})", theirs, mine, bar=bar, unit="times as fast",
+            samples={f"{peer} s": theirs, f"{ours} s": mine}, of_medians=True,
+            same_rounds=not peer.endswith(RING),  # Open MPI's ring was measured in another launch
+        )  # fmt: skip
 
     everything = {"seconds of all": {name: times(found, name) for name in found}}
     best, best_16 = best_of(found, _with_ring(found, PEERS)), best_of(found, _with_ring(found, PEERS_16))

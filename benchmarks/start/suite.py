@@ -14,7 +14,7 @@ from statistics import linear_regression, median, quantiles
 from typing import Any
 
 from benchmarks.harness import Bench, NotHere, Part, Suite
-from benchmarks.results_file import Record, over_rounds
+from benchmarks.results_file import Record, ratio_record
 from benchmarks.start import paths, runs
 from benchmarks.start.paths import Operations
 from benchmarks.start.ranks import INIT, LEFT
@@ -39,21 +39,9 @@ MOST_OPERATIONS = 1.0
 MOST_MEMORY = 0.6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """Median and quartiles."""
-
-    low: float
-    median: float
-    high: float
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Returns median and quartiles; of a single value all three are that one."""
-    if len(values) == 1:
-        return Spread(low=values[0], median=values[0], high=values[0])
-    low, middle, high = quantiles(values, n=4, method="inclusive")
-    return Spread(low=low, median=middle, high=high)
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Returns the lower quartile, the median and the upper quartile; of a single value all three are that one."""
+    return [*values] * 3 if len(values) == 1 else quantiles(values, n=4, method="inclusive")
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
@@ -73,12 +61,11 @@ def epoch_records(found: Sequence[Compared]) -> list[Record]:
         for one in found:
             without, forked = one.seconds[WITHOUT], one.seconds[kind]
             records.append(
-                Record(
-                    id=f"start.1.{kind}.{one.num_ranks}",
-                    what=f"{_ranks(one.num_ranks)}, {NAMES[kind]}: times as fast as without, command to end",
-                    value=median(ratios(without, forked)), bar=LEAST_TIMES[kind].get(one.num_ranks, NO_SLOWER),
-                    sense="at least", unit="", samples={"without_s": without, "forked_s": forked},
-                    **over_rounds(without, forked),
+                ratio_record(
+                    f"start.1.{kind}.{one.num_ranks}",
+                    f"{_ranks(one.num_ranks)}, {NAMES[kind]}: times as fast as without, command to end",
+                    without, forked, bar=LEAST_TIMES[kind].get(one.num_ranks, NO_SLOWER), unit="",
+                    samples={"without_s": without, "forked_s": forked},
                 )
             )  # fmt: skip
     num_runs = sum(one.num_runs for one in found)
@@ -145,13 +132,12 @@ def memory_records(found: Mapping[str, Sequence[Memory]], *, num_ranks: int, ste
     """Returns the record of figure 4. found: kind -> of each round."""
     without, forked = ([one.total for one in found[kind]] for kind in (WITHOUT, NOTHING))
     return [
-        Record(
-            id="start.4",
-            what=f"memory (PSS) of {_ranks(num_ranks)} after {steps} steps with a fork server, with that of server "
-            "and clients, of that without",
-            value=median(ratios(forked, without)), bar=MOST_MEMORY, sense="at most", unit="",
+        ratio_record(
+            "start.4",
+            f"memory (PSS) of {_ranks(num_ranks)} after {steps} steps with a fork server, with that of server and "
+            "clients, of that without",
+            forked, without, bar=MOST_MEMORY, sense="at most", unit="",
             samples={kind: [asdict(one) for one in rounds] for kind, rounds in found.items()},
-            **over_rounds(forked, without),
         )
     ]  # fmt: skip
 
@@ -267,8 +253,8 @@ def table_of_memory(samples: Mapping[str, Any]) -> str:
 
 def _spread(values: Sequence[float]) -> str:
     """Returns the median, and the quartiles in brackets."""
-    found = spread(values)
-    return f"{digits(found.median)} ({digits(found.low)} to {digits(found.high)})"
+    low, middle, high = map(digits, quartiles(values))
+    return f"{middle} ({low} to {high})"
 
 
 # ---------------------------------------------------------------------- the suite

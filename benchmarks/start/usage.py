@@ -24,23 +24,17 @@ ENDS_IN_S = 60.0
 
 
 def run(command: list[str]) -> dict[str, Any]:
-    """Returns `code` (exit code, or -n after signal n), `wall_s` until the command's end, `cpu_s` (user and system) of
-    all processes, `others_s` (from the command's end to that of the others), and `left`: the command lines of those
-    that have not ended then, whose time is not counted."""
+    """Returns `code` (exit code, or -n after signal n), `cpu_s` (user and system) of all processes, and `left`: the
+    command lines of those that have not ended in time, whose time is not counted."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-    began_s = time.monotonic()
     pid = os.posix_spawnp(command[0], command, os.environ)
     ended, status = 0, 0
     while ended != pid:  # others may become children of this process, and end, before
         ended, status = os.waitpid(-1, 0)
-    wall_s = time.monotonic() - began_s
     left = _wait_for_others()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return {
-        "code": os.waitstatus_to_exitcode(status), "wall_s": wall_s, "cpu_s": used.ru_utime + used.ru_stime,
-        "others_s": time.monotonic() - began_s - wall_s, "left": left,
-    }  # fmt: skip
+    return {"code": os.waitstatus_to_exitcode(status), "cpu_s": used.ru_utime + used.ru_stime, "left": left}
 
 
 def _wait_for_others() -> list[str]:

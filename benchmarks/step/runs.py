@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import starting
 from benchmarks.harness import Say
-from benchmarks.places import RanksFailed
+from benchmarks.places import RanksFailed, at_head_node, salloc
 from benchmarks.starting import REPOSITORY
 from benchmarks.step.variants import (
     RANKS_PER_NODE,
@@ -35,20 +36,14 @@ from benchmarks.step.variants import (
 from benchmarks.turns import Training, mpirun
 from tests.cluster import Cluster
 from tests.cluster.requirements import search_path
-from tests.ranks_launcher import OUTER_LAUNCHER
 
 # Variables that the tests set for their ranks, or that a shell may have set for all programs.
 NOT_A_USERS = ("LD_PRELOAD", "OMP_NUM_THREADS")
-NODE_CORES = 1
 
 
 def user_environment() -> dict[str, str]:
     """Returns the environment of a user's shell, with this tree's hpctrain."""
-    environ = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(OUTER_LAUNCHER) and name not in NOT_A_USERS
-    }
+    environ = {name: value for name, value in starting.user_environment().items() if name not in NOT_A_USERS}
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), search_path()])
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environ.get("PYTHONPATH")]))
     if os.geteuid() == 0:  # as `hpctrain launch` does
@@ -87,12 +82,10 @@ class OnCluster(OneNode):
     def command(
         self, variant: Variant, command: Sequence[str], *, directory: Path
     ) -> tuple[list[str], dict[str, str]]:
-        num_nodes = variant.num_ranks // RANKS_PER_NODE
-        salloc = ["salloc", f"--nodes={num_nodes}", "--ntasks-per-node=1", f"--cpus-per-task={NODE_CORES}"]
-        words = [*salloc, *launch_words(variant, command, ranks_per_node=RANKS_PER_NODE)]
-        environ = {k: v for k, v in user_environment().items() if k not in ("TMPDIR", "TEMP", "TMP")}
-        environ["SLURM_CONF"] = str(self._cluster.plan.slurm_conf_path)
-        return self._cluster.argv(words, cwd=directory, env=dict(variant.environment)), environ
+        job = salloc(variant.num_ranks // RANKS_PER_NODE)
+        words = [*job, *launch_words(variant, command, ranks_per_node=RANKS_PER_NODE)]
+        argv = self._cluster.argv(words, cwd=directory, env=dict(variant.environment))
+        return argv, at_head_node(self._cluster, user_environment())
 
     def set_rate(self, rate: str | None) -> None:
         self._cluster.set_rate(rate)

@@ -11,11 +11,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import Bench, NotHere, Part, Suite
-from benchmarks.results_file import Record, over_rounds
+from benchmarks.results_file import Record, ratio_record
 from benchmarks.results_page import spread
 from benchmarks.step.runs import (
     FULL,
-    NODE_CORES,
     QUICK,
     Found,
     OnCluster,
@@ -78,36 +77,25 @@ def records_of(cell: Cell, found: Found) -> list[Record]:
     """Returns a cell's records at one link rate. A record that lacks a variant has value 0 and does not hold."""
     stem = f"{cell.figure}.{found.rate}" if found.rate is not None else cell.figure
     where = f"{cell.recipe}, {_ranks(cell)}" + (f", {found.rate}" if found.rate is not None else "")
-    made = [_default(cell, found, stem=stem, where=where)]
-    if cell.num_ranks > 1:
-        over_horovod, over_mpi = named_pair()
-        made.append(
-            _ratio(found, f"{stem}.horovod", f"{where}: our sums, {over_horovod} / {over_mpi}", HOROVOD_BAR,
-                   of=over_horovod, to=[over_mpi])
-        )  # fmt: skip
-        made.append(
-            _ratio(found, f"{stem}.flat", f"{where}: {FLAT} / the better {PEER}", FLAT_BAR,
-                   of=FLAT, to=[PEER, YIELDING_PEER])
-        )  # fmt: skip
-    if cell.num_ranks == 2:
-        made.append(
-            _ratio(found, f"{stem}.scaling", f"{where}: the default / one rank with one thread", SCALING_BAR,
-                   of=DEFAULT, to=[ONE_THREAD])
-        )  # fmt: skip
-        made.append(
-            _ratio(
-                found, f"{stem}.scaling.limit", f"{where}: the default / {ALONE}", LIMIT_BAR, of=DEFAULT,
-                to=[ALONE],
-            )
-        )  # fmt: skip
-        made.append(
-            _ratio(found, f"{stem}.scaling.cores", f"{where}: {ALONE} / one rank with one thread", SCALING_BAR,
-                   of=ALONE, to=[ONE_THREAD])
-        )  # fmt: skip
-        made.append(
-            _ratio(found, f"{stem}.scaling.all-cores", f"{where}: the default / one rank with all cores", 1.0,
-                   of=DEFAULT, to=[ONE_RANK])
-        )  # fmt: skip
+    over_horovod, over_mpi = named_pair()
+    of_several = (
+        ("horovod", f"our sums, {over_horovod} / {over_mpi}", HOROVOD_BAR, over_horovod, [over_mpi]),
+        ("flat", f"{FLAT} / the better {PEER}", FLAT_BAR, FLAT, [PEER, YIELDING_PEER]),
+    )
+    of_two = (
+        ("scaling", "the default / one rank with one thread", SCALING_BAR, DEFAULT, [ONE_THREAD]),
+        ("scaling.limit", f"the default / {ALONE}", LIMIT_BAR, DEFAULT, [ALONE]),
+        ("scaling.cores", f"{ALONE} / one rank with one thread", SCALING_BAR, ALONE, [ONE_THREAD]),
+        ("scaling.all-cores", "the default / one rank with all cores", 1.0, DEFAULT, [ONE_RANK]),
+    )
+    rows = [*(of_several if cell.num_ranks > 1 else ()), *(of_two if cell.num_ranks == 2 else ())]
+    made = [
+        _default(cell, found, stem=stem, where=where),
+        *(
+            _ratio(found, f"{stem}.{name}", f"{where}: {what}", bar, of=of, to=to)
+            for name, what, bar, of, to in rows
+        ),
+    ]
     if found.failed:
         made.append(_failures(f"{stem}.failed", f"{where}: variants that ended with an error", found.failed))
     return made
@@ -155,9 +143,10 @@ def _ratio(found: Found, name: str, what: str, bar: float, *, of: str, to: Seque
     rates = rates_of(found.rounds)
     shown = f"{median(rates[of]):,.0f} / {median(rates[other]):,.0f} ({other}); rounds {min(ratios):.3f} to "
     shown += f"{max(ratios):.3f}"
-    samples: dict[str, Any] = {"ratios": ratios, of: rates[of], other: rates[other]}
-    return Record(id=name, what=f"{what}: {shown}", value=median(ratios), bar=bar, sense="at least", unit=unit,
-                  samples=samples, **over_rounds(rates[of], rates[other]))  # fmt: skip
+    samples = {"ratios": ratios, of: rates[of], other: rates[other]}
+    return ratio_record(
+        name, f"{what}: {shown}", rates[of], rates[other], bar=bar, unit=unit, samples=samples
+    )
 
 
 def _failures(name: str, what: str, failed: dict[str, str]) -> Record:
@@ -219,7 +208,7 @@ def started(samples: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------------- the suite
 
 SEED = 20
-# Cores of the Slurm job: a run that is stopped between its turns still occupies its cores.
+# Of which each has a core of its own for Slurm, on each node, also while it is stopped between its turns.
 MOST_RUNS = 20
 _BEGAN_S = time.monotonic()
 
@@ -231,7 +220,7 @@ def _cell(cell: Cell) -> Part:
         directory = bench.once("step", lambda: bench.enter(working_directory()))
         place = OneNode()
         if cell.on_cluster:
-            place = OnCluster(bench.cluster(cores_per_node=NODE_CORES * MOST_RUNS, shared=[directory]))
+            place = OnCluster(bench.cluster(cores_per_node=MOST_RUNS, shared=[directory]))
         try:
             every = measure(
                 cell, place=place, directory=directory, scale=bench.scale, seed=SEED, say=bench.say

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -68,6 +66,11 @@ def test_each_number_is_held_against_its_bar() -> None:
     }
     assert (made["data.1b"].rounds, *made["data.1b"].range) == (3, pytest.approx(1 / 11), pytest.approx(30.0))
     assert {figure_of(name) for name in made} == {"data.1", "data.2", "data.3"}
+    tables = figures.tables({"records": [record.as_json() for record in made.values()]})
+    assert set(tables) == set(figures.SPEEDS.values())
+    assert [name for name in tables if "| memmap-buffer | 700 | 700 | 700 |" in tables[name]] == [
+        "warm.images", "warm.tokens", "cold.images", "cold.volumes", "cold.tokens",
+    ]  # fmt: skip
 
 
 def test_the_raw_way_that_is_faster_is_the_bar_of_volumes() -> None:
@@ -75,51 +78,6 @@ def test_the_raw_way_that_is_faster_is_the_bar_of_volumes() -> None:
     (record,) = (r for r in figures.speed_records(warm, kinds(share=1.0)) if r.id == "data.1d")
     assert record.value == pytest.approx(0.5)
     assert "raw preadv" in record.what
-
-
-def test_the_file_has_what_was_measured_and_of_what(tmp_path: Path) -> None:
-    path = tmp_path / "data.json"
-    about = results_file.about_this_run(REPOSITORY, benchmark="data")
-    about["versions"] |= {"webdataset": "1.0"}
-    results_file.write(path, results_file.Run(records=all_records()), about=about)
-    content = json.loads(path.read_text())
-    assert content["versions"]["webdataset"] == "1.0"
-    assert {"numpy", "torch"} <= set(content["versions"])
-    assert {"machine", "commit", "figures", "records", "versions"} == set(content)
-    for record in content["records"]:
-        assert {"id", "value", "bar", "unit", "holds", "samples"} <= set(record)
-
-
-def test_a_run_of_one_figure_replaces_all_of_its_records_and_keeps_the_others() -> None:
-    about = {"machine": {}, "versions": {}}
-    records = all_records()
-    old = results_file.merged(None, results_file.Run(records=records), about={**about, "commit": "a"})
-    again = [record for record in records if record.id in ("data.3a", "data.3c")]
-    new = results_file.merged(old, results_file.Run(records=again), about={**about, "commit": "b"})
-    found = {record["id"]: record.get("commit") for record in new["records"]}
-    assert found["data.1a"] == found["data.2b"] == "a"
-    assert found["data.3a"] is None
-    assert "data.3b" not in found
-
-
-def test_the_page_has_a_place_for_every_table(tmp_path: Path) -> None:
-    original = (REPOSITORY / "docs" / "benchmarks" / "data.md").read_text()
-    path = tmp_path / "page.md"
-    path.write_text(original)
-    content: dict[str, Any] = {
-        "machine": {"processor": "p", "cores": 2, "memory_gb": 4, "kernel": "6"}, "versions": {"torch": "2"},
-        "commit": "abc", "records": [record.as_json() for record in all_records()],
-    }  # fmt: skip
-    for _ in range(2):
-        figures.SUITE.refresh(path, content)
-        text = path.read_text()
-        for name in (*figures.SPEEDS.values(), "about", "data.1", "data.2", "data.3"):
-            begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
-            assert text.count(begin) == text.count(end) == 1
-            assert text[text.index(begin) + len(begin) : text.index(end)].strip()
-        assert text.count("| memmap-buffer | 700 | 700 | 700 |") == 5
-        assert "| `data.1d` |" in text
-    assert text.count("<!--") == original.count("<!--")
 
 
 @pytest.mark.parametrize("name", ["images", "volumes", "tokens", "gzip"])

@@ -24,7 +24,7 @@ def bound(algorithm: str, *, num_nodes: int = 4, ranks_per_node: int = 2) -> flo
 
 def timed(**milliseconds: list[float]) -> dict[str, Any]:
     return {
-        name.replace("_", "-", 1).replace("__", "/"): {"bits": 16, "seconds": [ms / 1000 for ms in values]}
+        name.replace("_", "-", 1).replace("__", "/"): {"seconds": [ms / 1000 for ms in values]}
         for name, values in milliseconds.items()
     }
 

@@ -34,7 +34,7 @@ from benchmarks.start.suite import (
     memory_records,
     path_records,
     processor_records,
-    spread,
+    quartiles,
     tables,
 )
 from benchmarks.starting import LAUNCH, REPOSITORY
@@ -125,9 +125,8 @@ def test_a_further_rank_is_the_slope_of_each_round() -> None:
 
 
 def test_quartiles() -> None:
-    found = spread([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert (found.low, found.median, found.high) == (2.0, 3.0, 4.0)
-    assert spread([2.5]).low == spread([2.5]).high == 2.5
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 3.0, 4.0]
+    assert quartiles([2.5]) == [2.5, 2.5, 2.5]
 
 
 def test_only_paths_of_the_environment_are_counted() -> None:

@@ -21,7 +21,7 @@ from benchmarks.step.runs import (
     samples_per_s_apart,
     user_environment,
 )
-from benchmarks.step.suite import SUITE, NotMeasured, best_of, failed_record, paired, records_of
+from benchmarks.step.suite import NotMeasured, best_of, failed_record, paired, records_of, tables
 from benchmarks.step.variants import (
     ALONE,
     CELLS,
@@ -156,20 +156,6 @@ def test_records_of_the_cluster_are_by_rate() -> None:
     assert {results_file.figure_of(name) for name in ids} == {"step.characters-4x2"}
 
 
-def test_a_cell_that_failed_takes_the_place_of_its_old_records_and_of_no_others() -> None:
-    old = {"commit": "a", "records": [r.as_json() for r in records_of(DIGITS, found_of())]}
-    other = CELLS["characters-2"]
-    old["records"] += [r.as_json() for r in records_of(other, found_of())]
-    new = results_file.merged(
-        old,
-        results_file.Run(records=[failed_record(DIGITS, "no ranks")]),
-        about={"commit": "b", "machine": {}, "versions": {}},
-    )
-    of_digits = [record for record in new["records"] if record["id"].startswith("step.digits-2.")]
-    assert [(record["id"], record["holds"]) for record in of_digits] == [("step.digits-2.failed", False)]
-    assert {r.get("commit") for r in new["records"] if r["id"].startswith("step.characters-2.")} == {"a"}
-
-
 def test_samples_per_second_are_over_the_rank_that_took_longest(tmp_path: Path) -> None:
     ranks = []
     for rank, seconds in enumerate((0.5, 1.0)):
@@ -232,39 +218,20 @@ def test_the_peers_buckets_are_ours() -> None:
     assert [id(p) for group in groups for p in group] == [id(p) for p in reversed(list(model.parameters()))]
 
 
-def tables_of_the_page() -> list[str]:
-    found = []
-    for cell in CELLS.values():
-        places = [f"{cell.name}.{rate}" if rate is not None else cell.name for rate in cell.rates]
-        found += [cell.figure, f"started.{places[0]}", *(f"all.{place}" for place in places)]
-    return found
-
-
-def test_the_pages_tables_are_those_of_the_records(tmp_path: Path) -> None:
-    path = tmp_path / "step.md"
-    names = ["about", *tables_of_the_page()]
-    path.write_text(
-        "".join(f"<!-- begin {name} -->\nof an earlier run\n<!-- end {name} -->\n" for name in names)
-    )
-    records = [record.as_json() for record in records_of(DIGITS, found_of())]
-    content = {
-        "machine": {"processor": "p", "cores": 2, "memory_gb": 4, "kernel": "6"}, "versions": {"torch": "2"},
-        "commit": "abc", "records": records,
-    }  # fmt: skip
-    SUITE.refresh(path, content)
-    text = path.read_text()
-    assert "earlier run" not in text
-    assert "| `step.digits-2.default` |" in text
-    assert "| mpi/hierarchical |  | 100 | 100 | 100 | 101 |" in text
-    assert "| mpi/ring |  |  | |  | 90 |" in text
+def test_the_tables_are_those_of_the_records() -> None:
+    made = tables({"records": [record.as_json() for record in records_of(DIGITS, found_of())]})
+    assert set(made) == {"all.digits-2", "started.digits-2"}
+    assert "| mpi/hierarchical |  | 100 | 100 | 100 | 101 |" in made["all.digits-2"]
+    assert "| mpi/ring |  |  | |  | 90 |" in made["all.digits-2"]
+    assert made["started.digits-2"].splitlines()[1:3] == [
+        "mpirun -n 2 hpctrain train examples/digits.toml", "# in the ranks: OMP_NUM_THREADS=1",
+    ]  # fmt: skip
+    failed = failed_record(DIGITS, "x").as_json()
     assert (
-        "mpirun -n 2 hpctrain train examples/digits.toml\n# in the ranks: OMP_NUM_THREADS=1\nmpirun -np 2"
-        in text
-    )
-    # A cell that failed in the next run shows nothing of this one.
-    SUITE.refresh(path, {**content, "records": [failed_record(DIGITS, "x").as_json()]})
-    assert "mpi/hierarchical" not in path.read_text()
-    assert "| `step.digits-2.failed` |" in path.read_text()
+        results_file.figure_of(failed["id"]) == "step.digits-2"
+    )  # so it replaces the records of earlier runs
+    assert not failed["holds"]
+    assert tables({"records": [failed]}) == {}
 
 
 def test_nothing_of_this_machines_folders_is_written_down() -> None:
