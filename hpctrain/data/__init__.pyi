@@ -75,8 +75,8 @@ from .order.order_spec import (
     Weighted as Weighted,
     block_samples_for as block_samples_for,
 )
+from .packing.directory import Existing as Existing
 from .packing.pack import (
-    Existing as Existing,
     pack_arrays as pack_arrays,
     pack_iterator as pack_iterator,
     pack_source as pack_source,

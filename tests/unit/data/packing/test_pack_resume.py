@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 from hpctrain.data import Dataset, Existing, pack_arrays, read_manifest, verify
 from hpctrain.data.format.manifest_entries import Moments, moments_of
 from hpctrain.data.hdf5.filters import ChunkCodec, ShardCompression
-from hpctrain.data.packing.pack import pack_documents, pack_iterator
+from hpctrain.data.packing.pack import PackOptions, pack_documents, pack_iterator
 from hpctrain.errors import DataError, UsageError
 from tests.token_arrays import TokenArrays
 
@@ -197,7 +197,7 @@ def test_documents_become_windows_and_their_starts_are_noted(
             window=window,
             stride=stride,
             boundaries=boundaries,
-            shard_bytes=shard_bytes,
+            options=PackOptions(shard_bytes=shard_bytes),
         )
 
     if not expected:
