@@ -7,7 +7,7 @@ from .format.manifest import (
     TokenWindows as TokenWindows,
     read_manifest as read_manifest,
 )
-from .hdf5.filters import ChunkCodec as ChunkCodec
+from .hdf5.filters import ChunkCodec as ChunkCodec, codec_names as codec_names
 from .indexing.decoding_choice import (
     ValuesWarning as ValuesWarning,
     decoding_in_words as decoding_in_words,

@@ -20,7 +20,7 @@ from pydantic import JsonValue
 from hpctrain.comm import Collective, SerialWorld, agreed, check_same, on_rank_0
 from hpctrain.data.format.manifest import FieldSpec, Kind, Manifest, TokenWindows
 from hpctrain.data.format.manifest_entries import Boundaries
-from hpctrain.data.hdf5.filters import ChunkCodec, ShardCompression
+from hpctrain.data.hdf5.filters import ChunkCodec, ShardCompression, codec_names
 from hpctrain.data.packing.directory import (
     FOUND_WHILE_PACKING,
     Existing,
@@ -494,7 +494,7 @@ def pack_source(
     comm = comm or SerialWorld()
     existing = Existing(existing)
     if chunk_samples is not None and codec is None:
-        raise UsageError("--chunk-samples is for compressed shards: choose --compress gzip or zstd")
+        raise UsageError(f"--chunk-samples is for compressed shards: choose --compress {codec_names()}")
     # An error of one rank is raised on all ranks, since collectives follow.
     opened = agreed(
         comm,
