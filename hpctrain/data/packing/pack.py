@@ -434,7 +434,7 @@ def _windows(*, window: int, stride: int | None) -> TokenWindows:
 
 def _check_sizes(*, shard: int, block: int) -> None:
     if shard < 1 or block < 1:
-        raise UsageError(f"shard size {shard} and block size {block} in bytes must both be at least 1")
+        raise UsageError(f"the shard size {shard} and the block size {block} must both be at least 1")
 
 
 # Packs a named source into dataset directories, for `hpctrain data pack`.
