@@ -60,7 +60,6 @@ from .order.epoch_order import (
     Order as Order,
     Span as Span,
     add_sample_sums as add_sample_sums,
-    batch_spans as batch_spans,
     rank_share as rank_share,
     sample_sum as sample_sum,
     show_sample_sum as show_sample_sum,
