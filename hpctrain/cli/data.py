@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpctrain.cli.ranks import LINE_INTERVAL_S, all_ranks, this_rank
+from hpctrain.data import codec_names
 from hpctrain.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ def pack_command(
     shard_mb: Annotated[
         float, typer.Option("--shard-mb", help="Maximum size of a shard in MB (10^6 bytes).")
     ] = 256.0,
-    compress: Annotated[str | None, typer.Option(help="gzip or zstd [default: contiguous].")] = None,
+    compress: Annotated[str | None, typer.Option(help=f"{codec_names()} [default: contiguous].")] = None,
     chunk_samples: Annotated[
         int | None, typer.Option(min=1, help="Samples per compressed chunk [default: 256 KiB of them].")
     ] = None,

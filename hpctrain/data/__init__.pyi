@@ -7,7 +7,7 @@ from .format.manifest import (
     TokenWindows as TokenWindows,
     read_manifest as read_manifest,
 )
-from .hdf5.filters import ChunkCodec as ChunkCodec
+from .hdf5.filters import ChunkCodec as ChunkCodec, codec_names as codec_names
 from .indexing.decoding_choice import (
     ValuesWarning as ValuesWarning,
     decoding_in_words as decoding_in_words,
@@ -60,7 +60,6 @@ from .order.epoch_order import (
     Order as Order,
     Span as Span,
     add_sample_sums as add_sample_sums,
-    batch_spans as batch_spans,
     rank_share as rank_share,
     sample_sum as sample_sum,
     show_sample_sum as show_sample_sum,
@@ -75,8 +74,8 @@ from .order.order_spec import (
     Weighted as Weighted,
     block_samples_for as block_samples_for,
 )
+from .packing.directory import Existing as Existing
 from .packing.pack import (
-    Existing as Existing,
     pack_arrays as pack_arrays,
     pack_iterator as pack_iterator,
     pack_source as pack_source,

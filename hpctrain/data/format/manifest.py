@@ -132,7 +132,7 @@ class Manifest(Model):
             raise ValueError("version 3 is that of datasets with decoded fields")
         for name, how in self.decoding.items():
             if name not in self.fields or self.fields[name].kind != "array" or self.tokens is not None:
-                raise ValueError(f"field {name!r} is decoded, but is no field of kind 'array'")
+                raise ValueError(f"field {name!r} is decoded, but is not a field of kind 'array'")
             if how.mask is not None and how.mask not in self.fields:
                 raise ValueError(f"field {name!r} has the mask {how.mask!r}, which is not stored")
         if not set(self.statistics) <= set(self.fields):

@@ -1,4 +1,10 @@
-"""Decodes and encodes chunks like HDF5's filters, without HDF5, whose lock would serialise threads."""
+"""Decodes and encodes chunks like HDF5's filters, without HDF5, whose lock would serialise threads.
+
+To add a codec, add an entry to `FILTERS`, and a member to `ChunkCodec` if shards can be written with it.
+
+Sources: the HDF5 file format specification, version 3 (shuffle, Fletcher-32); RFC 1950 (deflate). Zstandard and Blosc
+are decoded by numcodecs. Shuffle and Fletcher-32 are ours, since numcodecs is optional.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +22,9 @@ from numpy.typing import NDArray
 from hpctrain.data.hdf5.layout import Filter
 from hpctrain.errors import DataError, UsageError
 
-# Decodes HDF5's filters without HDF5, whose lock would serialise threads.
-#
-# Sources: the HDF5 file format specification, version 3 (shuffle, Fletcher-32); RFC 1950 (deflate).
-# Zstandard and Blosc are decoded by numcodecs.
-
-
+# Fields with smaller samples, such as labels, are not compressed: the chunk index would be larger than the data.
+SMALLEST_SAMPLE_BYTES = 64
+# Registered numbers: https://github.com/HDFGroup/hdf5_plugins/blob/master/docs/RegisteredFilterPlugins.md
 DEFLATE, SHUFFLE, FLETCHER32, BLOSC, ZSTD = 1, 2, 3, 32001, 32015
 # https://github.com/Blosc/hdf5-blosc: the last of seven parameters is the compressor, as numbered in blosc.h
 _BLOSC_CODEC_VALUE = 6
@@ -30,29 +33,59 @@ _FLETCHER_BYTES = 4
 _FLETCHER_WORDS = 1 << 16
 # shape (_FLETCHER_WORDS,): weight of each word of a block in the second sum
 _FLETCHER_WEIGHTS = np.arange(_FLETCHER_WORDS, 0, -1, dtype=np.uint64)
+_LARGEST_CHUNK_BYTES = (1 << 32) - 1
+_MAX_THREADS = 8
 
 Bytes = bytes | memoryview
 
 
+class ChunkCodec(str, Enum):
+    """Compression of chunks. GZIP: every HDF5 can read it. ZSTD: smaller and several times faster; needs hdf5plugin."""
+
+    GZIP = "gzip"
+    ZSTD = "zstd"
+
+
+def codec_names() -> str:
+    """Returns the names of all codecs, for messages and help texts."""
+    *most, last = (codec.value for codec in ChunkCodec)
+    return f"{', '.join(most)} or {last}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardCodec:
+    """How shards are compressed with a filter.
+
+    Attributes:
+        codec: The name that users choose.
+        encoder: Takes a level and returns the function that encodes a chunk. Raises ImportError if it lacks a library.
+        h5py_options: Takes a level and returns the arguments of h5py's `create_dataset`.
+    """
+
+    codec: ChunkCodec
+    encoder: Callable[[int], Callable[[Any], bytes]]
+    h5py_options: Callable[[int], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterSupport:
+    """What is done with a filter without HDF5.
+
+    Attributes:
+        decode: Undoes the filter. It takes the data, the parameters of the filter, and the size of the decoded chunk in
+            bytes, which is None if any size is right.
+        is_installed: Takes the parameters and returns whether the libraries that `decode` needs are installed.
+        shards: How shards are compressed with the filter; None: they are not.
+    """
+
+    decode: Callable[[Bytes, Sequence[int], int | None], Bytes]
+    is_installed: Callable[[Sequence[int]], bool] = lambda values: True
+    shards: ShardCodec | None = None
+
+
 def can_undo(filters: Sequence[Filter]) -> bool:
     """Returns True if `undo` supports all filters, and the libraries that it needs are installed."""
-    for each in filters:
-        if each.code in (BLOSC, ZSTD):
-            try:
-                from numcodecs import blosc
-            except ImportError:
-                return False
-            if each.code == BLOSC and _blosc_codec(each.values) not in blosc.list_compressors():
-                return False
-        elif each.code not in (DEFLATE, SHUFFLE, FLETCHER32):
-            return False
-    return True
-
-
-def _blosc_codec(values: Sequence[int]) -> str:
-    """Returns the name of the compressor inside Blosc, from the parameters of its filter; "" if unknown."""
-    number = values[_BLOSC_CODEC_VALUE] if len(values) > _BLOSC_CODEC_VALUE else 0
-    return _BLOSC_CODECS[number] if number < len(_BLOSC_CODECS) else ""
+    return all(each.code in FILTERS and FILTERS[each.code].is_installed(each.values) for each in filters)
 
 
 def undo(data: Bytes, *, filters: Sequence[Filter], mask: int, num_bytes: int | None) -> Bytes:
@@ -66,12 +99,7 @@ def undo(data: Bytes, *, filters: Sequence[Filter], mask: int, num_bytes: int | 
             continue
         code, values = filters[number]
         try:
-            if code == SHUFFLE:
-                data = _unshuffle(data, itemsize=values[0])
-            elif code == FLETCHER32:
-                data = _without_checksum(data)
-            else:
-                data = _decompressor(code)(data, num_bytes)
+            data = FILTERS[code].decode(data, values, num_bytes)
         except DataError:
             raise
         except Exception as error:  # the libraries raise different errors
@@ -81,31 +109,55 @@ def undo(data: Bytes, *, filters: Sequence[Filter], mask: int, num_bytes: int | 
     return data
 
 
-def _decompressor(code: int) -> Callable[[Bytes, int | None], bytes]:
-    if code == DEFLATE:
-        return _inflate
-    return _from_zstd if code == ZSTD else _from_blosc
-
-
-def _inflate(data: Bytes, num_bytes: int | None) -> bytes:
+def _inflate(data: Bytes, values: Sequence[int], num_bytes: int | None) -> bytes:
     # A buffer of exactly this size saves a copy of the result.
     return zlib.decompress(data, bufsize=zlib.DEF_BUF_SIZE if num_bytes is None else num_bytes)
 
 
-def _from_zstd(data: Bytes, num_bytes: int | None) -> bytes:
+def _deflate(level: int) -> Callable[[Any], bytes]:
+    return lambda data: zlib.compress(data, level)
+
+
+def _has_zstd(values: Sequence[int]) -> bool:
+    try:
+        import numcodecs.zstd  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _from_zstd(data: Bytes, values: Sequence[int], num_bytes: int | None) -> bytes:
     from numcodecs import zstd
 
     return bytes(zstd.decompress(data))
 
 
-def _from_blosc(data: Bytes, num_bytes: int | None) -> bytes:
+def _to_zstd(level: int) -> Callable[[Any], bytes]:
+    import hdf5plugin  # noqa: F401  # registers the filter, which HDF5 needs to create the dataset
+    from numcodecs.zstd import Zstd
+
+    codec = Zstd(level=level)
+    return lambda data: bytes(codec.encode(data))
+
+
+def _has_blosc(values: Sequence[int]) -> bool:
+    try:
+        from numcodecs import blosc
+    except ImportError:
+        return False
+    number = values[_BLOSC_CODEC_VALUE] if len(values) > _BLOSC_CODEC_VALUE else 0
+    return number < len(_BLOSC_CODECS) and _BLOSC_CODECS[number] in blosc.list_compressors()
+
+
+def _from_blosc(data: Bytes, values: Sequence[int], num_bytes: int | None) -> bytes:
     from numcodecs import blosc
 
     return bytes(blosc.decompress(data))
 
 
-def _unshuffle(data: Bytes, *, itemsize: int) -> Bytes:
+def _unshuffle(data: Bytes, values: Sequence[int], num_bytes: int | None) -> Bytes:
     """Inverts the shuffle filter, which stores bytes of equal significance together."""
+    itemsize = values[0]
     count = len(data) // itemsize
     if itemsize <= 1 or count <= 1:
         return data
@@ -118,7 +170,7 @@ def _unshuffle(data: Bytes, *, itemsize: int) -> Bytes:
     return result.data
 
 
-def _without_checksum(data: Bytes) -> Bytes:
+def _without_checksum(data: Bytes, values: Sequence[int], num_bytes: int | None) -> Bytes:
     view = memoryview(data)
     content, stored = view[:-_FLETCHER_BYTES], int.from_bytes(view[-_FLETCHER_BYTES:], "little")
     found = fletcher32(content)
@@ -149,21 +201,29 @@ def _fold(value: int) -> int:
     return value % 65535 or (65535 if value else 0)
 
 
-# Encodes chunks in the formats of HDF5's filters, in threads, without HDF5's lock.
-
-
-# Fields with smaller samples, such as labels, are not compressed: the chunk index would be larger than the data.
-SMALLEST_SAMPLE_BYTES = 64
-_LARGEST_CHUNK_BYTES = (1 << 32) - 1
-_ZSTD_FILTER = 32015  # its registered number, https://github.com/HDFGroup/hdf5_plugins
-_MAX_THREADS = 8
-
-
-class ChunkCodec(str, Enum):
-    """Compression of chunks. GZIP: every HDF5 can read it. ZSTD: smaller and several times faster; needs hdf5plugin."""
-
-    GZIP = "gzip"
-    ZSTD = "zstd"
+FILTERS: dict[int, FilterSupport] = {
+    SHUFFLE: FilterSupport(decode=_unshuffle),
+    FLETCHER32: FilterSupport(decode=_without_checksum),
+    BLOSC: FilterSupport(decode=_from_blosc, is_installed=_has_blosc),
+    DEFLATE: FilterSupport(
+        decode=_inflate,
+        shards=ShardCodec(
+            codec=ChunkCodec.GZIP,
+            encoder=_deflate,
+            h5py_options=lambda level: {"compression": "gzip", "compression_opts": level},
+        ),
+    ),
+    ZSTD: FilterSupport(
+        decode=_from_zstd,
+        is_installed=_has_zstd,
+        shards=ShardCodec(
+            codec=ChunkCodec.ZSTD,
+            encoder=_to_zstd,
+            h5py_options=lambda level: {"compression": ZSTD, "compression_opts": (level,)},
+        ),
+    ),
+}
+_SHARD_CODECS = {each.shards.codec: each.shards for each in FILTERS.values() if each.shards is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +240,21 @@ class ShardCompression:
     def __post_init__(self) -> None:
         if self.chunk_samples < 1:
             raise UsageError(f"--chunk-samples {self.chunk_samples}: a chunk must hold at least one sample")
-        if self.codec is ChunkCodec.ZSTD:
-            _encoder_of_zstd(self.level)
+        self.encoder()
+
+    def encoder(self) -> Callable[[Any], bytes]:
+        """Returns the function that encodes a chunk. Raises DataError if the codec is not installed."""
+        try:
+            return _SHARD_CODECS[self.codec].encoder(self.level)
+        except ImportError as error:
+            raise DataError(
+                f"{self.codec.value} needs hdf5plugin and numcodecs ({error}): pip install hpctrain[formats]"
+            ) from error
+
+    @property
+    def h5py_options(self) -> dict[str, Any]:
+        """Arguments of h5py's `create_dataset` for the codec."""
+        return _SHARD_CODECS[self.codec].h5py_options(self.level)
 
     def as_json(self) -> dict[str, str | int]:
         return {"codec": self.codec.value, "chunk_samples": self.chunk_samples, "level": self.level}
@@ -218,16 +291,8 @@ def compress(array: NDArray[Any], *, rows: int, compression: ShardCompression) -
             f"a chunk of {rows} rows has {chunk_bytes} bytes, HDF5's limit is 4 GiB: choose fewer"
         )
     shuffled = array.dtype.itemsize > 1
-    filters: dict[str, Any] = {"chunks": chunk, "shuffle": shuffled}
-    encode: Callable[[Any], bytes]
-    if compression.codec is ChunkCodec.GZIP:
-        filters |= {"compression": "gzip", "compression_opts": compression.level}
-
-        def encode(data: Any) -> bytes:
-            return zlib.compress(data, compression.level)
-    else:
-        filters |= {"compression": _ZSTD_FILTER, "compression_opts": (compression.level,)}
-        encode = _encoder_of_zstd(compression.level)
+    filters = {"chunks": chunk, "shuffle": shuffled, **compression.h5py_options}
+    encode = compression.encoder()
 
     def encode_chunk(start: int) -> bytes:
         part = array[start : start + rows]
@@ -242,15 +307,3 @@ def compress(array: NDArray[Any], *, rows: int, compression: ShardCompression) -
     with ThreadPoolExecutor(threads, thread_name_prefix="hpctrain-compress") as pool:
         encoded = tuple(pool.map(encode_chunk, range(0, len(array), rows)))
     return Chunks(shape=array.shape, dtype=array.dtype, chunk=chunk, filters=filters, encoded=encoded)
-
-
-def _encoder_of_zstd(level: int) -> Callable[[Any], bytes]:
-    try:
-        import hdf5plugin  # noqa: F401  # registers the filter, which HDF5 needs to create the dataset
-        from numcodecs.zstd import Zstd
-    except ImportError as error:
-        raise DataError(
-            f"zstd needs hdf5plugin and numcodecs ({error}): pip install hpctrain[formats]"
-        ) from error
-    codec = Zstd(level=level)
-    return lambda data: bytes(codec.encode(data))

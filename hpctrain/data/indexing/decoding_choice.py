@@ -277,7 +277,7 @@ def _decoding(
             value == int(value) and np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
         )
         if not fits:
-            raise UsageError(f"field {name!r}: {value} for missing values is no value of {dtype.name}")
+            raise UsageError(f"field {name!r}: {value} for missing values cannot be stored as {dtype.name}")
     missing = request.missing if isinstance(request.missing, str) else "value"
     if missing == "auto":
         missing = "refused" if stay and dtype.kind in "iu" else "nan"

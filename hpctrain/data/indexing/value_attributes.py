@@ -372,7 +372,7 @@ def _as_stored(value: Any, *, stored: np.dtype[Any], data: np.dtype[Any]) -> int
     if stored.kind == "f":
         return float(stored.type(value))
     if not np.isfinite(value) or value != int(value):
-        raise _Unclear(f"{value!r} is no value of {stored.name}")
+        raise _Unclear(f"{value!r} cannot be stored as {stored.name}")
     number = int(value)
     if stored.kind == "b":
         stored = data = np.dtype("uint8")
@@ -380,7 +380,7 @@ def _as_stored(value: Any, *, stored: np.dtype[Any], data: np.dtype[Any]) -> int
         limits = np.iinfo(dtype)
         if limits.min <= number <= limits.max:
             return int(np.array(number, dtype=dtype).view(data))
-    raise _Unclear(f"{number} is no value of {data.name}")
+    raise _Unclear(f"{number} cannot be stored as {data.name}")
 
 
 def _numbers(attributes: Any, name: str) -> list[Any]:
@@ -391,9 +391,9 @@ def _numbers(attributes: Any, name: str) -> list[Any]:
         if array.dtype.kind in "SUO":
             array = np.array([float(text_of(one)) for one in array.tolist()])
     except (TypeError, ValueError, OSError, RuntimeError, KeyError) as error:
-        raise _Unclear(f"its attribute {name} is no number ({error})") from error
+        raise _Unclear(f"its attribute {name} is not a number ({error})") from error
     if array.dtype.kind not in "iufb" or not len(array):
-        raise _Unclear(f"its attribute {name} is {_shown(attributes, name)}, which is no number")
+        raise _Unclear(f"its attribute {name} is {_shown(attributes, name)}, which is not a number")
     if array.dtype.itemsize > 8:
         array = array.astype(np.float64)
     return list(array.astype(array.dtype.newbyteorder("=")))

@@ -200,8 +200,8 @@ MAX_BATCHES_AHEAD = 1024  # the bound in bytes counts only tensors
 class Samples(Protocol):
     """Interface of a dataset that a loader can read: `Dataset`, or a class of the user's.
 
-    `gather` is called from several threads if `num_threads` is above 1, or if the dataset has a true attribute
-    `is_thread_safe` (then the thread that waits for a batch also makes batches).
+    It may also have attributes of `ReadFlags`. `gather` is called from several threads if `num_threads` is above 1,
+    or if the dataset has a true `is_thread_safe`.
     """
 
     @property
@@ -222,6 +222,27 @@ class Samples(Protocol):
         Returns:
             For each field an array of shape (n, *sample_shape).
         """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadFlags:
+    """Attributes that a dataset may have beside those of `Samples`, with the values that count if it lacks them.
+
+    Attributes:
+        is_thread_safe: Whether several threads may call `gather` at once. The thread that waits for a batch then also
+            makes batches.
+        collective: Whether `gather` is collective: all ranks then read the same batches in the same order.
+        checker: Compares blocks with their hashes while they are read; None: nothing is compared.
+    """
+
+    is_thread_safe: bool = False
+    collective: bool = False
+    checker: BlockChecker | None = None
+
+    @classmethod
+    def of(cls, dataset: Samples) -> ReadFlags:
+        # Not isinstance of a Protocol: since Python 3.12 it overlooks what a wrapper's __getattr__ passes on.
+        return cls(**{f.name: getattr(dataset, f.name) for f in fields(cls) if hasattr(dataset, f.name)})
 
 
 class Loader:
@@ -325,7 +346,7 @@ class Loader:
     @property
     def checker(self) -> BlockChecker | None:
         """The dataset's checker, which compares blocks with their hashes while reading; None if it has none."""
-        return getattr(self.dataset, "checker", None)
+        return ReadFlags.of(self.dataset).checker
 
     @property
     def may_help(self) -> bool:
@@ -333,7 +354,7 @@ class Loader:
 
         It is False with a transform, and for a dataset that may not be used from two threads.
         """
-        safe = self.num_threads > 1 or getattr(self.dataset, "is_thread_safe", False)
+        safe = self.num_threads > 1 or ReadFlags.of(self.dataset).is_thread_safe
         return self._transformer is None and safe
 
     def _order(self, epoch: int) -> Order:
@@ -426,8 +447,7 @@ class Loader:
                 read_ahead.before(span)
             return self.load(order, span=span)
 
-        if getattr(self.dataset, "collective", False):
-            # Each read is a collective: all ranks must read the same batches in the same order.
+        if ReadFlags.of(self.dataset).collective:
             return InStep(make, num_items=plan.num_batches)
         source = Prefetch(
             make, num_items=plan.num_batches, depth=MAX_BATCHES_AHEAD, bound=self.prefetch_bound(),

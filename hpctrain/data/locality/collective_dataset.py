@@ -309,7 +309,7 @@ def _bytes_of_rows(manifest: Manifest, *, entry: ShardEntry, name: str) -> tuple
 
 def _check_readable(dataset: Dataset) -> None:
     manifest = dataset.manifest
-    if getattr(dataset, "checker", None) is not None:
+    if dataset.checker is not None:
         raise DataError('collective reading does not check hashes: set check = "off", or io = "read"')
     if manifest.is_split:
         raise DataError(

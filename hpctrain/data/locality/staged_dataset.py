@@ -176,7 +176,7 @@ class StagedDataset:
     @property
     def checker(self) -> Any:
         """Checker of the original dataset, with which the loader leaves out damaged samples; None if it has none."""
-        return getattr(self.original, "checker", None)
+        return self.original.checker
 
     @property
     def folder(self) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -132,20 +132,6 @@ def num_batches(num_samples: int, *, global_batch: int, last_batch: LastBatch, s
     """Returns the number of global batches from position `start` to the end of the epoch."""
     whole, rest = divmod(num_samples - start, global_batch)
     return whole + (rest > 0 and last_batch is not LastBatch.DROP)
-
-
-def batch_spans(
-    num_samples: int, *, global_batch: int, last_batch: LastBatch, start: int = 0
-) -> Iterator[Span]:
-    """Yields the positions of each global batch, beginning at `start`. Independent of the number of ranks.
-
-    `start` counts samples, not batches, so that a run can resume with another batch size. The last span is the same
-    for `keep` and `pad`: the remaining positions of the epoch.
-    """
-    count = num_batches(num_samples, global_batch=global_batch, last_batch=last_batch, start=start)
-    for number in range(count):
-        first = start + number * global_batch
-        yield Span(first, min(first + global_batch, num_samples))
 
 
 # Evaluates an order 4096 positions at a time: for a few positions the calls cost more than the arithmetic.

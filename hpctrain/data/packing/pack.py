@@ -8,6 +8,8 @@ directory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from pydantic import JsonValue
 from hpctrain.comm import Collective, SerialWorld, agreed, check_same, on_rank_0
 from hpctrain.data.format.manifest import FieldSpec, Kind, Manifest, TokenWindows
 from hpctrain.data.format.manifest_entries import Boundaries
-from hpctrain.data.hdf5.filters import ChunkCodec, ShardCompression
+from hpctrain.data.hdf5.filters import ChunkCodec, ShardCompression, codec_names
 from hpctrain.data.packing.directory import (
     FOUND_WHILE_PACKING,
     Existing,
@@ -49,63 +51,80 @@ from hpctrain.data.sources.row_source import ArrayRows, Rows
 from hpctrain.data.sources.text import TextDocuments, TextSource
 from hpctrain.errors import DataError, UsageError
 
-__all__ = [
-    "BLOCK_BYTES",
-    "SHARD_BYTES",
-    "Existing",
-    "Progress",
-    "pack_arrays",
-    "pack_documents",
-    "pack_iterator",
-    "pack_rows",
-    "pack_tokens",
-    "prepare_directory",
-]
+SHARD_BYTES = 256 << 20
+BLOCK_BYTES = 1 << 20
 
 
-def write_dataset(
-    directory: Path,
+@dataclass(frozen=True, kw_only=True)
+class PackOptions:
+    """Options that all ways of packing share, with the meaning that `pack_arrays` documents."""
+
+    shard_bytes: int = SHARD_BYTES
+    shard_samples: int | None = None
+    block_bytes: int = BLOCK_BYTES
+    compression: ShardCompression | None = None
+    attributes: Mapping[str, JsonValue] | None = None
+    existing: Existing = Existing.REFUSE
+    progress: Progress | None = None
+    comm: Collective | None = None
+
+    @property
+    def ranks(self) -> Collective:
+        """The ranks that share the work: `comm`, or this process alone."""
+        return self.comm or SerialWorld()
+
+
+def _write_dataset(
+    directory: Path | str,
     maker: ShardMaker,
     *,
-    kind: Kind,
     plan: Mapping[str, JsonValue],
-    like: Mapping[str, JsonValue],
-    block_bytes: int,
-    compression: ShardCompression | None,
-    attributes: Callable[[], dict[str, JsonValue]],
-    existing: Existing,
-    progress: Progress | None,
-    comm: Collective,
+    options: PackOptions,
     windows: TokenWindows | None = None,
     window_starts: NDArray[np.int64] | None = None,
     total: int | None = None,
+    stream_tokens: Callable[[], int] | None = None,
     nothing: Callable[[], str] | None = None,
 ) -> Manifest:
-    """Packs a dataset and returns its manifest. Collective over `comm`.
+    """Packs a dataset and returns its manifest. Collective over `options.ranks`.
 
     Rank 0 prepares the directory, all ranks write the shards that their `maker` makes, rank 0 writes the manifest.
-    `plan` is everything that determines the content of the shards; `like` contains values that the manifest of a
-    finished dataset must have, for RESUME to keep it. `attributes` is called before packing, and again after it,
-    when the length of a stream is known. `nothing` returns the message of the error if there are no shards. Raises
-    UsageError or DataError on all ranks.
+    Raises UsageError or DataError on all ranks.
+
+    Args:
+        directory: Directory of the new dataset.
+        maker: Makes this rank's shards.
+        plan: Everything that determines the content of the shards, apart from `options` and `windows`. With RESUME a
+            finished dataset is kept if its manifest has the same values, as far as a manifest contains them.
+        options: Options of the packing.
+        windows: How a token stream is cut into windows; None: the dataset has samples.
+        window_starts: First token of each window, as in `WindowPlan.starts`.
+        total: Number of samples of the dataset; None: unknown.
+        stream_tokens: Returns the length of the token stream. It is called at the end, when a stream has been read.
+        nothing: Returns the message of the error if there are no shards.
     """
+    directory, comm = Path(directory), options.ranks
     # A plain string would fail the `is` tests, and the directory would be emptied.
-    existing = Existing(existing)
-    noted = {key: value for key, value in attributes().items() if key != FOUND_WHILE_PACKING}
+    existing = Existing(options.existing)
+    kind = Kind.SAMPLES if windows is None else Kind.TOKENS
+    attributes = dict(options.attributes or {})
     whole_plan = Plan(
         document={
             "kind": kind.value,
             **plan,
-            "block_bytes": block_bytes,
-            "compression": dict(compression.as_json()) if compression else None,
-            "attributes": noted,
+            **({} if windows is None else {"tokens": windows.model_dump(mode="json")}),
+            "block_bytes": options.block_bytes,
+            "compression": dict(options.compression.as_json()) if options.compression else None,
+            "attributes": {key: value for key, value in attributes.items() if key != FOUND_WHILE_PACKING},
         }
     )
 
     def prepare() -> Any:
         if existing is Existing.RESUME:
-            alike = {"kind": kind.value, "block_bytes": block_bytes, "attributes": noted, **like}
-            found = finished_already(directory, like=alike)
+            in_manifest = {
+                key: value for key, value in whole_plan.document.items() if key in Manifest.model_fields
+            }
+            found = finished_already(directory, like=in_manifest)
             if found is not None:
                 return found.model_dump(mode="json")
         prepare_directory(directory, existing=existing, plan=whole_plan)
@@ -115,32 +134,31 @@ def write_dataset(
     if finished is not None:
         return Manifest.model_validate(finished)
     records = make_shards(
-        maker, directory=directory, plan=whole_plan, block_bytes=block_bytes, compression=compression
+        maker,
+        directory=directory,
+        plan=whole_plan,
+        block_bytes=options.block_bytes,
+        compression=options.compression,
     )
-    files = write_together(records, comm=comm, total=total, progress=progress)
+    files = write_together(records, comm=comm, total=total, progress=options.progress)
 
     def end() -> Any:
         if not files:
             raise DataError(nothing() if nothing is not None else "there is nothing to pack")
+        if stream_tokens is not None:
+            attributes[FOUND_WHILE_PACKING] = stream_tokens()
         return finish(
             directory,
             files=files,
             plan=whole_plan,
             kind=kind,
-            block_bytes=block_bytes,
+            block_bytes=options.block_bytes,
             tokens=windows,
             window_starts=window_starts,
-            attributes=attributes(),
+            attributes=attributes,
         ).model_dump(mode="json")
 
     return Manifest.model_validate(on_rank_0(comm, end, os_error=DataError))
-
-
-# Packs arrays, token streams and iterators into a dataset directory.
-
-
-SHARD_BYTES = 256 << 20
-BLOCK_BYTES = 1 << 20
 
 
 def pack_arrays(
@@ -180,9 +198,7 @@ def pack_arrays(
         DataError: If the arrays are not valid fields, or a file cannot be written.
         UsageError: If `existing` does not permit what is in the directory.
     """
-    return pack_rows(
-        directory,
-        ArrayRows(arrays=fields),
+    options = PackOptions(
         shard_bytes=shard_bytes,
         shard_samples=shard_samples,
         block_bytes=block_bytes,
@@ -192,47 +208,29 @@ def pack_arrays(
         progress=progress,
         comm=comm,
     )
+    return pack_rows(directory, ArrayRows(arrays=fields), options=options)
 
 
-def pack_rows(
-    directory: Path | str,
-    rows: Rows,
-    *,
-    shard_bytes: int = SHARD_BYTES,
-    shard_samples: int | None = None,
-    block_bytes: int = BLOCK_BYTES,
-    compression: ShardCompression | None = None,
-    attributes: Mapping[str, JsonValue] | None = None,
-    existing: Existing = Existing.REFUSE,
-    progress: Progress | None = None,
-    comm: Collective | None = None,
-) -> Manifest:
+def pack_rows(directory: Path | str, rows: Rows, *, options: PackOptions) -> Manifest:
     """Packs samples that are read by position. Otherwise as `pack_arrays`."""
-    comm = comm or SerialWorld()
+    comm, shard_samples = options.ranks, options.shard_samples
     fields, identity = agreed(comm, lambda: (rows.fields, rows.identity), os_error=DataError)
     if shard_samples is None:
-        shard_samples = max(1, shard_bytes // sum(spec.sample_bytes for spec in fields.values()))
-    _check_sizes(shard=shard_samples, block=block_bytes)
+        shard_samples = max(1, options.shard_bytes // sum(spec.sample_bytes for spec in fields.values()))
+    _check_sizes(shard=shard_samples, block=options.block_bytes)
     described: JsonValue = {name: spec.model_dump(mode="json") for name, spec in fields.items()}
     check_same(comm, name="the source", value=[rows.num_samples, described], error=DataError)
-    return write_dataset(
-        Path(directory),
+    return _write_dataset(
+        directory,
         RowShards(rows, shard_samples=shard_samples, rank=comm.rank, num_ranks=comm.num_ranks),
-        kind=Kind.SAMPLES,
         plan={
             "samples": rows.num_samples,
             "fields": described,
             "source": identity,
             "shard_samples": shard_samples,
         },
-        like={"samples": rows.num_samples, "fields": described},
+        options=options,
         total=rows.num_samples,
-        block_bytes=block_bytes,
-        compression=compression,
-        attributes=lambda: dict(attributes or {}),
-        existing=existing,
-        progress=progress,
-        comm=comm,
     )
 
 
@@ -280,19 +278,19 @@ def pack_tokens(
     shard_samples = max(1, windows.windows_in(shard_bytes // np.dtype(dtype).itemsize))
     _check_sizes(shard=shard_bytes, block=block_bytes)
     stream = StreamShards(chunks, windows=windows, dtype=dtype, shard_samples=shard_samples)
-    return write_dataset(
-        Path(directory),
+    return _write_dataset(
+        directory,
         stream,
-        kind=Kind.TOKENS,
-        plan={"tokens": windows.model_dump(mode="json"), "dtype": dtype, "shard_samples": shard_samples},
-        like={"tokens": windows.model_dump(mode="json")},
+        plan={"dtype": dtype, "shard_samples": shard_samples},
+        options=PackOptions(
+            block_bytes=block_bytes,
+            compression=compression,
+            attributes=attributes,
+            existing=existing,
+            progress=progress,
+        ),
         windows=windows,
-        block_bytes=block_bytes,
-        compression=compression,
-        attributes=lambda: {**(attributes or {}), FOUND_WHILE_PACKING: stream.read_tokens},
-        existing=existing,
-        progress=progress,
-        comm=SerialWorld(),
+        stream_tokens=lambda: stream.read_tokens,
         nothing=lambda: f"the stream has {stream.read_tokens} tokens, one window takes {window + 1}",
     )
 
@@ -304,62 +302,48 @@ def pack_documents(
     window: int,
     stride: int | None = None,
     boundaries: Boundaries = "ignore",
-    shard_bytes: int = SHARD_BYTES,
-    block_bytes: int = BLOCK_BYTES,
-    compression: ShardCompression | None = None,
-    attributes: Mapping[str, JsonValue] | None = None,
-    existing: Existing = Existing.REFUSE,
-    progress: Progress | None = None,
-    comm: Collective | None = None,
+    options: PackOptions,
 ) -> Manifest:
     """Packs concatenated documents as token windows, and records in each shard where documents begin.
 
-    Collective over `comm` if it is given. With `boundaries="ignore"` windows are cut from the concatenated stream.
-    With "split" no window contains tokens of two documents; tokens after a document's last window, and documents
-    shorter than window + 1, are then in no sample. Other arguments are as in `pack_tokens`. Returns the manifest.
-    Raises DataError if no window fits.
+    Collective over `options.ranks`. With `boundaries="ignore"` windows are cut from the concatenated stream. With
+    "split" no window contains tokens of two documents; tokens after a document's last window, and documents shorter
+    than window + 1, are then in no sample. Other arguments are as in `pack_tokens`. Returns the manifest. Raises
+    DataError if no window fits.
     """
-    comm = comm or SerialWorld()
+    comm = options.ranks
     windows = _windows(window=window, stride=stride).model_copy(
         update={"boundaries": boundaries, "documents": DOCUMENTS_DATASET}
     )
-    _check_sizes(shard=shard_bytes, block=block_bytes)
+    _check_sizes(shard=options.shard_bytes, block=options.block_bytes)
 
     def plan() -> tuple[WindowPlan, JsonValue]:
         cut = plan_windows(
             documents,
             window=windows.window,
             stride=windows.stride,
-            shard_tokens=shard_bytes // np.dtype(documents.dtype).itemsize,
+            shard_tokens=options.shard_bytes // np.dtype(documents.dtype).itemsize,
             split=boundaries == "split",
         )
         return cut, documents.identity
 
     cut, identity = agreed(comm, plan, os_error=DataError)
-    counts = [len(documents.starts) - 1, int(documents.starts[-1])]
-    check_same(comm, name="the source", value=counts, error=DataError)
-    described = windows.model_dump(mode="json")
-    return write_dataset(
-        Path(directory),
+    num_documents, num_tokens = len(documents.starts) - 1, int(documents.starts[-1])
+    check_same(comm, name="the source", value=[num_documents, num_tokens], error=DataError)
+    return _write_dataset(
+        directory,
         DocumentShards(documents, plan=cut, window=window, rank=comm.rank, num_ranks=comm.num_ranks),
-        kind=Kind.TOKENS,
         plan={
             "samples": cut.num_samples,
-            "tokens": described,
             "dtype": documents.dtype,
             "source": identity,
             "shards": len(cut.first),
         },
-        like={"samples": cut.num_samples, "tokens": described},
+        options=options,
         windows=windows,
         window_starts=cut.starts,
         total=cut.num_samples,
-        block_bytes=block_bytes,
-        compression=compression,
-        attributes=lambda: {**(attributes or {}), FOUND_WHILE_PACKING: int(documents.starts[-1])},
-        existing=existing,
-        progress=progress,
-        comm=comm,
+        stream_tokens=lambda: num_tokens,
     )
 
 
@@ -402,10 +386,30 @@ def pack_iterator(
         DataError: On all ranks, if samples differ in dtype or shape, or if an iterator raises an error.
         UsageError: On all ranks, if `existing` does not permit what is in the directory, or a size is invalid.
     """
-    comm = comm or SerialWorld()
+    options = PackOptions(
+        shard_bytes=shard_bytes,
+        shard_samples=shard_samples,
+        block_bytes=block_bytes,
+        compression=compression,
+        attributes=attributes,
+        existing=existing,
+        progress=progress,
+        comm=comm,
+    )
+    return _pack_parts(directory, open_part, num_parts=num_parts, options=options)
+
+
+def _pack_parts(
+    directory: Path | str,
+    open_part: Callable[[int], Iterator[Sample]],
+    *,
+    num_parts: int,
+    options: PackOptions,
+) -> Manifest:
+    comm, shard_bytes, shard_samples = options.ranks, options.shard_bytes, options.shard_samples
     if num_parts < 1:
         raise UsageError(f"{num_parts} is not a valid number of parts: at least 1 is needed")
-    _check_sizes(shard=shard_samples if shard_samples is not None else shard_bytes, block=block_bytes)
+    _check_sizes(shard=shard_samples if shard_samples is not None else shard_bytes, block=options.block_bytes)
     maker = IteratorShards(
         open_part,
         parts=range(comm.rank, num_parts, comm.num_ranks),
@@ -413,18 +417,11 @@ def pack_iterator(
         shard_bytes=shard_bytes,
         shard_samples=shard_samples,
     )
-    return write_dataset(
-        Path(directory),
+    return _write_dataset(
+        directory,
         maker,
-        kind=Kind.SAMPLES,
         plan={"parts": num_parts, "shard_bytes": shard_bytes, "shard_samples": shard_samples},
-        like={},
-        block_bytes=block_bytes,
-        compression=compression,
-        attributes=lambda: dict(attributes or {}),
-        existing=existing,
-        progress=progress,
-        comm=comm,
+        options=options,
         nothing=lambda: "the iterator yields no samples: there is nothing to pack",
     )
 
@@ -437,7 +434,7 @@ def _windows(*, window: int, stride: int | None) -> TokenWindows:
 
 def _check_sizes(*, shard: int, block: int) -> None:
     if shard < 1 or block < 1:
-        raise UsageError(f"shard size {shard} and block size {block} in bytes must both be at least 1")
+        raise UsageError(f"the shard size {shard} and the block size {block} must both be at least 1")
 
 
 # Packs a named source into dataset directories, for `hpctrain data pack`.
@@ -497,7 +494,7 @@ def pack_source(
     comm = comm or SerialWorld()
     existing = Existing(existing)
     if chunk_samples is not None and codec is None:
-        raise UsageError("--chunk-samples is for compressed shards: choose --compress gzip or zstd")
+        raise UsageError(f"--chunk-samples is for compressed shards: choose --compress {codec_names()}")
     # An error of one rank is raised on all ranks, since collectives follow.
     opened = agreed(
         comm,
@@ -519,37 +516,26 @@ def pack_source(
     )
     manifests = {}
     for part, directory in directories.items():
-        shared: dict[str, Any] = {
-            "shard_bytes": shard_bytes,
-            "existing": existing,
-            "progress": progress(directory) if progress is not None and comm.rank == 0 else None,
-            "comm": comm,
-        }
-        noted: dict[str, JsonValue] = {**opened.attributes, "part": part}
+        attributes: dict[str, JsonValue] = {**opened.attributes, "part": part}
         if codec is not None:
-            noted["compression"] = codec.value
+            attributes["compression"] = codec.value
+        pack: Callable[..., Manifest]
+        sample_bytes: int | None
         if isinstance(opened, TextSource):
-            length = stride or window or DEFAULT_WINDOW
-            manifests[directory] = pack_documents(
+            documents = TextDocuments(opened.parts[part])
+            attributes["files"] = len(opened.parts[part])
+            sample_bytes = stride or window or DEFAULT_WINDOW
+            pack = partial(
+                pack_documents,
                 directory,
-                TextDocuments(opened.parts[part]),
+                documents,
                 window=window if window is not None else DEFAULT_WINDOW,
                 stride=stride,
                 boundaries=boundaries or "ignore",
-                compression=_compression(codec, chunk_samples=chunk_samples, sample_bytes=length),
-                attributes={**noted, "files": len(opened.parts[part])},
-                **shared,
             )
         elif isinstance(opened, IteratorSource):
-            # The size of a sample is unknown before the first one was read.
-            manifests[directory] = pack_iterator(
-                directory,
-                opened.open_part,
-                num_parts=opened.num_parts,
-                compression=_compression(codec, chunk_samples=chunk_samples or 1, sample_bytes=1),
-                attributes=noted,
-                **shared,
-            )
+            sample_bytes = None  # unknown before the first sample was read
+            pack = partial(_pack_parts, directory, opened.open_part, num_parts=opened.num_parts)
         else:
             rows = (
                 ArrayRows(arrays=opened.parts[part], identity=[opened.identity, seed])
@@ -557,17 +543,19 @@ def pack_source(
                 else opened.parts[part]
             )
             fields = agreed(comm, lambda rows=rows: rows.fields, os_error=DataError)  # type: ignore[misc]
-            manifests[directory] = pack_rows(
-                directory,
-                rows,
-                compression=_compression(
-                    codec,
-                    chunk_samples=chunk_samples,
-                    sample_bytes=max(s.sample_bytes for s in fields.values()),
-                ),
-                attributes={**noted, **_num_classes(fields)},
-                **shared,
+            attributes.update(_num_classes(fields))
+            sample_bytes = max(spec.sample_bytes for spec in fields.values())
+            pack = partial(pack_rows, directory, rows)
+        manifests[directory] = pack(
+            options=PackOptions(
+                shard_bytes=shard_bytes,
+                compression=_compression(codec, chunk_samples=chunk_samples, sample_bytes=sample_bytes),
+                attributes=attributes,
+                existing=existing,
+                progress=progress(directory) if progress is not None and comm.rank == 0 else None,
+                comm=comm,
             )
+        )
     return manifests
 
 
@@ -578,12 +566,12 @@ def _num_classes(fields: Mapping[str, FieldSpec]) -> dict[str, JsonValue]:
 
 
 def _compression(
-    codec: ChunkCodec | None, *, chunk_samples: int | None, sample_bytes: int
+    codec: ChunkCodec | None, *, chunk_samples: int | None, sample_bytes: int | None
 ) -> ShardCompression | None:
     if codec is None:
         return None
     if chunk_samples is None:
-        chunk_samples = max(1, _CHUNK_BYTES // sample_bytes)
+        chunk_samples = 1 if sample_bytes is None else max(1, _CHUNK_BYTES // sample_bytes)
     return ShardCompression(codec=codec, chunk_samples=chunk_samples)
 
 

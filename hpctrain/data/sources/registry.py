@@ -177,7 +177,7 @@ def open_source(
     """
     options = options or SourceOptions()
     if held_out is not None and not 0 <= held_out < 1:
-        raise UsageError(f"--held-out {held_out}: a share from 0 to below 1 is needed")
+        raise UsageError(f"--held-out {held_out}: a fraction of at least 0 and below 1 is expected")
     kind, path = _kind_of(name)
     _check_options(name, kind=kind, options=options, shuffle=shuffle)
     if kind in ("digits", "npz"):

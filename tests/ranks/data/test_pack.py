@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.data import Dataset, Existing, pack_arrays, verify
-from hpctrain.data.packing.pack import pack_documents, pack_iterator
+from hpctrain.data.packing.pack import PackOptions, pack_documents, pack_iterator
 from hpctrain.errors import DataError, UsageError
 from tests.ranks_launcher import run_command, run_ranks
 from tests.token_arrays import TokenArrays
@@ -51,8 +51,9 @@ def pack_everything(world: Any, root: str) -> dict[str, Any]:
     documents = TokenArrays([np.full(30 + 7 * k, k + 1, np.uint8) for k in range(9)])
     pack_arrays(out / "arrays", fields(), shard_samples=9, comm=world)
     pack_documents(
-        out / "text", documents, window=16, stride=8, boundaries="split", shard_bytes=90, comm=world
-    )
+        out / "text", documents, window=16, stride=8, boundaries="split",
+        options=PackOptions(shard_bytes=90, comm=world),
+    )  # fmt: skip
     parts: dict[str, Any] = {"num_parts": 4, "shard_samples": 7, "comm": world}
     errors = []
     for attempt in (

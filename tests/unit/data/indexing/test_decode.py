@@ -234,10 +234,10 @@ def test_a_plain_dataset_has_no_line_and_is_the_same_decoded(case: str, tmp_path
 
 REFUSED: dict[str, tuple[Make, str]] = {
     "two scales": (variable([1], i2, scale_factor=[1.0, 2.0]), "scale_factor is 1, 2: one finite number"),
-    "no number": (variable([1], i2, scale_factor="many"), "its attribute scale_factor is no number"),
+    "no number": (variable([1], i2, scale_factor="many"), "its attribute scale_factor is not a number"),
     "an empty attribute": (variable([1], i2, _FillValue=h5py.Empty("i2")), "_FillValue"),
     "an infinite scale": (variable([1], i2, scale_factor=np.inf), "one finite number is expected"),
-    "a fill value that does not fit": (variable([1], i2, missing_value=-9999.5), "-9999.5.* is no value of int16"),
+    "a fill value that does not fit": (variable([1], i2, missing_value=-9999.5), "-9999.5.* cannot be stored as int16"),
     "half a range": (variable([1], i2, valid_range=i2(1)), "two numbers are expected"),
     "a strange _Unsigned": (variable([1], np.int8, _Unsigned="perhaps"), "neither true nor false"),
     "a mask of another shape": (with_mask("x.mask", [True]), r"its mask /x.mask has shape \(1,\), not \(3,\)"),
@@ -283,7 +283,7 @@ def test_missing_values_become_a_number_or_a_mask(tmp_path: Path) -> None:
     packed = variable([10, -1], i2, _FillValue=i2(-1), scale_factor=0.1)
     assert values(indexed(tmp_path, packed, decode="cf", missing=-1.5)).tolist() == [1.0, -1.5]
     (tmp_path / "a.nc").unlink()
-    with pytest.raises(UsageError, match=r"1.5 for missing values is no value of int64"):
+    with pytest.raises(UsageError, match=r"1.5 for missing values cannot be stored as int64"):
         indexed(tmp_path, make, decode="cf", missing=1.5)
     with pytest.raises(UsageError, match="nan, mask or a number"):
         indexed(tmp_path, make, decode="cf", missing="zero")

@@ -117,7 +117,9 @@ def test_damage_that_comes_and_goes_does_not_go_round_for_ever(images: Path) -> 
         read_around_damage(plan, read=read, sound=loader.checker.sound, keep_length=False)
 
 
-def test_a_shard_that_disappears_in_mid_epoch_ends_it_in_plain_words(images: Path) -> None:
+def test_a_shard_that_disappears_during_an_epoch_ends_it_with_an_error_that_names_the_file(
+    images: Path,
+) -> None:
     loader = Loader(open_checked(images), global_batch=10, shuffle=False, on_damage="skip", prefetch_bytes=1)
     with loader.epoch(0) as batches:
         next(batches)
@@ -127,6 +129,6 @@ def test_a_shard_that_disappears_in_mid_epoch_ends_it_in_plain_words(images: Pat
     assert not isinstance(caught.value, DamagedData)
 
 
-def test_skipping_without_looking_is_refused(images: Path) -> None:
+def test_on_damage_skip_is_refused_for_a_dataset_without_a_checker(images: Path) -> None:
     with pytest.raises(RecipeError, match="nothing checks the data for damage"):
         Loader(Dataset.open(images), global_batch=4, on_damage="skip")

@@ -96,7 +96,7 @@ def test_items_that_grow_leave_room_for_fewer() -> None:
         assert make.begun_after(12) == 12
 
 
-def test_what_is_needed_only_while_an_item_is_made_counts_for_that_time() -> None:
+def test_making_bytes_count_towards_the_bound_only_while_an_item_is_made() -> None:
     make = Maker([10] * 20)
     limit = bound(50, expected_bytes=10, making_bytes=25)
     with Prefetch(make, num_items=20, bound=limit, num_threads=2) as items:
@@ -105,7 +105,7 @@ def test_what_is_needed_only_while_an_item_is_made_counts_for_that_time() -> Non
         assert make.begun_after(3) == 3
 
 
-def test_a_number_of_items_bounds_as_well_as_their_bytes() -> None:
+def test_no_more_than_depth_items_are_made_ahead_even_if_more_bytes_would_fit() -> None:
     make = Maker([10] * 20)
     with Prefetch(make, num_items=20, depth=3, bound=bound(1000, expected_bytes=10)) as items:
         assert make.begun_after(3) == 3

@@ -102,7 +102,7 @@ def test_a_damaged_shard_is_not_staged_and_the_rest_is(dataset: Path, tmp_path: 
     # The reader's checks are another matter: see `hpctrain.data.integrity.read_checker`.
     original = Dataset.open(dataset, verify="off")
     with StagedDataset.open(original, directory=tmp_path / "local", max_bytes=LARGE) as staged:
-        eventually(lambda: len(staged.problems) == 2 and len(list(staged.folder.glob("*.h5"))) == 4)
+        eventually(lambda: len(staged.problems) == 2 and len(list(staged.folder.glob("shard-*.h5"))) == 4)
         assert "shard-00001.h5 is damaged: bytes" in staged.problems["shard-00001.h5"]
         assert "HDF5 headers differ" in staged.problems["shard-00004.h5"]
         assert not list(staged.folder.glob(".copying-*"))
@@ -171,7 +171,7 @@ def test_a_copy_that_another_process_reads_stays(dataset: Path, tmp_path: Path) 
         StagedDataset.open(original, **options) as reads,
         StagedDataset.open(Dataset.open(dataset), **options) as idle,
     ):
-        eventually(lambda: len(list(reads.folder.glob("*.h5"))) == 2)
+        eventually(lambda: len(list(reads.folder.glob("shard-*.h5"))) == 2)
         idle.wait_until_staged(timeout_s=0.01)
         assert np.array_equal(idle.gather(np.arange(5))["label"], np.arange(5))  # holds shard 0 from now on
         assert idle.staged_samples == 5

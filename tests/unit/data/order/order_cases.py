@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,18 @@ from hpctrain.data import (
     Stratified,
     Weighted,
 )
-from hpctrain.data.order.epoch_order import Order
+from hpctrain.data.loading.prefetch import EpochPlan
+from hpctrain.data.order.epoch_order import LastBatch, Order, Span, num_batches
 
 KINDS = ("shuffle", "sequential", "blocks", "stratified", "weighted", "fixed")
 ONCE = tuple(kind for kind in KINDS if kind != "weighted")  # every sample exactly once per epoch
+
+
+def batch_spans(order: Order, *, batch: int, last: LastBatch, start: int = 0) -> Iterator[Span]:
+    """The positions of each global batch of an epoch, from `start` on."""
+    count = num_batches(order.num_samples, global_batch=batch, last_batch=last, start=start)
+    plan = EpochPlan(order=order, start=start, every=1, global_batch=batch, num_batches=count)
+    return map(plan.span, range(count))
 
 
 def spec_of(kind: str, num_samples: int, *, block: int = 7, window: int = 3) -> OrderSpec:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from hpctrain.data.order.epoch_order import EpochOrder, LastBatch, batch_spans, num_batches, rank_share
+from hpctrain.data.order.epoch_order import EpochOrder, LastBatch, num_batches, rank_share
 from hpctrain.errors import DataError, RecipeError
+from tests.unit.data.order.order_cases import batch_spans
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**63), st.integers(0, 1000))
@@ -105,9 +106,7 @@ def consumed(
 ) -> tuple[list[list[int]], int]:
     """Global batches as the ranks together see them, and the position after them."""
     batches, position = [], start
-    for span in itertools.islice(
-        batch_spans(order.num_samples, global_batch=batch, last_batch=last, start=start), steps
-    ):
+    for span in itertools.islice(batch_spans(order, batch=batch, last=last, start=start), steps):
         seen: list[int] = []
         for rank in range(num_ranks):
             share = rank_share(span.start, span.stop, rank=rank, num_ranks=num_ranks)
@@ -138,8 +137,9 @@ def test_each_sample_once_over_an_interruption_on_any_ranks_with_any_batch(
 
 
 def test_the_last_partial_batch_is_kept_or_dropped() -> None:
-    assert [s.num_samples for s in batch_spans(10, global_batch=4, last_batch=LastBatch.KEEP)] == [4, 4, 2]
-    assert [s.num_samples for s in batch_spans(10, global_batch=4, last_batch=LastBatch.DROP)] == [4, 4]
+    order = EpochOrder(num_samples=10)
+    assert [s.num_samples for s in batch_spans(order, batch=4, last=LastBatch.KEEP)] == [4, 4, 2]
+    assert [s.num_samples for s in batch_spans(order, batch=4, last=LastBatch.DROP)] == [4, 4]
     assert num_batches(10, global_batch=4, last_batch=LastBatch.KEEP, start=8) == 1
     assert num_batches(10, global_batch=4, last_batch=LastBatch.KEEP, start=10) == 0
     assert num_batches(10, global_batch=4, last_batch=LastBatch.DROP, start=7) == 0

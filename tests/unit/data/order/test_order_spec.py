@@ -21,7 +21,7 @@ from hpctrain.data import (
     Stratified,
     Weighted,
 )
-from hpctrain.data.order.epoch_order import EpochOrder, Order, batch_spans, plan_batch, rank_share
+from hpctrain.data.order.epoch_order import EpochOrder, Order, plan_batch, rank_share
 from hpctrain.data.order.order_spec import (
     BlockOrder,
     Strata,
@@ -30,7 +30,7 @@ from hpctrain.data.order.order_spec import (
     cumulative_weights,
 )
 from hpctrain.errors import DataError, RecipeError
-from tests.unit.data.order.order_cases import KINDS, ONCE, Numbers, spec_of
+from tests.unit.data.order.order_cases import KINDS, ONCE, Numbers, batch_spans, spec_of
 
 
 def global_batches(
@@ -38,7 +38,7 @@ def global_batches(
 ) -> tuple[list[list[int]], list[list[int]], int]:
     """Of each global batch the samples that count and those that fill it, and the position after them."""
     real, padded, position = [], [], start
-    spans = batch_spans(order.num_samples, global_batch=batch, last_batch=last, start=start)
+    spans = batch_spans(order, batch=batch, last=last, start=start)
     for span in itertools.islice(spans, steps):
         plans = [
             plan_batch(order, span=span, global_batch=batch, last_batch=last, rank=rank, num_ranks=num_ranks)

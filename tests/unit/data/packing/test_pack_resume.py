@@ -1,4 +1,4 @@
-"""Packing that goes on, compressed shards, statistics, documents."""
+"""Resumed packing, compressed shards, statistics, documents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 from hpctrain.data import Dataset, Existing, pack_arrays, read_manifest, verify
 from hpctrain.data.format.manifest_entries import Moments, moments_of
 from hpctrain.data.hdf5.filters import ChunkCodec, ShardCompression
-from hpctrain.data.packing.pack import pack_documents, pack_iterator
+from hpctrain.data.packing.pack import PackOptions, pack_documents, pack_iterator
 from hpctrain.errors import DataError, UsageError
 from tests.token_arrays import TokenArrays
 
@@ -65,7 +65,7 @@ def test_a_resumed_packing_keeps_whole_shards_and_makes_damaged_ones_again(tmp_p
     assert digest(out) == digest(tmp_path / "once")
 
 
-def test_a_finished_dataset_of_the_same_is_kept_and_another_is_refused(tmp_path: Path) -> None:
+def test_resuming_keeps_a_finished_dataset_of_the_same_plan_and_refuses_another(tmp_path: Path) -> None:
     manifest = pack_arrays(tmp_path, some_fields(), shard_samples=40)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert pack_arrays(tmp_path, some_fields(), shard_samples=40, existing=Existing.RESUME) == manifest
@@ -78,7 +78,7 @@ def test_a_finished_dataset_of_the_same_is_kept_and_another_is_refused(tmp_path:
         )
 
 
-def test_a_packing_goes_on_only_as_it_began(tmp_path: Path) -> None:
+def test_a_packing_is_resumed_only_with_the_same_plan(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         pack_arrays(tmp_path / "a", some_fields(), shard_samples=20, progress=interrupt_at(40))
     with pytest.raises(UsageError, match=r"was packed differently \(shard_samples was 20, now 30"):
@@ -124,7 +124,7 @@ def test_compressed_shards_are_ordinary_hdf5_and_read_back_the_same(
     assert {damage.shard for damage in verify(tmp_path / "b")} == {"shard-00002.h5"}
 
 
-def test_compressed_packing_goes_on_too(tmp_path: Path) -> None:
+def test_a_compressed_packing_can_be_resumed(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {
         "shard_samples": 30,
         "compression": ShardCompression(codec=ChunkCodec.GZIP, chunk_samples=4),
@@ -197,7 +197,7 @@ def test_documents_become_windows_and_their_starts_are_noted(
             window=window,
             stride=stride,
             boundaries=boundaries,
-            shard_bytes=shard_bytes,
+            options=PackOptions(shard_bytes=shard_bytes),
         )
 
     if not expected:
@@ -227,7 +227,7 @@ def samples(start: int, stop: int) -> Iterator[dict[str, Any]]:
         yield {"x": np.full((4, 3), number, np.float32), "y": number, "z": number / 2}
 
 
-def test_an_iterator_is_packed_in_parts_and_goes_on(tmp_path: Path) -> None:
+def test_an_iterator_is_packed_in_parts_and_its_packing_can_be_resumed(tmp_path: Path) -> None:
     pulled: list[int] = []
 
     def open_part(part: int) -> Iterator[dict[str, Any]]:
