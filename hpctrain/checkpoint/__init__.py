@@ -5,4 +5,11 @@ Every byte is hashed when it is written, and verified when it is read.
 
 from hpctrain.public_names import attach
 
-__getattr__, __dir__, __all__ = attach(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    __file__,
+    old_names={
+        "Saved": "hpctrain.checkpoint.saving.save.SaveResult",
+        "TwoTier": ("hpctrain.checkpoint.tiers.two_tier_save.OldTwoTier", "Tiers.begin_save"),
+    },
+)

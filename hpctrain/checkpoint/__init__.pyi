@@ -80,8 +80,6 @@ from .saving.background import BackgroundThread as BackgroundThread, HostBuffers
 from .saving.save import SaveResult as SaveResult, Saving as Saving, save as save
 from .saving.save_options import PageCache as PageCache, SaveOptions as SaveOptions
 from .saving.saver import (
-    Begin as Begin,
-    Saved as Saved,
     SaveMode as SaveMode,
     Saver as Saver,
     SaveRequests as SaveRequests,
@@ -94,7 +92,6 @@ from .tiers.two_tier_save import (
     RUN_ID as RUN_ID,
     RunIdentity as RunIdentity,
     Tiers as Tiers,
-    TwoTier as TwoTier,
     identify_run as identify_run,
     saving_through as saving_through,
 )
@@ -119,7 +116,6 @@ __all__ = [
     "SaveMode",
     "SaveOptions",
     "SaveResult",
-    "Saved",
     "Saver",
     "Saving",
     "Shard",
@@ -128,7 +124,6 @@ __all__ = [
     "TensorDifference",
     "Tiers",
     "Tolerance",
-    "TwoTier",
     "Verified",
     "WhenBusy",
     "ask_for_save",

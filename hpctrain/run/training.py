@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint import Begin, SaveRequests, Tiers, identify_run, saving_through
+from hpctrain.checkpoint import SaveRequests, Saving, Tiers, identify_run, saving_through
 from hpctrain.comm import Section, check_same, in_section, make_shared_folder, on_rank_0
 from hpctrain.errors import DivergedError, LaunchError, RecipeError, StoppedEarly
 from hpctrain.launch import identify
@@ -357,7 +358,9 @@ def _check_same_recipe(recipe: Recipe, session: Session) -> None:
         check_same(session.world, name=f"section [{name}] of the recipe", value=values, error=RecipeError)
 
 
-def _through(tiers: Tiers | None, settings: LoopSettings, *, session: Session) -> Begin | None:
+def _through(
+    tiers: Tiers | None, settings: LoopSettings, *, session: Session
+) -> Callable[..., Saving] | None:
     """Returns a function that starts a save through the nodes' own storage; None without such storage."""
     if tiers is None:
         return None

@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from hpctrain.checkpoint import HostBuffers, Replicated, Saved, SaveMode, Saver, State, load, saving_into
+from hpctrain.checkpoint import HostBuffers, Replicated, SaveMode, Saver, SaveResult, State, load, saving_into
 from hpctrain.comm import SerialWorld
 from tests.gpu.check import Check, LongKernels, assert_equal
 
@@ -23,7 +23,7 @@ def test_checkpoints(check: Check) -> None:
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in originals.values())
     stalls: dict[str, list[float]] = {}
     for mode in (SaveMode.SYNC, SaveMode.ASYNC):
-        saved: list[Saved] = []
+        saved: list[SaveResult] = []
         begun = saving_into(check.scratch / mode.value, comm=comm)
         with Saver(begun, comm=comm, mode=mode, on_saved=saved.append) as saver:
             for step in range(1, SAVES + 1):
@@ -39,7 +39,7 @@ def test_checkpoints(check: Check) -> None:
                 for tensor in made.values():  # queued directly after the save, as the next step's kernels are
                     tensor.zero_()
                 saver.finish()
-                _, found = load(saved[-1].result.path, comm=comm)
+                _, found = load(saved[-1].path, comm=comm)
                 for name, tensor in originals.items():
                     assert_equal(found[name], tensor, what=f"{name}, saved {mode.value}, save {step}")
                 assert_equal(found["on_host"], torch.arange(7), what=f"on_host, saved {mode.value}")

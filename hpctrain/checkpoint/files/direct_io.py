@@ -43,33 +43,24 @@ class Staging:
 
     def __init__(self) -> None:
         self._lend: Lend | None = None
-        self._write_now: Callable[[], None] | None = None
 
     def memory_for(self, offset: int, num_bytes: int) -> _Memory:
         """Returns uninitialized memory for the `num_bytes` bytes of the file at `offset`: uint8, shape (num_bytes,).
 
         The caller fills it and passes all of it, or nothing, to the writer, before other bytes and before the next
-        call of `memory_for` or `write_now`. Afterwards it must not use the memory.
+        call of `memory_for`. Afterwards it must not use the memory.
         """
         lent = None if self._lend is None else self._lend(offset, num_bytes)
         return np.empty(num_bytes, dtype=np.uint8) if lent is None else lent
 
-    def write_now(self) -> None:
-        """Makes the writer start writing the bytes it has collected, since none will follow for a while.
-
-        Raises OSError.
-        """
-        if self._write_now is not None:
-            self._write_now()
-
     @contextmanager
-    def lent(self, lend: Lend, *, write_now: Callable[[], None]) -> Iterator[None]:
+    def lent(self, lend: Lend) -> Iterator[None]:
         """Context in which `memory_for` returns the writer's memory, if `lend` provides it."""
-        self._lend, self._write_now = lend, write_now
+        self._lend = lend
         try:
             yield
         finally:
-            self._lend = self._write_now = None
+            self._lend = None
 
 
 # Memory for loaded tensors, in huge pages if the kernel provides them.
@@ -165,7 +156,7 @@ def write_uncached(
     lie in memory lent by `staging`, or if they are large and aligned in memory as in the file. All views must keep
     their bytes until the call returns, except those in lent memory, which is reused.
     """
-    with _Writer(cached, uncached) as writer, staging.lent(writer.lend, write_now=writer.end_run):
+    with _Writer(cached, uncached) as writer, staging.lent(writer.lend):
         for offset, data in byte_ranges:
             writer.put(offset, data)
 

@@ -1,9 +1,7 @@
 """File layout: the position of every byte of a checkpoint, agreed by all ranks and cached between saves.
 
 A run saves the same tensors repeatedly. As long as names, dtypes and shapes are unchanged on all ranks, one small
-vote replaces planning, laying out and exchanging offsets. Names are compared before the vote. Comparing dtypes and
-shapes of thousands of tensors takes as long as writing several megabytes. Therefore it is done when a tensor is
-about to be written, while the disk already works; if one has changed, the save restarts.
+vote replaces planning, laying out and exchanging offsets.
 """
 
 from __future__ import annotations
@@ -12,12 +10,11 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.files.direct_io import Staging
 from hpctrain.checkpoint.format.metadata import Metadata, empty_part_block, encode_header
 from hpctrain.checkpoint.format.state import FromRank0, Header, Item, Shard, State, encode_document, header_of
 from hpctrain.checkpoint.planning.hdf5_skeleton import (
@@ -141,10 +138,6 @@ def _document_difference(document: dict[str, Any], comm: Collective) -> str:
 # File layout.
 
 
-class NotAsPlannedError(CheckpointError):
-    """A tensor's dtype or shape differs from the cached layout. Never reaches the user: the save restarts."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FileLayout:
     """The layout of a save on one rank, cached while names, dtypes and shapes are unchanged.
@@ -154,8 +147,7 @@ class FileLayout:
         skeleton: The HDF5 structures of this rank's file, if the rank is its leader; else None.
         text: The metadata's list of tensors, on rank 0; else None.
         own: The bytes that this rank writes.
-        kinds: Expected dtypes and shapes of the tensors: an entry per group of `own`, then one for tensors in no
-            group.
+        kinds: Dtype, shape and memory layout of each source.
         replicas: The tensors that the ranks compare.
     """
 
@@ -163,53 +155,33 @@ class FileLayout:
     skeleton: Skeleton | None
     text: TensorsText | None
     own: OwnBytes
-    kinds: Sequence[_Kinds]
+    kinds: Sequence[_Kind]
     replicas: Replicas
 
-    def groups(self, sources: Sequence[Item], *, staging: Staging) -> Iterator[Group]:
-        """Yields the groups of `own`, each after checking the dtypes and shapes of its tensors.
-
-        Finally it checks the tensors in no group; before that, `staging` starts the last write. Not collective.
-        Raises NotAsPlannedError.
-        """
-        *by_group, rest = self.kinds
-        for group, kinds in zip(self.own.groups, by_group, strict=True):
-            kinds.check(sources)
-            yield group
-        staging.write_now()
-        rest.check(sources)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Kinds:
-    """Expected dtypes, shapes and memory layouts of some of the sources, given by their numbers.
-
-    It has lists instead of one object per source, since there may be thousands.
-    """
-
-    numbers: Sequence[int]
-    dtypes: Sequence[torch.dtype]
-    shapes: Sequence[torch.Size]
-    layouts: Sequence[torch.layout]
-
-    @classmethod
-    def of(cls, sources: Sequence[Item], numbers: Sequence[int]) -> _Kinds:
-        tensors = [sources[number].tensor for number in numbers]
-        return cls(
-            numbers=numbers, dtypes=[t.dtype for t in tensors], shapes=[t.shape for t in tensors],
-            layouts=[t.layout for t in tensors],
-        )  # fmt: skip
-
-    def fit(self, sources: Sequence[Item]) -> bool:
-        """Returns True if dtypes, shapes and memory layouts of the sources are as expected."""
+    def fits(self, sources: Sequence[Item]) -> bool:
+        """Returns True if dtypes, shapes and memory layouts of the sources are those of the layout."""
         try:
-            return _Kinds.of(sources, self.numbers) == self
+            return [_kind_of(source) for source in sources] == self.kinds
         except RuntimeError:  # a tensor without a shape, nested or lazy: planning reports it
             return False
 
-    def check(self, sources: Sequence[Item]) -> None:
-        if not self.fit(sources):
-            raise NotAsPlannedError("a tensor has changed its dtype or shape")
+    def groups_unchanged(self, sources: Sequence[Item]) -> Iterator[Group]:
+        """Yields the groups of `own`, for a thread that writes them while the caller may change the tensors.
+
+        Raises CheckpointError for a tensor whose dtype or shape has changed, just before its bytes would be taken.
+        """
+        for group in self.own.groups:
+            if any(_kind_of(sources[s.source]) != self.kinds[s.source] for s in group.segments):
+                raise CheckpointError("a tensor's dtype or shape changed during the save")
+            yield group
+
+
+_Kind: TypeAlias = tuple[torch.dtype, torch.Size, torch.layout]
+
+
+def _kind_of(source: Item) -> _Kind:
+    tensor = source.tensor
+    return tensor.dtype, tensor.shape, tensor.layout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -224,19 +196,12 @@ class _Remembered:
     frame: list[Any]
     layout: FileLayout
 
-    def fits(self, sources: Sequence[Item], *, frame: list[Any], trusting: bool) -> bool:
-        return self.frame == frame and (trusting or all(kinds.fit(sources) for kinds in self.layout.kinds))
-
 
 @dataclass(kw_only=True, eq=False)
 class _Memory:
-    """Cached layouts of one communicator, the newest last.
-
-    `trusted` is True until a state with the same names has had other dtypes or shapes.
-    """
+    """Cached layouts of one communicator, the newest last."""
 
     layouts: list[_Remembered] = field(default_factory=list)
-    trusted: bool = True
 
 
 _REMEMBERED = 2  # a run saves one kind of state, or two: everything, and only the weights
@@ -251,7 +216,6 @@ def layout_for(
     file_of_rank: Sequence[int],
     alignment: int,
     header: Metadata,
-    trusting: bool = False,
 ) -> FileLayout:
     """Returns the layout of this save, from the cache if possible. Collective.
 
@@ -263,19 +227,17 @@ def layout_for(
         file_of_rank: Number of the file that each rank writes to.
         alignment: Alignment of large datasets in the file, in bytes.
         header: The metadata without tensors, parts and hashes; rank 0's is used.
-        trusting: Do not compare dtypes and shapes. The caller must then use `FileLayout.groups`, and if that raises
-            on any rank, call `distrust` and restart.
 
     Raises:
-        CheckpointError: On every rank, if the ranks' states are inconsistent (with `trusting` perhaps only after
-            the restart), or if HDF5 cannot represent them.
+        CheckpointError: On every rank, if the ranks' states are inconsistent, or if HDF5 cannot represent them.
     """
     frame = _frame(sources, file_of_rank=file_of_rank, alignment=alignment)
     memory = comm.attribute(_Memory)
     fitting = {
         entry.number: entry.layout
         for entry in memory.layouts
-        if entry.fits(sources, frame=frame, trusting=trusting and memory.trusted)
+        if entry.frame == frame
+        and entry.layout.fits(sources)
         and (comm.rank != 0 or _metadata_fits(entry.layout, header=header))
     }
     try:
@@ -295,11 +257,6 @@ def layout_for(
     return layout
 
 
-def distrust(comm: Collective) -> None:
-    """Makes all later saves compare dtypes and shapes before writing. Must be called on every rank."""
-    comm.attribute(_Memory).trusted = False
-
-
 def _frame(sources: Sequence[Item], *, file_of_rank: Sequence[int], alignment: int) -> list[Any]:
     return [
         alignment,
@@ -308,13 +265,6 @@ def _frame(sources: Sequence[Item], *, file_of_rank: Sequence[int], alignment: i
         [(s.offset, s.global_shape) for s in sources if isinstance(s, Shard)],
         [number for number, s in enumerate(sources) if isinstance(s, FromRank0)],
     ]
-
-
-def _kinds(own: OwnBytes, *, sources: Sequence[Item]) -> list[_Kinds]:
-    """Returns the value of `FileLayout.kinds` for the rank's tensors."""
-    numbers = [[segment.source for segment in group.segments] for group in own.groups]
-    rest = sorted(set(range(len(sources))).difference(*numbers))
-    return [_Kinds.of(sources, found) for found in (*numbers, rest)]
 
 
 def _metadata_fits(layout: FileLayout, *, header: Metadata) -> bool:
@@ -373,8 +323,8 @@ def _lay_out(
     offsets = dict(zip(pieces, offsets_in(file), strict=True))
     own = own_bytes(plan, rank=comm.rank, pieces=pieces, offsets=offsets)
     return FileLayout(
-        files=plan.files, skeleton=skeleton, text=text, own=own, kinds=_kinds(own, sources=sources),
-        replicas=Replicas.of(sources, step=header.step),
+        files=plan.files, skeleton=skeleton, text=text, own=own,
+        kinds=[_kind_of(source) for source in sources], replicas=Replicas.of(sources, step=header.step),
     )  # fmt: skip
 
 

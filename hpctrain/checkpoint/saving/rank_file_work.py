@@ -1,6 +1,6 @@
 """The file operations of a save on one rank: allocating, writing its content, committing by a rename.
 
-Most are done by the rank that leads a file or folder. Except for `begin_partial` none is collective, so that they
+Most are done by the rank that leads a file or folder. Except for `create_partial` none is collective, so that they
 can run in a separate thread.
 """
 
@@ -44,7 +44,7 @@ from hpctrain.checkpoint.format.metadata import (
     encode_seal,
 )
 from hpctrain.checkpoint.loading.check_structure import check_sealed
-from hpctrain.checkpoint.planning.file_layout import FileLayout, NotAsPlannedError
+from hpctrain.checkpoint.planning.file_layout import FileLayout
 from hpctrain.checkpoint.planning.hdf5_skeleton import Skeleton, metadata_text, structure_hash
 from hpctrain.checkpoint.planning.rank_extents import Content
 from hpctrain.checkpoint.retention.delete_old import retain
@@ -175,7 +175,7 @@ def _forms(name: str) -> Sequence[str]:
 # Creates the partial checkpoint of a save: its name, its stripe layout and its disk space, without content.
 
 
-def begin_partial(
+def create_partial(
     directory: Path,
     name: str,
     *,
@@ -235,10 +235,6 @@ def file_in(partial: Path, number: int, *, options: SaveOptions) -> Path:
 # Nothing here waits for other ranks, except the engine `mpio`; so it can run in a separate thread.
 
 
-# Returned instead of the hashes if this rank has not written all of its bytes.
-NOT_AS_PLANNED = b""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FileWork:
     """The file operations of one save on one rank. Its methods raise CheckpointError.
@@ -269,7 +265,7 @@ class FileWork:
         """Writes this rank's bytes, flushes them to disk, and returns this rank's entry in the argument of `commit`.
 
         The entry is a line of JSON about the rank's file, followed by the hashes of its extents (uint64) in the
-        plan's order. It is NOT_AS_PLANNED if the dtype or shape of a tensor is not as in the layout.
+        plan's order.
         """
         layout, options = self.layout, self.options
         hashes = np.zeros(len(layout.own.extent_bytes), dtype=np.uint64)
@@ -278,15 +274,12 @@ class FileWork:
         if layout.skeleton is not None and self._file:
             about = {"bytes": layout.skeleton.file_bytes, "structure": structure_hash(structure)}
         limit = options.limit_mb_per_s
-        try:
-            self.choice.write(
-                file_in(self.partial, self._file, options=options), layout.own.byte_ranges(content, hashes=hashes),
-                structure=[(offset, memoryview(data)) for offset, data in structure], comm=self.comm,
-                groups=self._groups, bypass_cache=self.bypasses_cache, staging=staging,
-                limit_bytes_per_s=None if limit is None else limit * 1e6,
-            )  # fmt: skip
-        except NotAsPlannedError:
-            return NOT_AS_PLANNED
+        self.choice.write(
+            file_in(self.partial, self._file, options=options), layout.own.byte_ranges(content, hashes=hashes),
+            structure=[(offset, memoryview(data)) for offset, data in structure], comm=self.comm,
+            groups=self._groups, bypass_cache=self.bypasses_cache, staging=staging,
+            limit_bytes_per_s=None if limit is None else limit * 1e6,
+        )  # fmt: skip
         if options.local and self._leads_folder:
             flush_folder(self.partial)
         return json.dumps(about).encode() + b"\n" + hashes.tobytes()

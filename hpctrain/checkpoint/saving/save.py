@@ -1,15 +1,11 @@
 """A save is a transaction: afterwards the checkpoint is complete and verified, or it does not exist.
 
-It runs in phases. During a phase every rank works on files without communicating, in this thread or in another one.
-Between phases all ranks exchange their results and start the next phase. So only the calling thread communicates,
-and training can continue while files are written: the exchanges are small and happen at step boundaries.
+`phases_of_save` is the whole of it, from top to bottom: the ranks agree on the layout and compare replicated tensors,
+every rank writes its bytes and flushes them, rank 0 writes the metadata, and a rename commits the checkpoint.
 
-1. Begin: the ranks agree on the layout and compare replicated tensors; the partial checkpoint is created, and the
-   state is copied if requested.
-2. Content: every rank writes its bytes and flushes them to disk.
-3. Commit: rank 0 writes metadata and commit header, flushes, reads back, renames, and deletes checkpoints that are
-no
-   longer kept.
+During a phase every rank works on files without communicating, in this thread or in another one. Between phases all
+ranks exchange their results and start the next phase. So only the calling thread communicates, and training can
+continue while files are written: the exchanges are small and happen at step boundaries.
 
 In `local` mode the leader of each file creates and renames a separate folder, on the storage of its node. The file
 operations of a rank are in `rank_file_work`.
@@ -20,30 +16,32 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, TypeAlias, TypeVar, final
 
-from hpctrain.checkpoint.engines.engine_choice import choose_engine
+from hpctrain.checkpoint.engines.engine_choice import EngineChoice, choose_engine
 from hpctrain.checkpoint.engines.engine_name import Engine
 from hpctrain.checkpoint.files.checkpoint_names import file_name, folder_name
 from hpctrain.checkpoint.files.direct_io import Staging
 from hpctrain.checkpoint.files.lustre_striping import alignment_of
 from hpctrain.checkpoint.format.metadata import Metadata, collector_paused
-from hpctrain.checkpoint.format.state import State, encode_document
-from hpctrain.checkpoint.planning.file_layout import distrust, layout_for
+from hpctrain.checkpoint.format.state import Item, State, encode_document
+from hpctrain.checkpoint.planning.file_layout import FileLayout, layout_for
 from hpctrain.checkpoint.planning.rank_extents import content_of
 from hpctrain.checkpoint.planning.replicas import ON_MISMATCH, ReplicaMismatch, compare_replicas
 from hpctrain.checkpoint.retention.policy import Retention
 from hpctrain.checkpoint.saving.background import HostBuffers, content_copied, submit
-from hpctrain.checkpoint.saving.rank_file_work import NOT_AS_PLANNED, FileWork, begin_partial
+from hpctrain.checkpoint.saving.rank_file_work import FileWork, create_partial
 from hpctrain.checkpoint.saving.save_options import SaveOptions, check_options, file_of_rank
 from hpctrain.comm import Collective, agreed, doing, on_rank_0
 from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.public_names import warn_of_old_name
 from hpctrain.version import __version__
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +52,7 @@ class SaveResult:
         path: The finished checkpoint, a file or a folder.
         bytes: Total length of the checkpoint's files.
         seconds: Time from the start of the save to its commit, on this rank.
+        stall_s: The part of `seconds` in which the save blocked the calling thread, and so the training.
         own_write_s: Time in which this rank wrote and flushed its bytes, in seconds. With the engine `mpio` it
             includes waiting for other ranks.
         engine: The engine that wrote the files.
@@ -64,51 +63,61 @@ class SaveResult:
 
     path: Path
     bytes: int
-    seconds: float
+    seconds: float = 0.0
+    stall_s: float = 0.0
     own_write_s: float
     engine: Engine
     note: str
     id: str
     step: int
 
+    @property
+    def mb_per_s(self) -> float:
+        return self.bytes / 1e6 / self.seconds if self.seconds > 0 else 0.0
 
-class _Phase(Enum):
-    CONTENT = "writing"
-    COMMIT = "committing"
-    DONE = "done"
+    @property
+    def result(self) -> SaveResult:
+        """Old: what `Saver` passed to `on_saved` had this attribute. Now it passes the `SaveResult`."""
+        warn_of_old_name("Saved.result", use="the SaveResult that on_saved is called with")
+        return self
+
+    @property
+    def write_s(self) -> float:
+        """Old name of `seconds` in what `Saver` passed to `on_saved`."""
+        warn_of_old_name("Saved.write_s", use="SaveResult.seconds")
+        return self.seconds
+
+
+class Phase(NamedTuple):
+    """A part of a save in which every rank works without communicating.
+
+    Attributes:
+        name: What the ranks do, for the message that is printed if they wait too long for each other.
+        work: This rank's work, which may run in another thread.
+    """
+
+    name: str
+    work: Future[Any]
+
+
+# A save as a generator: it yields each phase when this rank's work has been submitted, and is resumed, on all ranks
+# at the same point of the program, to wait for the work of all ranks. Its times are filled in by `Saving`.
+Phases: TypeAlias = Generator[Phase, None, SaveResult]
 
 
 @final
 class Saving:
     """A save in progress. Create it with `begin`, then call `advance` on every rank until it returns the result."""
 
-    def __init__(
-        self,
-        *,
-        directory: Path,
-        step: int,
-        comm: Collective,
-        options: SaveOptions,
-        buffers: HostBuffers | None,
-        executor: Executor | None,
-    ) -> None:
-        """Do not call this; use `begin`."""
+    def __init__(self, phases: Phases, *, step: int, comm: Collective) -> None:
+        """Do not call this; use `begin`. Runs `phases` up to the first one. Collective."""
         self.step = step
-        self.path: Path  # the finished checkpoint
-        self._directory = directory
         self._comm = comm
-        self._options = options
-        self._buffers = buffers
-        self._executor = executor
+        self._phases = phases
+        self._phase: Phase | None = None  # None: the save has ended
         self._begin_s = time.perf_counter()
-        self._phase = _Phase.CONTENT
-        self._own_write_s = 0.0
-        self._work: Future[Any] = Future()
-        self._files: FileWork
-        self._notes: Sequence[str] = ()
-        # Kept to restart the save if it reused the layout of the save before, but dtypes or shapes have changed.
-        self._state: State | None = None
-        self._sample: int | None = None  # number of the sample of replicated tensors
+        self._stall_s = 0.0
+        self._resume("beginning")
 
     @classmethod
     def begin(
@@ -143,111 +152,21 @@ class Saving:
         Raises:
             CheckpointError: On every rank, if the ranks' states are inconsistent, if replicated tensors differ, or
                 if the directory cannot be written to. The partial checkpoint is removed; older checkpoints are
-                untouched. Without `buffers` and `executor`, an inconsistent state may be reported by `advance`
-                instead.
+                untouched.
             UsageError: On every rank, for an invalid argument.
         """
-        with doing(comm, f"saving checkpoint step {step}: beginning"), collector_paused():
-            saving = cls(
-                directory=Path(directory), step=step, comm=comm, options=options, buffers=buffers,
-                executor=executor,
-            )  # fmt: skip
-            saving._begin(state, trusting=buffers is None and executor is None)
-            return saving
-
-    def _begin(self, state: State, *, trusting: bool, warning: str = "") -> None:
-        """Begins the save, or begins it again after a failed assumption about the state. Collective.
-
-        `trusting` assumes the dtypes and shapes of the previous save, which are then checked while writing.
-        `warning` is added to the note of the result.
-        """
-        comm, options, step, directory = self._comm, self._options, self.step, self._directory
-        requested = agreed(comm, lambda: check_options(options, step=step, num_ranks=comm.num_ranks))
-        files = file_of_rank(options, num_ranks=comm.num_ranks)
-        choice = choose_engine(
-            requested, directory=directory, comm=comm, in_background=self._executor is not None
-        )
-        self.path = directory / (file_name(step) if options.files == 1 else folder_name(step))
-        sources = state.sources()
-        header = Metadata(
-            step=step, created_unix_s=time.time(), document=state.document, parent=state.parent, tensors={},
-            writer={
-                "hpctrain": __version__, "num_ranks": comm.num_ranks, "engine": choice.engine.value,
-                "files": max(files) + 1,
-            },
+        phases = phases_of_save(
+            state, directory=Path(directory), step=step, comm=comm, options=options, buffers=buffers,
+            executor=executor,
         )  # fmt: skip
-        layout = layout_for(
-            state, sources=sources, step=step, comm=comm, file_of_rank=files,
-            alignment=alignment_of(choice.filesystem), header=header, trusting=trusting,
-        )  # fmt: skip
-        if self._sample is None:  # a restarted save compares the same sample
-            self._sample = next(layout.replicas.numbers)
-        try:
-            mismatch = compare_replicas(
-                layout.replicas, sources, number=self._sample, comm=comm, how=options.replica_check,
-                on_mismatch=options.on_replica_mismatch,
-            )  # fmt: skip
-        except CheckpointError:
-            if not trusting:
-                raise
-            distrust(comm)
-            self._begin(state, trusting=False)
-            return
-        if mismatch is not None:
-            if trusting:  # perhaps because dtypes or shapes changed: planning again reports that
-                self._begin(state, trusting=False)
-            else:
-                self._begin(state.from_rank_0(), trusting=False, warning=self._warn_or_raise(mismatch))
-            return
-        partial, unique, note = begin_partial(
-            directory, self.path.name, layout=layout, choice=choice, comm=comm, options=options
-        )
-        if self._executor is not None:
-            # Copy the document: it is written later, and the caller may change it before.
-            frozen = json.loads(encode_document({"document": state.document, "parent": state.parent}))
-            header = replace(header, document=frozen["document"], parent=frozen["parent"])
-        self._files = work = FileWork(
-            final=self.path, partial=partial, comm=comm, layout=layout, choice=choice, options=options,
-            header=replace(header, id=unique),
-        )  # fmt: skip
-        self._notes = [choice.note, "past the page cache" if work.bypasses_cache else "", note, warning]
-        self._state = state if trusting else None
-        staging = Staging()
-        if self._buffers is None:
-            groups = layout.groups(sources, staging=staging)
-            content = content_of(sources, layout.own, groups=groups, staging=staging)
-        else:
-            content = content_copied(sources, layout.own, buffers=self._buffers)
-
-        def write() -> bytes:
-            began_s = time.perf_counter()
-            hashes = work.write_content(content, staging=staging)
-            self._own_write_s = time.perf_counter() - began_s
-            return hashes
-
-        self._start(write)
-
-    def _warn_or_raise(self, mismatch: ReplicaMismatch) -> str:
-        """Raises CheckpointError for replicated tensors that differ, or warns if rank 0's copies are to be saved.
-
-        Returns the warning's text for the note of the result.
-        """
-        if self._options.on_replica_mismatch == "error":
-            raise CheckpointError(f"{mismatch.describe()}. {ON_MISMATCH}", agreed=True)
-        if self._comm.rank == 0:
-            print(
-                f"hpctrain: WARNING: checkpoint of step {self.step}: {mismatch.describe()}. Rank 0's copies of all "
-                "replicated tensors are saved; the other ranks keep theirs",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
-        return "WARNING: replicated tensors differ between ranks, rank 0's are saved"
+        return cls(phases, step=step, comm=comm)
 
     def ready(self) -> bool:
         """Returns True if `advance` would not wait for this rank's work of the current phase. Not collective."""
-        return self._phase is _Phase.DONE or self._work.done()
+        return self._phase is None or self._phase.work.done()
 
     def advance(self) -> SaveResult | None:
-        """Ends the current phase and starts the next one, or restarts the save. Collective.
+        """Ends the current phase and starts the next one. Collective.
 
         Waits until this rank's work is done (see `ready`).
 
@@ -258,14 +177,9 @@ class Saving:
             CheckpointError: On every rank, if any rank fails. The partial checkpoint is removed; older ones are
                 untouched.
         """
-        with (
-            doing(self._comm, f"saving checkpoint step {self.step}: {self._phase.value}"),
-            collector_paused(),
-        ):
-            if self._phase is _Phase.CONTENT:
-                self._end_content()
-                return None
-            return self._end_commit()
+        if self._phase is None:
+            raise RuntimeError(f"the save of step {self.step} has ended already")
+        return self._resume(self._phase.name)
 
     def finish(self) -> SaveResult:
         """Calls `advance` until the checkpoint is committed, and returns the result. Collective.
@@ -277,52 +191,153 @@ class Saving:
             if result is not None:
                 return result
 
-    # ------------------------------------------------------------------ phases
+    def _resume(self, what: str) -> SaveResult | None:
+        resumed_s = time.perf_counter()
+        self._phase = None  # if the next line raises, the save has ended
+        result: SaveResult | None = None
+        with doing(self._comm, f"saving checkpoint step {self.step}: {what}"), collector_paused():
+            try:
+                self._phase = next(self._phases)
+            except StopIteration as ended:
+                result = ended.value
+        now_s = time.perf_counter()
+        self._stall_s += now_s - resumed_s
+        if result is None:
+            return None
+        return replace(result, seconds=now_s - self._begin_s, stall_s=self._stall_s)
 
-    def _end_content(self) -> None:
-        results = self._comm.all_gather_bytes(self._agreed_work())
-        state, self._state = self._state, None
-        if NOT_AS_PLANNED not in results:
-            self._phase = _Phase.COMMIT
-            self._start(lambda: self._files.commit(results))
-            return
-        self._undo()
-        distrust(self._comm)
-        if state is None:  # the layout was planned for this state, so the state changed since
-            raise CheckpointError("a tensor's dtype or shape changed during the save", agreed=True)
-        self._begin(state, trusting=False)
-        self._phase = _Phase.CONTENT
 
-    def _end_commit(self) -> SaveResult:
-        done = self._agreed_work()
-        done["notes"] += self._files.after_commit()
-        summary = on_rank_0(self._comm, lambda: done)
-        self._phase = _Phase.DONE
-        return SaveResult(
-            path=self.path, bytes=summary["bytes"], seconds=time.perf_counter() - self._begin_s,
-            own_write_s=self._own_write_s,
-            engine=self._files.choice.engine, note="; ".join(filter(None, [*self._notes, *summary["notes"]])),
-            id=self._files.header.id, step=self.step,
+def phases_of_save(
+    state: State,
+    *,
+    directory: Path,
+    step: int,
+    comm: Collective,
+    options: SaveOptions,
+    buffers: HostBuffers | None,
+    executor: Executor | None,
+) -> Phases:
+    """Saves `state`: plan, write, commit. Collective; a generator, see `Phases`.
+
+    The arguments are those of `Saving.begin`.
+    """
+    # Which rank writes which bytes, and where: the ranks agree, and rank 0 or each file's leader creates the files.
+    requested = agreed(comm, lambda: check_options(options, step=step, num_ranks=comm.num_ranks))
+    choice = choose_engine(requested, directory=directory, comm=comm, in_background=executor is not None)
+    sources, header, layout, warning = _agree_on_layout(
+        state, step=step, comm=comm, options=options, choice=choice
+    )
+    final = directory / (file_name(step) if options.files == 1 else folder_name(step))
+    partial, save_id, note = create_partial(
+        directory, final.name, layout=layout, choice=choice, comm=comm, options=options
+    )
+    if executor is not None:
+        header = _with_copied_document(header)
+    files = FileWork(
+        final=final, partial=partial, comm=comm, layout=layout, choice=choice, options=options,
+        header=replace(header, id=save_id),
+    )  # fmt: skip
+    notes = [choice.note, "past the page cache" if files.bypasses_cache else "", note, warning]
+
+    # Every rank writes its bytes and flushes them.
+    staging = Staging()
+    if buffers is not None:
+        content = content_copied(sources, layout.own, buffers=buffers)
+    else:
+        groups = layout.own.groups if executor is None else layout.groups_unchanged(sources)
+        content = content_of(sources, layout.own, groups=groups, staging=staging)
+    del state, sources  # if the content is a copy, the caller may free the tensors while it is written
+
+    def write() -> tuple[bytes, float]:
+        begin_s = time.perf_counter()
+        return files.write_content(content, staging=staging), time.perf_counter() - begin_s
+
+    writing = submit(executor, write)
+    yield Phase("writing", writing)
+    written, own_write_s = agreed_result(writing, comm=comm, undo=lambda: files.undo(committing=False))
+
+    # All bytes are on disk: rank 0 adds metadata and commit header, reads them back, and renames the checkpoint.
+    written_by_rank = comm.all_gather_bytes(written)
+    committing = submit(executor, lambda: files.commit(written_by_rank))
+    yield Phase("committing", committing)
+    committed = agreed_result(committing, comm=comm, undo=lambda: files.undo(committing=True))
+    committed["notes"] += files.after_commit()
+    of_rank_0 = on_rank_0(comm, lambda: committed)
+    return SaveResult(
+        path=final, bytes=of_rank_0["bytes"], own_write_s=own_write_s, engine=choice.engine,
+        note="; ".join(filter(None, [*notes, *of_rank_0["notes"]])), id=save_id, step=step,
+    )  # fmt: skip
+
+
+def agreed_result(work: Future[T], *, comm: Collective, undo: Callable[[], None]) -> T:
+    """Waits for all ranks' work of a phase and returns this rank's result. Collective.
+
+    If any rank failed, calls `undo` and raises on every rank.
+    """
+    try:
+        return agreed(comm, work.result, os_error=CheckpointError)
+    except HpctrainError:
+        undo()
+        raise
+
+
+def _agree_on_layout(
+    state: State, *, step: int, comm: Collective, options: SaveOptions, choice: EngineChoice
+) -> tuple[list[Item], Metadata, FileLayout, str]:
+    """Plans the save and compares the replicated tensors. Collective.
+
+    Returns the items to save, with rank 0's replicas if they differ and the options allow it; the metadata without
+    tensors, parts and hashes; the layout; and a warning or "".
+    """
+    files = file_of_rank(options, num_ranks=comm.num_ranks)
+    header = Metadata(
+        step=step, created_unix_s=time.time(), document=state.document, parent=state.parent, tensors={},
+        writer={
+            "hpctrain": __version__, "num_ranks": comm.num_ranks, "engine": choice.engine.value,
+            "files": max(files) + 1,
+        },
+    )  # fmt: skip
+
+    def layout_of(state: State, sources: list[Item]) -> FileLayout:
+        return layout_for(
+            state, sources=sources, step=step, comm=comm, file_of_rank=files,
+            alignment=alignment_of(choice.filesystem), header=header,
         )  # fmt: skip
 
-    def _agreed_work(self) -> Any:
-        """Waits for all ranks' work of this phase and returns this rank's result. Collective.
+    sources = state.sources()
+    layout = layout_of(state, sources)
+    mismatch = compare_replicas(
+        layout.replicas, sources, number=next(layout.replicas.numbers), comm=comm,
+        how=options.replica_check, on_mismatch=options.on_replica_mismatch,
+    )  # fmt: skip
+    if mismatch is None:
+        return sources, header, layout, ""
+    warning = _warn_or_raise(mismatch, step=step, comm=comm, options=options)
+    state = state.from_rank_0()
+    sources = state.sources()
+    return sources, header, layout_of(state, sources), warning
 
-        If any rank failed, removes the partial checkpoint and raises on every rank.
-        """
-        try:
-            return agreed(self._comm, self._work.result, os_error=CheckpointError)
-        except HpctrainError:
-            self._state = None
-            self._undo()
-            raise
 
-    def _undo(self) -> None:
-        committing, self._phase = self._phase is _Phase.COMMIT, _Phase.DONE
-        self._files.undo(committing=committing)
+def _warn_or_raise(mismatch: ReplicaMismatch, *, step: int, comm: Collective, options: SaveOptions) -> str:
+    """Raises CheckpointError for replicated tensors that differ, or warns if rank 0's copies are to be saved.
 
-    def _start(self, work: Callable[[], Any]) -> None:
-        self._work = submit(self._executor, work)
+    Returns the warning's text for the note of the result.
+    """
+    if options.on_replica_mismatch == "error":
+        raise CheckpointError(f"{mismatch.describe()}. {ON_MISMATCH}", agreed=True)
+    if comm.rank == 0:
+        print(
+            f"hpctrain: WARNING: checkpoint of step {step}: {mismatch.describe()}. Rank 0's copies of all "
+            "replicated tensors are saved; the other ranks keep theirs",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    return "WARNING: replicated tensors differ between ranks, rank 0's are saved"
+
+
+def _with_copied_document(header: Metadata) -> Metadata:
+    """Copies document and parent, which are written later, and which the caller may change before."""
+    copied = json.loads(encode_document({"document": header.document, "parent": header.parent}))
+    return replace(header, document=copied["document"], parent=copied["parent"])
 
 
 def save(

@@ -7,12 +7,11 @@ is not collective, so its result can be added to an all-reduce that the training
 from __future__ import annotations
 
 import atexit
+import functools
 import math
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -46,23 +45,9 @@ class WhenBusy(Enum):
     SKIP = "skip"
 
 
-class InFlight(Protocol):
-    """Interface of a save in progress: `Saving`, or `TwoTier` for two tiers."""
-
-    def ready(self) -> bool: ...
-    def advance(self) -> SaveResult | None: ...
-    def finish(self) -> SaveResult: ...
-
-
-class Begin(Protocol):
-    """Interface of a function that starts a save. Collective. With `buffers`, the state may change once it returns."""
-
-    def __call__(
-        self, state: State, *, step: int, buffers: HostBuffers | None, executor: Executor | None
-    ) -> InFlight: ...
-
-
-def saving_into(directory: Path | str, *, comm: Collective, options: SaveOptions | None = None) -> Begin:
+def saving_into(
+    directory: Path | str, *, comm: Collective, options: SaveOptions | None = None
+) -> Callable[..., Saving]:
     """Returns the function that a `Saver` calls to start saves into `directory`. Not collective, but that function is.
 
     Args:
@@ -70,49 +55,7 @@ def saving_into(directory: Path | str, *, comm: Collective, options: SaveOptions
         comm: The ranks that save together.
         options: Options of each save; None: the defaults.
     """
-    chosen = options or SaveOptions()
-
-    def begin(state: State, *, step: int, buffers: HostBuffers | None, executor: Executor | None) -> InFlight:
-        return Saving.begin(
-            state,
-            directory=directory,
-            step=step,
-            comm=comm,
-            options=chosen,
-            buffers=buffers,
-            executor=executor,
-        )
-
-    return begin
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
-    """A committed checkpoint, and what it cost the training.
-
-    Attributes:
-        step: Step of the checkpoint.
-        result: What was written.
-        stall_s: Time for which training on this rank waited for the save, in seconds.
-        write_s: Time from the start of the save to its commit, in seconds.
-    """
-
-    step: int
-    result: SaveResult
-    stall_s: float
-    write_s: float
-
-    @property
-    def mb_per_s(self) -> float:
-        return self.result.bytes / 1e6 / self.write_s if self.write_s > 0 else 0.0
-
-
-@dataclass(slots=True)
-class _Flight:
-    step: int
-    save: InFlight
-    begun_s: float
-    stall_s: float
+    return functools.partial(Saving.begin, directory=directory, comm=comm, options=options or SaveOptions())
 
 
 @final
@@ -123,11 +66,12 @@ class Saver:
     the next collective method, the same one on all ranks.
 
     Args:
-        begin: Starts a save; made by `saving_into` or `saving_through`.
+        begin: Starts a save, as `Saving.begin` without `directory`, `comm` and `options`; made by `saving_into` or
+            `saving_through`.
         comm: The ranks that save together.
         mode: Whether training waits for the whole save ("sync") or only for the copy of the state ("async").
         when_busy: What a new save does while another is in progress: "wait" or "skip".
-        on_saved: Called on every rank after the same step when a checkpoint has been committed.
+        on_saved: Called with the result on every rank, after the same step, when a checkpoint has been committed.
 
     Raises:
         ValueError: If `mode` or `when_busy` is unknown.
@@ -135,19 +79,19 @@ class Saver:
 
     def __init__(
         self,
-        begin: Begin,
+        begin: Callable[..., Saving],
         *,
         comm: Collective,
         mode: SaveMode | str = SaveMode.SYNC,
         when_busy: WhenBusy | str = WhenBusy.WAIT,
-        on_saved: Callable[[Saved], object] = lambda saved: None,
+        on_saved: Callable[[SaveResult], object] = lambda saved: None,
     ) -> None:
         self._begin = begin
         self._comm = comm
         self._mode = SaveMode(mode)
         self._when_busy = WhenBusy(when_busy)
         self._on_saved = on_saved
-        self._flight: _Flight | None = None
+        self._saving: Saving | None = None  # the save in progress
         self._closed = False
         self._thread: BackgroundThread | None = None
         self._buffers: HostBuffers | None = None
@@ -161,12 +105,12 @@ class Saver:
     @property
     def in_flight_step(self) -> int | None:
         """Step of the save in progress, or None. The same on all ranks."""
-        return self._flight.step if self._flight is not None else None
+        return self._saving.step if self._saving is not None else None
 
     @property
     def would_skip(self) -> bool:
         """True if `save` would skip now, since `when_busy` is SKIP and a save is in progress. The same on all ranks."""
-        return self._flight is not None and self._when_busy is WhenBusy.SKIP
+        return self._saving is not None and self._when_busy is WhenBusy.SKIP
 
     @property
     def buffer_bytes(self) -> int:
@@ -175,7 +119,7 @@ class Saver:
 
     def ready(self) -> bool:
         """Returns True if `advance` would not wait for this rank, or if no save is in progress. Not collective."""
-        return self._flight is None or self._flight.save.ready()
+        return self._saving is None or self._saving.ready()
 
     # ------------------------------------------------------------------ collective
 
@@ -200,9 +144,7 @@ class Saver:
         if self.would_skip:
             return False
         self.finish()
-        begun_s = time.perf_counter()
-        save = self._begin(state, step=step, buffers=self._buffers, executor=self._thread)
-        self._flight = _Flight(step=step, save=save, begun_s=begun_s, stall_s=time.perf_counter() - begun_s)
+        self._saving = self._begin(state, step=step, buffers=self._buffers, executor=self._thread)
         if self._mode is SaveMode.SYNC:
             self.finish()
         return True
@@ -212,8 +154,7 @@ class Saver:
 
         It takes almost no time if `ready` is True on all ranks. Does nothing if no save is in progress.
         """
-        if self._flight is not None:
-            self._do(lambda flight: flight.save.advance())
+        self._continue(Saving.advance)
 
     def poll(self) -> None:
         """Calls `advance` if `ready` is True on all ranks. Collective.
@@ -221,7 +162,7 @@ class Saver:
         It costs an all-reduce of one number while a save is in progress, nothing otherwise. It is for loops that
         have no all-reduce of their own to which the result of `ready` could be added.
         """
-        if self._flight is None:
+        if self._saving is None:
             return
         votes = torch.tensor([float(self.ready())])
         self._comm.all_reduce(votes)
@@ -230,8 +171,7 @@ class Saver:
 
     def finish(self) -> None:
         """Waits until the save in progress, if any, is committed. Collective."""
-        if self._flight is not None:
-            self._do(lambda flight: flight.save.finish())
+        self._continue(Saving.finish)
 
     def close(self) -> None:
         """Waits for the save in progress, then frees the host memory and ends the thread. Collective."""
@@ -247,7 +187,7 @@ class Saver:
 
         The next save removes the partial checkpoint.
         """
-        self._flight = None
+        self._saving = None
         self._release(wait=False)
 
     def __enter__(self) -> Saver:
@@ -271,31 +211,20 @@ class Saver:
 
     # ------------------------------------------------------------------ details
 
-    def _do(self, act: Callable[[_Flight], SaveResult | None]) -> None:
-        flight = self._flight
-        assert flight is not None
-        started_s = time.perf_counter()
-        try:
-            result = act(flight)
-        except BaseException:
-            self._flight = None
-            raise
-        now_s = time.perf_counter()
-        flight.stall_s += now_s - started_s
-        if result is not None:
-            self._flight = None
-            self._on_saved(
-                Saved(
-                    step=flight.step,
-                    result=result,
-                    stall_s=flight.stall_s,
-                    write_s=now_s - flight.begun_s,
-                )
-            )
+    def _continue(self, act: Callable[[Saving], SaveResult | None]) -> None:
+        """Continues the save in progress, if any, which has ended if `act` raises or returns a result. Collective."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        result = act(saving)
+        if result is None:
+            self._saving = saving
+        else:
+            self._on_saved(result)
 
     def _release(self, *, wait: bool) -> None:
         self._closed = True
-        if self._buffers is not None and self._flight is None:
+        if self._buffers is not None and self._saving is None:
             self._buffers.release()
         if self._thread is not None:
             self._thread.shutdown(wait=wait)
@@ -306,9 +235,9 @@ class Saver:
 
         Does nothing after an uncaught exception, since the other ranks might not take part.
         """
-        if self._flight is None or getattr(sys, "last_value", None) is not None:
+        if self._saving is None or getattr(sys, "last_value", None) is not None:
             return
-        step = self._flight.step
+        step = self._saving.step
         try:
             self.finish()
         except HpctrainError as error:

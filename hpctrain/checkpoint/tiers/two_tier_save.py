@@ -15,8 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from contextlib import AbstractContextManager
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -25,9 +24,17 @@ from hpctrain.checkpoint.files.checkpoint_names import part_path
 from hpctrain.checkpoint.files.io_errors import explained
 from hpctrain.checkpoint.format.state import State
 from hpctrain.checkpoint.retention.delete_old import retain
+from hpctrain.checkpoint.retention.policy import Retention
 from hpctrain.checkpoint.saving.background import HostBuffers, submit
 from hpctrain.checkpoint.saving.rank_file_work import flush_folder
-from hpctrain.checkpoint.saving.save import SaveResult, Saving
+from hpctrain.checkpoint.saving.save import (
+    Phase,
+    Phases,
+    SaveResult,
+    Saving,
+    agreed_result,
+    phases_of_save,
+)
 from hpctrain.checkpoint.saving.save_options import SaveOptions, check_options, retention_of
 from hpctrain.checkpoint.tiers.drain import Pace, commit_target, copy_file, discard_target, prepare_target
 from hpctrain.checkpoint.tiers.node_store import (
@@ -49,7 +56,7 @@ from hpctrain.checkpoint.tiers.partner_copy import (
     send_file,
 )
 from hpctrain.comm import Collective, agreed, all_gather_json, doing, on_rank_0
-from hpctrain.errors import CheckpointError, HpctrainError, LaunchError, UsageError
+from hpctrain.errors import CheckpointError, LaunchError, UsageError
 from hpctrain.storage import replace_file
 from hpctrain.topology import Topology
 
@@ -213,6 +220,56 @@ class Tiers:
             os_error=CheckpointError,
         )
 
+    def begin_save(
+        self,
+        state: State,
+        *,
+        step: int,
+        comm: Collective,
+        options: SaveOptions | None = None,
+        buffers: HostBuffers | None = None,
+        executor: Executor | None = None,
+    ) -> Saving:
+        """Starts a save to node storage, from which it is drained to the shared folder. Collective.
+
+        It first removes the nodes' files of this step and later ones, since the run will write these again. The
+        checkpoint counts as saved once it is committed in the shared folder. A failed copy to a partner node is not
+        an error; the note of the result reports it. After an error the local copies remain, from which the next start
+        recovers.
+
+        Args:
+            state: This rank's part of the content.
+            step: Step of the checkpoint; the same on every rank.
+            comm: All ranks of the topology that these tiers were opened with.
+            options: As in `Saving.begin`, but `files`, `node_of_rank` and `local` are overridden, and `keep`
+                applies to the shared folder.
+            buffers: Host memory for a copy of the state, whose tensors may then change once this returns.
+            executor: Runs the writing and copying of files; None: they run at once, in the calling thread.
+
+        Returns:
+            The save, whose local files are being written.
+
+        Raises:
+            CheckpointError: On every rank, as in `Saving.begin`.
+            UsageError: On every rank, as in `Saving.begin`.
+        """
+        options = options or SaveOptions()
+        on_nodes = replace(
+            options,
+            keep=None,  # `LocalStore.prune` removes old ones
+            files="node",
+            node_of_rank=self.topology.node_of_rank,
+            local=True,
+        )
+        phases_on_nodes = phases_of_save(
+            state, directory=self.store.own, step=step, comm=comm, options=on_nodes, buffers=buffers,
+            executor=executor,
+        )  # fmt: skip
+        phases = _phases_through_tiers(
+            self, phases_on_nodes, on_nodes=on_nodes, step=step, comm=comm, options=options, executor=executor
+        )
+        return Saving(phases, step=step, comm=comm)
+
     def close(self) -> None:
         """Stops receiving and sending copies. Not collective; may be called twice."""
         self.stopping.set()
@@ -230,266 +287,111 @@ def _check_arguments(*, local: Path, keep_local: int, timeout_s: float) -> None:
         raise UsageError(f"local = {local}: this is not a directory")
 
 
-# A save through both tiers, with the same interface as `Saving`.
+# A save through both tiers.
 
 
-@final
-class TwoTier:
-    """A save to node storage that is then drained to the shared folder. Create it with `begin`.
+def _phases_through_tiers(
+    tiers: Tiers, phases_on_nodes: Phases, *, on_nodes: SaveOptions, step: int, comm: Collective,
+    options: SaveOptions, executor: Executor | None,
+) -> Phases:  # fmt: skip
+    """Saves on the nodes, copies to partners and shared folder, commits. Collective; a generator, see `Phases`."""
+    agreed(comm, lambda: check_options(on_nodes, step=step, num_ranks=comm.num_ranks))
+    created_unix_s = on_rank_0(comm, time.time)
+    tiers.forget(from_step=step, comm=comm)
+    local = yield from phases_on_nodes
 
-    `advance` runs three stages, each with its work in the background: the local save (a `Saving`); copying to the
-    partner node and to the shared folder, by the nodes' leaders; and the commit in the shared folder, by rank 0.
-    Only then does the checkpoint count as saved. After an error the local copies remain, from which the next start
-    recovers.
+    # The nodes' leaders copy their files to the partner and to a partial checkpoint in the shared folder.
+    with doing(comm, f"saving checkpoint step {step}: beginning to drain"):
+        partial = Path(on_rank_0(comm, lambda: str(prepare_target(tiers.shared, step=step))))
+
+    def undo() -> None:
+        if comm.rank == 0:
+            discard_target(partial)
+
+    def copy() -> str:
+        if not tiers.is_leader:
+            return ""
+        return _copy_from_node(
+            tiers, local, partial=partial, created_unix_s=created_unix_s,
+            pace=Pace(limit_mb_per_s=options.limit_mb_per_s),
+        )  # fmt: skip
+
+    copying = submit(executor if tiers.is_leader else None, copy)
+    yield Phase("draining to the shared folder", copying)
+    warning = agreed_result(copying, comm=comm, undo=undo)
+    warnings = [text for text in all_gather_json(comm, warning) if text]
+
+    # All files are in the shared folder: rank 0 commits the checkpoint.
+    def commit() -> dict[str, Any]:
+        if comm.rank != 0:
+            return {}
+        return _commit_shared(tiers, partial, save_id=local.id, step=step, keep=retention_of(options.keep))
+
+    committing = submit(executor if comm.rank == 0 else None, commit)
+    yield Phase("committing in the shared folder", committing)
+    committed = agreed_result(committing, comm=comm, undo=undo)
+    of_rank_0 = on_rank_0(comm, lambda: committed)
+    return replace(
+        local,
+        path=Path(of_rank_0["path"]),
+        bytes=of_rank_0["bytes"],
+        note="; ".join(filter(None, [local.note, *warnings, *of_rank_0["notes"]])),
+    )
+
+
+def _copy_from_node(
+    tiers: Tiers, local: SaveResult, *, partial: Path, created_unix_s: float, pace: Pace
+) -> str:
+    """Copies this node's file to the shared folder and to the partner. Returns a warning, or "".
+
+    Not collective: a leader runs this in the background, and communicates with the partner only.
     """
 
-    def __init__(
-        self,
-        saving: Saving,
-        *,
-        tiers: Tiers,
-        step: int,
-        comm: Collective,
-        options: SaveOptions,
-        executor: Executor | None,
-        created_unix_s: float,
-        begin_s: float,
-    ) -> None:
-        self._saving: Saving | None = saving
-        self._tiers = tiers
-        self._step = step
-        self._comm = comm
-        self._options = options
-        self._executor = executor
-        self._created_unix_s = created_unix_s
-        self._begin_s = begin_s
-        self._local: SaveResult | None = None
-        self._partial: Path | None = None
-        self._copying = False
-        self._work: Future[Any] | None = None
-        self._warnings: list[str] = []
-
-    @classmethod
-    def begin(
-        cls,
-        state: State,
-        *,
-        tiers: Tiers,
-        step: int,
-        comm: Collective,
-        options: SaveOptions | None = None,
-        buffers: HostBuffers | None = None,
-        executor: Executor | None = None,
-    ) -> TwoTier:
-        """Starts a save through both tiers. Collective.
-
-        It first removes the nodes' files of this step and later ones, since the run will write these again.
-
-        Args:
-            state: This rank's part of the content.
-            tiers: The two locations.
-            step: Step of the checkpoint; the same on every rank.
-            comm: All ranks of the topology that `tiers` was opened with.
-            options: As in `Saving.begin`, but `files`, `node_of_rank` and `local` are overridden, and `keep`
-                applies to the shared folder.
-            buffers: Host memory for a copy of the state, whose tensors may then change once this returns.
-            executor: Runs the writing and copying of files; None: they run at once, in the calling thread.
-
-        Returns:
-            The save, whose local files are being written.
-
-        Raises:
-            CheckpointError: On every rank, as in `Saving.begin`.
-            UsageError: On every rank, as in `Saving.begin`.
-        """
-        begin_s = time.perf_counter()
-        options = options or SaveOptions()
-        local = replace(
-            options,
-            keep=None,  # `LocalStore.prune` removes old ones
-            files="node",
-            node_of_rank=tiers.topology.node_of_rank,
-            local=True,
-        )
-        agreed(comm, lambda: check_options(local, step=step, num_ranks=comm.num_ranks))
-        created_unix_s = on_rank_0(comm, time.time)
-        tiers.forget(from_step=step, comm=comm)
-        saving = Saving.begin(
-            state,
-            directory=tiers.store.own,
-            step=step,
-            comm=comm,
-            options=local,
-            buffers=buffers,
-            executor=executor,
-        )
-        return cls(
-            saving,
-            tiers=tiers,
-            step=step,
-            comm=comm,
-            options=options,
-            executor=executor,
-            created_unix_s=created_unix_s,
-            begin_s=begin_s,
-        )
-
-    def ready(self) -> bool:
-        """Returns True if `advance` would not wait for this rank's work. Not collective."""
-        if self._saving is not None:
-            return self._saving.ready()
-        return self._work is None or self._work.done()
-
-    def advance(self) -> SaveResult | None:
-        """Waits for this rank's work of the current stage and starts the next one. Collective.
-
-        A failed copy to a partner node is not an error; the note of the result reports it.
-
-        Returns:
-            The result once the checkpoint is committed in the shared folder, until then None.
-
-        Raises:
-            CheckpointError: On every rank, if a node cannot write to its local folder or to the shared folder.
-        """
-        if self._saving is not None:
-            self._local = self._saving.advance()
-            if self._local is not None:
-                self._saving = None
-                with self._doing("beginning to drain"):
-                    self._begin_copying(self._local)
-            return None
-        if self._copying:
-            with self._doing("draining to the shared folder"):
-                self._end_copying()
-            return None
-        with self._doing("committing in the shared folder"):
-            return self._end_commit()
-
-    def finish(self) -> SaveResult:
-        """Calls `advance` until the checkpoint is committed, and returns the result. Collective."""
-        while True:
-            result = self.advance()
-            if result is not None:
-                return result
-
-    # ------------------------------------------------------------------ stage 2: to the partner, to the shared folder
-
-    def _begin_copying(self, local: SaveResult) -> None:
-        """Creates the folder to drain to, and makes the leaders start copying. Collective."""
-
-        def prepare() -> str:
-            return str(prepare_target(self._tiers.shared, step=self._step))
-
-        partial = self._partial = Path(on_rank_0(self._comm, prepare))
-        self._copying = True
-        if self._tiers.is_leader:
-            work = functools.partial(self._copy, local.path, save_id=local.id, partial=partial)
-            self._work = submit(self._executor, work)
-
-    def _copy(self, step_path: Path, *, save_id: str, partial: Path) -> str:
-        """Copies this node's file to the shared folder and to the partner. Returns a warning, or "".
-
-        A leader runs this in the background; it communicates with the partner only.
-        """
-        tiers, store = self._tiers, self._tiers.store
-        path = own_file(step_path)
-        with explained(action="read", path=path):
-            num_bytes = path.stat().st_size
-        offer = Offer(
-            step=self._step,
-            save_id=save_id,
-            file=tiers.node,
-            num_files=tiers.topology.num_nodes,
-            num_bytes=num_bytes,
-            created_unix_s=self._created_unix_s,
-        )
-        store.note_own(path, offer=offer)
-        pace = Pace(limit_mb_per_s=self._options.limit_mb_per_s)
-        digest, warning = "", ""
-        if tiers.partner is not None:
-            try:
-                sent = send_file(
-                    path, offer=offer, partner=tiers.partner, token=tiers.token, pace=pace,
-                    timeout_s=tiers.timeout_s, on_bytes=self._raise_if_stopped,
-                )  # fmt: skip
-                digest = sent.digest
-                store.note_own(path, offer=offer, digest=digest)
-            except PartnerError as error:
-                warning = f"WARNING: {error}"
-        target = part_path(partial, tiers.node)
-        copy_file(path, target, expected=digest, pace=pace, on_bytes=self._raise_if_stopped)
-        flush_folder(partial)
-        store.prune(OWN)
-        return warning
-
-    def _raise_if_stopped(self, num_bytes: int) -> None:
-        if self._tiers.stopping.is_set():
+    def raise_if_stopped(num_bytes: int) -> None:
+        if tiers.stopping.is_set():
             raise CheckpointError(
-                f"the run ended while step {self._step} was being copied from {self._tiers.store.own}; the next start "
-                "recovers it"
+                f"the run ended while step {local.step} was being copied from {store.own}; the next start recovers it"
             )
 
-    # ------------------------------------------------------------------ stage 3: the commit
-
-    def _end_copying(self) -> None:
-        """Waits for the copies and starts the commit on rank 0. Collective."""
-        warning = self._agreed_work() or ""
-        self._warnings = [text for text in all_gather_json(self._comm, warning) if text]
-        self._copying = False
-        if self._comm.rank == 0:
-            self._work = submit(self._executor, self._commit)
-
-    def _commit(self) -> dict[str, Any]:
-        """Commits the checkpoint in the shared folder, on rank 0. Returns its path, its size in bytes, and notes."""
-        partial, local = self._partial, self._local
-        assert partial is not None
-        assert local is not None
-        committed = commit_target(partial, step=self._step, save_id=local.id)
-        if committed.path is None:
-            raise CheckpointError(f"the drained copy of step {self._step} is damaged: {committed.reason}")
-        retention = retention_of(self._options.keep)
-        notes = retain(self._tiers.shared, saved=committed.path, retention=retention)
-        return {"path": str(committed.path), "bytes": committed.num_bytes, "notes": notes}
-
-    def _end_commit(self) -> SaveResult:
-        """Waits for the commit and returns the result. Collective."""
-        local, done = self._local, self._agreed_work()
-        of_rank_0 = on_rank_0(self._comm, lambda: done)
-        assert local is not None
-        self._partial = None
-        return replace(
-            local,
-            path=Path(of_rank_0["path"]),
-            bytes=of_rank_0["bytes"],
-            seconds=time.perf_counter() - self._begin_s,
-            note="; ".join(filter(None, [local.note, *self._warnings, *of_rank_0["notes"]])),
-        )
-
-    def _agreed_work(self) -> Any:
-        """Waits for all ranks' work and returns this rank's result, None if it had no work. Collective.
-
-        Raises on every rank if any rank failed.
-        """
-        if self._partial is None:
-            raise RuntimeError(f"the save of step {self._step} has ended already")
-        work, self._work = self._work, None
+    store, path = tiers.store, own_file(local.path)
+    with explained(action="read", path=path):
+        num_bytes = path.stat().st_size
+    offer = Offer(
+        step=local.step, save_id=local.id, file=tiers.node, num_files=tiers.topology.num_nodes,
+        num_bytes=num_bytes, created_unix_s=created_unix_s,
+    )  # fmt: skip
+    store.note_own(path, offer=offer)
+    digest, warning = "", ""
+    if tiers.partner is not None:
         try:
-            return agreed(
-                self._comm, lambda: work.result() if work is not None else None, os_error=CheckpointError
-            )
-        except HpctrainError:
-            partial, self._partial = self._partial, None
-            if self._comm.rank == 0:
-                discard_target(partial)
-            raise
+            sent = send_file(
+                path, offer=offer, partner=tiers.partner, token=tiers.token, pace=pace,
+                timeout_s=tiers.timeout_s, on_bytes=raise_if_stopped,
+            )  # fmt: skip
+            digest = sent.digest
+            store.note_own(path, offer=offer, digest=digest)
+        except PartnerError as error:
+            warning = f"WARNING: {error}"
+    copy_file(path, part_path(partial, tiers.node), expected=digest, pace=pace, on_bytes=raise_if_stopped)
+    flush_folder(partial)
+    store.prune(OWN)
+    return warning
 
-    def _doing(self, what: str) -> AbstractContextManager[None]:
-        return doing(self._comm, f"saving checkpoint step {self._step}: {what}")
+
+def _commit_shared(
+    tiers: Tiers, partial: Path, *, save_id: str, step: int, keep: Retention
+) -> dict[str, Any]:
+    """Commits the checkpoint in the shared folder. Returns its path, its size in bytes, and messages for the user."""
+    committed = commit_target(partial, step=step, save_id=save_id)
+    if committed.path is None:
+        raise CheckpointError(f"the drained copy of step {step} is damaged: {committed.reason}")
+    notes = retain(tiers.shared, saved=committed.path, retention=keep)
+    return {"path": str(committed.path), "bytes": committed.num_bytes, "notes": notes}
 
 
 def saving_through(
     tiers: Tiers, *, comm: Collective, options: SaveOptions | None = None
-) -> Callable[..., TwoTier]:
+) -> Callable[..., Saving]:
     """Returns the function that a `Saver` calls to start saves through both tiers.
 
     Not collective, but that function is.
@@ -497,15 +399,17 @@ def saving_through(
     Args:
         tiers: The two locations; checkpoints are committed in `tiers.shared`.
         comm: All ranks of the topology that `tiers` was opened with.
-        options: Options of each save, as in `TwoTier.begin`; None: the defaults.
+        options: Options of each save, as in `Tiers.begin_save`; None: the defaults.
     """
+    return functools.partial(tiers.begin_save, comm=comm, options=options)
 
-    def begin(state: State, *, step: int, buffers: HostBuffers | None, executor: Executor | None) -> TwoTier:
-        return TwoTier.begin(
-            state, tiers=tiers, step=step, comm=comm, options=options, buffers=buffers, executor=executor
-        )
 
-    return begin
+class OldTwoTier:
+    """`TwoTier`, as it was called before `Saving` did the saves through both tiers."""
+
+    @staticmethod
+    def begin(state: State, *, tiers: Tiers, **arguments: Any) -> Saving:
+        return tiers.begin_save(state, **arguments)
 
 
 # The identity of a run, which connects its directory with the checkpoints on its nodes.

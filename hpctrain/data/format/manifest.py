@@ -8,7 +8,6 @@ of its content.
 from __future__ import annotations
 
 import json
-import os
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +32,7 @@ from hpctrain.data.format.manifest_entries import (
     decoded_fields,
 )
 from hpctrain.errors import DataError
-from hpctrain.storage import hash_of, replace_file
+from hpctrain.storage import hash_of, replace_file, sync_directory
 
 __all__ = [
     "DTYPES",
@@ -54,7 +53,6 @@ __all__ = [
     "TokenWindows",
     "WindowList",
     "read_manifest",
-    "sync_directory",
     "write_manifest",
 ]
 
@@ -289,15 +287,6 @@ def write_manifest(manifest: Manifest, *, directory: Path) -> None:
         durable=True,
     )
     sync_directory(directory)
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes the names in a directory durable, which rename(2) alone does not."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_manifest(directory: Path | str) -> Manifest:

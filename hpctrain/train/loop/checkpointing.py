@@ -14,11 +14,11 @@ from typing import final
 
 from hpctrain.checkpoint import (
     Advice,
-    Begin,
     Costs,
-    Saved,
     Saver,
     SaveRequests,
+    SaveResult,
+    Saving,
     State,
     saving_into,
     verify,
@@ -54,7 +54,7 @@ class Checkpointing:
             rank wrote its part of a committed checkpoint.
         requests: The user's requests to save now.
         saved_step: The step whose state is already on disk.
-        begin: A function that starts a save; None: one into the policy's directory.
+        begin: A function that starts a save, as `Saver` takes it; None: one into the policy's directory.
 
     Attributes:
         times: The seconds that the newest saves took until they were committed.
@@ -70,7 +70,7 @@ class Checkpointing:
         clock: StepClock,
         requests: SaveRequests,
         saved_step: int | None = None,
-        begin: Begin | None = None,
+        begin: Callable[..., Saving] | None = None,
     ) -> None:
         self._policy = policy
         self._comm = comm
@@ -198,13 +198,12 @@ class Checkpointing:
             return None
         return self._costs.advice(failures_per_day=self._policy.failures_per_day)
 
-    def _tell(self, saved: Saved) -> None:
-        result = saved.result
+    def _tell(self, result: SaveResult) -> None:
         self.num_committed += 1
         self._newest = result.path
-        self.times.add(saved.write_s)
+        self.times.add(result.seconds)
         self._clock.add("own_write", seconds=result.own_write_s)
-        self._costs.add(stall_s=saved.stall_s, write_s=saved.write_s)
+        self._costs.add(stall_s=result.stall_s, write_s=result.seconds)
         advice = self._advice()
         if self.num_committed == 1:
             note = f" ({result.note})" if result.note else ""
@@ -214,11 +213,11 @@ class Checkpointing:
         news = [note for note in result.note.split("; ") if _but_for_numbers(note) not in self._noted]
         self._noted |= {_but_for_numbers(note) for note in news}
         if news and self.num_committed > 1:
-            self._say(f"checkpoint of step {saved.step}: {'; '.join(news)}")
+            self._say(f"checkpoint of step {result.step}: {'; '.join(news)}")
         self._records.write({
-            "kind": "checkpoint", "time": time.time(), "step": saved.step, "path": str(result.path),
-            "bytes": result.bytes, "mode": self._policy.mode.value, "stall_seconds": saved.stall_s,
-            "write_seconds": saved.write_s, "mb_per_s": saved.mb_per_s, "buffer_bytes": self._saver.buffer_bytes,
+            "kind": "checkpoint", "time": time.time(), "step": result.step, "path": str(result.path),
+            "bytes": result.bytes, "mode": self._policy.mode.value, "stall_seconds": result.stall_s,
+            "write_seconds": result.seconds, "mb_per_s": result.mb_per_s, "buffer_bytes": self._saver.buffer_bytes,
             "engine": result.engine, "note": result.note,
             **({"advised_interval_s": advice.interval_s} if advice is not None else {}),
         })  # fmt: skip

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from hpctrain.checkpoint import Replicated, Saver, State, load, save, saving_into
-from hpctrain.checkpoint.tiers.two_tier_save import TwoTier
 from hpctrain.comm import World, all_gather_json
 from hpctrain.errors import CheckpointError, HpctrainError, RanksDiffer, UsageError
 from hpctrain.train.state.training_state import Position, TrainingState
@@ -67,9 +66,7 @@ def mixed_buffers(world: World, where: Path) -> dict[str, Any]:
     def in_background() -> Path:
         paths = []
         begin = saving_into(where / "background", comm=world)
-        with Saver(
-            begin, comm=world, mode="async", on_saved=lambda saved: paths.append(saved.result.path)
-        ) as saver:
+        with Saver(begin, comm=world, mode="async", on_saved=lambda saved: paths.append(saved.path)) as saver:
             saver.save(state.capture(Position(step=3), comm=world, identity={}), step=3)
             for tensor in model.state_dict().values():
                 tensor.zero_()  # the next step has changed everything
@@ -84,7 +81,7 @@ def mixed_buffers(world: World, where: Path) -> dict[str, Any]:
         "mpio": lambda: save(captured, directory=where / "mpio", step=3, comm=world, engine="mpio").path,
         "folder": lambda: save(captured, directory=where / "folder", step=3, comm=world, files=2).path,
         "background": in_background,
-        "two tiers": lambda: TwoTier.begin(captured, tiers=tiers, step=3, comm=world).finish().path,
+        "two tiers": lambda: tiers.begin_save(captured, step=3, comm=world).finish().path,
     }
     wrong = {}
     for way, save_it in ways.items():

@@ -15,7 +15,7 @@ import torch
 from hpctrain.checkpoint import identify_run, load_newest_good
 from hpctrain.checkpoint.saving.background import HostBuffers
 from hpctrain.checkpoint.tiers.recover import recover
-from hpctrain.checkpoint.tiers.two_tier_save import Tiers, TwoTier
+from hpctrain.checkpoint.tiers.two_tier_save import Tiers
 from hpctrain.topology import Topology
 from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 
@@ -42,7 +42,7 @@ def save_twice_and_die(world: Any, directory: str) -> None:
     buffers, executor = HostBuffers(), ThreadPoolExecutor(1)
     for step in (10, 20):
         state = state_of(world.rank, world.num_ranks)
-        saving = TwoTier.begin(state, tiers=tiers, step=step, comm=world, buffers=buffers, executor=executor)
+        saving = tiers.begin_save(state, step=step, comm=world, buffers=buffers, executor=executor)
         result = None
         while result is None:
             # A step of training: communication in this thread only, and a vote whether all are ready.
@@ -51,7 +51,7 @@ def save_twice_and_die(world: Any, directory: str) -> None:
             if int(ready) < world.num_ranks:
                 time.sleep(0.01)
                 continue
-            if step == 20 and saving._copying:
+            if step == 20 and saving._phase is not None and saving._phase.name.startswith("draining"):
                 break
             result = saving.advance()
     (Path(directory) / f"died-{world.rank}").touch()

@@ -114,30 +114,9 @@ def test_a_part_of_what_was_lent_is_refused_before_its_memory_is_used_again(tmp_
     def byte_ranges() -> Iterator[tuple[int, memoryview]]:
         joined = staging.memory_for(0, 400_000)
         yield 0, joined[:100_000].data
-        staging.write_now()
 
     with pytest.raises(RuntimeError, match="only a part of the lent memory"):
         write_direct(path, byte_ranges(), bypass_cache=True, staging=staging)
-
-
-def test_what_is_gathered_can_be_had_written_before_more_comes(tmp_path: Path) -> None:
-    path, staging = tmp_path / "file", Staging()
-    data = np.random.default_rng(0).bytes(300_000)
-    path.write_bytes(bytes(2 * len(data)))
-
-    def byte_ranges() -> Iterator[tuple[int, memoryview]]:
-        yield 0, memory(data, like=None)
-        assert path.read_bytes()[: len(data)] == bytes(len(data))
-        staging.write_now()
-        until = time.monotonic() + 300
-        while path.read_bytes()[: len(data)] != data:
-            assert time.monotonic() < until
-            time.sleep(0.001)
-        yield len(data), memory(data, like=None)
-
-    need_a_way_past_the_cache(path)
-    write_direct(path, byte_ranges(), bypass_cache=True, staging=staging)
-    assert path.read_bytes() == 2 * data
 
 
 @pytest.mark.parametrize("like", [None, 10])

@@ -14,15 +14,28 @@ from hpctrain.checkpoint import HostBuffers, Replicated, SaveOptions, Saving, St
 from hpctrain.checkpoint.files.checkpoint_names import (
     finished_newest_first,
 )
-from hpctrain.checkpoint.saving import save as saving_module
-from hpctrain.comm import World
+from hpctrain.checkpoint.planning import file_layout
+from hpctrain.checkpoint.planning.file_layout import agree_on_plan
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.errors import CheckpointError, HpctrainError
 from tests.unit.checkpoint.states import same_bits
 
 
-def test_the_layout_is_made_once_for_states_of_one_kind(tmp_path: Path) -> None:
+@pytest.fixture
+def planned_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps whose saves made a new layout, once per rank."""
+    steps: list[int] = []
+
+    def counted(*args: Any, step: int, **options: Any) -> Any:
+        steps.append(step)
+        return agree_on_plan(*args, step=step, **options)
+
+    monkeypatch.setattr(file_layout, "agree_on_plan", counted)
+    return steps
+
+
+def test_the_layout_is_made_once_for_states_of_one_kind(tmp_path: Path, planned_steps: list[int]) -> None:
     world = SerialWorld()
 
     def state(columns: int, **document: str) -> State:
@@ -40,9 +53,8 @@ def test_the_layout_is_made_once_for_states_of_one_kind(tmp_path: Path) -> None:
     assert len({load(path, comm=world)[0].metadata.id for path in files}) == 4
     assert sizes[0] == sizes[1]
     assert sizes[3] > sizes[2] + 90_000
-    begun = [Saving.begin(made, directory=tmp_path, step=9, comm=world) for made in (first, second, wider)]
-    assert begun[0]._files.layout is begun[1]._files.layout
-    assert begun[1]._files.layout is not begun[2]._files.layout
+    # The last document is longer than the space that the layout of `wider` reserves for metadata.
+    assert planned_steps == [0, 2, 3]
 
 
 def test_a_tensor_of_another_kind_is_laid_out_anew_whoever_writes_it(tmp_path: Path) -> None:
@@ -59,13 +71,12 @@ def test_a_tensor_of_another_kind_is_laid_out_anew_whoever_writes_it(tmp_path: P
         usual = items(changed=0, to=torch.full((40, 3), 0.0))
         for changed in range(7):
             for to in (torch.full((3, 41), 7.0), torch.full((40, 3), 7, dtype=torch.int64), torch.zeros(0)):
-                comm = world.duplicate()  # one that has not been surprised yet
                 odd = items(changed=changed, to=to)
                 for made in (usual, odd, usual, odd, odd):
                     step += 1
-                    path = save(State(items=made), directory=tmp_path, step=step, comm=comm, keep=1).path
+                    path = save(State(items=made), directory=tmp_path, step=step, comm=world, keep=1).path
                     assert not list(tmp_path.glob(".*"))
-                    _, loaded = load(path, comm=comm)
+                    _, loaded = load(path, comm=world)
                     assert all(same_bits(loaded[item.name], item.tensor) for item in made)
 
     run_threads(3, rank_main, timeout_s=300)
@@ -77,14 +88,14 @@ def test_a_replica_of_another_kind_is_reported_in_a_later_save_too(tmp_path: Pat
     options = SaveOptions(files=2 if how == "two files" else 1)
 
     def rank_main(world: ThreadsWorld) -> list[str]:
-        def save_it(odd: dict[int, torch.Tensor], *, step: int, comm: World) -> Path:
+        def save_it(odd: dict[int, torch.Tensor], *, step: int) -> Path:
             tensors = [torch.full((2048,), float(step + i)) for i in range(4)] + [torch.empty(0)]
             if world.rank == 1:
                 tensors = [odd.get(i, tensor) for i, tensor in enumerate(tensors)]
             state = State(items=[Replicated(name=f"t{i}", tensor=tensor) for i, tensor in enumerate(tensors)])
             with ThreadPoolExecutor(1) as executor:
                 saving = Saving.begin(
-                    state, directory=tmp_path, step=step, comm=comm, options=options,
+                    state, directory=tmp_path, step=step, comm=world, options=options,
                     buffers=HostBuffers() if how == "copied" else None,
                     executor=executor if how == "in the background" else None,
                 )  # fmt: skip
@@ -93,13 +104,12 @@ def test_a_replica_of_another_kind_is_reported_in_a_later_save_too(tmp_path: Pat
         step, reported = 0, []
         for odd in (torch.zeros(7), torch.zeros(2048, 1), torch.zeros(2048, dtype=torch.int32)):
             for changed in (0, 3, 4):
-                comm = world.duplicate()  # one that has not been surprised yet
                 for _ in range(2):
-                    path = save_it({}, step=step, comm=comm)
+                    path = save_it({}, step=step)
                     with pytest.raises(
                         CheckpointError, match=f"replicated tensors differ: 't{changed}'"
                     ) as error:
-                        save_it({changed: odd}, step=step + 1, comm=comm)
+                        save_it({changed: odd}, step=step + 1)
                     reported.append(str(error.value))
                     world.barrier()
                     assert finished_newest_first(tmp_path)[0] == path
@@ -112,37 +122,7 @@ def test_a_replica_of_another_kind_is_reported_in_a_later_save_too(tmp_path: Pat
     assert first == second
 
 
-@pytest.mark.parametrize("how", ["at once", "in the background", "copied"])
-def test_a_changed_tensor_costs_one_save_begun_anew_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    """Where tensors are taken later, or have been copied, they are looked at first."""
-    made: list[str] = []
-    begin = saving_module.begin_partial
-
-    def counted(*args: Any, **options: Any) -> Any:
-        made.append(args[1])
-        return begin(*args, **options)
-
-    monkeypatch.setattr(saving_module, "begin_partial", counted)
-    world = SerialWorld()
-    dtypes = [torch.float32, torch.float32, torch.float64, torch.float32, torch.float64, torch.int32]
-    with ThreadPoolExecutor(1) as executor:
-        for step, dtype in enumerate(dtypes):
-            tensors = [torch.full((700, 40), step, dtype=dtype), *torch.full((50, 3), float(step))]
-            state = State(items=[Replicated(name=f"t{i:02}", tensor=t) for i, t in enumerate(tensors)])
-            begun = Saving.begin(
-                state, directory=tmp_path, step=step, comm=world,
-                executor=None if how == "at once" else executor,
-                buffers=HostBuffers() if how == "copied" else None,
-            )  # fmt: skip
-            _, loaded = load(begun.finish().path, comm=world)
-            assert all(same_bits(loaded[item.name], item.tensor) for item in state.items)
-    again = int(how == "at once")
-    assert [made.count(f"step-{step:08}.h5") for step in range(6)] == [1, 1, 1 + again, 1, 1, 1]
-
-
-def test_a_save_that_begins_anew_and_fails_leaves_what_had_its_name(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_saved_leaves_the_older_checkpoint_of_the_step(tmp_path: Path) -> None:
     """On the nodes' own storage, where each node renames its own."""
     options = SaveOptions(files="node", node_of_rank=(0, 1), local=True)
 
@@ -188,19 +168,19 @@ def test_a_tensor_that_changes_while_it_is_saved_is_an_error(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_states_that_take_turns_are_laid_out_once_each_whoever_writes_what_differs(tmp_path: Path) -> None:
-    def rank_main(world: ThreadsWorld) -> int:
-        layouts = []
+def test_states_that_take_turns_are_laid_out_once_each_whoever_writes_what_differs(
+    tmp_path: Path, planned_steps: list[int]
+) -> None:
+    def rank_main(world: ThreadsWorld) -> None:
         for step in range(9):
             kinds = [torch.int32 if step % 2 else torch.float32, *[torch.float32] * 3]
             items = [
                 Replicated(name=f"t{i}", tensor=torch.full((2048,), step + i, dtype=kind))
                 for i, kind in enumerate(kinds)
             ]
-            saving = Saving.begin(State(items=items), directory=tmp_path, step=step, comm=world)
-            layouts.append(saving._files.layout)
-            _, loaded = load(saving.finish().path, comm=world)
+            path = save(State(items=items), directory=tmp_path, step=step, comm=world).path
+            _, loaded = load(path, comm=world)
             assert all(same_bits(loaded[item.name], item.tensor) for item in items)
-        return len(set(map(id, layouts)))
 
-    assert run_threads(2, rank_main, timeout_s=300) == [2, 2]
+    run_threads(2, rank_main, timeout_s=300)
+    assert sorted(planned_steps) == [0, 0, 1, 1]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import hpctrain.checkpoint
 from hpctrain.checkpoint import load_newest_good
 from hpctrain.checkpoint.retention.policy import Retention
 from hpctrain.checkpoint.saving.background import HostBuffers
@@ -18,7 +19,7 @@ from hpctrain.checkpoint.saving.save import SaveOptions, SaveResult
 from hpctrain.checkpoint.tiers.node_store import Held
 from hpctrain.checkpoint.tiers.partner_copy import Offer
 from hpctrain.checkpoint.tiers.recover import Recovered, plan_recovery, recover
-from hpctrain.checkpoint.tiers.two_tier_save import Tiers, TwoTier
+from hpctrain.checkpoint.tiers.two_tier_save import Tiers
 from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.topology import Topology
@@ -61,13 +62,13 @@ class Machines:
 
 def save(world: ThreadsWorld, tiers: Tiers, *, step: int, **options: Any) -> SaveResult:
     state = state_of(world.rank, world.num_ranks)
-    return TwoTier.begin(state, tiers=tiers, step=step, comm=world, options=SaveOptions(**options)).finish()
+    return tiers.begin_save(state, step=step, comm=world, options=SaveOptions(**options)).finish()
 
 
 def save_locally(world: ThreadsWorld, tiers: Tiers, *, step: int) -> None:
     """As `save`, killed when partner and local disk have it, before the commit in the shared folder."""
-    saving = TwoTier.begin(state_of(world.rank, world.num_ranks), tiers=tiers, step=step, comm=world)
-    while not saving._copying:
+    saving = tiers.begin_save(state_of(world.rank, world.num_ranks), step=step, comm=world)
+    while saving._phase is None or saving._phase.name != "draining to the shared folder":
         saving.advance()
     assert saving.ready()
 
@@ -116,13 +117,31 @@ def test_training_may_go_on_while_a_save_is_copied_in_the_background(tmp_path: P
     def case(world: ThreadsWorld, tiers: Tiers) -> Path:
         buffers, state = HostBuffers(), state_of(world.rank, world.num_ranks)
         with ThreadPoolExecutor(1) as executor:
-            saving = TwoTier.begin(state, tiers=tiers, step=5, comm=world, buffers=buffers, executor=executor)
+            saving = tiers.begin_save(state, step=5, comm=world, buffers=buffers, executor=executor)
             for item in state.items:
                 item.tensor.zero_()  # the next step has changed everything
             return saving.finish().path
 
     machines.run(case)
     check_loads(machines.shared, step=5)
+
+
+def test_the_old_names_of_a_save_warn_and_do_the_same(tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match=r"Tiers\.begin_save"):
+        old = hpctrain.checkpoint.TwoTier  # type: ignore[attr-defined]
+    with pytest.warns(DeprecationWarning, match="SaveResult"):
+        assert hpctrain.checkpoint.Saved is SaveResult  # type: ignore[attr-defined]
+
+    def case(world: ThreadsWorld, tiers: Tiers) -> SaveResult:
+        result: SaveResult = old.begin(state_of(world.rank, 2), tiers=tiers, step=5, comm=world).finish()
+        return result
+
+    (result, _) = Machines(tmp_path, 1, 1).run(case)
+    check_loads(tmp_path / "shared", step=5)
+    with pytest.warns(DeprecationWarning, match="on_saved"):
+        assert result.result is result
+    with pytest.warns(DeprecationWarning, match="seconds"):
+        assert result.write_s == result.seconds
 
 
 def test_retention_holds_in_the_shared_folder(tmp_path: Path) -> None:
