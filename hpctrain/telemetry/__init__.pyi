@@ -40,4 +40,15 @@ from .sinks import (
     TensorBoardSink as TensorBoardSink,
     scalars_of as scalars_of,
 )
-from .step_clock import PARTS as PARTS, Observer as Observer, StepClock as StepClock, in_words as in_words
+from .step_clock import (
+    CLOCK_KEYS as CLOCK_KEYS,
+    OPTIONAL_KEYS as OPTIONAL_KEYS,
+    PART_KEYS as PART_KEYS,
+    PART_NAMES as PART_NAMES,
+    STEP_PARTS as STEP_PARTS,
+    Observer as Observer,
+    PartKind as PartKind,
+    StepClock as StepClock,
+    StepPart as StepPart,
+    in_words as in_words,
+)
