@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,10 +15,9 @@ from hpctrain.telemetry import (
     OPTIONAL_KEYS,
     PART_KEYS,
     PART_NAMES,
-    STEP,
     STEP_PARTS,
     PartKind,
-    read_records,
+    RunDirectory,
 )
 
 # The efficiency hierarchy of the POP Centre of Excellence for synchronous training. Pure.
@@ -284,20 +282,10 @@ def read_step_times(directory: Path, *, first: int = 2, last: int | None = None)
     By default the first step of a run, in which buckets and memory are set up, is left out. For a repeated step the
     later record counts. Raises UsageError if a rank has not recorded its steps, or if no step is in all records.
     """
-    num_ranks = _num_ranks(directory)
-    by_rank: list[dict[int, Mapping[str, Any]]] = []
-    for rank in range(num_ranks):
-        path = directory / "metrics" / f"rank-{rank:05}.jsonl"
-        try:
-            records: dict[int, Mapping[str, Any]] = {
-                r["step"]: r for r in read_records(path) if r["kind"] == STEP
-            }
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"the records of rank {rank} of {num_ranks} cannot be read ({path}: {error}): dividing each "
-                "rank's time needs the records of all, which telemetry.ranks = 'all' writes"
-            ) from error
-        by_rank.append(records)
+    run = RunDirectory(directory)
+    num_ranks = len(run.environment()["ranks"])
+    advice = "dividing each rank's time needs the records of all, which telemetry.ranks = 'all' writes"
+    by_rank = [run.steps(rank, num_ranks=num_ranks, advice=advice) for rank in range(num_ranks)]
     wanted = [s for s in by_rank[0] if s >= first and (last is None or s <= last)]
     steps = sorted(s for s in wanted if all(s in records for records in by_rank))
     if not steps:
@@ -334,19 +322,14 @@ def read_efficiency(directory: Path) -> Efficiency:
 
     Raises UsageError if there is no summary yet, or if it has no efficiency.
     """
-    path = directory / "summary.json"
+    run = RunDirectory(directory)
+    document = (run.summary() or {}).get("efficiency")
     try:
-        return Efficiency.from_document(json.loads(path.read_text(encoding="utf-8"))["efficiency"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{path} has no efficiency ({type(error).__name__}: {error}): it is written at the end of a run of at "
-            "least two steps"
-        ) from error
-
-
-def _num_ranks(directory: Path) -> int:
-    path = directory / "environment.json"
-    try:
-        return len(json.loads(path.read_text(encoding="utf-8"))["ranks"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} cannot be read ({error}): give the directory of a run") from error
+        if document is not None:
+            return Efficiency.from_document(document)
+        why = ""
+    except (KeyError, TypeError) as error:
+        why = f" ({type(error).__name__}: {error})"
+    raise UsageError(
+        f"{run.summary_path} has no efficiency{why}: it is written at the end of a run of at least two steps"
+    )

@@ -33,6 +33,7 @@ from .records import (
     tell as tell,
     write_json as write_json,
 )
+from .run_directory import RunDirectory as RunDirectory
 from .sinks import (
     Record as Record,
     Sink as Sink,

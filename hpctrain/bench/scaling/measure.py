@@ -37,7 +37,7 @@ from hpctrain.errors import DataError, LaunchError, StoppedEarly, UsageError
 from hpctrain.launch import Launcher, Machine, survey_machine
 from hpctrain.run import Recipe, to_toml, working_commit
 from hpctrain.slurm import Controller, kill_jobs, plan_job, queued_jobs, submit_job
-from hpctrain.telemetry import in_words
+from hpctrain.telemetry import RunDirectory, in_words
 
 # Makes one run of a sweep: starts its ranks as a user does, waits, and reads their records.
 
@@ -101,7 +101,7 @@ def run_size(
         steps = read_steps(
             directory / "run", num_ranks=planned.cell.num_ranks, first_step=first, last_step=first + settings.steps - 1
         )  # fmt: skip
-        environment = json.loads((directory / "run" / "environment.json").read_text(encoding="utf-8"))
+        environment = RunDirectory(directory / "run", error=LaunchError).environment()
         if keep is not None:
             _keep(directory / "run", keep / f"ranks-{planned.cell.num_ranks}")
     finally:
