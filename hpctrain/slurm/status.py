@@ -11,8 +11,8 @@ from typing import Any
 
 from hpctrain.checkpoint import finished_newest_first, read_structure, step_of
 from hpctrain.errors import CheckpointError, LaunchError, UsageError
+from hpctrain.launch import SlurmController
 from hpctrain.run import Recipe, load_recipe
-from hpctrain.slurm.controller import Controller
 from hpctrain.slurm.jobs import Job, explain_reason, past_jobs, queued_jobs, record_path, recorded_ids
 from hpctrain.supervise import Attempt, effective_time, read_attempts
 from hpctrain.telemetry import RunDirectory
@@ -311,7 +311,7 @@ def find_run(target: Path, *, overrides: Sequence[str] = ()) -> tuple[Path, Reci
     return target, load_recipe(written) if written.exists() else None
 
 
-def run_statuses(run_directory: Path, recipe: Recipe | None, controller: Controller) -> list[RunStatus]:
+def run_statuses(run_directory: Path, recipe: Recipe | None, controller: SlurmController) -> list[RunStatus]:
     """Returns the status of a run, or of each task of its array. Calls squeue and sacct once each.
 
     Raises LaunchError if Slurm does not answer, or files cannot be read.
