@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.table import Table
 
 from hpctrain.bench.document import document_head, write_document
-from hpctrain.bench.figures import show_number
+from hpctrain.bench.figures import empty_table, show_number
 from hpctrain.bench.step.plan import StepCell, order_of_runs
 from hpctrain.errors import UsageError
 from hpctrain.telemetry import CLOCK_KEYS, OPTIONAL_KEYS
@@ -326,18 +326,15 @@ def scaling_table(document: ScalingDocument) -> Table:
     sizes = document.sizes
     rounds = max((size.repeats for size in sizes), default=0)
     ranks = f"{document.baseline_ranks} rank{'s' * (document.baseline_ranks > 1)}"
-    table = Table(
-        title=f"{document.recipe['run']['name']}: {settings.mode} scaling, {rounds} interleaved "
+    title = (
+        f"{document.recipe['run']['name']}: {settings.mode} scaling, {rounds} interleaved "
         f"round{'s' * (rounds != 1)} of {settings.steps} steps after {settings.warmup_steps}; relative to {ranks}, "
-        "[95% t interval] of the rounds' ratios",
-        title_justify="left",
+        "[95% t interval] of the rounds' ratios"
     )
-    for name in ("ranks", "nodes", "batch", "samples/s", "step, ms", "speedup", "efficiency"):
-        table.add_column(name, justify="right", no_wrap=True)
     shown = [name for name in (*PARTS, "other") if name != "checkpoint"]
     parts = [n for n in shown if n not in OPTIONAL_KEYS or any(size.seconds.get(n) for size in sizes)]
-    for name in parts:
-        table.add_column(name.removesuffix("_sync"), justify="right", no_wrap=True)
+    columns = ["ranks", "nodes", "batch", "samples/s", "step, ms", "speedup", "efficiency"]
+    table = empty_table(title, [*columns, *(name.removesuffix("_sync") for name in parts)])
     for size in sizes:
         table.add_row(
             str(size.ranks),
