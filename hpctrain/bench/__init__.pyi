@@ -38,7 +38,7 @@ from .export.harness import (
     Harness as Harness,
     harness_file as harness_file,
 )
-from .figures import parse_size as parse_size, parse_sizes as parse_sizes
+from .figures import empty_table as empty_table, parse_size as parse_size, parse_sizes as parse_sizes
 from .page_cache import Cache as Cache
 from .progress import MeasurementProgress as MeasurementProgress
 from .scaling.measure import SweepPlace as SweepPlace, measure_sweep as measure_sweep

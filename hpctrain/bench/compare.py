@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from hpctrain.bench.figures import empty_table
 from hpctrain.errors import UsageError
 from hpctrain.scaling import Comparison, FigureComparison, compare_rounds
 
@@ -172,10 +173,8 @@ def compare_documents(
 
 def comparison_table(found: ComparedDocuments) -> Table:
     """Returns the compared figures as a table for the terminal, one row each."""
-    table = Table(title=f"{found.new} / {found.old}", title_justify="left")
-    table.add_column("figure", no_wrap=True)
-    for name in ("new / old", "95% interval", "p fell", "p rose", "noise", "would find", "verdict"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("figure", "new / old", "95% interval", "p fell", "p rose", "noise", "would find", "verdict")
+    table = empty_table(f"{found.new} / {found.old}", columns, texts=("figure",))
     for figure in found.comparison.figures:
         low, high = figure.ratio.low, figure.ratio.high
         table.add_row(

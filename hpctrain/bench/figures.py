@@ -1,11 +1,13 @@
-"""Parses and formats sizes in bytes, and computes median and spread of repeated measurements."""
+"""Parses and formats sizes in bytes, computes median and spread of repeated measurements, and makes tables of them."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
+
+from rich.table import Table
 
 from hpctrain.errors import UsageError
 
@@ -137,6 +139,11 @@ def describe_spread(spread: Spread, show: Callable[[float], str]) -> str:
     return f"{show(spread.median)} ({show(spread.q1)}-{show(spread.q3)})"
 
 
+def describe_ms(seconds: Spread) -> str:
+    """Returns median and quartiles of seconds as text in ms."""
+    return describe_spread(seconds, lambda value: show_number(1e3 * value))
+
+
 def show_number(value: float) -> str:
     """Returns a number with at least three digits, at most six decimals, no exponent: `0.0123`, `12.3`, `1,234`."""
     if not math.isfinite(value) or value == 0:
@@ -150,3 +157,14 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+# Tables of measurements for the terminal.
+
+
+def empty_table(title: str, columns: Sequence[str], *, texts: Collection[str] = ()) -> Table:
+    """Returns a table without rows. Columns are aligned as numbers, except those in `texts`; no cell is wrapped."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in texts else "right", no_wrap=True)
+    return table

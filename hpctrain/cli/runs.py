@@ -67,6 +67,7 @@ def report_command(
     hpctrain report runs/digits-1 runs/digits-8 --html report.html
     hpctrain report runs/digits-8 --scaling sweep.json --html report.html --csv tables --png figures
     """
+    from hpctrain.launch import SlurmController
     from hpctrain.report import (
         check_matplotlib,
         make_report,
@@ -77,7 +78,6 @@ def report_command(
         write_png,
     )
     from hpctrain.scaling import parse_rate
-    from hpctrain.slurm import Controller
 
     if this_rank() != 0:
         return
@@ -85,7 +85,7 @@ def report_command(
         check_matplotlib("--html and --png need")
     found = make_report(
         runs, sweep=_sweep(scaling), prices=None if prices is None else read_prices(prices),
-        slurm=Controller() if slurm_energy else None,
+        slurm=SlurmController() if slurm_energy else None,
         link_bytes_per_s=None if link is None else parse_rate(link),
         with_plots=html is not None or png is not None,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 if TYPE_CHECKING:
-    from hpctrain.slurm import Controller
+    from hpctrain.launch import SlurmController
 
 # Options and the connection to Slurm that the commands of `hpctrain slurm` share.
 
@@ -23,11 +23,11 @@ Target = Annotated[
 ]
 
 
-def controller() -> Controller:
+def controller() -> SlurmController:
     """Returns the connection to Slurm. It prints to stderr when it waits for a busy controller."""
-    from hpctrain.slurm import Controller
+    from hpctrain.launch import SlurmController
 
-    return Controller(say=lambda text: typer.echo(f"hpctrain slurm: {text}", err=True))
+    return SlurmController(say=lambda text: typer.echo(f"hpctrain slurm: {text}", err=True))
 
 
 # `hpctrain slurm status`, `cancel` and `resize`.

@@ -62,6 +62,15 @@ from .rank_identity.launcher_process import (
     seconds_since_start as seconds_since_start,
     was_forked as was_forked,
 )
+from .slurm_commands import (
+    SlurmController as SlurmController,
+    SlurmRefused as SlurmRefused,
+    SlurmUnavailable as SlurmUnavailable,
+    ask_once as ask_once,
+    parse_duration as parse_duration,
+    read_config as read_config,
+    read_pairs as read_pairs,
+)
 from .yielding import (
     YIELD_VARIABLE as YIELD_VARIABLE,
     describe_crowd as describe_crowd,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import jinja2
 
 from hpctrain.errors import UsageError
+from hpctrain.launch import SlurmController
 from hpctrain.report import tables
 from hpctrain.report.conclusions import (
     ACCEPTABLE,
@@ -25,7 +26,7 @@ from hpctrain.report.conclusions import (
 from hpctrain.report.plots import PALETTE, Plot, plots_of
 from hpctrain.report.run_data import read_run
 from hpctrain.report.tables import Prices, Row, Table
-from hpctrain.slurm import Controller, consumed_energy
+from hpctrain.slurm import consumed_energy
 from hpctrain.storage import replace_file
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def make_report(
     *,
     sweep: ScalingDocument | None = None,
     prices: Prices | None = None,
-    slurm: Controller | None = None,
+    slurm: SlurmController | None = None,
     link_bytes_per_s: float | None = None,
     with_plots: bool = True,
 ) -> Report:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from hpctrain.errors import UsageError
 from hpctrain.report.conclusions import ReductionLimit
 from hpctrain.report.run_data import RunData
-from hpctrain.scaling import PARTS, attribute
+from hpctrain.scaling import attribute
+from hpctrain.telemetry import PART_NAMES, STEP_PARTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -180,14 +181,14 @@ def _parts(runs: Sequence[RunData]) -> Plot | None:
         return None
     figure, axes = _axes(height_in=1.3 + 0.4 * len(measured))
     left = np.zeros(len(measured))
-    for number, name in enumerate(PARTS):
-        width = np.array([1e3 * found.parts[name] for _, found in measured])
+    for number, part in enumerate(STEP_PARTS):
+        width = np.array([1e3 * found.parts[part.name] for _, found in measured])
         axes.barh(
             range(len(measured)),
             width,
             left=left,
-            color=SERIES[number],
-            label=name.replace("_", " "),
+            color=SERIES[number % len(SERIES)],
+            label=part.label,
             height=0.6,
         )
         left += width
@@ -197,9 +198,9 @@ def _parts(runs: Sequence[RunData]) -> Plot | None:
     _legend(figure, columns=4)
     text = "; ".join(
         f"{run.label}: " + ", ".join(
-            f"{name.replace('_', ' ')} {found.parts[name] / found.step_s:.0%}"
-            for name in PARTS
-            if found.parts[name] > _LEAST_SHARE * found.step_s
+            f"{part.label} {found.parts[part.name] / found.step_s:.0%}"
+            for part in STEP_PARTS
+            if found.parts[part.name] > _LEAST_SHARE * found.step_s
         )
         for run, found in measured
     )  # fmt: skip
@@ -256,15 +257,16 @@ def _ranks(run: RunData) -> Plot | None:
     if run.times is None or run.times.num_ranks < 2:
         return None
     by_rank = attribute(run.times).mean(axis=1) * 1e3
+    waiting = by_rank[:, PART_NAMES.index("waiting")]
     order: NDArray[np.intp] = np.arange(len(by_rank))
     if len(by_rank) > _MOST_RANKS:
-        order = np.sort(np.argsort(by_rank[:, PARTS.index("waiting")])[:_MOST_RANKS])
+        order = np.sort(np.argsort(waiting)[:_MOST_RANKS])
     figure, axes = _axes()
     bottom = np.zeros(len(order))
-    for number, name in enumerate(PARTS):
+    for number, part in enumerate(STEP_PARTS):
         axes.bar(
-            range(len(order)), by_rank[order, number], bottom=bottom, color=SERIES[number],
-            label=name.replace("_", " "), width=0.8,
+            range(len(order)), by_rank[order, number], bottom=bottom, color=SERIES[number % len(SERIES)],
+            label=part.label, width=0.8,
         )  # fmt: skip
         bottom += by_rank[order, number]
     every = max(1, len(order) // 16)
@@ -272,7 +274,6 @@ def _ranks(run: RunData) -> Plot | None:
     axes.set_xlabel("rank" if len(order) == len(by_rank) else f"the {len(order)} ranks that waited least")
     axes.set_ylabel("ms per step")
     _legend(figure, columns=4)
-    waiting = by_rank[:, PARTS.index("waiting")]
     return Plot(
         name=f"ranks-{run.label}",
         title=f"Ranks of {run.label}",

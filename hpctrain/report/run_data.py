@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from hpctrain.errors import UsageError
 from hpctrain.scaling import Efficiency, StepTimes, read_step_times
 from hpctrain.supervise import Attempt, read_attempts
-from hpctrain.telemetry import ENERGY, STEP, read_records
+from hpctrain.telemetry import ENERGY, STEP, RunDirectory
 
 Record = Mapping[str, Any]
 
@@ -153,9 +152,8 @@ def read_run(directory: Path, *, label: str = "") -> RunData:
 
     Raises UsageError if the directory is not a run directory, LaunchError for an unreadable ledger.
     """
-    environment = _read_json(directory / "environment.json")
-    if environment is None:
-        raise UsageError(f"{directory} is not the directory of a run: it has no environment.json")
+    run = RunDirectory(directory)
+    environment = run.environment()
     steps: dict[int, Record] = {}
     checkpoints: dict[int, Record] = {}
     evaluations: dict[int, Record] = {}
@@ -165,8 +163,8 @@ def read_run(directory: Path, *, label: str = "") -> RunData:
     energy: list[tuple[int, Record]] = []
     gradient_bytes: int | None = None
     probed_link: float | None = None
-    for rank, path in enumerate(sorted((directory / "metrics").glob("rank-*.jsonl"))):
-        for record in _records(path):
+    for rank, records in enumerate(run.all_records()):
+        for record in records:
             kind = record["kind"]
             if kind in INCIDENTS and (rank == 0 or kind == "damage"):
                 incidents.append(record)
@@ -187,7 +185,7 @@ def read_run(directory: Path, *, label: str = "") -> RunData:
                 gradient_bytes = sum(record["bytes"])
             elif kind == "probe":
                 probed_link = min(record["bytes_per_s"])
-    summary = _read_json(directory / "summary.json")
+    summary = run.summary()
     if summary is not None and summary.get("efficiency"):
         efficiency = Efficiency.from_document(summary["efficiency"])
     times, why = None, ""
@@ -199,7 +197,7 @@ def read_run(directory: Path, *, label: str = "") -> RunData:
         directory=directory,
         label=label or directory.resolve().name,
         environment=environment,
-        starts=[start for start in _lines(directory / "starts.jsonl") if "environment" in start],
+        starts=[start for start in run.starts() if "environment" in start],
         summary=summary,
         steps=[steps[step] for step in sorted(steps)],
         checkpoints=[checkpoints[step] for step in sorted(checkpoints)],
@@ -212,33 +210,7 @@ def read_run(directory: Path, *, label: str = "") -> RunData:
         why_no_times=why,
         energy=Energy.of(energy),
         gradient_bytes=gradient_bytes,
-        probe=_read_json(directory / "probe.json"),
+        probe=run.document("probe.json"),
         probed_link=probed_link,
-        calibrations=(_read_json(directory / "reduction.json") or {}).get("entries", ()),
+        calibrations=(run.document("reduction.json") or {}).get("entries", ()),
     )
-
-
-def _records(path: Path) -> list[dict[str, Any]]:
-    try:
-        return list(read_records(path))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"the records in {path} cannot be read: {error}") from error
-
-
-def _lines(path: Path) -> list[Record]:
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-    return found if isinstance(found, dict) else None

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpctrain.errors import UsageError
 from hpctrain.report.run_data import Record, RunData
-from hpctrain.scaling import PARTS, Efficiency, against
+from hpctrain.scaling import Efficiency, against
 from hpctrain.supervise import effective_time
+from hpctrain.telemetry import STEP_PARTS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -194,10 +195,9 @@ def parts(runs: Runs) -> Table | None:
         return None
     rows = [
         Row(
-            name=name.replace("_", " "), values=[1e3 * found.parts[name] for _, found in measured], format=",.3f",
-            unit="ms",
+            name=part.label, values=[1e3 * found.parts[part.name] for _, found in measured], format=",.3f", unit="ms",
         )
-        for name in PARTS
+        for part in STEP_PARTS
     ]  # fmt: skip
     rows.append(
         Row(name="step", values=[1e3 * found.step_s for _, found in measured], format=",.3f", unit="ms")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 import threading
 import time
 from collections import deque
@@ -18,6 +17,7 @@ from datetime import datetime
 from typing import final
 
 from hpctrain.errors import LaunchError
+from hpctrain.launch import SlurmUnavailable, ask_once
 from hpctrain.telemetry import in_words
 
 DEADLINE_VARIABLE = "HPCTRAIN_DEADLINE"
@@ -122,27 +122,16 @@ def job_to_ask_about(environ: Mapping[str, str]) -> str | None:
 def ask_slurm(job: str, *, timeout_s: float = SQUEUE_MAY_TAKE_S) -> SlurmAnswer:
     """Asks Slurm with squeue when `job` ends, by the controller's clock.
 
-    Not collective; call it on one rank only, and rarely. The child process is created with vfork, which is safe with
-    MPI's registered memory.
+    Not collective; call it on one rank only, and rarely.
     """
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     try:
-        done = subprocess.run(
-            ["squeue", "--noheader", f"--jobs={job}", "--format=%l %e"],
-            env={**environ, "SLURM_TIME_FORMAT": "%s"},
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return SlurmAnswer(problem=f"squeue did not answer within {timeout_s:.0f} s")
-    except OSError as error:
-        return SlurmAnswer(problem=f"squeue cannot be run: {error.strerror}")
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return SlurmAnswer(problem=f"squeue failed: {lines[-1]}")
-    return parse_squeue(done.stdout)
+        text = ask_once(["squeue", "--noheader", f"--jobs={job}", "--format=%l %e"], timeout_s=timeout_s)
+    except SlurmUnavailable as error:
+        return SlurmAnswer(problem=str(error))
+    return parse_ends(text)
 
 
-def parse_squeue(text: str) -> SlurmAnswer:
+def parse_ends(text: str) -> SlurmAnswer:
     """Returns the earliest end in squeue's output.
 
     text: lines `LIMIT END`, one per component of the job, with END in seconds since 1970.

@@ -1,12 +1,11 @@
 from .efficiency import (
-    PARTS as PARTS,
-    RECORDED as RECORDED,
     Efficiency as Efficiency,
     Factors as Factors,
     Scaling as Scaling,
     StepTimes as StepTimes,
     against as against,
     attribute as attribute,
+    divided as divided,
     document_of as document_of,
     efficiency_from as efficiency_from,
     efficiency_of as efficiency_of,

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.errors import UsageError
-from hpctrain.telemetry import STEP, read_records
+from hpctrain.telemetry import (
+    OPTIONAL_KEYS,
+    PART_KEYS,
+    PART_NAMES,
+    STEP_PARTS,
+    PartKind,
+    RunDirectory,
+)
 
 # The efficiency hierarchy of the POP Centre of Excellence for synchronous training. Pure.
 #
@@ -22,13 +28,7 @@ from hpctrain.telemetry import STEP, read_records
 # docs/guides/efficiency.md.
 
 
-# The parts of a rank's time; they add up to the step.
-PARTS = (
-    "compute", "hidden_reduction", "exposed_reduction", "waiting", "bubble", "input", "checkpoint", "evaluation",
-    "other",
-)  # fmt: skip
-# Names of the recorded seconds from which the parts are computed.
-RECORDED = ("input", "compute", "hidden_sync", "bubble", "exposed_sync", "checkpoint", "evaluation", "other")
+_Seconds = TypeVar("_Seconds", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Efficiency:
     """How the ranks spent their time in some steps.
 
     Attributes:
-        parts: The seconds per step by name as in `PARTS`, the mean over ranks and steps.
+        parts: The seconds per step by name as in `PART_NAMES`, the mean over ranks and steps.
         own_s: A rank's seconds per step without communication. `mean` is the mean over ranks and steps; `largest` is
             the mean over the steps of the slowest rank; `ideal` is the mean over the steps of the latest arrival in
             each, that is, the largest own time, in a pipeline with its bubbles.
@@ -74,20 +74,21 @@ class Efficiency:
     @property
     def computed_s(self) -> float:
         """The seconds of computing per step, as the mean over the ranks."""
-        return self.parts["compute"] + self.parts["hidden_reduction"]
+        return self._seconds_of(PartKind.COMPUTING)
 
     @property
     def factors(self) -> Factors:
         mean, largest, ideal = (self.own_s[name] for name in ("mean", "largest", "ideal"))
-        own_parts = sum(self.parts[name] for name in ("input", "checkpoint", "evaluation", "other"))
+        rest = self._seconds_of(PartKind.REST)
         return Factors(
             load_balance=_ratio(mean, largest),
             serialisation=_ratio(largest, ideal),
-            transfer=_ratio(
-                ideal, mean + sum(self.parts[name] for name in ("bubble", "exposed_reduction", "waiting"))
-            ),
-            computing=_ratio(self.computed_s, self.computed_s + own_parts),
+            transfer=_ratio(ideal, mean + self._seconds_of(PartKind.PIPELINE, PartKind.REDUCTION)),
+            computing=_ratio(self.computed_s, self.computed_s + rest),
         )
+
+    def _seconds_of(self, *kinds: PartKind) -> float:
+        return sum(self.parts[part.name] for kind in kinds for part in STEP_PARTS if part.kind is kind)
 
     def document(self) -> dict[str, Any]:
         """Returns the fields of the records `efficiency` in docs/metrics.md."""
@@ -104,8 +105,8 @@ class Efficiency:
     def from_document(cls, document: Mapping[str, Any]) -> Efficiency:
         """Returns the efficiency from a result of `document`. Raises KeyError or TypeError."""
         found = {name: document[name] for name in ("steps", "ranks", "samples", "parts", "own_s")}
-        # Versions before pipelines recorded no bubble.
-        return cls(**{**found, "parts": {"bubble": 0.0, **document["parts"]}})
+        absent = {part.name: 0.0 for part in STEP_PARTS if part.optional}
+        return cls(**{**found, "parts": {**absent, **document["parts"]}})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,23 +138,34 @@ def efficiency_from(
     """Returns the efficiency of `steps` steps of `ranks` ranks.
 
     Args:
-        seconds: Sums over ranks and steps, by name as in `RECORDED`.
+        seconds: Sums over ranks and steps, by name as in `PART_KEYS`.
         own_s: The time without communication, summed over ranks and steps.
         largest_s: The largest sum of one rank over the steps.
         ideal_s: The sum over the steps of the largest own time, with bubbles.
     """
-    mean = {name: seconds[name] / (steps * ranks) for name in RECORDED}
+    mean = {name: seconds[name] / (steps * ranks) for name in PART_KEYS}
     own = {"mean": own_s / (steps * ranks), "largest": largest_s / steps, "ideal": ideal_s / steps}
     waiting = min(max(0.0, own["ideal"] - own["mean"] - mean["bubble"]), mean["exposed_sync"])
     hidden = min(mean["hidden_sync"], mean["compute"])
-    parts = {
-        "compute": mean["compute"] - hidden,
-        "hidden_reduction": hidden,
-        "exposed_reduction": mean["exposed_sync"] - waiting,
-        "waiting": waiting,
-        **{name: mean[name] for name in ("bubble", "input", "checkpoint", "evaluation", "other")},
-    }
+    parts = divided(mean, hidden=hidden, waiting=waiting)
     return Efficiency(steps=steps, ranks=ranks, samples=samples, parts=parts, own_s=own)
+
+
+def divided(seconds: Mapping[str, _Seconds], *, hidden: _Seconds, waiting: _Seconds) -> dict[str, _Seconds]:
+    """Returns the seconds by name as in `PART_NAMES`, which add up to the step.
+
+    Args:
+        seconds: The recorded seconds, by name as in `PART_KEYS`.
+        hidden: The part of `compute` in which a reduction ran.
+        waiting: The part of `exposed_sync` in which slower ranks had not come to the reduction.
+    """
+    differ = {
+        "compute": seconds["compute"] - hidden,
+        "hidden_reduction": hidden,
+        "exposed_reduction": seconds["exposed_sync"] - waiting,
+        "waiting": waiting,
+    }
+    return {part.name: differ[part.name] if part.name in differ else seconds[part.key] for part in STEP_PARTS}
 
 
 def against(run: Efficiency, *, reference: Efficiency) -> Scaling:
@@ -196,7 +208,7 @@ class StepTimes:
     Attributes:
         steps: The step numbers, ascending, shape (steps,).
         samples: The samples of all ranks per step, shape (steps,).
-        seconds: The seconds by name as in `RECORDED`, and `step` and `after_sync`, each of shape (ranks, steps).
+        seconds: The seconds by name as in `PART_KEYS`, and `step` and `after_sync`, each of shape (ranks, steps).
         carried: `after_sync` of the step before, shape (ranks, steps); 0 if that step has no record.
     """
 
@@ -225,7 +237,7 @@ def _arrivals(times: StepTimes) -> Times:
 
 
 def attribute(times: StepTimes) -> Times:
-    """Returns the seconds of all parts of all steps, shape (ranks, steps, parts), in the order of `PARTS`.
+    """Returns the seconds of all parts of all steps, shape (ranks, steps, parts), in the order of `PART_NAMES`.
 
     They add up to the seconds of the step.
     """
@@ -233,21 +245,14 @@ def attribute(times: StepTimes) -> Times:
     arrivals = _arrivals(times)
     waiting = np.minimum(arrivals.max(axis=0) - arrivals, seconds["exposed_sync"])
     hidden = np.minimum(seconds["hidden_sync"], seconds["compute"])
-    parts = {
-        **seconds,
-        "compute": seconds["compute"] - hidden,
-        "hidden_reduction": hidden,
-        "exposed_reduction": seconds["exposed_sync"] - waiting,
-        "waiting": waiting,
-    }
-    return np.stack([parts[name] for name in PARTS], axis=-1)
+    return np.stack(list(divided(seconds, hidden=hidden, waiting=waiting).values()), axis=-1)
 
 
 def efficiency_of(times: StepTimes) -> Efficiency:
     """Returns the POP efficiencies of these steps, at least one."""
     own = own_times(times)
     return efficiency_from(
-        {name: float(times.seconds[name].sum()) for name in RECORDED},
+        {name: float(times.seconds[name].sum()) for name in PART_KEYS},
         own_s=float(own.sum()),
         largest_s=float(own.sum(axis=1).max()),
         ideal_s=float(_arrivals(times).max(axis=0).sum()),
@@ -260,7 +265,7 @@ def efficiency_of(times: StepTimes) -> Efficiency:
 def document_of(times: StepTimes) -> dict[str, Any]:
     """Returns the efficiency of these steps and the seconds per step of each rank's parts, as JSON."""
     by_rank = attribute(times).mean(axis=1)
-    ranks = [dict(zip(PARTS, row.tolist(), strict=True)) for row in by_rank]
+    ranks = [dict(zip(PART_NAMES, row.tolist(), strict=True)) for row in by_rank]
     first, last = int(times.steps[0]), int(times.steps[-1])
     return {"first_step": first, "last_step": last, **efficiency_of(times).document(), "by_rank": ranks}
 
@@ -268,7 +273,7 @@ def document_of(times: StepTimes) -> dict[str, Any]:
 # Reads the times of steps and the efficiencies from a run directory.
 
 
-_NAMES = (*RECORDED, "step", "after_sync")
+_NAMES = (*PART_KEYS, "step", "after_sync")
 
 
 def read_step_times(directory: Path, *, first: int = 2, last: int | None = None) -> StepTimes:
@@ -277,20 +282,10 @@ def read_step_times(directory: Path, *, first: int = 2, last: int | None = None)
     By default the first step of a run, in which buckets and memory are set up, is left out. For a repeated step the
     later record counts. Raises UsageError if a rank has not recorded its steps, or if no step is in all records.
     """
-    num_ranks = _num_ranks(directory)
-    by_rank: list[dict[int, Mapping[str, Any]]] = []
-    for rank in range(num_ranks):
-        path = directory / "metrics" / f"rank-{rank:05}.jsonl"
-        try:
-            records: dict[int, Mapping[str, Any]] = {
-                r["step"]: r for r in read_records(path) if r["kind"] == STEP
-            }
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"the records of rank {rank} of {num_ranks} cannot be read ({path}: {error}): dividing each "
-                "rank's time needs the records of all, which telemetry.ranks = 'all' writes"
-            ) from error
-        by_rank.append(records)
+    run = RunDirectory(directory)
+    num_ranks = len(run.environment()["ranks"])
+    advice = "dividing each rank's time needs the records of all, which telemetry.ranks = 'all' writes"
+    by_rank = [run.steps(rank, num_ranks=num_ranks, advice=advice) for rank in range(num_ranks)]
     wanted = [s for s in by_rank[0] if s >= first and (last is None or s <= last)]
     steps = sorted(s for s in wanted if all(s in records for records in by_rank))
     if not steps:
@@ -318,9 +313,8 @@ def read_step_times(directory: Path, *, first: int = 2, last: int | None = None)
 
 
 def _seconds(record: Mapping[str, Any], name: str) -> float:
-    # Versions before pipelines recorded no bubble.
-    seconds: float = record["seconds"].get(name, 0.0) if name == "bubble" else record["seconds"][name]
-    return seconds
+    found: Mapping[str, float] = record["seconds"]
+    return found.get(name, 0.0) if name in OPTIONAL_KEYS else found[name]
 
 
 def read_efficiency(directory: Path) -> Efficiency:
@@ -328,19 +322,14 @@ def read_efficiency(directory: Path) -> Efficiency:
 
     Raises UsageError if there is no summary yet, or if it has no efficiency.
     """
-    path = directory / "summary.json"
+    run = RunDirectory(directory)
+    document = (run.summary() or {}).get("efficiency")
     try:
-        return Efficiency.from_document(json.loads(path.read_text(encoding="utf-8"))["efficiency"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{path} has no efficiency ({type(error).__name__}: {error}): it is written at the end of a run of at "
-            "least two steps"
-        ) from error
-
-
-def _num_ranks(directory: Path) -> int:
-    path = directory / "environment.json"
-    try:
-        return len(json.loads(path.read_text(encoding="utf-8"))["ranks"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} cannot be read ({error}): give the directory of a run") from error
+        if document is not None:
+            return Efficiency.from_document(document)
+        why = ""
+    except (KeyError, TypeError) as error:
+        why = f" ({type(error).__name__}: {error})"
+    raise UsageError(
+        f"{run.summary_path} has no efficiency{why}: it is written at the end of a run of at least two steps"
+    )

@@ -1,8 +1,3 @@
-from .controller import (
-    Controller as Controller,
-    SlurmRefused as SlurmRefused,
-    SlurmUnavailable as SlurmUnavailable,
-)
 from .jobs import (
     Job as Job,
     Submission as Submission,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import LaunchError, UsageError
-from hpctrain.slurm.controller import Controller, SlurmRefused
+from hpctrain.launch import SlurmController, SlurmRefused, parse_duration
 from hpctrain.telemetry import RecordWriter, read_records
 
 FOLDER = "slurm"
@@ -94,7 +94,6 @@ _ENDED = frozenset({
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "SPECIAL_EXIT", "TIMEOUT",
 })  # fmt: skip
-_DURATION = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 _SQUEUE_FIELDS = "%i|%T|%r|%M|%l|%L|%D|%S|%N"
 _SACCT_FIELDS = "JobID,State,ExitCode,Start,End,Elapsed,NNodes,NodeList"
 
@@ -132,7 +131,7 @@ class Job:
         return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
 
-def queued_jobs(controller: Controller, job_ids: Sequence[str]) -> list[Job]:
+def queued_jobs(controller: SlurmController, job_ids: Sequence[str]) -> list[Job]:
     """Returns the jobs among `job_ids` that Slurm's controller still knows, oldest first. Raises LaunchError.
 
     The controller remembers ended jobs for some minutes.
@@ -149,7 +148,7 @@ def queued_jobs(controller: Controller, job_ids: Sequence[str]) -> list[Job]:
     return sorted(parse_squeue(text), key=lambda job: [int(part) for part in re.findall(r"\d+", job.job_id)])
 
 
-def past_jobs(controller: Controller, job_ids: Sequence[str]) -> list[Job] | None:
+def past_jobs(controller: SlurmController, job_ids: Sequence[str]) -> list[Job] | None:
     """Returns the attempts of these jobs in the accounting database, oldest first; None if there is no database."""
     if not job_ids:
         return []
@@ -214,15 +213,6 @@ def parse_sacct(text: str) -> list[Job]:
     return found
 
 
-def parse_duration(text: str) -> int | None:
-    """Returns a duration such as `1-02:03:04`, `02:03:04` or `3:04` in seconds; None for UNLIMITED and the like."""
-    match = _DURATION.fullmatch(text)
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
-    return seconds + 60 * (minutes + 60 * (hours + 24 * days))
-
-
 def _time(text: str) -> str | None:
     return text if re.match(r"\d{4}-", text) else None
 
@@ -277,7 +267,7 @@ _FIELDS = "JobIDRaw,ConsumedEnergyRaw"
 _UNKNOWN = 2**64 - 2
 
 
-def consumed_energy(controller: Controller, job_ids: Iterable[str]) -> dict[str, float]:
+def consumed_energy(controller: SlurmController, job_ids: Iterable[str]) -> dict[str, float]:
     """Returns the energy of each job in joules, by job id. Raises LaunchError.
 
     Jobs are missing if the site's Slurm does not measure energy, or has no accounting database. The energy is that of

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint import finished_newest_first, read_structure, step_of
 from hpctrain.errors import CheckpointError, LaunchError, UsageError
+from hpctrain.launch import SlurmController
 from hpctrain.run import Recipe, load_recipe
-from hpctrain.slurm.controller import Controller
 from hpctrain.slurm.jobs import Job, explain_reason, past_jobs, queued_jobs, record_path, recorded_ids
 from hpctrain.supervise import Attempt, effective_time, read_attempts
-from hpctrain.telemetry import read_records
+from hpctrain.telemetry import RunDirectory
 
 # The speed is computed over the steps in this many last bytes of rank 0's records, some 150 steps.
 _TAIL_BYTES = 64 << 10
@@ -72,15 +70,12 @@ def read_progress(run_directory: Path, *, checkpoints: Path | None = None) -> Pr
 
     Raises LaunchError if existing files cannot be read.
     """
+    run = RunDirectory(run_directory, error=LaunchError)
     try:
-        starts = _records(run_directory / "starts.jsonl")
+        starts = run.starts()
         began_at = float(starts[-1]["time"]) if starts else 0.0
-        steps = [
-            record
-            for record in _newest_steps(run_directory / "metrics" / "rank-00000.jsonl")
-            if record["time"] >= began_at
-        ]
-        status = _status(run_directory / "summary.json", began_at=began_at)
+        steps = [record for record in run.newest_steps(max_bytes=_TAIL_BYTES) if record["time"] >= began_at]
+        status = _status(run, began_at=began_at)
         checkpoint, damaged = _newest_good(checkpoints or run_directory / "checkpoints")
     except (OSError, ValueError, KeyError) as error:
         raise LaunchError(f"the run directory {run_directory} cannot be read: {error}") from error
@@ -107,36 +102,10 @@ def read_progress(run_directory: Path, *, checkpoints: Path | None = None) -> Pr
     )
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    try:
-        return list(read_records(path))
-    except FileNotFoundError:
-        return []
-
-
-def _newest_steps(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the step records in the last part of a file."""
-    try:
-        with path.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
-            file.seek(start)
-            lines = file.read().split(b"\n")
-    except FileNotFoundError:
-        return
-    # The last piece is empty or a line that is being written, the first one may have been cut.
-    for line in lines[1 if start else 0 : -1]:
-        record = json.loads(line)
-        if record.get("kind") == "step":
-            yield record
-
-
-def _status(path: Path, *, began_at: float) -> str | None:
-    try:
-        if path.stat().st_mtime < began_at:
-            return None  # it is from an earlier start
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
+def _status(run: RunDirectory, *, began_at: float) -> str | None:
+    summary = run.summary()
+    if summary is None or run.summary_path.stat().st_mtime < began_at:
+        return None  # there is none, or it is from an earlier start
     return str(summary["status"])
 
 
@@ -342,7 +311,7 @@ def find_run(target: Path, *, overrides: Sequence[str] = ()) -> tuple[Path, Reci
     return target, load_recipe(written) if written.exists() else None
 
 
-def run_statuses(run_directory: Path, recipe: Recipe | None, controller: Controller) -> list[RunStatus]:
+def run_statuses(run_directory: Path, recipe: Recipe | None, controller: SlurmController) -> list[RunStatus]:
     """Returns the status of a run, or of each task of its array. Calls squeue and sacct once each.
 
     Raises LaunchError if Slurm does not answer, or files cannot be read.

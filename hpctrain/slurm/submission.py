@@ -20,8 +20,8 @@ from typing import Any, Literal
 import jinja2
 
 from hpctrain.errors import LaunchError, RecipeError, UsageError
+from hpctrain.launch import SlurmController, SlurmUnavailable
 from hpctrain.run import Recipe, SlurmSection, load_recipe
-from hpctrain.slurm.controller import Controller, SlurmUnavailable
 from hpctrain.slurm.jobs import (
     FOLDER,
     Job,
@@ -285,7 +285,7 @@ def plan_job(
 
 def submit_job(
     planned: PlannedJob,
-    controller: Controller,
+    controller: SlurmController,
     *,
     by: str = "submit",
     arguments: Sequence[str] = (),
@@ -342,7 +342,7 @@ def submit_job(
     return submission
 
 
-def check_job(planned: PlannedJob, controller: Controller) -> str:
+def check_job(planned: PlannedJob, controller: SlurmController) -> str:
     """Makes Slurm check the job without submitting it. Returns Slurm's answer, with the estimated start.
 
     Raises LaunchError if Slurm refuses the job.
@@ -354,12 +354,12 @@ def check_job(planned: PlannedJob, controller: Controller) -> str:
         return controller.ask(words, cwd=planned.folder, stream="stderr").strip()
 
 
-def active_jobs(run_directory: Path, controller: Controller) -> list[Job]:
+def active_jobs(run_directory: Path, controller: SlurmController) -> list[Job]:
     """Returns the jobs of a run that are waiting or running. Raises LaunchError."""
     return [job for job in queued_jobs(controller, recorded_ids(run_directory)) if not job.ended]
 
 
-def check_idle(planned: PlannedJob, controller: Controller) -> None:
+def check_idle(planned: PlannedJob, controller: SlurmController) -> None:
     """Raises UsageError if a job of this run is waiting or running: two jobs would write to the same run directory."""
     active = active_jobs(planned.run_directory, controller)
     if active:
@@ -369,7 +369,7 @@ def check_idle(planned: PlannedJob, controller: Controller) -> None:
         )
 
 
-def stop_jobs(jobs: Sequence[Job], controller: Controller) -> None:
+def stop_jobs(jobs: Sequence[Job], controller: SlurmController) -> None:
     """Removes waiting jobs from the queue; asks the ranks of running jobs to save and stop, without being requeued."""
     waiting = [job.job_id for job in jobs if job.waits]
     running = [job.job_id for job in jobs if not job.waits]
@@ -381,17 +381,17 @@ def stop_jobs(jobs: Sequence[Job], controller: Controller) -> None:
         ask_to_stop(running, controller)
 
 
-def ask_to_stop(job_ids: Sequence[str], controller: Controller) -> None:
+def ask_to_stop(job_ids: Sequence[str], controller: SlurmController) -> None:
     """Asks the ranks of running jobs to save and stop; the job's script decides what happens afterwards."""
     controller.ask(["scancel", "--batch", "--signal=USR1", *job_ids])
 
 
-def kill_jobs(job_ids: Sequence[str], controller: Controller) -> None:
+def kill_jobs(job_ids: Sequence[str], controller: SlurmController) -> None:
     """Cancels jobs. The ranks have Slurm's KillWait, usually 30 s, to save."""
     controller.ask(["scancel", *job_ids])
 
 
-def _find_by_script(controller: Controller, script: Path) -> str | None:
+def _find_by_script(controller: SlurmController, script: Path) -> str | None:
     """Returns the id of the job that runs `script`, whose name is unique; None if there is none."""
     lines = controller.ask(["squeue", "--me", "--noheader", "--states=all", "--format=%F|%o"]).splitlines()
     found = (line.partition("|") for line in lines)
@@ -468,7 +468,7 @@ class Resized:
 
 
 def resize(
-    run_directory: Path, *, nodes: int, controller: Controller, overrides: Sequence[str] = ()
+    run_directory: Path, *, nodes: int, controller: SlurmController, overrides: Sequence[str] = ()
 ) -> Resized:
     """Makes the ranks save and stop at a step on which they agree, and continues the run on `nodes` nodes.
 
@@ -516,7 +516,7 @@ def _may_shrink(active: Sequence[Job], *, nodes: int) -> bool:
     return len(active) == 1 and active[0].state == "RUNNING" and nodes < active[0].num_nodes
 
 
-def _shrink(run_directory: Path, shrunk: Submission, controller: Controller) -> None:
+def _shrink(run_directory: Path, shrunk: Submission, controller: SlurmController) -> None:
     path = nodes_path(run_directory, shrunk.job_id)
     try:
         path.write_text(f"{shrunk.nodes}\n", encoding="utf-8")

@@ -19,6 +19,7 @@ import psutil
 
 from hpctrain.comm import ProbeTarget, probe_hosts
 from hpctrain.errors import LaunchError
+from hpctrain.launch import SlurmUnavailable, ask_once
 from hpctrain.resilience import job_to_ask_about
 
 # A controller that is busy or failing over must not hold up a restart for longer.
@@ -157,18 +158,9 @@ def _resolve(name: str) -> tuple[str, ...]:
 def _scontrol(*words: str) -> str:
     """Returns the output of a scontrol command; "" if it fails or takes longer than _QUERY_TIMEOUT_S."""
     try:
-        done = subprocess.run(
-            ["scontrol", *words],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_QUERY_TIMEOUT_S,
-            env={**os.environ, "SLURM_TIME_FORMAT": "%s"},
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        return ask_once(["scontrol", *words], timeout_s=_QUERY_TIMEOUT_S)
+    except SlurmUnavailable:
         return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 # Checks nodes before a start: does the node answer, are its mounts there, has the earlier attempt ended?

@@ -33,6 +33,7 @@ from .records import (
     tell as tell,
     write_json as write_json,
 )
+from .run_directory import RunDirectory as RunDirectory
 from .sinks import (
     Record as Record,
     Sink as Sink,
@@ -40,4 +41,15 @@ from .sinks import (
     TensorBoardSink as TensorBoardSink,
     scalars_of as scalars_of,
 )
-from .step_clock import PARTS as PARTS, Observer as Observer, StepClock as StepClock, in_words as in_words
+from .step_clock import (
+    CLOCK_KEYS as CLOCK_KEYS,
+    OPTIONAL_KEYS as OPTIONAL_KEYS,
+    PART_KEYS as PART_KEYS,
+    PART_NAMES as PART_NAMES,
+    STEP_PARTS as STEP_PARTS,
+    Observer as Observer,
+    PartKind as PartKind,
+    StepClock as StepClock,
+    StepPart as StepPart,
+    in_words as in_words,
+)

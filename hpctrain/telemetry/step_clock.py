@@ -1,16 +1,95 @@
-"""Measures the parts of a step by name, and formats durations."""
+"""The parts of a step, and the clock that measures them. Also formats durations."""
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+# The table of a step's parts.
+
+
+class PartKind(enum.Enum):
+    """What a rank does in a part of a step. Parts are shown in the order of their kinds."""
+
+    COMPUTING = enum.auto()  # what the share of computing counts as computing
+    REDUCTION = enum.auto()  # lowers the parallel efficiency
+    PIPELINE = enum.auto()  # lowers the parallel efficiency
+    REST = enum.auto()  # lowers the share of computing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPart:
+    """One part of a rank's time. All parts add up to the step.
+
+    Attributes:
+        name: The name in efficiencies, in reports, and in the metric of all ranks' time.
+        key: The name in the records of a rank, and in the metric of its time. Two parts may have one key: only a
+            comparison of the ranks tells them apart.
+        letter: The letter of the part in the terminal, and its `style` there, in the notation of rich.
+        measured: Whether the clock measures it on the main thread. The others follow from these.
+        optional: Whether some runs, and the records of earlier versions, do not have it. Its time is 0 there.
+        note: An explanation for the help text of a metric.
+    """
+
+    name: str
+    key: str
+    kind: PartKind
+    letter: str
+    style: str
+    measured: bool = True
+    optional: bool = False
+    note: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.name.replace("_", " ")
+
+
+# In the order of the keys in records.
+_TABLE = (
+    # Waiting for a batch.
+    StepPart(name="input", key="input", kind=PartKind.REST, letter="I", style="black on yellow"),
+    # Forward, backward and optimizer. The record includes `hidden_sync`; this part does not.
+    StepPart(name="compute", key="compute", kind=PartKind.COMPUTING, letter="C", style="black on blue"),
+    # Computing while a reduction runs.
+    StepPart(
+        name="hidden_reduction", key="hidden_sync", kind=PartKind.COMPUTING, letter="H", style="black on cyan",
+        measured=False,
+    ),
+    # Waiting of this rank's pipeline stages for others. Versions before pipelines did not record it.
+    StepPart(
+        name="bubble", key="bubble", kind=PartKind.PIPELINE, letter="B", style="black on bright_magenta",
+        optional=True, note="waiting for other stages of a pipeline",
+    ),
+    # Waiting for communication, and for ranks that come to it later than this one.
+    StepPart(
+        name="exposed_reduction", key="exposed_sync", kind=PartKind.REDUCTION, letter="R", style="black on red"
+    ),
+    StepPart(
+        name="waiting", key="exposed_sync", kind=PartKind.REDUCTION, letter="W", style="black on magenta",
+        measured=False, note="for slower ranks",
+    ),
+    StepPart(name="checkpoint", key="checkpoint", kind=PartKind.REST, letter="S", style="black on green"),
+    StepPart(name="evaluation", key="evaluation", kind=PartKind.REST, letter="E", style="black on white"),
+    # What no other part covers.
+    StepPart(
+        name="other", key="other", kind=PartKind.REST, letter="O", style="white on bright_black", measured=False
+    ),
+)  # fmt: skip
+
+STEP_PARTS = tuple(sorted(_TABLE, key=lambda part: list(PartKind).index(part.kind)))
+PART_NAMES = tuple(part.name for part in STEP_PARTS)
+# Keys of the seconds in records: of all parts, and of those that the clock measures.
+PART_KEYS = tuple(dict.fromkeys(part.key for part in _TABLE))
+CLOCK_KEYS = tuple(part.key for part in _TABLE if part.measured)
+OPTIONAL_KEYS = frozenset(part.key for part in _TABLE if part.optional)
+
 
 # Divides the time of a step into named parts.
 
-
-# Parts of a step that follow one another on the main thread: with `other`, the rest, they add up to `step`.
-PARTS = ("input", "compute", "bubble", "exposed_sync", "checkpoint", "evaluation")
 
 # Called with the name, start and end of a span, in seconds of `time.perf_counter`.
 Observer = Callable[[str, float, float], object]
@@ -19,19 +98,18 @@ Observer = Callable[[str, float, float], object]
 class StepClock:
     """Sums seconds by name from one `lap` to the next.
 
-    The names in `PARTS` are parts of a step: `input`, waiting for a batch; `compute`, forward, backward and optimizer;
-    `bubble`, waiting of this rank's pipeline stages for others; `exposed_sync`, waiting for communication. Other names
-    overlap these: `hidden_sync`, the part of `compute` during which a reduction ran; `after_sync`, from the end of the
-    reduction to the end of the step; `sync`, the total time of the reduction, on any thread; `device_compute`, the time
-    of a GPU, by events; `own_write`, in steps in which a checkpoint was committed, the time in which this rank wrote
-    its part, on any thread.
+    The names in `CLOCK_KEYS` follow one another on the main thread; with `other`, the rest, they add up to `step`.
+    Other names overlap these: `hidden_sync`, the part of `compute` during which a reduction ran; `after_sync`, from the
+    end of the reduction to the end of the step; `sync`, the total time of the reduction, on any thread;
+    `device_compute`, the time of a GPU, by events; `own_write`, in steps in which a checkpoint was committed, the time
+    in which this rank wrote its part, on any thread.
 
     observer: a function that is called for each span of a part, if set.
     """
 
     def __init__(self) -> None:
         self.observer: Observer | None = None
-        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._seconds = dict.fromkeys(CLOCK_KEYS, 0.0)
         self._lap_started = time.perf_counter()
         self._sync_ended: float | None = None
 
@@ -50,7 +128,7 @@ class StepClock:
         ended: the end of the span, by `time.perf_counter`; None: now. what: the name for the observer; None: `name`.
         """
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-        if self.observer is not None and name in PARTS:
+        if self.observer is not None and name in CLOCK_KEYS:
             end = time.perf_counter() if ended is None else ended
             self.observer(what or name, end - seconds, end)
 
@@ -66,17 +144,17 @@ class StepClock:
     def lap(self) -> dict[str, float]:
         """Returns the seconds by name since the last lap, and starts the next one.
 
-        `step` is the total, and `other` the part of it that is in none of `PARTS`. `after_sync` is 0 without
+        `step` is the total, and `other` the part of it that is in none of `CLOCK_KEYS`. `after_sync` is 0 without
         `sync_ended`.
         """
         now = time.perf_counter()
         seconds = self._seconds
         step = now - self._lap_started
         # Clocks read one after another may differ by some ns from their sum.
-        seconds["other"] = max(0.0, step - sum(seconds[name] for name in PARTS))
+        seconds["other"] = max(0.0, step - sum(seconds[name] for name in CLOCK_KEYS))
         seconds["step"] = step
         seconds["after_sync"] = now - self._sync_ended if self._sync_ended is not None else 0.0
-        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._seconds = dict.fromkeys(CLOCK_KEYS, 0.0)
         self._lap_started = now
         self._sync_ended = None
         return seconds

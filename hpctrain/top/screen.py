@@ -9,21 +9,12 @@ from collections.abc import Mapping, Sequence
 from rich.console import Group
 from rich.text import Text
 
-from hpctrain.scaling import PARTS
-from hpctrain.telemetry import in_words
+from hpctrain.telemetry import STEP_PARTS, in_words
 from hpctrain.top.state import RunState
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _ASCII_LEVELS = "_.-=+*#@"
 _STYLES = {"good": "bold green", "note": "bold yellow", "problem": "bold red"}
-# Letters, so that the bar can be read without colours.
-_LETTERS: Mapping[str, tuple[str, str]] = {
-    "compute": ("C", "black on blue"), "hidden_reduction": ("H", "black on cyan"),
-    "exposed_reduction": ("R", "black on red"), "waiting": ("W", "black on magenta"),
-    "bubble": ("B", "black on bright_magenta"), "input": ("I", "black on yellow"),
-    "checkpoint": ("S", "black on green"), "evaluation": ("E", "black on white"),
-    "other": ("O", "white on bright_black"),
-}  # fmt: skip
 _WIDEST_BAR = 100
 _MOST_INCIDENTS = 5
 
@@ -64,12 +55,13 @@ def sparkline(values: Sequence[float], *, width: int, ascii_only: bool = False) 
 def bar(parts: Mapping[str, float], *, width: int) -> str:
     """Returns `width` letters, divided among the parts of a step by their shares; empty if nothing is known."""
     ends, share = [], 0.0
-    for name in PARTS:
-        share += parts.get(name, 0.0)
+    for part in STEP_PARTS:
+        share += parts.get(part.name, 0.0)
         ends.append(round(share * width))
     begins = [0, *ends[:-1]]
+    # Letters, so that the bar can be read without colours.
     return "".join(
-        _LETTERS[name][0] * (end - begin) for name, begin, end in zip(PARTS, begins, ends, strict=True)
+        part.letter * (end - begin) for part, begin, end in zip(STEP_PARTS, begins, ends, strict=True)
     )
 
 
@@ -123,12 +115,11 @@ def _parts(state: RunState, *, width: int) -> list[Text]:
     letters = bar(state.parts, width=min(width, _WIDEST_BAR))
     drawn = Text(no_wrap=True)
     legend = []
-    for name in PARTS:
-        letter, style = _LETTERS[name]
-        drawn.append(letter * letters.count(letter), style)
-        if state.parts[name] >= 0.005:
-            named = f" {name.replace('_', ' ')} {state.parts[name]:.0%}  "
-            legend.append(_cut("", "").append(letter, style).append(named))
+    for part in STEP_PARTS:
+        drawn.append(part.letter * letters.count(part.letter), part.style)
+        if state.parts[part.name] >= 0.005:
+            named = f" {part.label} {state.parts[part.name]:.0%}  "
+            legend.append(_cut("", "").append(part.letter, part.style).append(named))
     return [drawn, *_filled([*legend, Text(f"({state.parts_of})", style="dim")], width=width)]
 
 

@@ -12,9 +12,9 @@ from typing import Any, Literal, final
 import numpy as np
 
 from hpctrain.report import INCIDENTS, incident_text
-from hpctrain.scaling import PARTS
+from hpctrain.scaling import divided
 from hpctrain.supervise import Attempt
-from hpctrain.telemetry import STEP, in_words
+from hpctrain.telemetry import PART_KEYS, PART_NAMES, STEP, in_words
 
 # The newest records of a run, as they are read. Pure, and bounded whatever the length of the run.
 
@@ -172,7 +172,7 @@ class RunState:
         left_s: The time until the run's time limit.
         to_go_s: The estimated time to the last step.
         step_s: The p50, p95 and p99 of the step time on rank 0.
-        parts: The shares of a step by name as in `PARTS`.
+        parts: The shares of a step by name as in `PART_NAMES`.
         parts_of: The steps and ranks from which they are computed.
         num_followed: The number of ranks whose records were compared.
     """
@@ -298,8 +298,8 @@ def _parts(history: RunHistory, steps: Sequence[RecordedStep]) -> tuple[Mapping[
     """Returns the shares of a step, and which ranks they are for: all ranks if they have been compared, else rank 0."""
     found = history.efficiency
     if found is not None and found["step_s"] > 0:
-        # Versions before pipelines recorded no bubble.
-        shares = {name: found["parts"].get(name, 0.0) / found["step_s"] for name in PARTS}
+        # Records of earlier versions do not have all parts.
+        shares = {name: found["parts"].get(name, 0.0) / found["step_s"] for name in PART_NAMES}
         return shares, f"all ranks, {found['steps']} steps to step {found['step']}"
     total = sum(each.seconds["step"] for each in steps)
     if total <= 0:
@@ -308,12 +308,8 @@ def _parts(history: RunHistory, steps: Sequence[RecordedStep]) -> tuple[Mapping[
     def share(name: str) -> float:
         return sum(each.seconds.get(name, 0.0) for each in steps) / total
 
-    hidden = min(share("hidden_sync"), share("compute"))
-    parts = {name: share(name) for name in ("bubble", "input", "checkpoint", "evaluation", "other")}
-    parts |= {
-        "compute": share("compute") - hidden, "hidden_reduction": hidden, "exposed_reduction": share("exposed_sync"),
-        "waiting": 0.0,
-    }  # fmt: skip
+    shares = {name: share(name) for name in PART_KEYS}
+    parts = divided(shares, hidden=min(shares["hidden_sync"], shares["compute"]), waiting=0.0)
     of = f"rank 0, last {len(steps)} steps"
     if history.num_ranks > 1:
         of += "; waiting for slower ranks is in exposed reduction until the ranks have been compared"

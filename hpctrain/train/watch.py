@@ -19,7 +19,7 @@ from hpctrain.comm import Collective, ReduceOp, World, all_gather_json, make_sha
 from hpctrain.data import Batch
 from hpctrain.errors import LaunchError
 from hpctrain.reduce import DistributedOptimizer
-from hpctrain.scaling import RECORDED, TRACE_FOLDER, efficiency_from, measure_clock_offset
+from hpctrain.scaling import TRACE_FOLDER, efficiency_from, measure_clock_offset
 from hpctrain.stragglers import (
     COLUMNS,
     NUM_OWN,
@@ -34,7 +34,7 @@ from hpctrain.stragglers import (
     lower_median,
     measure_links,
 )
-from hpctrain.telemetry import RecordWriter, StepClock, write_json
+from hpctrain.telemetry import PART_KEYS, RecordWriter, StepClock, write_json
 from hpctrain.topology import Topology
 
 # Finds slow ranks and links while training: windows of steps, their comparison, and what is reported of it.
@@ -266,11 +266,11 @@ _MOST_STEPS = 4096
 class _Sums:
     """Sums over ranks and steps.
 
-    values: the time of computation, then the seconds by name as in `RECORDED`. ideal_s: the sum over the steps of the
+    values: the time of computation, then the seconds by name as in `PART_KEYS`. ideal_s: the sum over the steps of the
     latest arrival at the reduction.
     """
 
-    values: NDArray[np.float64] = field(default_factory=lambda: np.zeros(1 + len(RECORDED)))
+    values: NDArray[np.float64] = field(default_factory=lambda: np.zeros(1 + len(PART_KEYS)))
     ideal_s: float = 0.0
     steps: int = 0
     samples: int = 0
@@ -284,7 +284,7 @@ class _Sums:
     def document(self, *, largest_s: float, num_ranks: int) -> dict[str, Any]:
         own_s, *seconds = self.values.tolist()
         return efficiency_from(
-            dict(zip(RECORDED, seconds, strict=True)), own_s=own_s, largest_s=largest_s, ideal_s=self.ideal_s,
+            dict(zip(PART_KEYS, seconds, strict=True)), own_s=own_s, largest_s=largest_s, ideal_s=self.ideal_s,
             steps=self.steps, ranks=num_ranks, samples=self.samples,
         ).document()  # fmt: skip
 
@@ -305,7 +305,7 @@ class EfficiencyWatch:
         self._clock = clock
         self._after_s: float | None = None  # of the step before: own time that belongs to the next reduction
         self._arrivals_s = array("d")
-        self._sums: dict[str, float] = dict.fromkeys(RECORDED, 0.0)
+        self._sums: dict[str, float] = dict.fromkeys(PART_KEYS, 0.0)
         self._samples = 0
         self._own_here_s = 0.0  # of this rank, since this start of the run
         self._before = _Sums()
@@ -321,7 +321,7 @@ class EfficiencyWatch:
         if after_s is None:
             return
         self._arrivals_s.append(after_s + seconds["step"] - seconds["exposed_sync"] - seconds["after_sync"])
-        for name in RECORDED:
+        for name in PART_KEYS:
             self._sums[name] += seconds.get(name, 0.0)
         self._samples += samples
         if window_ends or len(self._arrivals_s) >= _MOST_STEPS:
@@ -349,7 +349,7 @@ class EfficiencyWatch:
             found = window.document(largest_s=float(maxima[-2]), num_ranks=num_ranks)
             self._records.write({"kind": "efficiency", "time": time.time(), "step": step, **found})
         self._arrivals_s = array("d")
-        self._sums = dict.fromkeys(RECORDED, 0.0)
+        self._sums = dict.fromkeys(PART_KEYS, 0.0)
         self._samples = 0
 
 

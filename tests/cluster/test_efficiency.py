@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hpctrain.data import pack_arrays
-from hpctrain.scaling import PARTS, attribute, efficiency_of, read_step_times
-from hpctrain.telemetry import read_records
+from hpctrain.scaling import attribute, efficiency_of, read_step_times
+from hpctrain.telemetry import PART_NAMES, read_records
 from tests.cluster import Cluster
 
 pytestmark = pytest.mark.launches
@@ -90,7 +90,7 @@ def test_a_link_that_becomes_slower_is_exposed_reduction_and_transfer(
         for first, last in ((5, SLOW_FROM - 1), (counted_from + 1, STEPS))
     )
     added = np.median(attribute(slow), axis=1) - np.median(attribute(before), axis=1)
-    for name, seconds in zip(PARTS, added.T, strict=True):
+    for name, seconds in zip(PART_NAMES, added.T, strict=True):
         print(f"{name}: {seconds.round(4)} s added, {expected_s:.4f} s at least by bytes / rate")
     # By the time of day, so by another clock than the parts. TCP needs more than bytes / rate through a shaped link.
     at = {step: record["time"] for step, record in steps_of(tmp_path).items()}
@@ -98,9 +98,9 @@ def test_a_link_that_becomes_slower_is_exposed_reduction_and_transfer(
         np.median([at[int(step)] - at[int(step) - 1] for step in times.steps]) for times in (before, slow)
     ]
     longer = float(walls[1] - walls[0])
-    assert added[:, PARTS.index("exposed_reduction")] == pytest.approx([longer] * 2, rel=0.1)
+    assert added[:, PART_NAMES.index("exposed_reduction")] == pytest.approx([longer] * 2, rel=0.1)
     assert longer > 0.9 * expected_s
-    others = [number for number, name in enumerate(PARTS) if name != "exposed_reduction"]
+    others = [number for number, name in enumerate(PART_NAMES) if name != "exposed_reduction"]
     assert (np.abs(added[:, others]) < 0.1 * expected_s).all()
     factors, factors_before = efficiency_of(slow).factors, efficiency_of(before).factors
     print(factors_before, factors)

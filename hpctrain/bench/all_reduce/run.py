@@ -21,7 +21,7 @@ from hpctrain.bench.all_reduce.measure import (
     measure_all_reduce,
 )
 from hpctrain.bench.document import document_head
-from hpctrain.bench.figures import Spread, describe_bytes, describe_spread, show_number
+from hpctrain.bench.figures import Spread, describe_bytes, describe_spread, empty_table, show_number
 from hpctrain.comm import Collective, ReduceOp, Transport
 from hpctrain.errors import UsageError
 from hpctrain.reduce import (
@@ -339,19 +339,10 @@ def all_reduce_table(rows: Sequence[Row], *, title: str) -> Table:
     """
     between_nodes = any(row.bound_bytes_per_node for row in rows)
     bounded = any(row.bound_s is not None for row in rows)
-    table = Table(title=title, title_justify="left")
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("algorithm", no_wrap=True)
-    table.add_column("wire", no_wrap=True)
-    table.add_column("time, ms", justify="right", no_wrap=True)
-    table.add_column("algbw, MB/s", justify="right", no_wrap=True)
-    table.add_column("busbw, MB/s", justify="right", no_wrap=True)
-    if between_nodes:
-        table.add_column("out of a node", justify="right", no_wrap=True)
-        table.add_column("x bound", justify="right", no_wrap=True)
-    if bounded:
-        table.add_column("time x bound", justify="right", no_wrap=True)
-    table.add_column("error", justify="right", no_wrap=True)
+    columns = ["size", "algorithm", "wire", "time, ms", "algbw, MB/s", "busbw, MB/s"]
+    columns += ["out of a node", "x bound"] if between_nodes else []
+    columns += ["time x bound"] if bounded else []
+    table = empty_table(title, [*columns, "error"], texts=("algorithm", "wire"))
     for place, row in enumerate(rows):
         cells = [
             describe_bytes(row.num_bytes),

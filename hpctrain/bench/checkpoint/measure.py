@@ -31,7 +31,7 @@ from hpctrain.bench.checkpoint.methods import (
     make_state,
 )  # fmt: skip
 from hpctrain.bench.document import document_head
-from hpctrain.bench.figures import Spread, describe_bytes, describe_spread, show_number, spread_of
+from hpctrain.bench.figures import Spread, describe_bytes, describe_ms, empty_table, show_number, spread_of
 from hpctrain.bench.page_cache import Cache
 from hpctrain.checkpoint import PageCache, SaveMode, engine_named
 from hpctrain.comm import Collective, agreed, all_gather_json
@@ -274,19 +274,16 @@ def checkpoint_table(measured: CheckpointMeasured, asked: CheckpointAsked, *, wh
         f"checkpoints of {describe_bytes(measured.num_bytes)} in {asked.num_tensors:,} tensors: {where}, "
         f"{asked.cache.value} cache, median of {asked.repeats}"
     )
-    table = Table(title=title, title_justify="left")
-    table.add_column("what", no_wrap=True)
-    table.add_column("engine", no_wrap=True)
-    for name in ("time, ms", "MB/s", "of raw", "stall, ms", "of a memcpy"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("what", "engine", "time, ms", "MB/s", "of raw", "stall, ms", "of a memcpy")
+    table = empty_table(title, columns, texts=("what", "engine"))
     for row in measured.rows:
         table.add_row(
             row.what,
             row.engine or "-",
-            describe_spread(row.seconds, lambda value: show_number(1e3 * value)),
+            describe_ms(row.seconds),
             show_number(row.bytes_per_s / 1e6),
             "-" if row.share_of_raw is None else f"{row.share_of_raw:.2f}",
-            "-" if row.stall is None else describe_spread(row.stall, lambda value: show_number(1e3 * value)),
+            "-" if row.stall is None else describe_ms(row.stall),
             "-" if row.stall_of_copy is None else f"{row.stall_of_copy:.2f}",
         )
     return table

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from hpctrain.bench.data.raw_reads import RawReader
 from hpctrain.bench.document import document_head
-from hpctrain.bench.figures import Spread, describe_bytes, describe_spread, show_number, spread_of
+from hpctrain.bench.figures import Spread, describe_bytes, describe_ms, empty_table, show_number, spread_of
 from hpctrain.bench.page_cache import Cache, cached_share, evict
 from hpctrain.data import PREFETCH_BYTES, Dataset, EpochOrder, LastBatch, Loader
 from hpctrain.errors import UsageError
@@ -349,14 +349,12 @@ def data_table(measured: DataMeasured, asked: DataAsked) -> Table:
         f"{measured.num_shards} shards; batches of {asked.batch}, {order}, {asked.cache.value} cache, "
         f"median of {asked.repeats}"
     )
-    table = Table(title=title, title_justify="left")
-    table.add_column("reader", no_wrap=True)
-    for name in ("time, ms", "batches/s", "samples/s", "MB/s", "of raw"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("reader", "time, ms", "batches/s", "samples/s", "MB/s", "of raw")
+    table = empty_table(title, columns, texts=("reader",))
     for row in measured.rows:
         table.add_row(
             row.reader.value,
-            describe_spread(row.seconds, lambda value: show_number(1e3 * value)),
+            describe_ms(row.seconds),
             show_number(row.batches_per_s),
             show_number(row.samples_per_s),
             show_number(row.bytes_per_s / 1e6),

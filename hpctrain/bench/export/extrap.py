@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from hpctrain.bench.scaling.results import PARTS
-from hpctrain.bench.scaling.sweep import ScalingDocument, ScalingRun
+from hpctrain.bench.scaling.sweep import PARTS, ScalingDocument, ScalingRun
+from hpctrain.telemetry import OPTIONAL_KEYS
 
 EXTRAP_SIZES = 5  # the numbers of ranks that Extra-P's modeler asks for
 
@@ -43,7 +43,7 @@ def _values(runs: list[ScalingRun]) -> Iterator[tuple[str, list[float]]]:
     yield "step", [sum(run.step_s) / len(run.step_s) for run in runs]
     for name in PARTS:
         values = [_mean_s(run, name) for run in runs]
-        if name != "bubble" or any(values):  # only pipelines have bubbles
+        if name not in OPTIONAL_KEYS or any(values):
             yield f"step->{name}", values
 
 

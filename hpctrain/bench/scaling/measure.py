@@ -34,10 +34,10 @@ from hpctrain.bench.step.plan import StepCell, recipe_of, scratch_folder, shares
 from hpctrain.bench.step.run import HowToRun, launch_run, read_steps
 from hpctrain.data import add_sample_sums
 from hpctrain.errors import DataError, LaunchError, StoppedEarly, UsageError
-from hpctrain.launch import Launcher, Machine, survey_machine
+from hpctrain.launch import Launcher, Machine, SlurmController, survey_machine
 from hpctrain.run import Recipe, to_toml, working_commit
-from hpctrain.slurm import Controller, kill_jobs, plan_job, queued_jobs, submit_job
-from hpctrain.telemetry import in_words
+from hpctrain.slurm import kill_jobs, plan_job, queued_jobs, submit_job
+from hpctrain.telemetry import RunDirectory, in_words
 
 # Makes one run of a sweep: starts its ranks as a user does, waits, and reads their records.
 
@@ -101,7 +101,7 @@ def run_size(
         steps = read_steps(
             directory / "run", num_ranks=planned.cell.num_ranks, first_step=first, last_step=first + settings.steps - 1
         )  # fmt: skip
-        environment = json.loads((directory / "run" / "environment.json").read_text(encoding="utf-8"))
+        environment = RunDirectory(directory / "run", error=LaunchError).environment()
         if keep is not None:
             _keep(directory / "run", keep / f"ranks-{planned.cell.num_ranks}")
     finally:
@@ -194,7 +194,7 @@ class Jobs:
         folder: The folder in which sbatch is called.
     """
 
-    controller: Controller
+    controller: SlurmController
     ranks_per_node: int
     module_folder: Path
     folder: Path
@@ -467,7 +467,7 @@ def _starter(sweep: _Sweep, *, threads: int) -> Starter:
     module_folder = sweep.place.recipe_path.absolute().parent
     if sweep.settings.start == "jobs":
         return Jobs(
-            controller=Controller(say=_say),
+            controller=SlurmController(say=_say),
             ranks_per_node=sweep.settings.ranks_per_node or sweep.recipe.slurm.tasks_per_node,
             module_folder=module_folder,
             folder=Path.cwd(),

@@ -10,10 +10,8 @@ from dataclasses import replace
 from statistics import fmean
 
 from hpctrain.bench.figures import spread_of
-from hpctrain.bench.scaling.sweep import ScalingRun, SizeResult
+from hpctrain.bench.scaling.sweep import PARTS, ScalingRun, SizeResult
 from hpctrain.scaling import FitChoice, fit_laws, paired_ratio
-
-PARTS = ("input", "compute", "bubble", "exposed_sync", "checkpoint")
 
 
 def size_results(

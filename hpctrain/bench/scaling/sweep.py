@@ -11,9 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.table import Table
 
 from hpctrain.bench.document import document_head, write_document
-from hpctrain.bench.figures import show_number
+from hpctrain.bench.figures import empty_table, show_number
 from hpctrain.bench.step.plan import StepCell, order_of_runs
 from hpctrain.errors import UsageError
+from hpctrain.telemetry import CLOCK_KEYS, OPTIONAL_KEYS
 
 # The JSON document of a scaling sweep, `hpctrain.bench.scaling/1`. It is also the state from which a sweep
 # resumes.
@@ -25,6 +26,8 @@ from hpctrain.errors import UsageError
 
 SCHEMA: Literal["hpctrain.bench.scaling/1"] = "hpctrain.bench.scaling/1"
 Mode = Literal["strong", "weak"]
+# The measured parts of a step; the runs of a sweep do not evaluate.
+PARTS = tuple(key for key in CLOCK_KEYS if key != "evaluation")
 
 
 class _Part(BaseModel):
@@ -34,8 +37,8 @@ class _Part(BaseModel):
 class RankSums(_Part):
     """The sums over the measured steps of one rank in one run.
 
-    seconds: by name as in metrics/rank-*.jsonl: `step` and its parts `input`, `compute`, `bubble`, `exposed_sync` and
-    `checkpoint`; also `sync`, the whole time of the reduction, which overlaps them.
+    seconds: by name as in metrics/rank-*.jsonl: `step` and its `PARTS`; also `sync`, the whole time of the reduction,
+    which overlaps them.
     """
 
     rank: int
@@ -113,8 +116,7 @@ class SizeResult(_Part):
             `paired`.
         speedup: Samples/s relative to the baseline, with the same fields. For the baseline itself, efficiency and
             speedup are 1 without an interval.
-        seconds: The seconds of a step, as means over ranks and runs: `input`, `compute`, `bubble`, `exposed_sync`,
-            `checkpoint`, `other`, `step`.
+        seconds: The seconds of a step, as means over ranks and runs: `PARTS`, `step` and `other`.
         shared_cores: Whether ranks had to share cores; the results then do not apply to ranks with cores of their own.
     """
 
@@ -318,27 +320,21 @@ def check_resumable(
 # Prints a scaling document: a table of the sizes, and lines on the laws.
 
 
-_PARTS = ("input", "compute", "bubble", "exposed_sync", "other")
-
-
 def scaling_table(document: ScalingDocument) -> Table:
     """Returns a table with one row per number of ranks. Its title states the baseline and the kind of interval."""
     settings = document.settings
     sizes = document.sizes
     rounds = max((size.repeats for size in sizes), default=0)
     ranks = f"{document.baseline_ranks} rank{'s' * (document.baseline_ranks > 1)}"
-    table = Table(
-        title=f"{document.recipe['run']['name']}: {settings.mode} scaling, {rounds} interleaved "
+    title = (
+        f"{document.recipe['run']['name']}: {settings.mode} scaling, {rounds} interleaved "
         f"round{'s' * (rounds != 1)} of {settings.steps} steps after {settings.warmup_steps}; relative to {ranks}, "
-        "[95% t interval] of the rounds' ratios",
-        title_justify="left",
+        "[95% t interval] of the rounds' ratios"
     )
-    for name in ("ranks", "nodes", "batch", "samples/s", "step, ms", "speedup", "efficiency"):
-        table.add_column(name, justify="right", no_wrap=True)
-    # Only pipelines have bubbles, and documents of versions before them have no such part.
-    parts = [name for name in _PARTS if name != "bubble" or any(size.seconds.get(name) for size in sizes)]
-    for name in parts:
-        table.add_column(name.removesuffix("_sync"), justify="right", no_wrap=True)
+    shown = [name for name in (*PARTS, "other") if name != "checkpoint"]
+    parts = [n for n in shown if n not in OPTIONAL_KEYS or any(size.seconds.get(n) for size in sizes)]
+    columns = ["ranks", "nodes", "batch", "samples/s", "step, ms", "speedup", "efficiency"]
+    table = empty_table(title, [*columns, *(name.removesuffix("_sync") for name in parts)])
     for size in sizes:
         table.add_row(
             str(size.ranks),

@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from hpctrain.bench.document import document_head, write_document
-from hpctrain.bench.figures import Spread, describe_spread, show_number, spread_of
+from hpctrain.bench.figures import Spread, describe_ms, describe_spread, empty_table, show_number, spread_of
 from hpctrain.bench.step.plan import (
     Scaling,
     StepAsked,
@@ -151,10 +151,8 @@ def runs_as_json(runs: Sequence[StepRun]) -> list[dict[str, Any]]:
 
 def step_table(rows: Sequence[StepRow], *, title: str) -> Table:
     """Returns a table with one row per mode and number of ranks: medians, with quartiles if there are several runs."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("scaling", no_wrap=True)
-    for name in ("ranks", "batch", "samples/s", "step, ms", "efficiency", "exposed, ms", "exposed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("scaling", "ranks", "batch", "samples/s", "step, ms", "efficiency", "exposed, ms", "exposed")
+    table = empty_table(title, columns, texts=("scaling",))
     for place, row in enumerate(rows):
         last = place + 1 == len(rows) or rows[place + 1].mode is not row.mode
         table.add_row(
@@ -162,17 +160,13 @@ def step_table(rows: Sequence[StepRow], *, title: str) -> Table:
             str(row.cell.num_ranks),
             str(row.cell.global_batch),
             describe_spread(row.samples_per_s, show_number),
-            _ms(row.step_s),
+            describe_ms(row.step_s),
             f"{row.efficiency:.0%}",
-            _ms(row.exposed_s),
+            describe_ms(row.exposed_s),
             f"{row.exposed_share.median:.1%}",
             end_section=last,
         )
     return table
-
-
-def _ms(seconds: Spread) -> str:
-    return describe_spread(seconds, lambda value: show_number(1e3 * value))
 
 
 # Implementation of `hpctrain bench step`.

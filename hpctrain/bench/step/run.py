@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from hpctrain.bench.step.plan import StepCell, recipe_of
 from hpctrain.errors import HpctrainError, LaunchError, StoppedEarly, from_exit_code
 from hpctrain.launch import ForkServer, Launcher, Machine, plan_launch, resolve_command, run_launch
 from hpctrain.run import Recipe, to_toml
-from hpctrain.telemetry import read_records
+from hpctrain.telemetry import RunDirectory
 
 LAST_LINES = 20
 # All runs of a measurement are forked from the same servers, which wait so long for the next run.
@@ -145,7 +144,7 @@ def read_run(directory: Path, cell: StepCell, *, first_step: int, last_step: int
             sum(record["seconds"]["exposed_sync"] for record in step) / len(step) for step in at_once
         ),
         samples=tuple(sum(record["samples"] for record in step) for step in at_once),
-        environment=json.loads((directory / "environment.json").read_text(encoding="utf-8")),
+        environment=RunDirectory(directory, error=LaunchError).environment(),
     )
 
 
@@ -153,18 +152,14 @@ def read_steps(
     directory: Path, *, num_ranks: int, first_step: int, last_step: int
 ) -> list[list[dict[str, Any]]]:
     """Returns each rank's records of the steps `first_step` to `last_step`. Raises LaunchError if any is missing."""
+    run = RunDirectory(directory, error=LaunchError)
     by_rank = []
     for rank in range(num_ranks):
-        path = directory / "metrics" / f"rank-{rank:05}.jsonl"
-        try:
-            records = {r["step"]: r for r in read_records(path) if r["kind"] == "step"}
-        except OSError as error:
-            raise LaunchError(
-                f"the records of rank {rank} cannot be read here ({error.strerror}: {path}): give --scratch a folder "
-                "that all nodes share"
-            ) from error
+        records = run.steps(rank, num_ranks=num_ranks, advice="give --scratch a folder that all nodes share")
         missing = [step for step in range(first_step, last_step + 1) if step not in records]
         if missing:
-            raise LaunchError(f"rank {rank} did not record step {missing[0]} of {last_step} in {path}")
+            raise LaunchError(
+                f"rank {rank} did not record step {missing[0]} of {last_step} in {run.records_path(rank)}"
+            )
         by_rank.append([records[step] for step in range(first_step, last_step + 1)])
     return by_rank

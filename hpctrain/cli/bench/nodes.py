@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from hpctrain.bench import empty_table
 from hpctrain.comm import describe_ranks
 from hpctrain.run import Probe
 from hpctrain.topology import Topology
@@ -11,13 +12,11 @@ from hpctrain.topology import Topology
 
 def nodes_table(probe: Probe, topology: Topology) -> Table:
     """Returns a table with one row per node. On one node it has no columns about links."""
-    table = Table(title=f"nodes: {topology.describe()}, {probe.seconds:.1f} s", title_justify="left")
     columns = ["node", "ranks", "memory, GB/s", "arithmetic, GFLOP/s"]
     if probe.links is not None:
         columns += ["to other nodes, MB/s", "latency, us", "slowest partner", "with it, MB/s"]
-    for column in columns:
-        text = column in ("node", "ranks", "slowest partner")
-        table.add_column(column, justify="left" if text else "right", no_wrap=True)
+    title = f"nodes: {topology.describe()}, {probe.seconds:.1f} s"
+    table = empty_table(title, columns, texts=("node", "ranks", "slowest partner"))
     for number, (name, ranks) in enumerate(zip(topology.node_names, topology.ranks_by_node, strict=True)):
         here = list(ranks)
         cells = [

@@ -19,7 +19,7 @@ from hpctrain.errors import ExitCode, StoppedEarly, UsageError
 from hpctrain.launch import Launcher
 
 if TYPE_CHECKING:
-    from hpctrain.bench import Harness, ScalingDocument, SweepSettings
+    from hpctrain.bench import ScalingDocument, SweepSettings
     from hpctrain.run import Recipe
 
 # `hpctrain bench scaling`.
@@ -328,89 +328,66 @@ def extrap_command(
         typer.echo(f"hpctrain bench export: {note}", err=True)
 
 
-@export_app.command("reframe")
-def reframe_command(
-    recipe: RecipePath,
-    ranks: Ranks = "1,2,4",
-    weak: Weak = False,
-    steps: Steps = 50,
-    warmup_steps: WarmupSteps = 10,
-    repeats: Repeats = 5,
-    overrides: Overrides = None,
-    ranks_per_node: RanksPerNode = None,
-    output: Output = None,
-) -> None:
+def _export_command(name: str, help: str) -> None:
+    """Adds the command that writes the sweep's file for a harness of this name."""
+
+    def command(
+        recipe: RecipePath,
+        ranks: Ranks = "1,2,4",
+        weak: Weak = False,
+        steps: Steps = 50,
+        warmup_steps: WarmupSteps = 10,
+        repeats: Repeats = 5,
+        overrides: Overrides = None,
+        ranks_per_node: RanksPerNode = None,
+        output: Output = None,
+    ) -> None:
+        from hpctrain.bench import (
+            ExportedSweep,
+            Harness,
+            SweepSettings,
+            check_settings,
+            harness_file,
+            parse_ranks,
+        )
+        from hpctrain.run import load_recipe
+
+        loaded = load_recipe(recipe, overrides=overrides or [])
+        settings = SweepSettings(
+            mode="weak" if weak else "strong", ranks=list(parse_ranks(ranks)), ranks_per_node=ranks_per_node,
+            steps=steps, warmup_steps=warmup_steps, repeats=repeats, seed=0, overrides=overrides or [],
+        )  # fmt: skip
+        check_settings(settings, batch=loaded.data.global_batch)
+        sweep = ExportedSweep(
+            name=loaded.run.name,
+            recipe=recipe.absolute(),
+            folder=Path.cwd(),
+            program=_program(),
+            settings=settings,
+        )
+        _write(harness_file(sweep, Harness(name)), output)
+
+    export_app.command(name, help=help)(command)
+
+
+_export_command(
+    "reframe",
     """Write a ReFrame check that measures RECIPE on each number of ranks, one job each.
 
     \b
     hpctrain bench export reframe recipe.toml --ranks 1,2,4,8 --ranks-per-node 4 -o check.py
     reframe -C site.py -c check.py -r --performance-report
-    """
-    from hpctrain.bench import Harness
-
-    _export(
-        Harness.REFRAME, recipe, ranks=ranks, weak=weak, steps=steps, warmup_steps=warmup_steps, repeats=repeats,
-        overrides=overrides, ranks_per_node=ranks_per_node, output=output,
-    )  # fmt: skip
-
-
-@export_app.command("jube")
-def jube_command(
-    recipe: RecipePath,
-    ranks: Ranks = "1,2,4",
-    weak: Weak = False,
-    steps: Steps = 50,
-    warmup_steps: WarmupSteps = 10,
-    repeats: Repeats = 5,
-    overrides: Overrides = None,
-    ranks_per_node: RanksPerNode = None,
-    output: Output = None,
-) -> None:
+    """,
+)
+_export_command(
+    "jube",
     """Write a JUBE file that measures RECIPE on each number of ranks; with `-t slurm` one job each.
 
     \b
     hpctrain bench export jube recipe.toml --ranks 1,2,4,8 --ranks-per-node 4 -o scaling.xml
     jube run -r scaling.xml -t slurm
-    """
-    from hpctrain.bench import Harness
-
-    _export(
-        Harness.JUBE, recipe, ranks=ranks, weak=weak, steps=steps, warmup_steps=warmup_steps, repeats=repeats,
-        overrides=overrides, ranks_per_node=ranks_per_node, output=output,
-    )  # fmt: skip
-
-
-def _export(
-    harness: Harness,
-    recipe: Path,
-    *,
-    ranks: str,
-    weak: bool,
-    steps: int,
-    warmup_steps: int,
-    repeats: int,
-    overrides: list[str] | None,
-    ranks_per_node: int | None,
-    output: Path | None,
-) -> None:
-    from hpctrain.bench import ExportedSweep, SweepSettings, check_settings, harness_file, parse_ranks
-    from hpctrain.run import load_recipe
-
-    loaded = load_recipe(recipe, overrides=overrides or [])
-    mode: Literal["strong", "weak"] = "weak" if weak else "strong"
-    settings = SweepSettings(
-        mode=mode, ranks=list(parse_ranks(ranks)), ranks_per_node=ranks_per_node, steps=steps,
-        warmup_steps=warmup_steps, repeats=repeats, seed=0, overrides=overrides or [],
-    )  # fmt: skip
-    check_settings(settings, batch=loaded.data.global_batch)
-    sweep = ExportedSweep(
-        name=loaded.run.name,
-        recipe=recipe.absolute(),
-        folder=Path.cwd(),
-        program=_program(),
-        settings=settings,
-    )
-    _write(harness_file(sweep, harness), output)
+    """,
+)
 
 
 def _program() -> str:

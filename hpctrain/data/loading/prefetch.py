@@ -213,7 +213,6 @@ class Prefetch(Generic[T]):
         num_threads: int = 1,
         help_make: bool = False,
     ) -> None:
-        self.wait_s = 0.0
         self._next = 0
         self._help_make = help_make
         self._shared = _Shared(make, num_items=num_items, depth=depth, bound=bound)
@@ -235,9 +234,7 @@ class Prefetch(Generic[T]):
         if self._next >= self._shared.num_items or self._shared.stopped:
             self.close()
             raise StopIteration
-        begin = time.perf_counter()
         item = self._shared.take(self._next, help_make=self._help_make)
-        self.wait_s += time.perf_counter() - begin
         self._next += 1
         if isinstance(item, BaseException):
             self.close()
@@ -259,7 +256,6 @@ class InStep(Generic[T]):
     """Iterator over make(0), make(1), ...: the interface of `Prefetch`, but without threads."""
 
     def __init__(self, make: Callable[[int], T], *, num_items: int) -> None:
-        self.wait_s = 0.0
         self._make = make
         self._num_items = num_items
         self._next = 0
@@ -270,14 +266,11 @@ class InStep(Generic[T]):
     def __next__(self) -> T:
         if self._next >= self._num_items:
             raise StopIteration
-        began = time.perf_counter()
         try:
             item = self._make(self._next)
         except BaseException:
             self.close()
             raise
-        finally:
-            self.wait_s += time.perf_counter() - began
         self._next += 1
         return item
 
@@ -329,8 +322,8 @@ class Batches:
     ) -> None:
         """Do not call this; use `Loader.epoch`.
 
-        `source` makes the batches. `waited` is called after each call of `next`, even if it fails, with the seconds
-        that it waited. `handed_out` is called with each batch before `next` returns it. `watched` returns the
+        `source` makes the batches. `waited` is called with the seconds that a call of `next` waited for its batch.
+        `handed_out` is called with each batch before `next` returns it. `watched` returns the
         context in which the batch of a number is awaited. `closed` is called at the first `close`, after the
         threads were stopped.
         """
@@ -341,7 +334,8 @@ class Batches:
         self._closed = closed
         self._is_closed = False
         self._next = 0
-        self._counted_wait_s = 0.0
+        self.last_wait_s = 0.0
+        """Seconds that the last call of `next` waited for its batch."""
         self.num_batches = num_batches
 
     def __iter__(self) -> Iterator[Batch]:
@@ -351,12 +345,11 @@ class Batches:
         return self.num_batches
 
     def __next__(self) -> Batch:
-        try:
-            with self._watched(self._next):
-                batch = next(self._source)
-        finally:
-            self._waited(self._source.wait_s - self._counted_wait_s)
-            self._counted_wait_s = self._source.wait_s
+        with self._watched(self._next):
+            began = time.perf_counter()
+            batch = next(self._source)
+            self.last_wait_s = time.perf_counter() - began
+        self._waited(self.last_wait_s)
         self._next += 1
         self._handed_out(batch)
         return batch

@@ -7,13 +7,18 @@ Meaning of each setting: slurm.conf(5) and cgroup.conf(5).
 
 from __future__ import annotations
 
-import re
 import shutil
-import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-from hpctrain.launch import survey_machine
+from hpctrain.launch import (
+    SlurmUnavailable,
+    ask_once,
+    parse_duration,
+    read_config,
+    read_pairs,
+    survey_machine,
+)
 from hpctrain.run.doctor.finding import Finding, ok, warning
 
 _TIMEOUT_S = 5.0
@@ -47,31 +52,15 @@ def ask_slurm(environ: Mapping[str, str]) -> dict[str, Any]:
             facts["job"] = {
                 name: pairs[name] for name in ("Requeue", "TimeLimit", "Partition", "QOS") if name in pairs
             }
-    except subprocess.CalledProcessError as error:
-        return {"job_id": job, "error": f"scontrol failed: {' '.join(error.stderr.split())[:200]}"}
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {"job_id": job, "error": f"scontrol did not answer: {error}"}
+    except SlurmUnavailable as error:
+        return {"job_id": job, "error": str(error)}
     srun = survey_machine().srun
     facts["mpi_types"] = list(srun.mpi_types) if srun is not None else []
     return facts
 
 
 def _scontrol(*words: str) -> str:
-    done = subprocess.run(
-        ["scontrol", *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-        timeout=_TIMEOUT_S, check=True,
-    )  # fmt: skip
-    return done.stdout
-
-
-def read_config(text: str) -> dict[str, str]:
-    """Returns the settings in the output of `scontrol show config`, including those of cgroup.conf. Pure."""
-    return {name: value.strip() for name, value in re.findall(r"(?m)^(\S+)[ \t]*= ?(.*)$", text)}
-
-
-def read_pairs(text: str) -> dict[str, str]:
-    """Returns the NAME=VALUE pairs in the output of `scontrol --oneliner show job` or `partition`. Pure."""
-    return dict(re.findall(r"(\S+?)=(\S*)", text))
+    return ask_once(["scontrol", *words], timeout_s=_TIMEOUT_S)
 
 
 def judge_slurm(facts: Mapping[str, Any] | None, *, mpi_library: str = "") -> list[Finding]:
@@ -126,7 +115,7 @@ def _requeue(config: Mapping[str, str], job: Mapping[str, str], *, in_job: bool)
 
 
 def _kill_wait(config: Mapping[str, str]) -> list[Finding]:
-    seconds = _seconds(config.get("KillWait"))
+    seconds = parse_duration(config.get("KillWait", ""))
     if seconds is None or seconds >= _DEFAULT_KILL_WAIT_S:
         return []
     return [
@@ -145,7 +134,7 @@ def _preemption(config: Mapping[str, str], partition: Mapping[str, str]) -> list
     mode = partition.get("PreemptMode", config.get("PreemptMode", "OFF"))
     if mode.startswith("OFF"):
         return [ok(topic, "jobs of this partition are not preempted")]
-    grace = _seconds(partition.get("GraceTime"))
+    grace = parse_duration(partition.get("GraceTime", ""))
     sends_signal = "preempt_send_user_signal" in config.get("SlurmctldParameters", "")
     shown = "unknown" if grace is None else f"{grace} s"
     if grace == 0 or not sends_signal:
@@ -211,15 +200,3 @@ def _containment(config: Mapping[str, str]) -> list[Finding]:
             )
         )
     return findings
-
-
-def _seconds(text: str | None) -> int | None:
-    """Returns the seconds of `30 sec`, or of a grace time such as `00:05:00` or `1-00:00:00`; None for other texts."""
-    days, _, clock = (text or "").rpartition("-")
-    parts = clock.split()[0].split(":") if clock.split() else []
-    if not parts or not all(part.isdigit() for part in [*parts, *([days] if days else [])]):
-        return None
-    seconds = 0
-    for part in parts:
-        seconds = 60 * seconds + int(part)
-    return seconds + 86400 * int(days or 0)

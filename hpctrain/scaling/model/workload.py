@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from statistics import NormalDist, fmean, median
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.telemetry import read_records
+from hpctrain.telemetry import RunDirectory
 
 # What one rank does in a step, independent of the number of ranks. Pure.
 
@@ -180,12 +179,8 @@ class RunRecords:
 
 def read_run(directory: Path) -> RunRecords:
     """Reads a run directory of `hpctrain train`. Raises UsageError if it lacks what a prediction needs."""
-    try:
-        environment = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
-        paths = sorted((directory / "metrics").glob("rank-*.jsonl"))
-        records = [list(read_records(path)) for path in paths]
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{directory} is no run directory that can be read: {error}") from error
+    run = RunDirectory(directory)
+    environment, records = run.environment(), list(run.all_records())
     steps = [_steps(of_rank) for of_rank in records]
     if not steps or min(map(len, steps)) < LEAST_STEPS:
         raise UsageError(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from hpctrain.telemetry.step_clock import STEP_PARTS
+
 
 class MetricType(enum.Enum):
     """The type of a metric, by Prometheus' names."""
@@ -59,18 +61,6 @@ RUN_LABELS = ("run", "run_id")
 INFO_LABELS = (
     *RUN_LABELS, "job_id", "directory", "version", "launcher", "backend", "algorithm", "wire", "device",
 )  # fmt: skip
-
-# Values of the label `part`. Of one rank's step, as in its records; they add up to the step.
-STEP_PARTS = (
-    "compute",
-    "hidden_sync",
-    "bubble",
-    "exposed_sync",
-    "input",
-    "checkpoint",
-    "evaluation",
-    "other",
-)
 
 # Six bounds per decade: a quantile that is interpolated between two is wrong by at most a fifth of its value.
 STEP_BUCKETS_S = tuple(
@@ -188,8 +178,9 @@ CATALOGUE: tuple[Metric, ...] = (
         name="hpctrain_ranks_part_seconds_total", type=_COUNTER, unit="seconds", labels=("part",),
         serves=("M4", "M9", "M14"),
         help="Time of the steps by part, summed over all ranks, also those that record no steps, up to the last record "
-        "`efficiency`: compute, hidden_reduction, exposed_reduction, waiting (for slower ranks), bubble (waiting for "
-        "other stages of a pipeline), input, checkpoint, evaluation, other.",
+        "`efficiency`: "
+        + ", ".join(f"{part.name} ({part.note})" if part.note else part.name for part in STEP_PARTS)
+        + ".",
     ),
     Metric(
         name="hpctrain_efficiency_ratio", type=_GAUGE, unit="ratio", labels=("factor",), serves=("M9", "M14"),

@@ -11,11 +11,11 @@ from typing import Any, final
 from hpctrain.telemetry.exposition.catalogue import (
     CATALOGUE,
     METRICS,
-    STEP_PARTS,
     Metric,
     MetricType,
     Scope,
 )
+from hpctrain.telemetry.step_clock import PART_KEYS
 
 # Returns a value at the moment of the request, on the requesting thread; None: there is no value now.
 Probe = Callable[[], float | None]
@@ -24,7 +24,7 @@ Value = tuple[str, tuple[str, ...], float]
 
 # Counters that are 0 from the beginning, so that their first increase is seen.
 _KNOWN_LABELS: dict[str, tuple[str, ...]] = {
-    "hpctrain_step_part_seconds_total": STEP_PARTS,
+    "hpctrain_step_part_seconds_total": PART_KEYS,
     "hpctrain_stops_total": ("signal", "time_limit"),
     "hpctrain_slow": ("input", "compute", "other", "checkpoint", "network"),
 }
@@ -171,9 +171,10 @@ class RunMetrics:
         self._set("hpctrain_loss_scale", record["loss_scale"])
         self._histograms["hpctrain_step_seconds"].observe(seconds["step"])
         parts = self._values["hpctrain_step_part_seconds_total"]
-        for part in STEP_PARTS[1:]:
-            parts[part,] += seconds.get(part, 0.0)
-        parts["compute",] += max(0.0, seconds["compute"] - seconds.get("hidden_sync", 0.0))
+        # Labels that add up: `compute` does not include `hidden_sync`, as it does in the record.
+        compute_s = max(0.0, seconds["compute"] - seconds.get("hidden_sync", 0.0))
+        for part in PART_KEYS:
+            parts[part,] += compute_s if part == "compute" else seconds.get(part, 0.0)
         self._add("hpctrain_sync_seconds_total", seconds.get("sync", 0.0))
         if "device_compute" in seconds:
             self._add("hpctrain_device_compute_seconds_total", seconds["device_compute"])

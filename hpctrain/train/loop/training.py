@@ -236,11 +236,9 @@ class Training:
 
     def _train_on(self, batches: Batches) -> None:
         """Trains to the end of the epoch or run, or until it is rolled back. Collective."""
-        waited_s = self._loader.wait_s
         self._is_usual = False
         for batch in self._times.batches(self._agreed(batches)):
-            self._recorder.clock.add("input", seconds=self._loader.wait_s - waited_s)
-            waited_s = self._loader.wait_s
+            self._recorder.clock.add("input", seconds=batches.last_wait_s)
             with in_section(self._comm, Section.STEP):
                 goes_on = self._step(batch)
             if not goes_on or self._position.step == self._settings.total_steps:

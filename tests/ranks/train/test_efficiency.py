@@ -15,7 +15,6 @@ import pytest
 
 from hpctrain.data import pack_arrays
 from hpctrain.scaling import (
-    PARTS,
     StepTimes,
     against,
     attribute,
@@ -23,7 +22,7 @@ from hpctrain.scaling import (
     read_efficiency,
     read_step_times,
 )
-from hpctrain.telemetry import read_records
+from hpctrain.telemetry import PART_NAMES, read_records
 from tests.efficiency_tasks import (
     ALTERNATING,
     ALTERNATING_S,
@@ -149,7 +148,7 @@ def median_parts(run: Run, steps: range) -> dict[str, np.ndarray]:
     """Returns for each part the median over the steps, shape (ranks,). Steps with an evaluation are left out."""
     times = of(run, steps)
     found = np.median(attribute(times)[:, times.steps % EVALUATED != 0], axis=1)
-    return {name: found[:, number] for number, name in enumerate(PARTS)}
+    return {name: found[:, number] for number, name in enumerate(PART_NAMES)}
 
 
 def test_the_parts_add_up_to_the_step_and_the_steps_to_the_time_that_passed(run: Run) -> None:
@@ -162,7 +161,7 @@ def test_the_parts_add_up_to_the_step_and_the_steps_to_the_time_that_passed(run:
     np.testing.assert_allclose(found.sum(axis=-1), times.seconds["step"], rtol=0.01)
     assert (found >= 0).all()
     # What has no name of its own: votes, records, the trace. Of the median step, as a loaded machine may stop a rank.
-    assert (np.median(found[..., PARTS.index("other")], axis=1) < 0.05 * COMPUTE_S).all()
+    assert (np.median(found[..., PART_NAMES.index("other")], axis=1) < 0.05 * COMPUTE_S).all()
 
 
 def test_known_delays_appear_under_their_names(run: Run) -> None:
@@ -179,7 +178,7 @@ def test_known_delays_appear_under_their_names(run: Run) -> None:
     assert added["rank"]["compute"][SLOW_RANK] == pytest.approx(RANK_S, rel=WITHIN)
     assert added["rank"]["waiting"][others] == pytest.approx([RANK_S] * len(others), rel=WITHIN)
     for phase, names in (("input", ["input"]), ("rank", ["compute", "waiting"])):
-        for name in PARTS:
+        for name in PART_NAMES:
             if name not in names:
                 assert (np.abs(added[phase][name]) < WITHIN * INPUT_S).all(), (phase, name)
 
@@ -187,7 +186,7 @@ def test_known_delays_appear_under_their_names(run: Run) -> None:
 def test_an_evaluation_is_a_part_of_its_step(run: Run) -> None:
     times = of(run, range(2, STEPS))
     evaluated = times.steps % EVALUATED == 0
-    found = attribute(times)[..., PARTS.index("evaluation")]
+    found = attribute(times)[..., PART_NAMES.index("evaluation")]
     assert np.median(found[:, evaluated], axis=1) == pytest.approx([EVALUATION_S] * RANKS, rel=WITHIN)
     assert not found[:, ~evaluated].any()
 
@@ -203,8 +202,8 @@ def test_the_alternating_rank_is_serialisation_and_the_steady_one_load_balance(r
     assert alternating.load_balance > 0.9
     assert 0.9 * unequal < alternating.serialisation / even.serialisation < 1.2 * unequal
     times = of(run, ALTERNATING)
-    waiting_s = attribute(times)[..., PARTS.index("waiting")].mean()
-    base_s = attribute(of(run, BASE))[..., PARTS.index("waiting")].mean()
+    waiting_s = attribute(times)[..., PART_NAMES.index("waiting")].mean()
+    base_s = attribute(of(run, BASE))[..., PART_NAMES.index("waiting")].mean()
     assert waiting_s - base_s == pytest.approx(ALTERNATING_S * (RANKS - 1) / RANKS, rel=WITHIN)
 
 

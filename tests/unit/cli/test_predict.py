@@ -54,7 +54,7 @@ def test_failures_prints_each_interval_and_number_of_spares(tmp_path: Path) -> N
         (["predict", "--calibration", "nowhere"], "does not exist"),
         (["predict", "--calibration", ".", "--nodes", "8..2"], "--nodes"),
         (["predict", "--calibration", ".", "--link", "fast"], "no rate"),
-        (["predict", "--calibration", "."], "needs a document|no run directory"),
+        (["predict", "--calibration", "."], "needs a document|is not the directory of a run"),
     ],
 )
 def test_wrong_options_are_said(options: list[str], message: str) -> None:

@@ -26,7 +26,8 @@ from hpctrain.report import (
     write_png,
 )
 from hpctrain.report.conclusions import factors_of_loss
-from hpctrain.scaling import PARTS, against
+from hpctrain.scaling import against
+from hpctrain.telemetry import PART_NAMES
 from tests.unit.report.conftest import STEP_S, STEPS
 
 
@@ -54,7 +55,7 @@ def test_the_run_with_the_fewest_ranks_comes_first_and_is_the_reference(report: 
 def test_the_parts_of_a_step_add_up_to_it(report: Report) -> None:
     rows = {row.name: row.values for row in table_of(report, "parts").rows}
     for column in range(2):
-        total = sum(rows[name.replace("_", " ")][column] for name in PARTS)  # type: ignore[misc]
+        total = sum(rows[name.replace("_", " ")][column] for name in PART_NAMES)  # type: ignore[misc]
         assert total == pytest.approx(rows["step"][column], rel=1e-9)
 
 

@@ -17,7 +17,7 @@ from hpctrain.resilience.wall_clock import (
     ends_known_at_start,
     job_to_ask_about,
     parse_deadline,
-    parse_squeue,
+    parse_ends,
 )
 
 pytestmark = pytest.mark.timing
@@ -90,7 +90,7 @@ def test_slurm_is_asked_about_the_task_of_an_array_and_the_first_component(
     ],
 )
 def test_the_earliest_end_of_squeue_counts(text: str, end_s: float | None) -> None:
-    assert parse_squeue(text) == SlurmAnswer(end_s=end_s)
+    assert parse_ends(text) == SlurmAnswer(end_s=end_s)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_the_earliest_end_of_squeue_counts(text: str, end_s: float | None) -> No
     ],
 )
 def test_what_squeue_should_not_print_is_a_problem_in_words(text: str, problem: str) -> None:
-    answer = parse_squeue(text)
+    answer = parse_ends(text)
     assert answer.end_s is None
     assert answer.problem is not None
     assert problem in answer.problem

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hpctrain.comm import run_threads
+from hpctrain.launch import read_config, read_pairs
 from hpctrain.run.doctor.environment import (
     judge_clocks,
     judge_start,
@@ -28,7 +29,7 @@ from hpctrain.run.doctor.run_directory import (
     read_run_directory,
     stripe_count,
 )
-from hpctrain.run.doctor.slurm_settings import ask_slurm, judge_slurm, read_config, read_pairs
+from hpctrain.run.doctor.slurm_settings import ask_slurm, judge_slurm
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "slurm"
 PORT = {"device": "mlx5_0", "port": "1", "active": True, "layer": "InfiniBand", "rate": "200 Gb/sec"}

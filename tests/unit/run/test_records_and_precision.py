@@ -18,7 +18,7 @@ from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.data import pack_arrays
 from hpctrain.run.training import records_steps
-from hpctrain.telemetry import PARTS, read_records
+from hpctrain.telemetry import CLOCK_KEYS, read_records
 from tests.sessions import session_over
 from tests.unit.run.training_cases import SAMPLES, Task, run
 
@@ -30,12 +30,14 @@ def test_records_hold_what_the_docs_say_and_no_secrets(where: Path, monkeypatch:
     records = list(read_records(where / "run" / "metrics" / "rank-00000.jsonl"))
     step = next(r for r in records if r["kind"] == "step")
     assert {"time", "step", "epoch", "samples", "loss", "lr", "grad_norm", "seconds"} <= set(step)
-    usual = {"step", *PARTS, "other", "after_sync", "sync", "hidden_sync"}
+    usual = {"step", *CLOCK_KEYS, "other", "after_sync", "sync", "hidden_sync"}
     assert set(step["seconds"]) == usual | {"own_write"}  # the last only where a checkpoint was committed
     evaluated = next(r for r in records if r["kind"] == "step" and r["step"] == 4)["seconds"]
     assert evaluated["evaluation"] > step["seconds"]["evaluation"] == 0.0
     for seconds in (r["seconds"] for r in records if r["kind"] == "step"):
-        assert sum(seconds[part] for part in (*PARTS, "other")) == pytest.approx(seconds["step"], rel=1e-9)
+        assert sum(seconds[part] for part in (*CLOCK_KEYS, "other")) == pytest.approx(
+            seconds["step"], rel=1e-9
+        )
         assert seconds["evaluation"] + seconds["checkpoint"] < seconds["after_sync"] < seconds["step"]
     assert [r["step"] for r in records if r["kind"] == "evaluation"] == [4, 8, 10]
     assert len([r for r in records if r["kind"] == "checkpoint"]) == 10  # the clock says so after every step

@@ -13,8 +13,6 @@ from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.errors import UsageError
 from hpctrain.scaling import (
-    PARTS,
-    RECORDED,
     Efficiency,
     StepTimes,
     against,
@@ -23,7 +21,7 @@ from hpctrain.scaling import (
     read_efficiency,
     read_step_times,
 )
-from hpctrain.telemetry import RecordWriter, StepClock, read_records
+from hpctrain.telemetry import PART_KEYS, PART_NAMES, RecordWriter, StepClock, read_records
 from hpctrain.train import EfficiencyWatch
 
 STEPS, TRANSFER_S = 60, 0.004
@@ -65,7 +63,7 @@ def random_run(num_ranks: int = 5) -> tuple[StepTimes, np.ndarray]:
 
 
 def part(found: np.ndarray, name: str) -> np.ndarray:
-    return found[..., PARTS.index(name)]
+    return found[..., PART_NAMES.index(name)]
 
 
 def test_the_parts_add_up_and_waiting_is_told_from_the_network_also_where_ranks_differ_after_the_reduction() -> (
@@ -160,7 +158,7 @@ def test_windows_over_the_ranks_find_what_the_records_of_all_ranks_say(tmp_path:
         watch = EfficiencyWatch(world, records=records, clock=StepClock())
         for k, step in enumerate(times.steps.tolist()):
             seconds = {
-                name: float(times.seconds[name][world.rank, k]) for name in (*RECORDED, "step", "after_sync")
+                name: float(times.seconds[name][world.rank, k]) for name in (*PART_KEYS, "step", "after_sync")
             }
             watch.after_step(step, seconds, samples=8, window_ends=step in (20, 21))
         watch.ends(STEPS)

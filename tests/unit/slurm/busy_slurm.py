@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hpctrain.slurm import Controller
+from hpctrain.launch import SlurmController
 
 # $folder/NAME.answers has one line for each call: EXIT_CODE STREAM TEXT; the last one is repeated.
 _PROGRAM = """#!/bin/bash
@@ -30,7 +30,7 @@ class FakeSlurm:
     def __init__(self, folder: Path, *, timeout_s: float = 300.0) -> None:
         self.folder = folder
         self.said: list[str] = []
-        self.controller = Controller(
+        self.controller = SlurmController(
             waits_s=(0.01, 0.01, 0.01),
             timeout_s=timeout_s,
             environ={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},

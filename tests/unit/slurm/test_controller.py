@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import ExitCode, LaunchError, RecipeError, UsageError
-from hpctrain.slurm import SlurmRefused, SlurmUnavailable, check_idle, plan_job, resize, stop_jobs, submit_job
-from hpctrain.slurm.controller import is_busy
+from hpctrain.launch import SlurmRefused, SlurmUnavailable
+from hpctrain.launch.slurm_commands import is_busy
+from hpctrain.slurm import check_idle, plan_job, resize, stop_jobs, submit_job
 from hpctrain.slurm.jobs import Job, newest_submission, recorded_ids
 from tests.unit.slurm.busy_slurm import FakeSlurm
 

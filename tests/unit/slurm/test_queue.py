@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.launch import parse_duration
 from hpctrain.slurm import newest_job
-from hpctrain.slurm.jobs import Job, explain_reason, parse_duration, parse_sacct, parse_squeue
+from hpctrain.slurm.jobs import Job, explain_reason, parse_sacct, parse_squeue
 
 RUNNING = "1|RUNNING|None|0:05|10:00|9:55|2|2026-11-24T07:11:46|hpct[0-1]\n"
 QUEUED_AGAIN = "1|PENDING|BeginTime|0:00|10:00|10:00|2|2026-11-24T07:12:04|\n"

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hpctrain.errors import RecipeError
-from hpctrain.telemetry import PARTS, RecordWriter, StepClock, read_records, write_json
+from hpctrain.telemetry import CLOCK_KEYS, RecordWriter, StepClock, read_records, write_json
 from hpctrain.train.loop.recorder import ProgressLine
 from hpctrain.train.loop.settings import CheckpointPolicy
 from hpctrain.train.state.seeds import capture_generators, derive_seed, restore_generators, seed_generators
@@ -208,7 +208,7 @@ def test_the_clock_adds_up_spans_until_the_lap() -> None:
     assert 0 <= lap["compute"] <= lap["step"]
     again = clock.lap()
     assert again["step"] == again["other"] > 0.0  # nothing is left of the lap before
-    assert [again[part] for part in (*PARTS, "after_sync")] == [0.0] * (len(PARTS) + 1)
+    assert [again[part] for part in (*CLOCK_KEYS, "after_sync")] == [0.0] * (len(CLOCK_KEYS) + 1)
 
 
 def test_a_bubble_is_taken_out_of_computing_and_the_observer_sees_it_within() -> None:

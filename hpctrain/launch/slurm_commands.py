@@ -1,4 +1,4 @@
-"""Runs Slurm's commands with a time limit, and repeats them while the controller is busy."""
+"""Runs Slurm's commands with a time limit, if wanted again while the controller is busy, and reads what they print."""
 
 from __future__ import annotations
 
@@ -94,8 +94,37 @@ class SlurmUnavailable(LaunchError):
     """Slurm's controller did not answer, even after several attempts."""
 
 
+def _run(
+    words: Sequence[str], *, timeout_s: float, environ: Mapping[str, str], cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command. The child process is created with vfork, which is safe with MPI's registered memory."""
+    return subprocess.run(
+        words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout_s,
+        env=dict(environ), cwd=cwd, check=False,
+    )  # fmt: skip
+
+
+def ask_once(words: Sequence[str], *, timeout_s: float) -> str:
+    """Runs a command once, for callers that cannot wait for a busy controller, and returns what it printed.
+
+    Slurm prints times in seconds since 1970, and the user's SQUEUE_ variables do not change its output. Raises
+    SlurmUnavailable, with the reason, if the command cannot be run, does not answer in time, or fails.
+    """
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    try:
+        done = _run(words, timeout_s=timeout_s, environ={**environ, "SLURM_TIME_FORMAT": "%s"})
+    except subprocess.TimeoutExpired:
+        raise SlurmUnavailable(f"{words[0]} did not answer within {timeout_s:.0f} s") from None
+    except OSError as error:
+        raise SlurmUnavailable(f"{words[0]} cannot be run: {error.strerror}") from error
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise SlurmUnavailable(f"{words[0]} failed: {lines[-1]}")
+    return done.stdout
+
+
 @dataclass(frozen=True, kw_only=True)
-class Controller:
+class SlurmController:
     """Slurm's controller, reached through Slurm's commands.
 
     waits_s: pauses between attempts, in seconds.
@@ -134,10 +163,7 @@ class Controller:
         for wait_s in [*self.waits_s, None]:
             lost = False
             try:
-                done = subprocess.run(
-                    [program, *words[1:]], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-                    timeout=self.timeout_s, env=dict(self.environ), cwd=cwd, check=False,
-                )  # fmt: skip
+                done = _run([program, *words[1:]], timeout_s=self.timeout_s, environ=self.environ, cwd=cwd)
             except subprocess.TimeoutExpired:
                 last, lost = f"no answer within {self.timeout_s:.0f} s", True
             else:
@@ -164,3 +190,30 @@ def _refusal(words: Sequence[str], text: str, code: int) -> str:
     change = what_to_change(text) if words[0] == "sbatch" else None
     found = text or f"exit code {code}, without a message"
     return f"{words[0]} refuses: {found}" + (f". What to do: {change}" if change else "")
+
+
+# Reads what the commands print. Pure.
+
+
+_DURATION = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
+
+
+def parse_duration(text: str) -> int | None:
+    """Returns a duration in seconds: `1-02:03:04`, `02:03:04`, `3:04`, `30 sec` or `30`; None for UNLIMITED etc."""
+    if match := re.fullmatch(r"(\d+)(?: sec)?", text):
+        return int(match[1])
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
+    return seconds + 60 * (minutes + 60 * (hours + 24 * days))
+
+
+def read_config(text: str) -> dict[str, str]:
+    """Returns the settings in the output of `scontrol show config`, including those of cgroup.conf."""
+    return {name: value.strip() for name, value in re.findall(r"(?m)^(\S+)[ \t]*= ?(.*)$", text)}
+
+
+def read_pairs(text: str) -> dict[str, str]:
+    """Returns the NAME=VALUE pairs in the output of `scontrol --oneliner show job` or `partition`."""
+    return dict(re.findall(r"(\S+?)=(\S*)", text))
