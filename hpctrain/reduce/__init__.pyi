@@ -15,7 +15,6 @@ from .autotune.tune import (
     CalibrationFiles as CalibrationFiles,
     find_choice as find_choice,
 )
-from .autotune.tuned_reducer import AutoReducer as AutoReducer
 from .codecs import Codec as Codec, codec_named as codec_named
 from .collective_reducers.power_sgd import LowRankReducer as LowRankReducer
 from .collective_reducers.top_k import TopKReducer as TopKReducer

@@ -17,7 +17,6 @@ from hpctrain.reduce import (
     LIBRARY_ALGORITHMS,
     Algorithm,
     AllReduceUpdater,
-    AutoReducer,
     BucketReducer,
     CalibrationFiles,
     Candidate,
@@ -62,6 +61,7 @@ class Reduction:
         overlap: Whether it reduces during backward.
         record: The choice and its measurements, as JSON.
         crowded: Whether there are more ranks than cores that they share.
+        is_measured: Whether measurements chose the algorithm or the wire format.
     """
 
     reducer: BucketReducer | ScatterReducer
@@ -70,10 +70,12 @@ class Reduction:
     overlap: bool
     crowded: bool
     record: dict[str, Any]
+    is_measured: bool = False
 
     @property
     def algorithm(self) -> str:
-        return self.reducer.algorithm
+        """The algorithm that runs, with a note if `auto` has chosen it."""
+        return f"auto: {self.reducer.algorithm}" if self.is_measured else self.reducer.algorithm
 
     def updater(
         self,
@@ -106,10 +108,8 @@ class Reduction:
 
     @property
     def by_library(self) -> bool:
-        """True if some buckets are reduced by the all-reduce of the run's reduction backend."""
-        ranges = self.record.get("ranges", [])
-        names = {entry["algorithm"] for entry in ranges} or {self.algorithm}
-        return any(algorithm.value in names for algorithm in LIBRARY_ALGORITHMS)
+        """True if the buckets are reduced by the all-reduce of the run's reduction backend."""
+        return any(algorithm.value == self.reducer.algorithm for algorithm in LIBRARY_ALGORITHMS)
 
 
 def make_reduction(
@@ -174,13 +174,10 @@ def make_reduction(
         under_load=crowded and overlap and device.type == "cpu",
     )  # fmt: skip
     choice = measured.settle(gradient_bytes=gradient_bytes, bucket_bytes=plan.bucket_bytes, overlap=overlap)
-    auto = AutoReducer(
-        choice, comm=world.duplicate(),
-        make=lambda algorithm, wire: maker.make(Algorithm(algorithm), wire=wire),
-    )  # fmt: skip
+    algorithm, wire = choice.candidate
     return Reduction(
-        reducer=auto, wire=choice.wire, bucket_bytes=choice.bucket_bytes, overlap=overlap, crowded=crowded,
-        record={**choice.record(), "overlap": overlap},
+        reducer=maker.make(Algorithm(algorithm), wire=wire), wire=wire, bucket_bytes=choice.bucket_bytes,
+        overlap=overlap, crowded=crowded, record={**choice.record(), "overlap": overlap}, is_measured=True,
     )  # fmt: skip
 
 

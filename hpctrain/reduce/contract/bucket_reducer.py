@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar, final, runtime_checkable
+from typing import Protocol, TypeAlias, TypeVar, final, runtime_checkable
 
 import numpy as np
 import torch
@@ -33,20 +33,6 @@ class StateTensor:
     tensor: torch.Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-
-
-@runtime_checkable
-class Chooser(Protocol):
-    """Optional interface of a reducer that has chosen its algorithms by measurement.
-
-    Sums by different algorithms differ in the last bits, so a resumed run must choose the same algorithms.
-    """
-
-    def choice_state(self) -> dict[str, Any]:
-        """Returns the chosen algorithms and bucket size as JSON values, for a checkpoint. The same on every rank."""
-
-    def recall(self, saved: Mapping[str, Any]) -> int:
-        """Restores a saved choice for the next plan, and returns the bucket size in bytes. Not collective."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,9 @@ from hpctrain.reduce.contract.bucket_reducer import (
     LONGEST_WAIT_CROWDED_S,
     LONGEST_WAIT_S,
     BucketReducer,
-    Chooser,
     InBackground,
     Numbers,
     Reduced,
-    Shapes,
     result_of,
 )
 from hpctrain.reduce.contract.step_end import all_reduced
@@ -90,7 +88,6 @@ class AllReduceUpdater(UpdaterBase):
             reducer=reducer, wire=reducer.wire,
         )  # fmt: skip
         self._reducer = reducer
-        self._chooser = reducer if isinstance(reducer, Chooser) else None
         self._distributed = comm.num_ranks > 1
         reducer.keep_squares()
         check_options(self._parameters, clip_norm=clip_norm, max_in_flight=max_in_flight)
@@ -145,14 +142,8 @@ class AllReduceUpdater(UpdaterBase):
             self._pipeline.observer = observer
 
     def state(self) -> dict[str, Any]:
-        """See `DistributedOptimizer.state`: loss scale, order of the gradients, choice of algorithms."""
-        state = {**super().state(), "order": self._planned.order}
-        return {**state, **({"reduction": self._chooser.choice_state()} if self._chooser is not None else {})}
-
-    def rows_to_load(self, state: Mapping[str, Any], shapes: Shapes) -> dict[str, list[range]]:
-        if self._chooser is not None and self._chooser.choice_state() != state.get("reduction"):
-            return {}  # the saved run's algorithm may run here too, and need other rows
-        return super().rows_to_load(state, shapes)
+        """See `DistributedOptimizer.state`: the loss scale, and the order of the gradients."""
+        return {**super().state(), "order": self._planned.order}
 
     # ------------------------------------------------------------------ implementation
 
@@ -205,15 +196,8 @@ class AllReduceUpdater(UpdaterBase):
         return self._planned.filling.has_begun
 
     def _plan_as_saved(self, state: Mapping[str, Any]) -> None:
-        # Restore algorithms and buckets: the order of a sum depends on the algorithm, and may depend on an element's
-        # place in its bucket.
-        bucket_bytes = None
-        if self._chooser is not None and "reduction" in state:
-            before = self._chooser.choice_state()
-            recalled = self._chooser.recall(state["reduction"])
-            if self._chooser.choice_state() != before:
-                bucket_bytes = recalled
-        self._planned.plan_again(state.get("order"), bucket_bytes=bucket_bytes)
+        # The order of a sum may depend on an element's place in its bucket.
+        self._planned.plan_again(state.get("order"))
 
     def _submit(self, number: int) -> None:
         if self._pipeline is not None:
