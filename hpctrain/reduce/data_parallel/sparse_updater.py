@@ -169,13 +169,13 @@ class SparseUpdater(UpdaterBase):
         dims = torch.tensor([[g is not None, g.sparse_dim() if g is not None else 0] for g in gradients])
         self._comm.all_reduce(flat := dims.to(torch.int64).view(-1))
         return [
-            None if count == 0 else self._sum(parameter, gradient, sparse_dim=total // count)
+            None if count == 0 else self._sum_of(parameter, gradient, sparse_dim=total // count)
             for parameter, gradient, (count, total) in zip(
                 self._parameters, gradients, flat.view(-1, 2).tolist(), strict=True
             )
         ]
 
-    def _sum(
+    def _sum_of(
         self, parameter: torch.Tensor, gradient: torch.Tensor | None, *, sparse_dim: int
     ) -> torch.Tensor:
         if gradient is None:
