@@ -47,7 +47,15 @@ from .data_parallel.gradient_buckets import (
 )
 from .data_parallel.loss_scale import LossScale as LossScale
 from .data_parallel.sparse_updater import SparseUpdater as SparseUpdater
-from .factory import ReducerMaker as ReducerMaker
+from .factory import (
+    ReducerMaker as ReducerMaker,
+    Reduction as Reduction,
+    ReductionPlan as ReductionPlan,
+    check_for_layouts as check_for_layouts,
+    gradient_bytes as gradient_bytes,
+    layouts_of as layouts_of,
+    make_reduction as make_reduction,
+)
 from .needs import (
     ReductionNeeds as ReductionNeeds,
     Sent as Sent,

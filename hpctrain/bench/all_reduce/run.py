@@ -34,12 +34,14 @@ from hpctrain.reduce import (
     BucketReducer,
     Means,
     ReducerMaker,
+    ReductionPlan,
     ScatterReducer,
     decide,
     encodes_every_value,
+    make_reduction,
     parse_algorithm,
 )
-from hpctrain.run import ReductionPlan, Session, environment_record, make_reduction
+from hpctrain.run import Session, environment_record
 from hpctrain.topology import Topology
 
 # Measures the rate of the links between nodes with plain messages.

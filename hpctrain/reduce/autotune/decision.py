@@ -94,7 +94,9 @@ class Choice:
         if not self.costs:
             if self.candidates[0].wire == wire:
                 return self
-            raise UsageError(f"nothing was measured with the wire {wire}")
+            raise UsageError(
+                f"no candidate with the wire format {wire} was measured: choose another wire format"
+            )
         mine = [m for m in self.measurements if m.wire == wire]
         return Choice.of_measurements(mine, floor=self.floor)
 

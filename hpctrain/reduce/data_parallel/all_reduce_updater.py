@@ -188,7 +188,7 @@ class AllReduceUpdater(UpdaterBase):
         """See `UpdaterBase._release`. If it returns False, a hanging reduction still uses its memory."""
         ended = self._pipeline is None or self._pipeline.close()
         if not self._closed:
-            self._planned.memory.leave()
+            self._planned.memory.release()
         return ended
 
     @property

@@ -212,7 +212,7 @@ class _Carried:
     """Numbers that are summed along with the buckets. to_end: number of buckets that are not yet reduced."""
 
     numbers: Numbers
-    laid: Flag
+    written: Flag
     to_end: int
 
 
@@ -335,8 +335,8 @@ class EngineReducer(TransportReducer):
             return all_reduced(self._all_squares, numbers, comm=comm)
         carried = len(numbers) > 0 and self._num_begun == 0 and self._sums_numbers(numbers)
         if carried:
-            laid = self._memory.lay_numbers(numbers)
-            self._carried = _Carried(numbers=numbers, laid=laid, to_end=len(self._buckets))
+            written = self._memory.write_numbers(numbers)
+            self._carried = _Carried(numbers=numbers, written=written, to_end=len(self._buckets))
         return self._finish_on_node(numbers, comm=comm, carried=carried)
 
     def _finish_on_node(self, numbers: Numbers, *, comm: Collective, carried: bool) -> Finishing:
@@ -357,9 +357,9 @@ class EngineReducer(TransportReducer):
         return self._place.num_nodes == 1 and len(numbers) <= MAX_NUMBERS
 
     def _sum_in_memory(self, numbers: Numbers) -> Iterator[bool]:
-        laid = self._memory.lay_numbers(numbers)
-        yield from self._all_laid(laid)
-        self._memory.add_numbers(laid, numbers)
+        written = self._memory.write_numbers(numbers)
+        yield from self._all_written(written)
+        self._memory.add_numbers(written, numbers)
 
     def reduce(self, number: int) -> Iterator[bool]:
         what = f"bucket {number} ({self._buckets[number].mine.numel()} x {self._buckets[number].mine.dtype})"
@@ -399,11 +399,11 @@ class EngineReducer(TransportReducer):
         carried.to_end -= 1
         if carried.to_end == 0:
             self._carried = None
-            yield from self._all_laid(carried.laid)
-            self._memory.add_numbers(carried.laid, carried.numbers)
+            yield from self._all_written(carried.written)
+            self._memory.add_numbers(carried.written, carried.numbers)
 
-    def _all_laid(self, laid: Flag) -> Iterator[bool]:
-        return until(lambda: self._memory.raised(laid, by=range(len(self._place.locals))))
+    def _all_written(self, written: Flag) -> Iterator[bool]:
+        return until(lambda: self._memory.raised(written, by=range(len(self._place.locals))))
 
     def _all_chunks(self, bucket: _Planned, *, first_tag: int) -> Iterator[bool]:
         """Reduces the parts of a bucket in order, `in_flight` at a time."""

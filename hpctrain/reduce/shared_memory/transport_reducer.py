@@ -16,7 +16,7 @@ from hpctrain.topology import Topology
 
 # Memory of reductions that were aborted by an error. MPI and the node's other ranks may still write to it, so it is
 # kept until the process ends.
-_BROKEN_OFF: list[tuple[Transport, NodeMemory, ChunkMemory]] = []
+_ABORTED: list[tuple[Transport, NodeMemory, ChunkMemory]] = []
 
 
 class TransportReducer(ABC):
@@ -87,7 +87,7 @@ class TransportReducer(ABC):
     def close(self) -> None:
         """Frees memory and communicators. Collective."""
         if not is_true_everywhere(self._comm, self._num_in_flight == 0):
-            _BROKEN_OFF.append((self._transport, self._memory, self._scratch))
+            _ABORTED.append((self._transport, self._memory, self._scratch))
             return
         self._forget_plan()
         self._losses = None
