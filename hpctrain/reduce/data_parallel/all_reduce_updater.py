@@ -206,10 +206,10 @@ class AllReduceUpdater(UpdaterBase):
     def _begin_step(self) -> None:
         super()._begin_step()
         self._planned.filling.begin_step()
-        self._synchronized = False  # True from `synchronize` to the end of the step
+        self._synchronized: bool = False  # True from `synchronize` to the end of the step
         unscale = 1.0 / self._scale.value
         unscaled = self._distributed and self._reducer.begin_step(unscale) == unscale
-        self._summed_scale = 1.0 if unscaled else self._scale.value
+        self._summed_scale: float = 1.0 if unscaled else self._scale.value
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_is_ready(parameter: torch.Tensor) -> None:

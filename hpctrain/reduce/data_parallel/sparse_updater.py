@@ -124,7 +124,7 @@ class SparseUpdater(UpdaterBase):
     def _begin_step(self) -> None:
         super()._begin_step()
         self._held.clear()
-        self._synchronized = False
+        self._synchronized: bool = False
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
