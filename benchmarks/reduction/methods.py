@@ -25,10 +25,9 @@ from hpctrain.reduce.autotune.tune import CalibrationFiles
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline
-from hpctrain.reduce.factory import ReducerMaker
+from hpctrain.reduce.factory import ReducerMaker, ReductionPlan
 from hpctrain.reduce.wire_formats import AUTO
 from hpctrain.run import Session
-from hpctrain.run.reduction import ReductionPlan
 
 CPU = torch.device("cpu")
 DDP_PARAMETERS = 16

@@ -15,7 +15,6 @@ from .autotune.tune import (
     CalibrationFiles as CalibrationFiles,
     find_choice as find_choice,
 )
-from .autotune.tuned_reducer import AutoReducer as AutoReducer
 from .codecs import Codec as Codec, codec_named as codec_named
 from .collective_reducers.power_sgd import LowRankReducer as LowRankReducer
 from .collective_reducers.top_k import TopKReducer as TopKReducer
@@ -48,7 +47,15 @@ from .data_parallel.gradient_buckets import (
 )
 from .data_parallel.loss_scale import LossScale as LossScale
 from .data_parallel.sparse_updater import SparseUpdater as SparseUpdater
-from .factory import ReducerMaker as ReducerMaker
+from .factory import (
+    ReducerMaker as ReducerMaker,
+    Reduction as Reduction,
+    ReductionPlan as ReductionPlan,
+    check_for_layouts as check_for_layouts,
+    gradient_bytes as gradient_bytes,
+    layouts_of as layouts_of,
+    make_reduction as make_reduction,
+)
 from .needs import (
     ReductionNeeds as ReductionNeeds,
     Sent as Sent,

@@ -59,7 +59,7 @@ def reduction_needs(
 ) -> ReductionNeeds:
     """Returns what `algorithm`, or what runs instead of it, needs for `buckets`.
 
-    wire: a wire format other than `auto`. Of those that send everything in their first steps the later steps count.
+    wire: a wire format other than `auto`. If it sends everything in the first steps, the result is for the later steps.
     """
     runs = decide(algorithm, wire=wire, means=means).algorithm
     held = sum(_bytes_of(bucket) for bucket in buckets)

@@ -34,10 +34,6 @@ from .record import (
     versions_record as versions_record,
     working_commit as working_commit,
 )
-from .reduction import (
-    ReductionPlan as ReductionPlan,
-    make_reduction as make_reduction,
-)
 from .session import Session as Session, init as init
 from .torch_distributed import init_process_group as init_process_group
 from .training import Resume as Resume, train as train

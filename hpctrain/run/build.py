@@ -25,7 +25,10 @@ from hpctrain.reduce import (
     CalibrationFiles,
     DistributedOptimizer,
     Layout,
+    ReductionPlan,
     ShardedUpdater,
+    check_for_layouts,
+    gradient_bytes,
     needs_feedback,
 )
 from hpctrain.resilience import RecentTimes, StopPlan, give_back_large_pieces, give_back_once
@@ -36,7 +39,6 @@ from hpctrain.run.probe import Probe
 from hpctrain.run.recipe.parallel_schema import ParallelSection
 from hpctrain.run.recipe.schema import OptimizerSection, Recipe
 from hpctrain.run.recipe.sections import CheckpointSection
-from hpctrain.run.reduction import ReductionPlan, check_for_layouts, gradient_bytes
 from hpctrain.run.session import Session
 from hpctrain.scaling import parse_trace_steps
 from hpctrain.stragglers import Limits

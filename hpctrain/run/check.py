@@ -15,7 +15,7 @@ from hpctrain.comm import broadcast_tensors
 from hpctrain.data import Batch, Loader
 from hpctrain.distributed import is_sharded, pipeline_of, split_of
 from hpctrain.errors import HpctrainError, RecipeError
-from hpctrain.reduce import DistributedOptimizer
+from hpctrain.reduce import DistributedOptimizer, gradient_bytes
 from hpctrain.run.build import (
     build_parts,
     build_runner,
@@ -35,7 +35,6 @@ from hpctrain.run.experiments.observe import Experiments
 from hpctrain.run.experiments.subject import Rows, Setting, scratch_folder
 from hpctrain.run.initial_state import start_from_weights
 from hpctrain.run.recipe.schema import Recipe
-from hpctrain.run.reduction import gradient_bytes
 from hpctrain.run.session import Session, init
 from hpctrain.topology import Axis
 from hpctrain.train import (

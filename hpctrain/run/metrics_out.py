@@ -20,10 +20,10 @@ import xxhash
 from hpctrain.comm import all_gather_json, broadcast_json
 from hpctrain.distributed import group_traffic
 from hpctrain.errors import RecipeError
+from hpctrain.reduce import Reduction
 from hpctrain.resilience import WallClock
 from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.recipe.sections import TelemetrySection
-from hpctrain.run.reduction import Reduction
 from hpctrain.run.session import Session
 from hpctrain.telemetry import (
     INFO_LABELS,

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from hpctrain.comm import Collective, all_gather_distinct, all_gather_json, describe_ranks
 from hpctrain.data import Dataset
 from hpctrain.launch import seconds_since_start, was_forked
+from hpctrain.reduce import Reduction
 from hpctrain.run.recipe.schema import Recipe
-from hpctrain.run.reduction import Reduction
 from hpctrain.run.session import Session
 from hpctrain.telemetry import tell, total_j, write_json
 from hpctrain.topology import Topology

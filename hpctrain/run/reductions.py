@@ -24,11 +24,13 @@ from hpctrain.reduce import (
     Algorithm,
     BucketReducer,
     Means,
+    Reduction,
+    ReductionPlan,
     ScatterReducer,
     decide,
+    make_reduction,
     parse_algorithm,
 )
-from hpctrain.run.reduction import Reduction, ReductionPlan, make_reduction
 from hpctrain.topology import Topology
 
 # A function that sums a buffer over all ranks, in place; collective.

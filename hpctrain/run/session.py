@@ -52,8 +52,13 @@ from hpctrain.reduce import (
     AUTO,
     CompareRanks,
     LossScale,
+    Reduction,
+    ReductionPlan,
     ShardedUpdater,
     StepWatch,
+    check_for_layouts,
+    gradient_bytes,
+    layouts_of,
     reduce_gradients_by,
     watch_steps,
 )
@@ -64,7 +69,6 @@ from hpctrain.run.compute.ranks import RankAxes, check_num_ranks, set_threads
 from hpctrain.run.compute.uncaught_errors import UncaughtErrors, uncaught_as_message
 from hpctrain.run.experiments.causes.findings import CheckReport
 from hpctrain.run.experiments.own_loop import Build, check_loop
-from hpctrain.run.reduction import Reduction, ReductionPlan, check_for_layouts, gradient_bytes, layouts_of
 from hpctrain.run.reductions import Reductions
 from hpctrain.storage import release_all
 from hpctrain.telemetry import tell

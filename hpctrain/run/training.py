@@ -14,6 +14,7 @@ from hpctrain.checkpoint import SaveRequests, Saving, Tiers, identify_run, savin
 from hpctrain.comm import Section, check_same, in_section, make_shared_folder, on_rank_0
 from hpctrain.errors import DivergedError, LaunchError, RecipeError, StoppedEarly
 from hpctrain.launch import identify
+from hpctrain.reduce import gradient_bytes
 from hpctrain.resilience import SaveSignal, StopRequest, WallClock
 from hpctrain.run.build import (
     build_efficiency_watch,
@@ -59,7 +60,6 @@ from hpctrain.run.record import (
     summarize,
     working_commit,
 )
-from hpctrain.run.reduction import gradient_bytes
 from hpctrain.run.session import Session, init
 from hpctrain.storage import LOST_AFTER_S, release
 from hpctrain.telemetry import ENERGY, RecordWriter, Sinks, tell, write_json

@@ -20,8 +20,8 @@ from hpctrain.reduce.collective_reducers.power_sgd import LowRankReducer
 from hpctrain.reduce.collective_reducers.top_k import TopKReducer
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer, run_to_end
+from hpctrain.reduce.factory import ReductionPlan
 from hpctrain.run import Session, init
-from hpctrain.run.reduction import ReductionPlan
 from tests.gpu.check import Check, assert_close, assert_equal, samples, small_model
 
 EXACT = (

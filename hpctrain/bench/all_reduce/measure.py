@@ -300,8 +300,6 @@ class CellTimer:
 # (algorithm, wire) -> a reducer whose messages are separate from those of other reducers. Collective. Raises
 # UsageError, the same on every rank, if the combination cannot run here.
 MakeReducer = Callable[[str, str], BucketReducer]
-# (algorithm, wire, bytes) -> the algorithm that runs; None: the reducer's own.
-RunsFor = Callable[[str, str, int], str | None]
 
 # Memory of a reducer in multiples of its buckets: the buckets, and somewhat more than that for encoded data.
 COPIES = 2.5
@@ -395,14 +393,12 @@ def measure_all_reduce(
     link_bytes_per_s: float | None = None,
     progress: Callable[[float], None] = lambda share: None,
     memory_bytes: float | None = None,
-    runs: RunsFor = lambda algorithm, wire, num_bytes: None,
 ) -> AllReduceMeasured:
     """Measures every cell that can run on these ranks. Collective; returns the same value on every rank.
 
     A note is added for each combination that cannot run, or would run as another one. If the reducers do not all fit
     into memory, they are measured in groups, and a note says so. memory_bytes: the limit for the buckets of this rank;
-    None: half of the free memory, divided by the ranks of the host. runs: returns the algorithm that a reducer selects
-    for a size, if that depends on the size. Raises UsageError if no combination can run.
+    None: half of the free memory, divided by the ranks of the host. Raises UsageError if no combination can run.
     """
     notes: list[str] = []
     pairs = [(algorithm, wire) for wire in asked.wires for algorithm in asked.algorithms]
@@ -431,7 +427,6 @@ def measure_all_reduce(
             row_of(
                 found, reducers[found.cell.algorithm, found.cell.wire], topology=topology, asked=asked,
                 link_bytes_per_s=link_bytes_per_s,
-                runs=runs(found.cell.algorithm, found.cell.wire, found.cell.num_bytes),
             )
             for found in measured
         ]  # fmt: skip
@@ -499,7 +494,6 @@ def row_of(
     topology: Topology,
     asked: AllReduceAsked,
     link_bytes_per_s: float | None,
-    runs: str | None = None,
 ) -> Row:
     """Returns the row of a cell. With several buckets in flight, bytes and time are those of all of them together."""
     cell, count = measured.cell, asked.in_flight
@@ -514,7 +508,7 @@ def row_of(
         )  # fmt: skip
     return Row(
         algorithm=cell.algorithm,
-        runs=runs or reducer.algorithm,
+        runs=reducer.algorithm,
         wire=cell.wire,
         wire_runs=reducer.wire,
         num_bytes=cell.num_bytes,

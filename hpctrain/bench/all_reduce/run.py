@@ -34,12 +34,14 @@ from hpctrain.reduce import (
     BucketReducer,
     Means,
     ReducerMaker,
+    ReductionPlan,
     ScatterReducer,
     decide,
     encodes_every_value,
+    make_reduction,
     parse_algorithm,
 )
-from hpctrain.run import ReductionPlan, Session, environment_record, make_reduction
+from hpctrain.run import Session, environment_record
 from hpctrain.topology import Topology
 
 # Measures the rate of the links between nodes with plain messages.
@@ -171,23 +173,14 @@ class ReducersHere:
         assert not isinstance(made.reducer, ScatterReducer)
         return made.reducer
 
-    def runs(self, algorithm: str, wire: str, *, num_bytes: int) -> str | None:
-        """Returns the algorithm that `auto` selects for a bucket of this size; None without a calibration."""
-        ranges = self.calibrations.get((algorithm, wire), {}).get("ranges", [])
-        below = [entry["algorithm"] for entry in ranges if entry["from_bytes"] <= num_bytes]
-        return below[-1] if below else None
-
     def lines(self) -> list[str]:
         """Returns lines that describe every choice and the measurements on which it is based."""
         lines = []
         for (algorithm, wire), record in self.calibrations.items():
             head = f"auto, {wire}" if algorithm == AUTO else f"{algorithm}, wire auto"
-            chosen = ", ".join(
-                f"from {describe_bytes(entry['from_bytes'])} {entry['algorithm']} ({entry['wire']})"
-                for entry in record.get("ranges", [])
-            )
             lines.append(
-                f"{head}: {chosen}; buckets of {describe_bytes(record['bucket_bytes'])} ({record['source']})"
+                f"{head}: {record['algorithm']} ({record['wire']}); buckets of "
+                f"{describe_bytes(record['bucket_bytes'])} ({record['source']})"
             )
             for entry in record.get("candidates", []):
                 rate = (
@@ -287,7 +280,6 @@ def all_reduce_on(
         device=session.device,
         link_bytes_per_s=None if link is None else link.bytes_per_s,
         progress=progress,
-        runs=lambda algorithm, wire, num_bytes: reducers.runs(algorithm, wire, num_bytes=num_bytes),
     )
 
 

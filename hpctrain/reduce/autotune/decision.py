@@ -1,15 +1,14 @@
-"""Choice of the reduction for each bucket size, from measurements. Pure.
+"""Choice of the reduction of a run, from measurements. Pure.
 
-For each size the candidate with the lowest fitted cost is chosen; of equal ones, the first measured. A candidate that
-was dropped before the larger sizes were measured is not chosen for those.
+The candidate with the lowest fitted cost of all buckets of a step is chosen; of equal ones, the first measured. A
+candidate that was dropped before sizes as large as the largest bucket were measured is not chosen.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -37,37 +36,27 @@ WORTH_ROUNDING_ON_LINKS = 0.05
 MEASURED_SHARE = 0.01
 # The link counts as the limit if its bytes take at least this share of the measured time.
 DECIDED_BY_LINK = 0.5
-# No bucket is larger, so larger sizes are not compared.
-LARGEST_SIZE = 1 << 40
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """A range of sizes: `candidate` is used from `begin` bytes up to the next range."""
-
-    begin: int
-    candidate: Candidate
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Candidates by bucket size. Created by `of_measurements`, or by `only` if there is one candidate.
+    """Candidates with their costs. Created by `of_measurements`, or by `only` if there is one candidate.
 
+    candidates: of those with equal costs, the first is chosen.
     costs: fitted cost of each candidate; empty if nothing was measured.
-    ranges: chosen candidates, from the smallest sizes up.
     measurements: times from which the costs were fitted.
     floor: lower bound by the links between nodes; None if unknown.
     """
 
-    costs: Mapping[Candidate, Cost]
-    ranges: tuple[Range, ...]
+    candidates: tuple[Candidate, ...]
+    costs: Mapping[Candidate, Cost] = field(default_factory=dict)
     measurements: tuple[Measurement, ...] = ()
     floor: LinkFloor | None = None
 
     @classmethod
     def only(cls, candidate: Candidate) -> Choice:
         """Returns the choice of the only candidate, without measurements."""
-        return cls({}, (Range(0, candidate),))
+        return cls((candidate,))
 
     @classmethod
     def of_measurements(
@@ -82,39 +71,34 @@ class Choice:
         costs = {candidate: Cost.fit(points) for candidate, points in _by_candidate(measurements).items()}
         if floor is not None:
             costs = {c: _floored(cost, floor.seconds_per_byte(c)) for c, cost in costs.items()}
-        return cls(costs, _ranges(costs), tuple(measurements), floor)
+        return cls(tuple(costs), costs, tuple(measurements), floor)
 
-    @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        """Candidates that are chosen for any size, in order of size."""
-        return tuple(dict.fromkeys(r.candidate for r in self.ranges))
+    def fastest(self, bucket_bytes: Iterable[int]) -> Candidate:
+        """Returns the fastest candidate for these buckets in total. Sizes are in bytes of uncast gradients."""
+        if not self.costs:
+            return self.candidates[0]
+        sizes = list(bucket_bytes)
+        among = eligible(self.costs, max(sizes, default=0))
+        return min(among, key=lambda candidate: self._total_s(candidate, sizes))
 
-    def choose(self, num_bytes: int) -> Candidate:
-        """Returns the candidate for a bucket with `num_bytes` of gradients, before the cast to the wire format."""
-        place = bisect_right(self.ranges, num_bytes, key=lambda entry: entry.begin)
-        return self.ranges[max(0, place - 1)].candidate
+    def seconds(self, bucket_bytes: Iterable[int]) -> float:
+        """Returns the predicted time of the fastest candidate for these buckets; 0 if nothing was measured."""
+        sizes = list(bucket_bytes)
+        return self._total_s(self.fastest(sizes), sizes) if self.costs else 0.0
 
-    def seconds(self, num_bytes: int) -> float:
-        """Returns the predicted time of the chosen candidate, in seconds; 0 if nothing was measured."""
-        return self.costs[self.choose(num_bytes)].at(num_bytes) if self.costs else 0.0
+    def _total_s(self, candidate: Candidate, sizes: Sequence[int]) -> float:
+        return sum(self.costs[candidate].at(size) for size in sizes)
 
     def for_wire(self, wire: str) -> Choice:
         """Returns the choice among the candidates with this wire format. Raises UsageError if there is none."""
         if not self.costs:
-            if self.ranges[0].candidate.wire == wire:
+            if self.candidates[0].wire == wire:
                 return self
-            raise UsageError(f"nothing was measured with the wire {wire}")
+            raise UsageError(
+                f"no candidate with the wire format {wire} was measured: choose another wire format"
+            )
         mine = [m for m in self.measurements if m.wire == wire]
         return Choice.of_measurements(mine, floor=self.floor)
-
-    def for_all_sizes(self, bucket_bytes: Iterable[int]) -> Choice:
-        """Returns the choice of a single candidate for all sizes: the fastest for these buckets in total."""
-        if not self.costs:
-            return self
-        sizes = list(bucket_bytes)
-        among = eligible(self.costs, max(sizes, default=0))
-        best = min(among, key=lambda candidate: sum(self.costs[candidate].at(size) for size in sizes))
-        return Choice(self.costs, (Range(0, best),), self.measurements, self.floor)
 
     def fastest_wire(self, bucket_bytes: Iterable[int]) -> str:
         """Returns the fastest wire format for these buckets.
@@ -129,10 +113,10 @@ class Choice:
         chosen = ordered[0]
         if not self.costs:
             return chosen
-        chosen_s = self._total_s(chosen, sizes)
+        chosen_s = self.for_wire(chosen).seconds(sizes)
         worth = WORTH_ROUNDING_ON_LINKS if self._decided_by_link(chosen, sizes) else WORTH_ROUNDING
         for wire in ordered[1:]:
-            seconds = self._total_s(wire, sizes)
+            seconds = self.for_wire(wire).seconds(sizes)
             if seconds < (1 - worth) * chosen_s:
                 chosen, chosen_s = wire, seconds
         return chosen
@@ -141,12 +125,8 @@ class Choice:
         if self.floor is None:
             return False
         choice = self.for_wire(wire)
-        link_s = sum(size * self.floor.seconds_per_byte(choice.choose(size)) for size in sizes)
-        return link_s >= DECIDED_BY_LINK * sum(choice.seconds(size) for size in sizes)
-
-    def _total_s(self, wire: str, sizes: Sequence[int]) -> float:
-        choice = self.for_wire(wire)
-        return sum(choice.seconds(size) for size in sizes)
+        link_s = sum(sizes) * self.floor.seconds_per_byte(choice.fastest(sizes))
+        return link_s >= DECIDED_BY_LINK * choice.seconds(sizes)
 
     def bucket_bytes(self, *, gradient_bytes: int, overlap: bool = True) -> int:
         """Returns a bucket size at which latency is a small share of the time, but the model has several buckets.
@@ -164,36 +144,13 @@ class Choice:
             sizes = [SMALLEST_BUCKET_BYTES]
             while sizes[-1] < LARGEST_BUCKET_BYTES:
                 sizes.append(2 * sizes[-1])
-            rates = [n / self.seconds(n) for n in sizes]
+            rates = [n / self.seconds([n]) for n in sizes]
             size = next(n for n, rate in zip(sizes, rates, strict=True) if rate >= EFFICIENCY * max(rates))
         quarter = math.ceil(gradient_bytes / LEAST_BUCKETS)
         return max(SMALLEST_BUCKET_BYTES, min(size, quarter))
 
-    def ranges_to_json(self) -> list[dict[str, Any]]:
-        return [{"from_bytes": r.begin, **r.candidate._asdict()} for r in self.ranges]
-
-    @classmethod
-    def from_ranges(cls, value: Any) -> Choice:
-        """Restores what `ranges_to_json` returned, without costs. Raises ValueError for anything else."""
-        try:
-            ranges = tuple(
-                Range(int(v["from_bytes"]), Candidate(str(v["algorithm"]), str(v["wire"]))) for v in value
-            )
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"not a list of ranges: {error}") from error
-        if not ranges or [r.begin for r in ranges] != sorted({0, *(r.begin for r in ranges)}):
-            raise ValueError("not a list of ranges: from_bytes must be 0 in the first and then ascend")
-        return cls({}, ranges)
-
-    def describe(self) -> str:
-        """Returns a text such as `flat up to 64 KB, then hierarchical-ring`."""
-        parts = []
-        for this, following in zip(self.ranges, self.ranges[1:], strict=False):
-            parts.append(f"{this.candidate.algorithm} up to {_show_bytes(following.begin)}")
-        return ", then ".join([*parts, self.ranges[-1].candidate.algorithm])
-
     def record(self) -> dict[str, Any]:
-        """Returns the chosen ranges and each candidate's measurements as JSON values, for the run's record.
+        """Returns each candidate's measurements as JSON values, for the run's record.
 
         `floor_seconds_per_byte` is the lower bound of the time per byte in comparisons of candidates; 0 if there is
         none.
@@ -206,7 +163,7 @@ class Choice:
                 "floor_seconds_per_byte": self.floor.seconds_per_byte(candidate) if self.floor else 0.0,
                 "measured": [{"bytes": size, "seconds": seconds} for size, seconds in points],
             })  # fmt: skip
-        return {"ranges": self.ranges_to_json(), "candidates": candidates}
+        return {"candidates": candidates}
 
 
 def measurements_to_json(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
@@ -260,32 +217,3 @@ def _by_candidate(measurements: Iterable[Measurement]) -> dict[Candidate, list[t
     for m in measurements:
         found.setdefault(m.candidate, []).append((m.num_bytes, m.seconds))
     return found
-
-
-def _ranges(costs: Mapping[Candidate, Cost]) -> tuple[Range, ...]:
-    """Returns the best candidate by size.
-
-    It changes only near crossings of costs and at measured sizes, so only these sizes are tried.
-    """
-    sizes = {0}
-    fitted = list(costs.values())
-    for place, one in enumerate(fitted):
-        for other in fitted[place + 1 :]:
-            for crossing in one.crossings(other):
-                if crossing <= LARGEST_SIZE:
-                    sizes.update(range(max(0, math.floor(crossing) - 1), math.floor(crossing) + 3))
-        sizes.update(size for size, _ in one.points)  # costs may be equal up to there and differ beyond
-        sizes.update(size + 1 for size, _ in one.points)
-    ranges: list[Range] = []
-    for size in sorted(sizes):
-        best = min(eligible(costs, size), key=lambda candidate: costs[candidate].at(size))
-        if not ranges or ranges[-1].candidate != best:
-            ranges.append(Range(size, best))
-    return tuple(ranges)
-
-
-def _show_bytes(num_bytes: int) -> str:
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.3g} {unit}"
-    return f"{num_bytes} bytes"

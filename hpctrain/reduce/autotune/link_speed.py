@@ -249,19 +249,6 @@ class Cost:
         share = (num_bytes - low_bytes) / (high_bytes - low_bytes)
         return min(high_s, low_s + share * (high_s - low_s))
 
-    def crossings(self, other: Cost) -> list[float]:
-        """Returns the sizes at which the two costs cross."""
-        knots = sorted({0, *(p[0] for p in self.points), *(p[0] for p in other.points)})
-        found = []
-        for low, high in zip(knots, [*knots[1:], None], strict=True):
-            before = self.at(low) - other.at(low)
-            # Beyond the last knot both are linear: any second size determines the slopes.
-            end = 2 * low + 1 if high is None else high
-            after = self.at(end) - other.at(end)
-            if before * after < 0 or (high is None and before * (after - before) < 0):
-                found.append(low + (end - low) * before / (before - after))
-        return found
-
 
 def _slope(low: tuple[int, float], high: tuple[int, float]) -> float:
     return (high[1] - low[1]) / (high[0] - low[0])

@@ -11,14 +11,14 @@ import importlib.metadata
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hpctrain.comm import World, broadcast_json, on_rank_0, probe_started_mpi
-from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.reduce.autotune.decision import (
     Choice,
     measurements_from_json,
@@ -34,7 +34,7 @@ from hpctrain.reduce.autotune.link_speed import (
     measure_levels,
 )
 from hpctrain.reduce.autotune.trials import MakeReducer, MatrixProducts, calibrate
-from hpctrain.reduce.wire_formats import needs_feedback, roundings
+from hpctrain.reduce.wire_formats import roundings
 from hpctrain.telemetry import write_json
 from hpctrain.topology import Topology
 from hpctrain.version import __version__
@@ -211,87 +211,54 @@ class CalibrationFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoChoice:
-    """Choice for a model, the same on every rank: algorithms by bucket size, all with the wire format `wire`.
+    """Choice for a model, the same on every rank.
 
     source: origin of the measurements, as text.
     seconds: duration of the calibration.
-    key: `CalibrationKey` of rank 0 as JSON values; None if nothing was measured.
-    bucket_bytes_asked: True if the user has set `bucket_bytes`.
+    load: what the ranks did during the trials; see `CalibrationKey`.
     """
 
-    choice: Choice
-    wire: str
+    candidate: Candidate
+    measured: Choice
     bucket_bytes: int
     source: str
     levels: tuple[LinkSpeed, ...] = ()
     seconds: float = 0.0
-    key: dict[str, Any] | None = None
-    bucket_bytes_asked: bool = False
-
-    def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, from which `recalled` restores the choice."""
-        return {"key": self.key, "ranges": self.choice.ranges_to_json(), "bucket_bytes": self.bucket_bytes}
-
-    def recalled(self, saved: Mapping[str, Any]) -> AutoChoice:
-        """Returns the saved choice if it is valid for this run, otherwise this one, unchanged. Pure.
-
-        It is valid for the same topology, libraries, candidates and wire format. A bucket size that the user has set
-        is kept. Raises CheckpointError if `saved` is damaged.
-        """
-        if self.key is None or saved.get("key") != self.key:
-            return self
-        try:
-            choice = Choice.from_ranges(saved["ranges"])
-            bucket_bytes = self.bucket_bytes if self.bucket_bytes_asked else int(saved["bucket_bytes"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the checkpoint's choice of reductions is damaged: {error}") from error
-        if any(candidate.wire != self.wire for candidate in choice.candidates) or bucket_bytes < 1:
-            return self
-        return replace(self, choice=choice, bucket_bytes=bucket_bytes, source="from the checkpoint")
-
-    def describe(self) -> str:
-        """Returns a text such as `auto: flat up to 64 KB, then hierarchical-ring`."""
-        return f"auto: {self.choice.describe()}"
+    load: str = "none"
 
     def record(self) -> dict[str, Any]:
         """Returns the choice and its measurements as JSON values, for the run's record."""
         return {
-            "source": self.source, "calibration_s": self.seconds, "wire": self.wire,
-            "load": self.key["load"] if self.key is not None else "none",
-            "bucket_bytes": self.bucket_bytes, "levels": levels_to_json(self.levels), **self.choice.record(),
+            "source": self.source, "calibration_s": self.seconds, **self.candidate._asdict(), "load": self.load,
+            "bucket_bytes": self.bucket_bytes, "levels": levels_to_json(self.levels), **self.measured.record(),
         }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResults:
-    """Measurements and choice before the size of the model is known; the same on every rank."""
+    """Measurements before the size of the model is known; the same on every rank. See `AutoChoice` for the fields."""
 
     choice: Choice
     source: str
     levels: tuple[LinkSpeed, ...] = ()
     seconds: float = 0.0
-    key: dict[str, Any] | None = None
+    load: str = "none"
 
     def settle(
         self, *, gradient_bytes: int, bucket_bytes: int | None = None, overlap: bool = True
     ) -> AutoChoice:
-        """Chooses wire format, bucket size and algorithms for a model with `gradient_bytes` of gradients. Pure.
+        """Chooses wire format, bucket size and algorithm for a model with `gradient_bytes` of gradients. Pure.
 
         bucket_bytes: bucket size from the recipe; None: choose it.
         overlap: True if reductions overlap with backward.
         """
         chosen = self.choice.bucket_bytes(gradient_bytes=gradient_bytes, overlap=overlap)
-        guess = bucket_bytes or chosen
-        wire = self.choice.fastest_wire(bucket_sizes(gradient_bytes, bucket_bytes=guess))
+        wire = self.choice.fastest_wire(bucket_sizes(gradient_bytes, bucket_bytes=bucket_bytes or chosen))
         choice = self.choice.for_wire(wire)
         size = bucket_bytes or choice.bucket_bytes(gradient_bytes=gradient_bytes, overlap=overlap)
-        if needs_feedback(wire):
-            # Error feedback is kept by each reducer: use a single one, so that residuals are not lost when a new plan
-            # moves a parameter into a bucket of another size.
-            choice = choice.for_all_sizes(bucket_sizes(gradient_bytes, bucket_bytes=size))
         return AutoChoice(
-            choice=choice, wire=wire, bucket_bytes=size, source=self.source, levels=self.levels,
-            seconds=self.seconds, key=self.key, bucket_bytes_asked=bucket_bytes is not None,
+            candidate=choice.fastest(bucket_sizes(gradient_bytes, bucket_bytes=size)), measured=choice,
+            bucket_bytes=size, source=self.source, levels=self.levels, seconds=self.seconds, load=self.load,
         )  # fmt: skip
 
 
@@ -363,8 +330,6 @@ def find_choice(
         candidates=tuple(candidates),
         versions=dict(versions if versions is not None else reduction_versions(world.reduction_backend)),
     )  # fmt: skip
-    # Rank 0's key for all: if libraries differ between nodes, either all ranks restore a saved choice or none does.
-    key_of_all = broadcast_json(world, key.as_json())
     looked = _look(world, files, key=key)
     for text in looked.notes:
         note(text)
@@ -383,7 +348,7 @@ def find_choice(
     return TrialResults(
         choice=Choice.of_measurements(kept.measurements, floor=LinkFloor.of(topology, kept.levels)),
         source=source, levels=kept.levels,
-        seconds=kept.seconds, key=key_of_all,
+        seconds=kept.seconds, load=key.load,
     )  # fmt: skip
 
 

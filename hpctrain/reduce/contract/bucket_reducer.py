@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar, final, runtime_checkable
+from typing import Protocol, TypeAlias, TypeVar, final, runtime_checkable
 
 import numpy as np
 import torch
@@ -33,20 +33,6 @@ class StateTensor:
     tensor: torch.Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-
-
-@runtime_checkable
-class Chooser(Protocol):
-    """Optional interface of a reducer that has chosen its algorithms by measurement.
-
-    Sums by different algorithms differ in the last bits, so a resumed run must choose the same algorithms.
-    """
-
-    def choice_state(self) -> dict[str, Any]:
-        """Returns the chosen algorithms and bucket size as JSON values, for a checkpoint. The same on every rank."""
-
-    def recall(self, saved: Mapping[str, Any]) -> int:
-        """Restores a saved choice for the next plan, and returns the bucket size in bytes. Not collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +63,53 @@ class InBackground(Protocol):
         """
 
 
-class BucketReducer(Protocol):
+class KeepsState(Protocol):
+    """What is kept from step to step, such as residuals of error feedback, and saved in a checkpoint."""
+
+    def settle(self, *, applied: bool, rescale: float) -> None:
+        """Ends the step for error feedback: the values of the step count as sent only if it was applied.
+
+        Not collective.
+
+        Args:
+            applied: Whether the step was applied, the same on every rank.
+            rescale: The next step's loss scale divided by this step's.
+        """
+
+    def state(self) -> list[StateTensor]:
+        """Returns the tensors that a checkpoint must hold (error feedback, low-rank factors); possibly none.
+
+        Not collective.
+        """
+
+    def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
+        """Returns the rows of a checkpoint's tensors that `load_state` needs on this rank.
+
+        Not collective; call it after `plan`.
+
+        Args:
+            shapes: Shapes of the whole saved tensors, by name. The checkpoint may be from another number of ranks.
+
+        Returns:
+            For some tensors, by name, the row ranges that this rank needs, ascending. `load_state` needs all rows of
+            the others.
+        """
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
+        """Restores `state` from a checkpoint. Collective; call it after `plan`.
+
+        Args:
+            tensors: Saved tensors by name: either whole, or the rows from `rows_to_load` (along the first dimension),
+                concatenated. Missing tensors (of another wire format) start as in a new run; unknown names are
+                ignored.
+            shapes: Shapes of the whole tensors, by name; None if `tensors` are whole.
+
+        Raises:
+            CheckpointError: On every rank. The tensors belong to another model.
+        """
+
+
+class BucketReducer(KeepsState, Protocol):
     """Sums buckets of gradients over all ranks, several at a time.
 
     Every rank plans the same buckets and reduces them in the same order.
@@ -157,50 +189,8 @@ class BucketReducer(Protocol):
             A generator like that of `reduce`, to be run after the last reduction has ended. It returns a `Reduced`.
         """
 
-    def settle(self, *, applied: bool, rescale: float) -> None:
-        """Ends the step for error feedback: the values of the step count as sent only if it was applied.
-
-        Not collective.
-
-        Args:
-            applied: Whether the step was applied, the same on every rank.
-            rescale: The next step's loss scale divided by this step's.
-        """
-
     def bytes_sent(self) -> int:
         """Returns the payload bytes that this rank has sent to other nodes so far. Not collective."""
-
-    def state(self) -> list[StateTensor]:
-        """Returns the tensors that a checkpoint must hold (error feedback, low-rank factors); possibly none.
-
-        Not collective.
-        """
-
-    def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
-        """Returns the rows of a checkpoint's tensors that `load_state` needs on this rank.
-
-        Not collective; call it after `plan`.
-
-        Args:
-            shapes: Shapes of the whole saved tensors, by name. The checkpoint may be from another number of ranks.
-
-        Returns:
-            For some tensors, by name, the row ranges that this rank needs, ascending. `load_state` needs all rows of
-            the others.
-        """
-
-    def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
-        """Restores `state` from a checkpoint. Collective; call it after `plan`.
-
-        Args:
-            tensors: Saved tensors by name: either whole, or the rows from `rows_to_load` (along the first dimension),
-                concatenated. Missing tensors (of another wire format) start as in a new run; unknown names are
-                ignored.
-            shapes: Shapes of the whole tensors, by name; None if `tensors` are whole.
-
-        Raises:
-            CheckpointError: On every rank. The tensors belong to another model.
-        """
 
     def close(self) -> None:
         """Frees memory and communicators. Collective."""

@@ -220,15 +220,11 @@ class PlannedBuckets:
     def buckets(self) -> tuple[Bucket, ...]:
         return self.memory.buckets
 
-    def plan_again(self, order: Sequence[int] | None, *, bucket_bytes: int | None = None) -> None:
-        """Plans the buckets again in another order, and with another size if one is given. Collective.
-
-        All ranks pass the same arguments.
-        """
+    def plan_again(self, order: Sequence[int] | None) -> None:
+        """Plans the buckets again in another order, the same on every rank. Collective."""
         self.order = None if order is None else list(order)
-        self._bucket_bytes = bucket_bytes or self._bucket_bytes
         buckets = self._in_order()
-        if bucket_bytes is not None or buckets != self.memory.buckets:
+        if buckets != self.memory.buckets:
             self._lay_out(buckets)
 
     def _in_order(self) -> tuple[Bucket, ...]:

@@ -341,7 +341,7 @@ class GradientMemory:
                 place.gradient.data = place.gradient.clone()
                 place.gradient = fresh
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Gives each parameter a copy of its gradient from the bucket, so that the bucket's memory can be freed."""
         for parameter, place, pending in zip(self._parameters, self._places, self._pending, strict=True):
             given = place.gradient is not None and parameter.grad is place.gradient

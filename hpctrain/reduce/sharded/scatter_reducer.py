@@ -11,24 +11,21 @@ arXiv:1910.02054.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import final
 
 import torch
 
-from hpctrain.comm import NUM_TAGS, Collective, Pending, Transport, is_true_everywhere
+from hpctrain.comm import Collective, Pending, Transport
 from hpctrain.reduce.codecs import Codec, CodecFeedback
-from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor, check_same_plan, until
+from hpctrain.reduce.contract.bucket_reducer import check_same_plan, until
 from hpctrain.reduce.sharded.shard_plan import ShardPlan, Unit
-from hpctrain.reduce.shared_memory.inter_node import ChunkMemory, EngineLosses, Loan, LossyPart, sum_in_order
-from hpctrain.reduce.shared_memory.shared_buckets import NodeMemory, TwoLevelPlace
+from hpctrain.reduce.shared_memory.inter_node import EngineLosses, Loan, LossyPart, sum_in_order
 from hpctrain.reduce.shared_memory.summation import add
+from hpctrain.reduce.shared_memory.transport_reducer import TransportReducer
 from hpctrain.topology import Topology
-
-# Memory of reductions that were aborted by an error: MPI and other ranks may still write to it.
-_BROKEN_OFF: list[tuple[Transport, NodeMemory, ChunkMemory]] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +61,10 @@ class _Planned:
 
 
 @final
-class ScatterReducer:
+class ScatterReducer(TransportReducer):
     """Sums units over all ranks, each part at its owner, and gathers the parameters that the owners have updated.
 
-    comm: communicator of all ranks, used by `plan`, `load_state` and `close`.
-    levels: topology of the run, or one with one rank per node.
-    algorithm: name of the algorithm, as in the recipe.
-    codec: codec of the gradients between nodes; parameters are never encoded.
-    feedback: True for error feedback with a lossy codec.
+    Parameters are never encoded. See `TransportReducer` for the arguments.
     """
 
     def __init__(
@@ -84,12 +77,10 @@ class ScatterReducer:
         codec: Codec,
         feedback: bool = False,
     ) -> None:
-        self._transport = transport
-        self._comm = comm
-        self._place = place = TwoLevelPlace.of(levels, rank=transport.rank)
-        self._algorithm = algorithm
-        self._codec = codec
-        self._keeps_losses = feedback and not codec.exact and levels.num_nodes > 1
+        super().__init__(
+            transport, comm=comm, levels=levels, algorithm=algorithm, codec=codec, feedback=feedback
+        )
+        place = self._place
         by_node = levels.groups("local")
         # On each other node one rank sends this rank's part of the gradients and takes its part of the parameters.
         self._partner = {
@@ -109,22 +100,8 @@ class ScatterReducer:
             for local, owner in enumerate(ranks)
         }
         self._everyone = range(len(place.locals))
-        self._memory = NodeMemory(transport, place=place)
-        self._scratch = ChunkMemory()
         self._units: list[_Planned] = []
         self._busy: list[bool] = []
-        self._losses: EngineLosses | None = None
-        self._next_tag = 0
-        self._num_in_flight = 0
-        self._bytes_sent = 0
-
-    @property
-    def algorithm(self) -> str:
-        return self._algorithm
-
-    @property
-    def wire(self) -> str:
-        return self._codec.name
 
     def plan(
         self,
@@ -213,24 +190,9 @@ class ScatterReducer:
             self._gather(number), f"unit {number}, {self._units[number].unit.numel} parameters"
         )
 
-    def _watched(self, turns: Iterator[bool], what: str) -> Iterator[bool]:
-        """Runs the generator `turns` under the watchdog's deadline, which runs while it waits."""
-        self._num_in_flight += 1
-        self._transport.begun(what)
-        try:
-            for progressed in turns:
-                if progressed:
-                    self._transport.progressed()
-                else:
-                    self._transport.waits(what)
-                yield progressed
-            self._num_in_flight -= 1  # not after an abort, because messages may still arrive
-        finally:
-            self._transport.progressed()
-
     def _reduce(self, number: int) -> Iterator[bool]:
         planned, memory, mine = self._units[number], self._memory, self._transport.rank
-        tag = self._take_tag()
+        tag = self._take_tags(1)
         filled, taken = memory.begin_round(planned.slot)
         memory.raise_flag(filled)
         loan = self._scratch.loan()
@@ -282,7 +244,7 @@ class ScatterReducer:
 
     def _gather(self, number: int) -> Iterator[bool]:
         planned, memory, mine = self._units[number], self._memory, self._transport.rank
-        tag = self._take_tag()
+        tag = self._take_tags(1)
         yield from until(lambda: not self._busy[planned.slot])
         self._busy[planned.slot] = True
         filled, taken = memory.begin_round(planned.slot)
@@ -313,50 +275,8 @@ class ScatterReducer:
         """Returns the ranks starting after this one, so that not all ranks send to the same one first."""
         return sorted(ranks, key=lambda rank: (rank - self._transport.rank) % self._comm.num_ranks)
 
-    def _take_tag(self) -> int:
-        tag = self._next_tag
-        self._next_tag = (tag + 1) % NUM_TAGS
-        return tag
-
     def _until_done(self, pending: Sequence[Pending]) -> Iterator[bool]:
         return until(lambda: self._transport.all_done(pending))
 
-    def _send(self, data: torch.Tensor, *, to: int, tag: int) -> Pending:
-        topology = self._transport.topology
-        if topology.node_of(to) != topology.node_of(self._transport.rank):
-            self._bytes_sent += data.numel()
-        return self._transport.send(data, to=to, tag=tag)
-
-    def bytes_sent(self) -> int:
-        """Returns the payload bytes that this rank has sent to other nodes so far. Not collective."""
-        return self._bytes_sent
-
-    def settle(self, *, applied: bool, rescale: float) -> None:
-        """See `BucketReducer.settle`."""
-        if self._losses is not None:
-            self._losses.settle(applied=applied, rescale=rescale)
-
-    def state(self) -> list[StateTensor]:
-        """See `EngineLosses.state`; empty without error feedback."""
-        return self._losses.state() if self._losses is not None else []
-
-    def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
-        """See `BucketReducer.rows_to_load`."""
-        if self._losses is None:
-            return {}
-        return self._losses.rows_to_load(shapes, rank=self._comm.rank, num_ranks=self._comm.num_ranks)
-
-    def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
-        """See `BucketReducer.load_state`. Collective; call it after `plan`."""
-        if self._losses is not None:
-            self._losses.load_state(tensors, shapes, comm=self._comm)
-
-    def close(self) -> None:
-        """Frees memory and communicators. Collective."""
-        if not is_true_everywhere(self._comm, self._num_in_flight == 0):
-            _BROKEN_OFF.append((self._transport, self._memory, self._scratch))
-            return
+    def _forget_plan(self) -> None:
         self._units = []
-        self._losses = None
-        self._memory = NodeMemory(self._transport, place=self._place)
-        self._transport.close()

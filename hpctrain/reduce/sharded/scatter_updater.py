@@ -5,44 +5,36 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 
 from __future__ import annotations
 
-import math
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Any, final
+from collections.abc import Callable, Mapping
+from typing import final
 
 import torch
 
 from hpctrain.comm import Collective, agreed, broadcast_json, is_true_everywhere
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket, plan_buckets
-from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
-from hpctrain.reduce.contract.step_end import check_divide_by, clip_factor, divisor
-from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
-from hpctrain.reduce.data_parallel.bucket_filling import BackwardClock
+from hpctrain.reduce.contract.updater import ReductionObserver
 from hpctrain.reduce.data_parallel.gradient_buckets import (
     NOT_READABLE_SHARDED,
     describe_gradient,
     one_device,
     ran_twice,
-    refuse_grad_scaler,
 )
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
-from hpctrain.reduce.data_parallel.parameter_checks import check_open, check_options, trainable
+from hpctrain.reduce.data_parallel.parameter_checks import check_options, trainable
+from hpctrain.reduce.data_parallel.updater_base import StepSums, UpdaterBase
 from hpctrain.reduce.sharded.owned_parts import OwnedParts, ParameterCopies, check_shardable
 from hpctrain.reduce.sharded.scatter_reducer import ScatterReducer
 from hpctrain.reduce.sharded.shard_plan import ALIGNMENT_ELEMS, BucketProgress, ShardPlan
 from hpctrain.reduce.sharded.units_in_flight import UnitsInFlight
-from hpctrain.reduce.watch.step_watch import Watched, watched
 
 # With ZeRO-2, a bucket is reduced in this many units, and there is memory for the units of two buckets.
 _UNITS_OF_A_BUCKET = 4
 
 
 @final
-class ScatterUpdater(Watched):
+class ScatterUpdater(UpdaterBase):
     """`DistributedOptimizer` that reduce-scatters gradients in backward and gathers updated parameters in forward.
 
     See `units_in_flight` for the gathering. The constructor is collective. A plain `loss.backward()` has weight
@@ -82,11 +74,11 @@ class ScatterUpdater(Watched):
         align_elems: int = ALIGNMENT_ELEMS,
         model: torch.nn.Module | None = None,
     ) -> None:
-        self._optimizer = optimizer
-        self._comm = comm
+        super().__init__(
+            optimizer, comm=comm, loss_scale=loss_scale or LossScale.for_wire(reducer.wire), clip_norm=clip_norm,
+            reducer=reducer, wire=reducer.wire,
+        )  # fmt: skip
         self._reducer = reducer
-        self._clip_norm = clip_norm
-        self._parameters = trainable(optimizer)
 
         def check() -> None:
             check_options(self._parameters, clip_norm=clip_norm, max_in_flight=max_in_flight)
@@ -94,7 +86,6 @@ class ScatterUpdater(Watched):
             check_shardable(optimizer, self._parameters)
 
         agreed(comm, check, os_error=UsageError)
-        self._scale = loss_scale or LossScale.for_wire(reducer.wire)
         specs = [describe_gradient(p) for p in self._parameters]
         self._plan = ShardPlan.of(
             plan_buckets(specs, bucket_bytes=bucket_bytes), num_ranks=comm.num_ranks, align_elems=align_elems,
@@ -116,140 +107,17 @@ class ScatterUpdater(Watched):
             reducer, plan=self._plan, parameters=self._parameters, model=model,
             max_in_flight=max_in_flight, overlap=overlap, crowded=crowded,
         )  # fmt: skip
-        self._syncing = True
-        self._closed = False
-        self._clock = BackwardClock()
-        self._reset()
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._hook(index))
-            for index, p in enumerate(self._parameters)
-        ]
-
-    # ------------------------------------------------------------------ interface of the training loop
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer, which holds this rank's parts, and which learning rate schedulers need."""
-        return self._optimizer
-
-    @property
-    def loss_scale(self) -> LossScale:
-        return self._scale
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's `param_groups`, for scripts that set the learning rate through their optimizer.
-
-        Raises UsageError for a GradScaler.
-        """
-        refuse_grad_scaler(sys._getframe(1))
-        return self._optimizer.param_groups
+        self._begin_step()
+        self._register_hooks(self._hook)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets of one step, in the order in which they are reduced."""
         return tuple(self._plan.buckets[number] for number in self._progress.order)
 
-    def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
-        """See `DistributedOptimizer.backward`. Raises UsageError for a loss that does not have exactly one element."""
-        scaled = self._scale.scaled(loss, weight=weight)
-        self._abandon_dropped()
-        self._unsent_factor, self._weighted = 1.0, True
-        if last:
-            with self._clock:
-                scaled.backward()
-        else:
-            with self.no_sync():
-                scaled.backward()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """See `DistributedOptimizer.no_sync`."""
-        before, self._syncing = self._syncing, False
-        try:
-            yield
-        finally:
-            self._syncing = before
-
-    def zero_grad(self) -> None:
-        """See `DistributedOptimizer.zero_grad`.
-
-        Between backward and `step` it ends the sums that have started, and is collective.
-        """
-        self._drop_gradients()
-        if self._progress.has_begun:
-            self._abandon()
-        else:
-            self._unsent_factor, self._weighted = self._plain_factor(), False
-
     def synchronize(self) -> None:
         """Raises UsageError: no rank has the sums of all gradients."""
         raise UsageError(NOT_READABLE_SHARDED)
-
-    @watched
-    def step(
-        self,
-        *,
-        sums: Mapping[str, float] | None = None,
-        accepts: Accepts | None = None,
-        divide_by: str | None = None,
-    ) -> StepOutcome:
-        """See `DistributedOptimizer.step`.
-
-        Raises UsageError also if the updater is closed, if the optimizer or the parameters were replaced, or if
-        gradients were set since `backward`.
-        """
-        check_open(closed=self._closed)
-        plain = not self._weighted and (any(self._had) or any(p.grad is not None for p in self._parameters))
-        check_divide_by(
-            divide_by, sums=sums, plain=plain, wire=None if self.sums_to_one else self._reducer.wire
-        )
-        blocked_before_s = self._units.take_blocked_s()  # in forward and backward
-        started = time.perf_counter()
-        self.wait_for_parameters()
-        self._check_parameters()
-        self._progress.end_backward()
-        self._send_complete()
-        busy = self._units.wait()
-        square, totals, used, replan = self._sum_numbers(sums or {})
-        self._units.take_blocked_s()  # is in what follows
-        blocked_s = blocked_before_s + time.perf_counter() - started
-        total = divisor(totals, divide_by=divide_by)
-        norm = math.sqrt(square) / (self._scale.value * total) if square >= 0 and total else math.nan
-        finite = math.isfinite(norm)
-        accepted = (accepts is None or accepts(norm if finite else math.nan, totals)) and total != 0
-        applied = accepted and finite and self._take_gradients(norm, used, divided_by=total)
-        update_s = gathered_s = 0.0
-        if applied:
-            began = time.perf_counter()
-            self._owned.step()
-            update_s = time.perf_counter() - began
-            # What backward needs last is what forward needs first.
-            gathered_s = self._units.gather(self._progress.order[::-1])
-            blocked_s += self._units.take_blocked_s()
-        self._owned.forget()
-        self._drop_gradients()
-        used_scale = self._scale.value
-        if accepted:
-            self._scale = self._scale.after_good_step() if applied else self._scale.after_overflow()
-        self._reducer.settle(applied=applied, rescale=self._scale.value / used_scale)
-        times = self._clock.times(self.buckets, update_s=update_s)
-        if replan and accepted:  # after a backward that failed half-way, the order is not known
-            self._progress.order = broadcast_json(self._comm, self._progress.completed_order())
-            self._observed = True
-        self._reset()
-        self._scale.check(used_value=used_scale)
-        return StepOutcome(
-            applied=applied,
-            grad_norm=norm if applied or (finite and not accepted) else math.nan,
-            loss_scale=used_scale,
-            sums=totals,
-            sync_s=busy.total_s + gathered_s,
-            hidden_sync_s=max(0.0, busy.hidden_s - blocked_before_s),
-            exposed_sync_s=blocked_s,
-            update_s=update_s,
-            times=times,
-        )
 
     def wait_for_parameters(self) -> None:
         """See `DistributedOptimizer.wait_for_parameters`. Raises the error of a gathering that has failed."""
@@ -262,64 +130,78 @@ class ScatterUpdater(Watched):
         """
         self._units.observe(observer)
 
-    def state(self) -> dict[str, Any]:
-        """See `DistributedOptimizer.state`: the loss scale, in the form that `AllReduceUpdater` loads too."""
-        return {"loss_scale": asdict(self._scale), "order": None}
+    # ------------------------------------------------------------------ implementation
 
-    def state_tensors(self) -> list[StateTensor]:
-        """Returns the residuals of error feedback. See `DistributedOptimizer.state_tensors`."""
-        return self._reducer.state()
-
-    def rows_to_load(self, state: Mapping[str, Any], shapes: Shapes) -> dict[str, list[range]]:
-        return self._reducer.rows_to_load(shapes)
-
-    def load_state(
-        self,
-        state: Mapping[str, Any],
-        tensors: Mapping[str, torch.Tensor] | None = None,
-        shapes: Shapes | None = None,
-    ) -> None:
-        """See `DistributedOptimizer.load_state`. Raises UsageError if it is called between `backward` and `step`."""
-        if self._progress.has_begun:
-            raise UsageError("load_state was called between backward and step(): call it between steps")
+    def _sum(self, sums: Mapping[str, float]) -> StepSums:
+        blocked_before_s = self._units.take_blocked_s()  # in forward and backward
+        started = time.perf_counter()
         self.wait_for_parameters()
-        saved = state["loss_scale"]
-        self._scale = self._scale.continued(saved)
-        self._reset()
-        self._reducer.load_state(tensors or {}, shapes)
-        if self._scale.value != saved["value"]:
-            # Residuals are in the unit of the buckets: gradients times the loss scale at the time of saving.
-            self._reducer.settle(applied=False, rescale=self._scale.value / saved["value"])
+        self._check_parameters()
+        self._progress.end_backward()
+        self._send_complete()
+        busy = self._units.wait()
+        square, totals, order_is_new = self._sum_numbers(sums)
+        self._units.take_blocked_s()  # is in what follows
+        ended = time.perf_counter()
+        return StepSums(
+            norm_square=square,
+            totals=totals,
+            scale=self._scale.value,
+            order_is_new=order_is_new,
+            update_from=ended,
+            sync_s=busy.total_s,
+            hidden_sync_s=max(0.0, busy.hidden_s - blocked_before_s),
+            exposed_sync_s=blocked_before_s + ended - started,
+            update_s=0.0,
+        )
 
-    def close(self) -> bool:
-        """See `DistributedOptimizer.close`. The optimizer gets the model's parameters back, without state.
+    def _update(self, factor: float, summed: StepSums) -> bool:
+        self._owned.scale(factor)
+        fits = self._owned.give_out(self._used)
+        if not (is_true_everywhere(self._comm, fits) if self._owned.may_overflow else fits):
+            return False
+        began = time.perf_counter()
+        self._owned.step()
+        summed.update_s = time.perf_counter() - began
+        # What backward needs last is what forward needs first.
+        summed.sync_s += self._units.gather(self._progress.order[::-1])
+        summed.exposed_sync_s += self._units.take_blocked_s()
+        return True
+
+    def _end_step(self, summed: StepSums, *, applied: bool, accepted: bool, rescale: float) -> None:
+        self._owned.forget()
+        self._drop_gradients()
+        self._reducer.settle(applied=applied, rescale=rescale)
+        summed.times = self._clock.times(self.buckets, update_s=summed.update_s or 0.0)
+        if summed.order_is_new and accepted:  # after a backward that failed half-way, the order is not known
+            self._progress.order = broadcast_json(self._comm, self._progress.completed_order())
+            self._observed = True
+        self._begin_step()
+
+    def _release(self) -> bool:
+        """Gives the optimizer the model's parameters back, without state.
 
         Waits for parameters that are still being gathered, and raises the error of that, unless it was raised before.
         """
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
         try:
             return self._units.close()
         finally:
             if not self._closed:
                 self._owned.release()
-            self.step_watch = None
-            self._closed = True
 
-    # ------------------------------------------------------------------ implementation
+    @property
+    def _has_begun(self) -> bool:
+        return self._progress.has_begun
 
-    def _reset(self) -> None:
+    def _is_plain(self) -> bool:
+        return not self._weighted and (any(self._had) or any(p.grad is not None for p in self._parameters))
+
+    def _begin_step(self) -> None:
+        super()._begin_step()
         self._progress.begin_step()
         self._last_ready: int | None = None
         self._had = [False] * len(self._parameters)
-        self._weighted = False
-        self._clock.reset()
-        self._unsent_factor = self._plain_factor()
-
-    def _plain_factor(self) -> float:
-        """Returns the factor for gradients of a plain `loss.backward()`; see `AllReduceUpdater`."""
-        return self._scale.value / self._comm.num_ranks
+        self._used = [True] * len(self._parameters)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
@@ -341,11 +223,6 @@ class ScatterUpdater(Watched):
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _abandon_dropped(self) -> None:
-        """Abandons a step whose gradients the model's `zero_grad` has dropped."""
-        if self._progress.has_begun and all(p.grad is None for p in self._parameters):
-            self._abandon()
-
     def _abandon(self) -> None:
         """Ends a step that will not be made because the script has dropped its gradients. Collective."""
         fresh = [parameter.grad for parameter in self._parameters]
@@ -356,7 +233,7 @@ class ScatterUpdater(Watched):
         self._units.wait()
         self._sum_numbers({})
         self._reducer.settle(applied=False, rescale=1.0)
-        self._reset()
+        self._begin_step()
         for parameter, gradient in zip(self._parameters, fresh, strict=True):
             parameter.grad = gradient
 
@@ -377,11 +254,11 @@ class ScatterUpdater(Watched):
                 if not self._copies.is_as_left(index, had=True):
                     self._parameters[index].grad = None
 
-    def _sum_numbers(self, sums: Mapping[str, float]) -> tuple[float, dict[str, float], list[bool], bool]:
-        """Sums the numbers of a step over all ranks. Collective.
+    def _sum_numbers(self, sums: Mapping[str, float]) -> tuple[float, dict[str, float], bool]:
+        """Sums the numbers of a step over all ranks, and notes which parameters any rank has used. Collective.
 
-        Returns the square of the gradient norm, the sums of the caller's numbers, whether each parameter has a
-        gradient on any rank, and whether the order of the buckets is known from now on.
+        Returns the square of the gradient norm, the sums of the caller's numbers, and whether the order of the buckets
+        is known from now on.
         """
         names = sorted(sums)
         num_missing = self._had.count(False)
@@ -391,23 +268,12 @@ class ScatterUpdater(Watched):
             dtype=torch.float64,
         )
         self._comm.all_reduce(found)
-        square, missing, replan, *totals = found.tolist()
-        used = [True] * len(self._had)
+        square, missing, order_is_new, *totals = found.tolist()
         if missing:
             had = torch.tensor(self._had, dtype=torch.int32)
             self._comm.all_reduce(had)
-            used = [count > 0 for count in had.tolist()]
-        return square, dict(zip(names, totals, strict=True)), used, replan > 0
-
-    def _take_gradients(self, norm: float, used: list[bool], *, divided_by: float) -> bool:
-        """Clips, unscales and divides the sums.
-
-        Returns True if, on all ranks, every gradient fits into its parameter's dtype.
-        """
-        clip = clip_factor(norm, clip_norm=self._clip_norm)
-        self._owned.scale(clip / (self._scale.value * divided_by))
-        fits = self._owned.give_out(used)
-        return is_true_everywhere(self._comm, fits) if self._owned.may_overflow else fits
+            self._used = [count > 0 for count in had.tolist()]
+        return square, dict(zip(names, totals, strict=True)), order_is_new > 0
 
     def _check_parameters(self) -> None:
         """Raises UsageError unless parameters and gradients are still where the updater has put them."""

@@ -11,29 +11,26 @@ Source of the two levels: Jia et al. 2018, arXiv:1807.11205.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import final
 
 import torch
 
-from hpctrain.comm import NUM_TAGS, Collective, Pending, Transport, is_true_everywhere
+from hpctrain.comm import NUM_TAGS, Collective, Transport, is_true_everywhere
 from hpctrain.reduce.codecs import Codec, CodecFeedback, NoFeedback
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import (
     Finishing,
     Numbers,
     Reduced,
-    Shapes,
-    StateTensor,
     check_same_plan,
     one_round,
     until,
 )
 from hpctrain.reduce.contract.step_end import GradientSquares, all_reduced
 from hpctrain.reduce.shared_memory.inter_node import (
-    ChunkMemory,
     EngineLosses,
     LossyPart,
     Part,
@@ -46,11 +43,11 @@ from hpctrain.reduce.shared_memory.shared_buckets import (
     ElemRange,
     Flag,
     NodeMemory,
-    TwoLevelPlace,
     chunks_of,
     cut,
 )
 from hpctrain.reduce.shared_memory.summation import COMPILED, Compiled, add, in_order
+from hpctrain.reduce.shared_memory.transport_reducer import TransportReducer
 from hpctrain.topology import Topology
 
 # Elements of a piece. The others wait at most for one piece of a rank, about 25 us.
@@ -190,9 +187,6 @@ def sum_into(values: torch.Tensor, buckets: Sequence[torch.Tensor]) -> None:
 
 
 EXCHANGES = {"direct": direct, "ring": ring}
-# Memory of reductions that were aborted by an error. MPI and the node's other ranks may still write to it, so it is
-# kept until the process ends.
-_BROKEN_OFF: list[tuple[Transport, NodeMemory, ChunkMemory]] = []
 
 
 @dataclass(slots=True, kw_only=True)
@@ -218,20 +212,15 @@ class _Carried:
     """Numbers that are summed along with the buckets. to_end: number of buckets that are not yet reduced."""
 
     numbers: Numbers
-    laid: Flag
+    written: Flag
     to_end: int
 
 
 @final
-class EngineReducer:
-    """`BucketReducer` over a transport.
+class EngineReducer(TransportReducer):
+    """`BucketReducer` over a transport. See `TransportReducer` for the other arguments.
 
-    comm: communicator of all ranks, used by `plan` and `close`.
-    levels: topology of the run, or one with one rank per node for flat algorithms.
-    algorithm: name of the algorithm, as in the recipe.
     exchange: `direct` or `ring`, the exchange between the nodes of `levels`.
-    codec: codec of what is sent between nodes.
-    feedback: True for error feedback with a lossy codec.
     chunk_elems: largest number of elements in a chunk.
     in_flight: largest number of chunks of one bucket in flight.
     """
@@ -249,35 +238,18 @@ class EngineReducer:
         chunk_elems: int = 1 << 19,
         in_flight: int = 4,
     ) -> None:
-        self._transport = transport
-        self._comm = comm
-        self._place = TwoLevelPlace.of(levels, rank=transport.rank)
-        self._algorithm = algorithm
+        super().__init__(
+            transport, comm=comm, levels=levels, algorithm=algorithm, codec=codec, feedback=feedback
+        )
         self._exchange = EXCHANGES[exchange]
-        self._codec = codec
-        self._keeps_losses = feedback and not codec.exact and levels.num_nodes > 1
         self._no_feedback = NoFeedback(codec)
         self._chunk_elems = chunk_elems
         self._in_flight = in_flight
-        self._scratch = ChunkMemory()
-        self._next_tag = 0
-        self._num_in_flight = 0
-        self._bytes_sent = 0
         self._squares = False
         self._num_begun = 0  # reductions of this step
         self._all_squares = GradientSquares([], [])
         self._carried: _Carried | None = None
         self._buckets: list[_Planned] = []
-        self._losses: EngineLosses | None = None  # belongs to the current plan
-        self._memory = NodeMemory(transport, place=self._place)
-
-    @property
-    def algorithm(self) -> str:
-        return self._algorithm
-
-    @property
-    def wire(self) -> str:
-        return self._codec.name
 
     def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
         check_same_plan(self._comm, buckets, how=f"{self._algorithm}, {self._codec.name}")
@@ -349,7 +321,10 @@ class EngineReducer:
 
     def begin_step(self, factor: float) -> float:
         self._num_begun = 0
-        return factor if self.scale_sums(factor) else 1.0
+        for bucket in self._buckets:
+            if bucket.within is not None:
+                bucket.within.factor = factor
+        return factor if self._place.num_nodes == 1 else 1.0
 
     def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
         """See `BucketReducer.finish`.
@@ -358,14 +333,16 @@ class EngineReducer:
         """
         if not self._squares or self._place.num_nodes > 1:
             return all_reduced(self._all_squares, numbers, comm=comm)
-        carried = len(numbers) > 0 and self._num_begun == 0 and self.carry(numbers)
+        carried = len(numbers) > 0 and self._num_begun == 0 and self._sums_numbers(numbers)
+        if carried:
+            written = self._memory.write_numbers(numbers)
+            self._carried = _Carried(numbers=numbers, written=written, to_end=len(self._buckets))
         return self._finish_on_node(numbers, comm=comm, carried=carried)
 
     def _finish_on_node(self, numbers: Numbers, *, comm: Collective, carried: bool) -> Finishing:
         if not carried and len(numbers):
-            turns = self.sum_numbers(numbers)
-            if turns is not None:
-                yield from turns
+            if self._sums_numbers(numbers):
+                yield from self._watched(self._sum_in_memory(numbers), f"{len(numbers)} numbers")
             else:
                 comm.all_reduce(torch.from_numpy(numbers))
         return Reduced(in_order(b.within.square() for b in self._buckets if b.within is not None), numbers)
@@ -375,61 +352,22 @@ class EngineReducer:
         if bucket.within is not None and bucket.on_device is None:
             bucket.within.fill(num_elems)
 
-    def scale_sums(self, factor: float) -> bool:
-        for bucket in self._buckets:
-            if bucket.within is not None:
-                bucket.within.factor = factor
-        return self._place.num_nodes == 1
-
-    def square(self) -> float | None:
-        if not self._squares or self._place.num_nodes > 1:
-            return None
-        return in_order(bucket.within.square() for bucket in self._buckets if bucket.within is not None)
-
-    def carry(self, numbers: Numbers) -> bool:
-        if not self._squares or not self._sums_numbers(numbers):
-            return False
-        laid = self._memory.lay_numbers(numbers)
-        self._carried = _Carried(numbers=numbers, laid=laid, to_end=len(self._buckets))
-        return True
-
     def _sums_numbers(self, numbers: Numbers) -> bool:
+        """Returns True if the node's memory has room to sum `numbers`, and there is only one node."""
         return self._place.num_nodes == 1 and len(numbers) <= MAX_NUMBERS
 
-    def sum_numbers(self, numbers: Numbers) -> Iterator[bool] | None:
-        if not self._sums_numbers(numbers):
-            return None
-        what = f"{len(numbers)} numbers"
-        return self._watched(self._sum_numbers(numbers, what), what)
-
-    def _sum_numbers(self, numbers: Numbers, what: str) -> Iterator[bool]:
-        self._transport.begun(what)
-        laid = self._memory.lay_numbers(numbers)
-        yield from self._all_laid(laid)
-        self._memory.add_numbers(laid, numbers)
+    def _sum_in_memory(self, numbers: Numbers) -> Iterator[bool]:
+        written = self._memory.write_numbers(numbers)
+        yield from self._all_written(written)
+        self._memory.add_numbers(written, numbers)
 
     def reduce(self, number: int) -> Iterator[bool]:
         what = f"bucket {number} ({self._buckets[number].mine.numel()} x {self._buckets[number].mine.dtype})"
-        return self._watched(self._reduce(number, what), what)
+        return self._watched(self._reduce(number), what)
 
-    def _watched(self, turns: Iterator[bool], what: str) -> Iterator[bool]:
-        """Runs the generator `turns` under the watchdog's deadline, which runs while it waits."""
-        self._num_in_flight += 1
-        try:
-            for progressed in turns:
-                if progressed:
-                    self._transport.progressed()
-                else:
-                    self._transport.waits(what)
-                yield progressed
-            self._num_in_flight -= 1  # not after an abort, because messages may still arrive
-        finally:
-            self._transport.progressed()
-
-    def _reduce(self, number: int, what: str) -> Iterator[bool]:
+    def _reduce(self, number: int) -> Iterator[bool]:
         bucket = self._buckets[number]
         self._num_begun += 1
-        self._transport.begun(what)
         if bucket.on_device is not None:
             bucket.mine.copy_(bucket.on_device)
         if bucket.within is not None:
@@ -444,7 +382,7 @@ class EngineReducer:
 
     def _reduce_between(self, number: int) -> Iterator[bool]:
         bucket, memory = self._buckets[number], self._memory
-        first_tag = self._take_tags(len(bucket.parts))
+        first_tag = self._take_tags(2 * len(bucket.parts))  # two per chunk
         arrived, summed = memory.begin_round(number)
         memory.raise_flag(arrived)
         if self._place.column:
@@ -461,17 +399,11 @@ class EngineReducer:
         carried.to_end -= 1
         if carried.to_end == 0:
             self._carried = None
-            yield from self._all_laid(carried.laid)
-            self._memory.add_numbers(carried.laid, carried.numbers)
+            yield from self._all_written(carried.written)
+            self._memory.add_numbers(carried.written, carried.numbers)
 
-    def _all_laid(self, laid: Flag) -> Iterator[bool]:
-        return until(lambda: self._memory.raised(laid, by=range(len(self._place.locals))))
-
-    def _take_tags(self, num_chunks: int) -> int:
-        """Reserves two tags per chunk. They are the same on every rank, because the order of the buckets is."""
-        first = self._next_tag
-        self._next_tag = (first + 2 * num_chunks) % NUM_TAGS
-        return first
+    def _all_written(self, written: Flag) -> Iterator[bool]:
+        return until(lambda: self._memory.raised(written, by=range(len(self._place.locals))))
 
     def _all_chunks(self, bucket: _Planned, *, first_tag: int) -> Iterator[bool]:
         """Reduces the parts of a bucket in order, `in_flight` at a time."""
@@ -525,37 +457,5 @@ class EngineReducer:
 
         return deliver
 
-    def _send(self, data: torch.Tensor, *, to: int, tag: int) -> Pending:
-        topology = self._transport.topology
-        if topology.node_of(to) != topology.node_of(self._transport.rank):
-            self._bytes_sent += data.numel()
-        return self._transport.send(data, to=to, tag=tag)
-
-    def bytes_sent(self) -> int:
-        return self._bytes_sent
-
-    def settle(self, *, applied: bool, rescale: float) -> None:
-        if self._losses is not None:
-            self._losses.settle(applied=applied, rescale=rescale)
-
-    def state(self) -> list[StateTensor]:
-        """See `EngineLosses.state`; empty without error feedback."""
-        return self._losses.state() if self._losses is not None else []
-
-    def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
-        if self._losses is None:
-            return {}
-        return self._losses.rows_to_load(shapes, rank=self._comm.rank, num_ranks=self._comm.num_ranks)
-
-    def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
-        if self._losses is not None:
-            self._losses.load_state(tensors, shapes, comm=self._comm)
-
-    def close(self) -> None:
-        if not is_true_everywhere(self._comm, self._num_in_flight == 0):
-            _BROKEN_OFF.append((self._transport, self._memory, self._scratch))
-            return
+    def _forget_plan(self) -> None:
         self._buckets = []
-        self._losses = None
-        self._memory = NodeMemory(self._transport, place=self._place)
-        self._transport.close()

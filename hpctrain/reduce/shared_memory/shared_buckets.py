@@ -220,7 +220,7 @@ class NodeMemory:
         first = self.flags_of(number)[0].place
         return tuple(flags[first : first + 2 * _FLAG_STEP] for flags in self._flags)
 
-    def lay_numbers(self, numbers: np.ndarray[Any, np.dtype[np.float64]]) -> Flag:
+    def write_numbers(self, numbers: np.ndarray[Any, np.dtype[np.float64]]) -> Flag:
         """Publishes at most MAX_NUMBERS numbers to the node's ranks. Returns the flag that was raised for them."""
         self._round_of_numbers += 1
         row = self._numbers[self._local][self._round_of_numbers % 2]
@@ -230,13 +230,13 @@ class NodeMemory:
         self.raise_flag(flag)
         return flag
 
-    def add_numbers(self, laid: Flag, numbers: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+    def add_numbers(self, written: Flag, numbers: np.ndarray[Any, np.dtype[np.float64]]) -> None:
         """Writes the sum of all ranks' published numbers, in rank order, to `numbers`.
 
         All ranks must have raised the flag. Raises BufferMismatch on every rank if the ranks published different
         counts of numbers.
         """
-        rows = [rows[laid.value % 2] for rows in self._numbers]
+        rows = [rows[written.value % 2] for rows in self._numbers]
         counts = [int(row[0]) for row in rows]
         if len(set(counts)) > 1:
             by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in zip(self._ranks, counts, strict=True))

@@ -5,14 +5,11 @@ Each rank updates its own part of the model.
 
 from __future__ import annotations
 
-import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 
@@ -27,26 +24,19 @@ from hpctrain.distributed import (
     split_of,
 )
 from hpctrain.errors import GradientsInUse, UsageError
-from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
 from hpctrain.reduce.contract.step_end import (
     check_clip_norm,
-    check_divide_by,
-    clip_factor,
-    divisor,
     square_of_all,
 )
-from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
 from hpctrain.reduce.data_parallel.gradient_buckets import (
     NOT_READABLE_SHARDED,
     NOT_READABLE_SPLIT,
     PendingGradient,
-    refuse_grad_scaler,
 )
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
-from hpctrain.reduce.data_parallel.parameter_checks import trainable
+from hpctrain.reduce.data_parallel.updater_base import StepSums, UpdaterBase
 from hpctrain.reduce.split_models.stage_shares import StageShares, check_stage
 from hpctrain.reduce.split_models.tensor_gradients import TensorGradients
-from hpctrain.reduce.watch.step_watch import Watched, watched
 
 
 @final
@@ -138,7 +128,7 @@ class HiddenGradients:
 
 
 @final
-class ShardedUpdater(Watched):
+class ShardedUpdater(UpdaterBase):
     """`DistributedOptimizer` of a model of which each rank holds a part.
 
     FSDP2 sums gradients of sharded parameters within backward; `step` sums the remaining ones. Forward and backward
@@ -178,16 +168,12 @@ class ShardedUpdater(Watched):
         end_sums: Callable[[], object] | None = None,
     ) -> None:
         check_clip_norm(clip_norm)
-        self._optimizer = optimizer
-        self._comm = comm
-        self._scale = loss_scale or LossScale()
-        self._clip_norm = clip_norm
+        super().__init__(optimizer, comm=comm, loss_scale=loss_scale or LossScale(), clip_norm=clip_norm)
         split, pipeline = split_of(model), pipeline_of(model)
         by_fsdp = shard_of(model) == "parameters"
         self._in_pipeline = pipeline is not None
         whole = pipeline is not None and split is None and not by_fsdp
         self._replicas = pipeline.replicas if pipeline is not None and whole else None
-        self._parameters = trainable(optimizer)
         own = set(map(id, model.parameters()))
         if not self._parameters or not all(
             is_sharded_tensor(p) if by_fsdp else id(p) in own for p in self._parameters
@@ -212,24 +198,7 @@ class ShardedUpdater(Watched):
         # For a plain backward, FSDP2 sums gradients divided by the number of ranks, so that `.grad` is the mean.
         self._plain_scale = 1.0 if self._passes is not None else float(self._num_data_ranks)
         self._end_sums = end_sums
-        self._weighted = False
-        self._syncing = True
-        self._closed = False
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer, whose state is saved, and which learning rate schedulers need."""
-        return self._optimizer
-
-    @property
-    def loss_scale(self) -> LossScale:
-        return self._scale
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's `param_groups`. Raises UsageError for a GradScaler."""
-        refuse_grad_scaler(sys._getframe(1))
-        return self._optimizer.param_groups
+        self._begin_step()
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
         """See `DistributedOptimizer.backward`. Collective.
@@ -264,15 +233,12 @@ class ShardedUpdater(Watched):
 
         Whole gradients are kept until the next backward outside of it, or `step`.
         """
-        before, self._syncing = self._syncing, False
-        try:
-            with (
-                self._hidden.given_back(hides=False) if self._hidden is not None else nullcontext(),
-                self._passes.without_sums() if self._passes is not None else nullcontext(),
-            ):
-                yield
-        finally:
-            self._syncing = before
+        with (
+            super().no_sync(),
+            self._hidden.given_back(hides=False) if self._hidden is not None else nullcontext(),
+            self._passes.without_sums() if self._passes is not None else nullcontext(),
+        ):
+            yield
 
     def zero_grad(self) -> None:
         """See `DistributedOptimizer.zero_grad`. Collective between `backward` and `step`, if layers are split."""
@@ -289,23 +255,10 @@ class ShardedUpdater(Watched):
         """Raises UsageError: no rank has all gradients."""
         raise UsageError(NOT_READABLE_SHARDED if self._hidden is None else NOT_READABLE_SPLIT)
 
-    @watched
-    def step(
-        self,
-        *,
-        sums: Mapping[str, float] | None = None,
-        accepts: Accepts | None = None,
-        divide_by: str | None = None,
-    ) -> StepOutcome:
-        """See `DistributedOptimizer.step`.
+    # ------------------------------------------------------------------ implementation
 
-        Raises UsageError also if the updater is closed, and on every rank if a step is accepted although its backward
-        has failed on one of them.
-        """
-        if self._closed:
-            raise UsageError("this updater is closed: make a new one")
-        weighted = self._weighted or self._in_pipeline
-        check_divide_by(divide_by, sums=sums, plain=not weighted)
+    def _sum(self, sums: Mapping[str, float]) -> StepSums:
+        """See `UpdaterBase._sum`. The step must fail if a backward has failed on some rank."""
         if self._passes is not None and any(p._backward_hooks for p in self._parameters):
             raise UsageError(
                 "a parameter has a hook of its gradient (Tensor.register_hook), which FSDP2 does not call: change "
@@ -313,8 +266,8 @@ class ShardedUpdater(Watched):
             )
         if self._hidden is not None:
             self._hidden.give_back(summed=self._tensor is not None and self._tensor.has_begun)
-        scale = self._scale.value if weighted else self._plain_scale
-        names = sorted(sums or {})
+        weighted = not self._is_plain()
+        names = sorted(sums)
         started = time.perf_counter()
         failed = self._passes is not None and self._passes.backward_has_failed
         if self._passes is not None:
@@ -332,78 +285,41 @@ class ShardedUpdater(Watched):
             float(failed),
             missing,
             missing**2,
-            *(float((sums or {})[name]) for name in names),
+            *(float(sums[name]) for name in names),
         ]
         found = torch.tensor(numbers, dtype=torch.float64)
         if self._comm.num_ranks > 1:
             self._comm.all_reduce(found)
-        waited_s = time.perf_counter() - started
+        ended = time.perf_counter()
         square, num_failed, missing, missing_square, *numbers = found.tolist()
-        totals = dict(zip(names, numbers, strict=True))
-        total = divisor(totals, divide_by=divide_by)
-        scale *= total
-        norm = math.sqrt(square) / scale if square >= 0 and total else math.nan
-        finite = math.isfinite(norm)
-        accepted = (accepts is None or accepts(norm if finite else math.nan, totals)) and total != 0
-        if accepted and num_failed:
-            self._end_step()
-            raise UsageError(
+        not_applicable = ""
+        if num_failed:
+            not_applicable = (
                 "a backward has failed and left incomplete gradients, which step() has dropped: call zero_grad() "
-                "after such an error, and begin the step again",
-                agreed=True,
+                "after such an error, and begin the step again"
             )
-        if accepted and missing_square * self._comm.num_ranks != missing**2:
-            self._end_step()
-            raise UsageError(
+        elif missing_square * self._comm.num_ranks != missing**2:
+            not_applicable = (
                 "some parameters have a gradient on some ranks and none on others, and ranks would update their parts "
-                "of them differently: set .grad to None on all ranks alike",
-                agreed=True,
+                "of them differently: set .grad to None on all ranks alike"
             )
-        applied = accepted and finite
-        if applied:
-            waited_s += self._update(factor=clip_factor(norm, clip_norm=self._clip_norm) / scale)
-        self._end_step()
-        used_scale = self._scale.value
-        if accepted:
-            self._scale = self._scale.after_good_step() if applied else self._scale.after_overflow()
-        self._scale.check(used_value=used_scale)
-        return StepOutcome(
-            applied=applied,
-            grad_norm=norm if applied or (finite and not accepted) else math.nan,
-            loss_scale=used_scale,
-            sums=totals,
-            sync_s=waited_s,
-            exposed_sync_s=waited_s,
-            update_s=time.perf_counter() - started - waited_s,
+        return StepSums(
+            norm_square=square,
+            totals=dict(zip(names, numbers, strict=True)),
+            scale=self._scale.value if weighted else self._plain_scale,
+            not_applicable=not_applicable,
+            update_from=ended,
+            sync_s=ended - started,
+            exposed_sync_s=ended - started,
         )
 
-    def wait_for_parameters(self) -> None:
-        """Does nothing: `step` has updated this rank's parts, and forward gathers them."""
+    def _end_step(self, summed: StepSums, *, applied: bool, accepted: bool, rescale: float) -> None:
+        self.zero_grad()
+        if self._passes is not None:
+            self._passes.end_step()
 
-    def observe_reductions(self, observer: ReductionObserver | None) -> None:
-        """Does nothing: FSDP2's reductions are not observed."""
-
-    def state(self) -> dict[str, Any]:
-        """See `DistributedOptimizer.state`: the loss scale, in the form that `AllReduceUpdater` loads too."""
-        return {"loss_scale": asdict(self._scale), "order": None}
-
-    def state_tensors(self) -> list[StateTensor]:
-        return []
-
-    def rows_to_load(self, state: Mapping[str, Any], shapes: Shapes) -> dict[str, list[range]]:
-        return {}
-
-    def load_state(
-        self,
-        state: Mapping[str, Any],
-        tensors: Mapping[str, torch.Tensor] | None = None,
-        shapes: Shapes | None = None,
-    ) -> None:
-        """See `DistributedOptimizer.load_state`. tensors: tensors that another updater has saved; they are not used."""
-        self._scale = self._scale.continued(state["loss_scale"])
-
-    def close(self) -> bool:
-        """See `DistributedOptimizer.close`. An optimizer in shares gets the model's parameters back, without state."""
+    def _release(self) -> bool:
+        """Gives back hidden gradients; an optimizer in shares gets the model's parameters back, without state."""
         if self._hidden is not None and not self._closed:
             self._hidden.close()
         if self._shares is not None and not self._closed:
@@ -414,27 +330,21 @@ class ShardedUpdater(Watched):
             self._passes.close()
         if self._end_sums is not None:
             self._end_sums()
-        self.step_watch = None
-        self._closed = True
         return True
 
-    # ------------------------------------------------------------------ implementation
-
-    def _end_step(self) -> None:
-        self.zero_grad()
-        if self._passes is not None:
-            self._passes.end_step()
+    def _is_plain(self) -> bool:
+        return not (self._weighted or self._in_pipeline)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
 
-    def _update(self, *, factor: float) -> float:
-        """Steps the optimizer on the gradients times `factor`.
-
-        Returns the seconds that the gathering of parameters took.
-        """
+    def _update(self, factor: float, summed: StepSums) -> bool:
         if self._shares is not None:
-            return self._shares.update(factor=factor)
+            gathered_s = self._shares.update(factor=factor)
+            summed.sync_s += gathered_s
+            summed.exposed_sync_s += gathered_s
+            summed.update_from += gathered_s  # gathering the parameters is not part of the update
+            return True
         if factor != 1.0:
             for gradient in self._gradients():
                 local_part(gradient).mul_(factor)
@@ -448,7 +358,7 @@ class ShardedUpdater(Watched):
                 f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. Use AdamW, Adam or SGD, or "
                 "leave parameters whole"
             ) from error
-        return 0.0
+        return True
 
     def _squares(self) -> float:
         """Returns this rank's part of the sum of squares of the gradients.

@@ -303,7 +303,7 @@ class ReductionSection(Section):
     ] = Field(
         "auto",
         description="Algorithm that sums gradients; see guides/reduction.md. `auto`: chosen by measurement at the "
-        "start, for each bucket size. If an algorithm cannot run, a note names the one that runs instead.",
+        "start. If an algorithm cannot run, a note names the one that runs instead.",
     )  # fmt: skip
     wire: str = Field(
         "fp32",

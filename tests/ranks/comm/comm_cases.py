@@ -15,7 +15,7 @@ import torch
 
 from hpctrain.comm import Monitored, World, all_gather_json, make_two_level, open_world
 from hpctrain.errors import CommunicationError, DataError, HpctrainError
-from hpctrain.run.reduction import ReductionPlan
+from hpctrain.reduce.factory import ReductionPlan
 from hpctrain.run.session import init
 from hpctrain.topology import Topology
 from tests.sessions import session_over

@@ -11,7 +11,6 @@ from hpctrain.comm import World
 from hpctrain.reduce.algorithms import Algorithm
 from hpctrain.reduce.autotune.link_speed import Candidate
 from hpctrain.reduce.autotune.tune import CalibrationFiles, find_choice
-from hpctrain.reduce.autotune.tuned_reducer import AutoReducer
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.reduce.factory import ReducerMaker
@@ -40,7 +39,7 @@ def choose_and_sum(world: World, directory: str, nodes: list[str], under_load: b
         for _ in range(2)
     ]  # fmt: skip
     auto = found[1].settle(gradient_bytes=4 * sum(NUMELS), bucket_bytes=1_000_000)
-    reducer = AutoReducer(auto, comm=world.duplicate(), make=make)
+    reducer = make(*auto.candidate)
     buckets = plan_buckets([GradientSpec(n, torch.float32) for n in NUMELS], bucket_bytes=1)
     right: list[bool] = []
     for _ in range(2):  # as training does: a second plan, in another order
@@ -62,6 +61,5 @@ def choose_and_sum(world: World, directory: str, nodes: list[str], under_load: b
         "sources": [one.source for one in found],
         "record": auto.record(),
         "levels": [level.axis for level in found[0].levels],
-        "choices": [list(auto.choice.choose(4 << shift)) for shift in range(28)],
         "notes": notes,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
@@ -17,6 +18,7 @@ from hpctrain.reduce.autotune.decision import (
     measurements_to_json,
 )
 from hpctrain.reduce.autotune.link_speed import Candidate, Cost, Measurement
+from hpctrain.reduce.autotune.tune import TrialResults, bucket_sizes
 
 SIZES = st.integers(1, 1 << 26)
 SECONDS = st.floats(1e-7, 10)
@@ -38,29 +40,12 @@ def straight(algorithm: str, *, latency_s: float, per_byte_s: float, wire: str =
     ]
 
 
-@given(MEASUREMENTS, ANY_SIZE)
-def test_the_choice_is_the_candidate_that_costs_least(measured: list[Measurement], size: int) -> None:
+@given(MEASUREMENTS, st.lists(ANY_SIZE, min_size=1, max_size=4))
+def test_the_choice_is_the_candidate_that_costs_least(measured: list[Measurement], sizes: list[int]) -> None:
     choice = Choice.of_measurements(measured)
-    least = min(choice.costs[candidate].at(size) for candidate in eligible(choice.costs, size))
-    assert choice.costs[choice.choose(size)].at(size) == pytest.approx(least, rel=1e-6)
-
-
-@given(MEASUREMENTS, ANY_SIZE)
-def test_the_ranges_alone_say_what_is_chosen(measured: list[Measurement], size: int) -> None:
-    choice = Choice.of_measurements(measured)
-    again = Choice.from_ranges(json.loads(json.dumps(choice.ranges_to_json())))
-    assert again.choose(size) == choice.choose(size)
-    assert again.ranges_to_json() == choice.ranges_to_json()
-    assert again.describe() == choice.describe()
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [None, [], [{}], [{"from_bytes": 1, "algorithm": "a", "wire": "fp32"}], [{"from_bytes": "x"}], 7],
-)
-def test_other_ranges_are_refused(damaged: object) -> None:
-    with pytest.raises(ValueError):
-        Choice.from_ranges(damaged)
+    least = min(sum(choice.costs[c].at(size) for size in sizes) for c in eligible(choice.costs, max(sizes)))
+    assert choice.seconds(sizes) == pytest.approx(least, rel=1e-6)
+    assert choice.fastest(sizes) in choice.candidates
 
 
 @given(POINTS, ANY_SIZE, ANY_SIZE)
@@ -102,14 +87,13 @@ def test_straight_lines_are_found_again() -> None:
     assert cost.at(1 << 26) == pytest.approx(1e-3 + (1 << 26) * 2e-9)
 
 
-def test_quick_starters_are_chosen_below_the_crossover_and_fast_senders_above() -> None:
+def test_quick_starters_are_chosen_for_small_buckets_and_fast_senders_for_large_ones() -> None:
     measured = straight("flat", latency_s=1e-4, per_byte_s=4e-9)
     measured += straight("ring", latency_s=5e-4, per_byte_s=2e-9)
     choice = Choice.of_measurements(measured)
-    assert choice.choose(190_000) == Candidate("flat", "fp32")
-    assert choice.choose(210_000) == Candidate("ring", "fp32")
-    assert choice.ranges[1].begin == pytest.approx(200_000, rel=1e-3)
-    assert choice.describe() == "flat up to 200 KB, then ring"
+    flat, ring = Candidate("flat", "fp32"), Candidate("ring", "fp32")
+    assert choice.fastest([190_000]) == choice.fastest([1000, 1000, 100_000]) == flat
+    assert choice.fastest([210_000]) == choice.fastest([1000, 1000, 10_000_000]) == ring
 
 
 def test_one_slow_trial_of_a_small_size_does_not_decide_over_larger_ones() -> None:
@@ -121,9 +105,8 @@ def test_what_was_left_behind_is_not_chosen_for_sizes_it_was_not_measured_at() -
     measured = straight("ring", latency_s=5e-4, per_byte_s=2e-9)
     measured += straight("flat", latency_s=1e-4, per_byte_s=1e-12)[:2]
     choice = Choice.of_measurements(measured)
-    assert choice.choose(1 << 15) == Candidate("flat", "fp32")
-    assert choice.choose((1 << 15) + 1) == Candidate("ring", "fp32")
-    assert [r.begin for r in choice.ranges] == [0, (1 << 15) + 1]
+    assert choice.fastest([1 << 15]) == Candidate("flat", "fp32")
+    assert choice.fastest([4, (1 << 15) + 1]) == Candidate("ring", "fp32")
 
 
 def test_a_wire_that_rounds_must_save_something() -> None:
@@ -140,12 +123,24 @@ def test_a_wire_that_was_not_measured_is_refused() -> None:
         Choice.of_measurements(straight("flat", latency_s=1e-4, per_byte_s=4e-9)).for_wire("bf16")
 
 
-def test_one_candidate_for_all_sizes_is_the_best_for_the_buckets_together() -> None:
-    measured = straight("flat", latency_s=1e-4, per_byte_s=4e-9)
-    measured += straight("ring", latency_s=5e-4, per_byte_s=2e-9)
-    choice = Choice.of_measurements(measured)
-    assert choice.for_all_sizes([1000, 1000, 100_000]).choose(1 << 26) == Candidate("flat", "fp32")
-    assert choice.for_all_sizes([1000, 1000, 10_000_000]).choose(4) == Candidate("ring", "fp32")
+def test_the_faster_wire_and_its_fastest_algorithm_are_settled_for_the_models_buckets() -> None:
+    measured = straight("flat", latency_s=1e-5, per_byte_s=2e-9)
+    measured += straight("direct", latency_s=2e-5, per_byte_s=1e-9)
+    exact = TrialResults(choice=Choice.of_measurements(measured), source="told")
+    measured += [replace(m, wire="fp16", seconds=0.6 * m.seconds) for m in measured]
+    both = TrialResults(choice=Choice.of_measurements(measured), source="told")
+    assert exact.settle(gradient_bytes=1000).candidate == Candidate("flat", "fp32")
+    assert exact.settle(gradient_bytes=10**6).candidate == Candidate("direct", "fp32")
+    assert both.settle(gradient_bytes=10**6).candidate == Candidate("direct", "fp16")
+    asked = both.settle(gradient_bytes=10**6, bucket_bytes=777)
+    assert (asked.candidate, asked.bucket_bytes) == (Candidate("flat", "fp16"), 777)
+    assert {entry["wire"] for entry in asked.record()["candidates"]} == {"fp16"}
+
+
+def test_buckets_for_a_prediction_hold_all_gradients() -> None:
+    assert bucket_sizes(10, bucket_bytes=4) == [4, 4, 2]
+    assert bucket_sizes(8, bucket_bytes=4) == [4, 4]
+    assert bucket_sizes(0, bucket_bytes=4) == [0]
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-7), st.integers(1, 1 << 34))

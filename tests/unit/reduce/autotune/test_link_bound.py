@@ -59,7 +59,7 @@ def test_a_trial_that_ran_on_the_links_queues_does_not_make_fp32_the_faster_wire
     found = measured({fp32: 0.006, fp16: 0.0065})
     assert Choice.of_measurements(found).fastest_wire([2**20]) == "fp32"
     assert Choice.of_measurements(found, floor=floor()).fastest_wire([2**20]) == "fp16"
-    assert Choice.of_measurements(found, floor=floor()).seconds(2**24) >= 2**24 * 0.75 / RATE
+    assert Choice.of_measurements(found, floor=floor()).seconds([2**24]) >= 2**24 * 0.75 / RATE
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_where_the_bytes_decide_alike_the_one_that_was_faster_is_taken() -> None
     ring, direct = Candidate("hierarchical-ring", "fp16"), Candidate("hierarchical", "fp16")
     for faster, slower in ((ring, direct), (direct, ring)):
         choice = Choice.of_measurements(measured({slower: 0.005, faster: 0.004}), floor=floor())
-        assert choice.choose(2**20) == faster
-        assert choice.for_wire("fp16").choose(2**26) == faster
+        assert choice.fastest([2**20]) == faster
+        assert choice.for_wire("fp16").fastest([2**26]) == faster
 
 
 def test_one_trial_in_a_busy_moment_does_not_make_large_sizes_dear() -> None:
@@ -93,30 +93,27 @@ def test_one_trial_in_a_busy_moment_does_not_make_large_sizes_dear() -> None:
         for n, s in by_size.items()
     ]
     choice = Choice.of_measurements(found, floor=floor())
-    assert choice.for_wire("fp16").seconds(2**24) == pytest.approx(2**24 * 0.75 / RATE, rel=0.1)
+    assert choice.for_wire("fp16").seconds([2**24]) == pytest.approx(2**24 * 0.75 / RATE, rel=0.1)
     assert choice.fastest_wire([2**22] * 4) == "fp16"
 
 
 def test_where_all_are_slower_than_their_bytes_only_the_time_counts() -> None:
     flat, two_level = Candidate("flat", "fp16"), Candidate("hierarchical", "fp16")
     choice = Choice.of_measurements(measured({two_level: 0.05, flat: 0.049}), floor=floor())
-    assert choice.choose(2**20) == flat
+    assert choice.fastest([2**20]) == flat
 
 
-@pytest.mark.parametrize("one_for_all", [False, True])
-def test_the_record_holds_the_times_as_measured_and_the_floor_beside_them(one_for_all: bool) -> None:
+def test_the_record_holds_the_times_as_measured_and_the_floor_beside_them() -> None:
     two_level, direct = Candidate("hierarchical", "fp16"), Candidate("direct", "fp16")
     found = measured({two_level: 0.002, direct: 0.001})
     choice = Choice.of_measurements(found, floor=floor()).for_wire("fp16")
-    if one_for_all:
-        choice = choice.for_all_sizes([2**20])
     by_name = {entry["algorithm"]: entry for entry in choice.record()["candidates"]}
     assert by_name["hierarchical"]["floor_seconds_per_byte"] == pytest.approx(0.75 / RATE)
     assert by_name["direct"]["floor_seconds_per_byte"] == pytest.approx(1.5 / RATE)
     times = [(m.num_bytes, m.seconds) for m in found if m.algorithm == "direct"]
     assert [(at["bytes"], at["seconds"]) for at in by_name["direct"]["measured"]] == times
     assert by_name["direct"]["seconds_per_byte"] == Cost.fit(times).slope
-    assert choice.choose(2**20) == two_level
+    assert choice.fastest([2**20]) == two_level
 
 
 def test_a_wire_that_was_left_behind_does_not_win_by_a_slow_trial_of_the_other() -> None:

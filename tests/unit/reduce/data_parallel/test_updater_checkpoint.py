@@ -144,3 +144,16 @@ def test_each_rank_reads_its_share_of_the_residuals_and_no_more(tmp_path: Path, 
     found = on_threads(num_ranks, second)
     assert [rows for rows, _ in found] == [1, 1, 0, 0][:num_ranks]
     torch.testing.assert_close(sum(residual.sum(0) for _, residual in found), total, rtol=1e-5, atol=1e-7)
+
+
+def test_the_choice_of_algorithms_in_a_checkpoint_of_an_older_version_is_not_used() -> None:
+    def case(world: World) -> bool:
+        run = Run(world, reducer_for(world))
+        saved = {**run.updater.state(), "reduction": {"key": None, "ranges": [], "bucket_bytes": 1}}
+        buckets = run.updater.buckets
+        run.updater.load_state(saved)
+        same = run.updater.buckets == buckets and "reduction" not in run.updater.state()
+        run.updater.close()
+        return same
+
+    assert on_threads(2, case) == [True, True]

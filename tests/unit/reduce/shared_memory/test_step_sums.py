@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from hpctrain.comm import Collective
 from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.errors import BufferMismatch
 from hpctrain.reduce.algorithms import Algorithm
 from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, plan_buckets
-from hpctrain.reduce.contract.bucket_reducer import BucketReducer, result_of, run_to_end
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer, Numbers, Reduced, result_of
 from hpctrain.reduce.contract.step_end import ROW_ELEMS
 from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
 from hpctrain.reduce.shared_memory.shared_buckets import MAX_NUMBERS
@@ -27,8 +28,26 @@ from tests.unit.reduce.shared_memory.engine_cases import CPU, engine, sum_all, t
 SIZES = [1, 2, 5, ROW_ELEMS - 1, ROW_ELEMS, 3 * ROW_ELEMS + 17, PIECE_ELEMS + 1, 4 * PIECE_ELEMS + ROW_ELEMS]
 
 
-def within(world: ThreadsWorld, *ranks_per_node: int) -> EngineReducer:
-    return engine(world, topology_of(ranks_per_node), algorithm=Algorithm.HIERARCHICAL)
+def within(world: ThreadsWorld, *ranks_per_node: int, keep_squares: bool = True) -> EngineReducer:
+    reducer = engine(world, topology_of(ranks_per_node), algorithm=Algorithm.HIERARCHICAL)
+    if keep_squares:
+        reducer.keep_squares()
+    return reducer
+
+
+def summed(
+    reducer: BucketReducer,
+    count: int,
+    numbers: Numbers | None = None,
+    *,
+    comm: Collective,
+    before: bool = False,
+) -> Reduced:
+    """The end of a step of `count` buckets, asked for before its first reduction begins or after its last has ended."""
+    numbers = np.empty(0) if numbers is None else numbers
+    finishing = reducer.finish(numbers, comm=comm) if before else None
+    sum_all(reducer, count)
+    return result_of(finishing or reducer.finish(numbers, comm=comm))
 
 
 @settings(max_examples=30, deadline=None)
@@ -45,18 +64,15 @@ def test_every_rank_knows_the_square_of_the_summed_gradients(
 
     def rank_main(world: ThreadsWorld) -> tuple[list[float], list[torch.Tensor]]:
         reducer = within(world, num_ranks)
-        reducer.keep_squares()
         buffers = reducer.plan(buckets, device=CPU)
         squares = []
         for scale in (1.0, 3.0):
+            reducer.begin_step(1.0)
             for number, (bucket, buffer) in enumerate(zip(buckets, buffers, strict=True)):
                 values = values_of(world.rank, bucket.num_gradients, dtype=dtype, seed=number)
                 buffer[: bucket.num_gradients] = scale * values
                 buffer[bucket.first_flag :] = 1e6  # must not count
-            sum_all(reducer, len(buckets))
-            square = reducer.square()
-            assert square is not None
-            squares.append(square)
+            squares.append(summed(reducer, len(buckets), comm=world).norm_square)
         sums = [buffer.clone() for buffer in buffers]
         reducer.close()
         return squares, sums
@@ -78,20 +94,19 @@ def test_sums_are_multiplied_until_the_next_plan(num_ranks: int) -> None:
 
     def rank_main(world: ThreadsWorld) -> None:
         reducer = within(world, num_ranks)
-        reducer.keep_squares()
         for factors in ((0.25, 0.5, 1.0), (None,)):
             buffers = reducer.plan(buckets, device=CPU)
             for factor in factors:
                 for bucket, buffer in zip(buckets, buffers, strict=True):
                     buffer[: bucket.num_gradients] = 4.0
                     buffer[bucket.first_flag :] = 1.0
-                assert factor is None or reducer.scale_sums(factor)
-                sum_all(reducer, len(buckets))
+                assert factor is None or reducer.begin_step(factor) == factor
+                square = summed(reducer, len(buckets), comm=world).norm_square
                 expected = 4.0 * num_ranks * (factor or 1.0)
                 for bucket, buffer in zip(buckets, buffers, strict=True):
                     assert buffer[: bucket.num_gradients].eq(expected).all()
                     assert buffer[bucket.first_flag :].ne(0).all()
-                assert reducer.square() == expected**2 * sum(bucket.num_gradients for bucket in buckets)
+                assert square == expected**2 * sum(bucket.num_gradients for bucket in buckets)
         reducer.close()
 
     run_threads(num_ranks, rank_main)
@@ -101,7 +116,7 @@ def test_sums_between_nodes_are_not_multiplied() -> None:
     def rank_main(world: ThreadsWorld) -> None:
         reducer = within(world, 1, 1)
         (buffer,) = reducer.plan([Bucket(torch.float32, (), 100)], device=CPU)
-        assert not reducer.scale_sums(0.5)
+        assert reducer.begin_step(0.5) == 1.0
         buffer.fill_(1.0)
         sum_all(reducer, 1)
         assert buffer.eq(2.0).all()
@@ -113,15 +128,12 @@ def test_sums_between_nodes_are_not_multiplied() -> None:
 def test_squares_that_are_not_finite_say_so() -> None:
     def rank_main(world: ThreadsWorld, *, value: float, dtype: torch.dtype) -> float:
         reducer = within(world, 2)
-        reducer.keep_squares()
         (bucket,) = plan_buckets([GradientSpec(3000, dtype)], bucket_bytes=1)
         (buffer,) = reducer.plan([bucket], device=CPU)
         if world.rank == 0:
             buffer[2999] = value
-        sum_all(reducer, 1)
-        square = reducer.square()
+        square = summed(reducer, 1, comm=world).norm_square
         reducer.close()
-        assert square is not None
         return square
 
     for value, dtype in ((math.inf, torch.float32), (math.nan, torch.float32), (1e200, torch.float64)):
@@ -129,36 +141,28 @@ def test_squares_that_are_not_finite_say_so() -> None:
         assert not any(map(math.isfinite, found))
 
 
-def test_squares_that_nobody_asked_for_or_of_several_nodes_are_not_known() -> None:
-    def rank_main(world: ThreadsWorld) -> None:
-        for layout, asked in (((4,), False), ((2, 2), True)):
-            reducer = within(world, *layout)
-            if asked:
-                reducer.keep_squares()
-            reducer.plan([Bucket(torch.float32, (), 100)], device=CPU)
-            sum_all(reducer, 1)
-            assert reducer.square() is None
-            reducer.close()
-
-    run_threads(4, rank_main)
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_numbers_are_summed_in_the_order_of_the_ranks(num_ranks: int) -> None:
-    """Many rounds at uneven speeds: a rank that is ahead must not overwrite what another still reads."""
+@pytest.mark.parametrize("bucket_bytes", [1, 4_000_000])
+def test_numbers_are_summed_in_the_order_of_the_ranks(num_ranks: int, bucket_bytes: int) -> None:
+    """Many rounds at uneven speeds: a rank that is ahead must not overwrite what another still reads.
+
+    In most rounds the reductions carry the numbers; those that are summed by themselves take the same memory.
+    """
+    buckets = plan_buckets(
+        [GradientSpec(size, torch.float32) for size in (7, 3000, 1)], bucket_bytes=bucket_bytes
+    )
 
     def rank_main(world: ThreadsWorld) -> list[list[float]]:
         reducer = within(world, num_ranks)
-        reducer.plan([Bucket(torch.float32, (), 10)], device=CPU)
+        reducer.plan(buckets, device=CPU)
         sums = []
         for number in range(200):
+            reducer.begin_step(1.0)
             numbers = np.array([0.1 * (world.rank + 1), number, 1e16 * (-1) ** world.rank])
             if (number + world.rank) % 7 == 0:
                 time.sleep(0.001)
-            turns = reducer.sum_numbers(numbers)
-            assert turns is not None
-            run_to_end([turns])
-            sums.append(numbers.tolist())
+            reduced = summed(reducer, len(buckets), numbers, comm=world, before=number % 10 != 9)
+            sums.append(reduced.numbers.tolist())
         reducer.close()
         return sums
 
@@ -173,112 +177,23 @@ def test_numbers_are_summed_in_the_order_of_the_ranks(num_ranks: int) -> None:
     assert all(result == results[0] for result in results)
 
 
-def test_a_rank_with_another_count_of_numbers_is_reported_on_every_rank() -> None:
+@pytest.mark.parametrize("before", [True, False])
+def test_a_rank_with_another_count_of_numbers_is_reported_on_every_rank(before: bool) -> None:
     def rank_main(world: ThreadsWorld) -> str:
         reducer = within(world, 3)
         reducer.plan([Bucket(torch.float32, (), 10)], device=CPU)
-        turns = reducer.sum_numbers(np.zeros(3 if world.rank == 1 else 2))
-        assert turns is not None
         with pytest.raises(BufferMismatch) as caught:
-            run_to_end([turns])
+            summed(reducer, 1, np.zeros(3 if world.rank == 1 else 2), comm=world, before=before)
         assert caught.value.agreed
         return str(caught.value)
 
     for reported in run_threads(3, rank_main):
         assert "rank 0: 2, rank 1: 3, rank 2: 2" in reported
-
-
-def test_numbers_between_nodes_and_too_many_of_them_go_another_way() -> None:
-    def rank_main(world: ThreadsWorld) -> None:
-        reducer = within(world, 1, 1)
-        reducer.plan([Bucket(torch.float32, (), 10)], device=CPU)
-        assert reducer.sum_numbers(np.zeros(2)) is None
-        reducer.close()
-        reducer = within(world, 2)
-        reducer.plan([Bucket(torch.float32, (), 10)], device=CPU)
-        assert reducer.sum_numbers(np.zeros(MAX_NUMBERS + 1)) is None
-        reducer.close()
-
-    run_threads(2, rank_main)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("bucket_bytes", [1, 4_000_000])
-def test_numbers_are_carried_by_the_reductions_of_a_step(num_ranks: int, bucket_bytes: int) -> None:
-    """At uneven speeds, with the buckets taken in turns."""
-    buckets = plan_buckets(
-        [GradientSpec(size, torch.float32) for size in (7, 3000, 1)], bucket_bytes=bucket_bytes
-    )
-
-    def rank_main(world: ThreadsWorld) -> list[tuple[list[float], float, float]]:
-        reducer = within(world, num_ranks)
-        reducer.keep_squares()
-        buffers = reducer.plan(buckets, device=CPU)
-        found = []
-        for step in range(50):
-            for number, (bucket, buffer) in enumerate(zip(buckets, buffers, strict=True)):
-                buffer[: bucket.num_gradients] = values_of(
-                    world.rank, bucket.num_gradients, dtype=torch.float32, seed=number + step
-                )
-            if (step + world.rank) % 7 == 0:
-                time.sleep(0.001)
-            numbers = np.array([1.0, world.rank + 0.1 * step])
-            assert reducer.carry(numbers)
-            run_to_end([reducer.reduce(number) for number in range(len(buckets))])
-            exact = sum(
-                float(buffer[: bucket.num_gradients].double().square().sum())
-                for bucket, buffer in zip(buckets, buffers, strict=True)
-            )
-            square = reducer.square()
-            assert square is not None
-            found.append((numbers.tolist(), square, exact))
-            if step % 10 == 9:  # what is summed by itself takes the same places in memory
-                alone = np.array([1.0])
-                turns = reducer.sum_numbers(alone)
-                assert turns is not None
-                run_to_end([turns])
-                assert alone[0] == num_ranks
-        reducer.close()
-        return found
-
-    results = run_threads(num_ranks, rank_main)
-    assert all(result == results[0] for result in results)
-    for step, ((ones, number), square, exact) in enumerate(results[0]):
-        assert ones == num_ranks
-        assert square == pytest.approx(exact, rel=1e-6)
-        assert number == pytest.approx(sum(rank + 0.1 * step for rank in range(num_ranks)), rel=1e-12)
-
-
-def test_a_rank_that_carries_another_count_of_numbers_is_reported_on_every_rank() -> None:
-    def rank_main(world: ThreadsWorld) -> str:
-        reducer = within(world, 3)
-        reducer.keep_squares()
-        reducer.plan([Bucket(torch.float32, (), 10)], device=CPU)
-        assert reducer.carry(np.zeros(3 if world.rank == 1 else 2))
-        with pytest.raises(BufferMismatch) as caught:
-            sum_all(reducer, 1)
-        assert caught.value.agreed
-        return str(caught.value)
-
-    for reported in run_threads(3, rank_main):
-        assert "rank 0: 2, rank 1: 3, rank 2: 2" in reported
-
-
-def test_numbers_are_not_carried_between_nodes_nor_without_squares_nor_too_many() -> None:
-    def rank_main(world: ThreadsWorld) -> None:
-        for layout, asked, count in (((1, 1), True, 2), ((2,), False, 2), ((2,), True, MAX_NUMBERS + 1)):
-            reducer = within(world, *layout)
-            if asked:
-                reducer.keep_squares()
-            reducer.plan([Bucket(torch.float32, (), 10)], device=CPU)
-            assert not reducer.carry(np.zeros(count))
-            reducer.close()
-
-    run_threads(2, rank_main)
 
 
 MAKERS: dict[str, Callable[[ThreadsWorld], BucketReducer]] = {
     "one node": lambda world: within(world, 4),
+    "one node without squares": lambda world: within(world, 4, keep_squares=False),
     "two nodes": lambda world: within(world, 3, 1),
     "flat": lambda world: CollectiveReducer.flat(world.duplicate(), topology=topology_of((4,))),
 }
@@ -295,7 +210,6 @@ def test_a_step_ends_with_the_norm_and_the_sums_of_the_numbers(
 
     def rank_main(world: ThreadsWorld) -> list[tuple[float, list[float], float]]:
         reducer, comm = make(world), world.duplicate()
-        reducer.keep_squares()
         buffers = reducer.plan(buckets, device=CPU)
         found = []
         for step in range(3):
@@ -306,9 +220,7 @@ def test_a_step_ends_with_the_norm_and_the_sums_of_the_numbers(
                 )
                 buffer[bucket.first_flag :] = 1e6  # must not count
             numbers = np.arange(count) + 10.0 * world.rank + step
-            finishing = reducer.finish(numbers, comm=comm) if before else None
-            sum_all(reducer, len(buckets))
-            reduced = result_of(finishing or reducer.finish(numbers, comm=comm))
+            reduced = summed(reducer, len(buckets), numbers, comm=comm, before=before)
             exact = sum(
                 float(buffer[: bucket.num_gradients].double().square().sum())
                 for bucket, buffer in zip(buckets, buffers, strict=True)
