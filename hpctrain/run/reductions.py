@@ -12,34 +12,25 @@ from hpctrain.comm import (
     HorovodBuild,
     World,
     is_true_everywhere,
-    make_two_level,
     nccl_in_effect,
     why_no_nccl,
 )
 from hpctrain.distributed import Shard
 from hpctrain.launch import RankCores, cpu_share, in_effect
 from hpctrain.reduce import (
-    AUTO,
-    TWO_LEVELS,
     Algorithm,
     BucketReducer,
-    Means,
     Reduction,
     ReductionPlan,
     ScatterReducer,
-    decide,
     make_reduction,
-    parse_algorithm,
 )
 from hpctrain.topology import Topology
-
-# A function that sums a buffer over all ranks, in place; collective.
-InPlaceSum = Callable[[torch.Tensor], None]
 
 
 @final
 class Reductions:
-    """Creates reducers that sum gradients, and sums of other buffers, over the ranks of a session."""
+    """Creates reducers that sum gradients over the ranks of a session."""
 
     def __init__(
         self,
@@ -66,7 +57,6 @@ class Reductions:
         self._cores = cores
         # In creation order, which is the same on all ranks.
         self._reducers: list[BucketReducer | ScatterReducer] = []
-        self._sums: list[World] = []
 
     def make(
         self, plan: ReductionPlan, *, gradient_bytes: int, shard: Shard = "none", computes: bool = True
@@ -110,37 +100,11 @@ class Reductions:
         roomy = share >= torch.get_num_threads() and not in_effect()
         return not is_true_everywhere(self._world, roomy)
 
-    def in_place_sum(self, *, algorithm: str = AUTO) -> InPlaceSum:
-        """Returns a function that sums a buffer of any size over all ranks, in place. Collective.
-
-        It uses the backend's own operations on a separate communicator, by the algorithm `flat` or `hierarchical-flat`.
-        `auto` means the latter on several nodes with several ranks per node. With the backend `horovod`, Horovod runs
-        from this call until the session is closed.
-        """
-        asked = Algorithm.HIERARCHICAL_FLAT if algorithm == AUTO else parse_algorithm(algorithm)
-        means = Means(backend=self._world.reduction_backend, topology=self._topology, messages=False)
-        two_levels = decide(Algorithm.HIERARCHICAL_FLAT, wire="fp32", means=means).note is None
-        runs = Algorithm.HIERARCHICAL_FLAT if two_levels and asked in TWO_LEVELS else Algorithm.FLAT
-        if algorithm != AUTO and runs is not asked:
-            why = "buffers of any size are reduced by the backend's operations"
-            if asked in TWO_LEVELS and not two_levels:
-                why = self._topology.describe()
-            self._note(f"reduction: {asked.value} was asked for, {runs.value} is used: {why}")
-        if self._world.num_ranks == 1:
-            return lambda buffer: None
-        world = self._world.open_reduction_world()
-        self._sums.append(world)
-        return (
-            world.all_reduce if runs is Algorithm.FLAT else make_two_level(world, self._topology).all_reduce
-        )
-
     def close(self, *, free: bool) -> None:
         """Ends the reductions. `free=False` keeps the buckets' memory, which a thread may still use. Collective."""
         if free:
             while self._reducers:
                 self._reducers.pop(0).close()
-        while self._sums:
-            self._sums.pop().close()
 
     def nccl(self, asked: str) -> Algorithm | None:
         """Returns which of Horovod's own two-level sums runs in this process. Notes if it was not asked for."""

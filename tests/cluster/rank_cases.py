@@ -67,6 +67,7 @@ def reduce_for_ever(backend: str, by: str, algorithm: str, timeout_s: str, direc
     """
     import torch
 
+    from hpctrain.comm import make_two_level
     from hpctrain.run import init
 
     session = init(backend=backend, timeout_s=float(timeout_s))
@@ -81,7 +82,9 @@ def reduce_for_ever(backend: str, by: str, algorithm: str, timeout_s: str, direc
             updater.backward(model(torch.ones(1, 1000)).mean(), weight=1 / session.world_size)
             updater.step()
     else:
-        reduce = functools.partial(session.reductions.in_place_sum(algorithm=algorithm), torch.zeros(500_000))
+        sums = session.world.open_reduction_world()
+        by_level = sums if algorithm == "flat" else make_two_level(sums, session.topology)
+        reduce = functools.partial(by_level.all_reduce, torch.zeros(500_000))
     start_s = time.monotonic()
     for number in itertools.count():
         session.world.step = number

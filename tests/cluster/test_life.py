@@ -217,7 +217,7 @@ def test_every_place_has_a_temporary_folder_of_its_own_in_which_shared_ones_stan
         assert not Path("/tmp", f"hpct-{place}").exists()
 
 
-def test_a_limited_link_lets_so_much_through_and_is_counted(cluster: Cluster) -> None:
+def test_a_limited_link_caps_the_rate_and_the_bytes_of_each_node_are_counted(cluster: Cluster) -> None:
     script = (
         "import socket, sys\n"
         "if sys.argv[1] == 'send':\n"

@@ -18,18 +18,6 @@ from hpctrain.tasks.digits import Digits
 from hpctrain.train import Fields
 
 
-class OneRankRaises(Digits):
-    """Rank 1 raises in its fifth step, as a bug in a user's loss would."""
-
-    steps = 0
-
-    def loss(self, model: torch.nn.Module, fields: Fields) -> torch.Tensor:
-        self.steps += 1
-        if self.steps == 5 and os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
-            raise ZeroDivisionError("a bug in the task")
-        return super().loss(model, fields)
-
-
 class OneRankSleeps(Digits):
     """Rank 1 goes to sleep in its fifth step and never comes to the reduction."""
 

@@ -28,11 +28,10 @@ def allreduce(directory: Path, num_ranks: int | None, *options: str, **how: Any)
     return result, json.loads(path.read_text()) if path.exists() else None
 
 
-@pytest.mark.parametrize("backend", ["mpi", pytest.param("horovod", marks=pytest.mark.thorough)])
-def test_two_ranks_measure_what_can_run_and_name_what_cannot(tmp_path: Path, backend: str) -> None:
+def test_two_ranks_measure_what_can_run_and_name_what_cannot(tmp_path: Path) -> None:
     plot = tmp_path / "all.svg"
     can_plot = importlib.util.find_spec("matplotlib") is not None
-    options = ["--backend", backend, "--sizes", "4KB,64KiB", "--wires", "fp32,int8", "--in-flight", "2"]
+    options = ["--backend", "mpi", "--sizes", "4KB,64KiB", "--wires", "fp32,int8", "--in-flight", "2"]
     options += ["--algorithms", "auto,flat,direct,hierarchical"]
     result, document = allreduce(
         tmp_path, 2, *options, *(["--plot", str(plot)] if can_plot else []),
@@ -40,7 +39,7 @@ def test_two_ranks_measure_what_can_run_and_name_what_cannot(tmp_path: Path, bac
     )  # fmt: skip
     assert document["schema"] == "hpctrain.bench.allreduce/1"
     assert document["topology"] == "2 nodes x 1 rank (emulated)"
-    assert document["backend"] == backend
+    assert document["backend"] == "mpi"
     assert document["machine"]["cores"] == os.cpu_count()
     assert document["versions"]["packages"]["torch"]
     assert len(document["environment"]["ranks"]) == 2

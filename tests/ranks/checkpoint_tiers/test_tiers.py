@@ -21,6 +21,6 @@ def test_a_step_that_was_not_drained_survives_the_death_of_all_ranks_and_the_los
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000010"]
     (lost,) = (tmp_path / "local").glob("*/host%2F1")
     shutil.rmtree(lost)
-    result = run_ranks(2, cases.recover_and_load, str(tmp_path), backend="horovod")
+    result = run_ranks(2, cases.recover_and_load, str(tmp_path))
     assert result.outputs == [{"step": 20, "recovered": 20, "notes": []}] * 2
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))

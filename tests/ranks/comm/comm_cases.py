@@ -95,12 +95,6 @@ def one_rank_raises_alone(world: World) -> None:
     world.barrier()
 
 
-def all_raise_together(world: World) -> None:
-    from hpctrain.comm import raise_together
-
-    raise_together(world, DataError("shard 3 is cut short") if world.rank == 1 else None)
-
-
 def contract_and_totals(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {"contract": small_pieces(world)}
     if world.backend == "horovod":
@@ -302,7 +296,6 @@ def horovod_in_a_session(world: World) -> dict[str, Any]:
     for algorithm in ("hierarchical", "auto", "flat"):
         reduction = session.reductions.make(ReductionPlan(algorithm=algorithm), gradient_bytes=4096)
         found[algorithm] = [reduction.algorithm.partition(":")[0], horovod.is_initialized()]
-    session.reductions.in_place_sum(algorithm="flat")(torch.ones(3))
     session.close()
     found["closed"] = horovod.is_initialized()
     return found

@@ -31,13 +31,6 @@ def test_an_error_of_one_rank_does_not_leave_the_others_waiting() -> None:
     assert "only rank 0 knows" in result.stderr
 
 
-# With mpi also all bad input in tests/faults/test_training_faults.py.
-@pytest.mark.parametrize("backend", [pytest.param("mpi", marks=pytest.mark.thorough), HOROVOD])
-def test_an_agreed_error_ends_every_rank_by_the_same_door(backend: str) -> None:
-    result = run_ranks(3, comm_cases.all_raise_together, backend=backend, expect=3)
-    assert result.stderr.count("DataError: rank 1 (") == 3
-
-
 @functools.cache
 def in_one_launch(backend: str) -> list[dict[str, Any]]:
     return run_ranks(3, comm_cases.contract_and_totals, backend=backend).outputs

@@ -44,7 +44,10 @@ def test_more_than_2_to_the_31_elements() -> None:
     run_ranks(NUM_RANKS, large_buffer_cases.sums, cases, MANY, "float16", backend="mpi", timeout_s=800)
 
 
-@pytest.mark.parametrize("backend", ["mpi", pytest.param("horovod", marks=needs_horovod)])
+# Horovod in small pieces: test_backends.py.
+@pytest.mark.parametrize(
+    "backend", ["mpi", pytest.param("horovod", marks=[needs_horovod, pytest.mark.thorough])]
+)
 def test_a_backend_sums_more_than_2_to_the_31_elements(backend: str) -> None:
     needs_memory(NUM_RANKS * 2.5 * MANY)
     run_ranks(NUM_RANKS, large_buffer_cases.all_reduced, MANY, backend=backend, timeout_s=800)

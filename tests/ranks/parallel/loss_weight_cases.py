@@ -14,7 +14,7 @@ from hpctrain.comm import World
 from hpctrain.errors import HpctrainError
 from hpctrain.reduce import SPARSE_WIRES
 from hpctrain.train.task.task import Fields
-from tests.ranks.parallel.parallel_cases import NODES, STEPS, train
+from tests.ranks.parallel.layouts import NODES, STEPS, train
 
 PIPELINE = {"pipeline": 2, "micro_batches": 3}
 ONE_PART = {"data": {"micro_batches": 1}}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.comm import World
-from tests.ranks.parallel.parallel_cases import LATER, train
+from tests.ranks.parallel.layouts import LATER, train
 from tests.ranks.parallel.tensor_cases import Sentences
 
 STAGES = {"pipeline": 2, "micro_batches": 3}

@@ -1,4 +1,4 @@
-"""What one rank does in the tests of pipelines: the same training in several, continued in other layouts."""
+"""A deep classifier of rows in pipelines, continued in other layouts."""
 
 from __future__ import annotations
 
@@ -13,78 +13,19 @@ from hpctrain.comm import World
 from hpctrain.data import TransformContext
 from hpctrain.errors import HpctrainError
 from hpctrain.train.task.task import Fields
-from tests.ranks.parallel.parallel_cases import LATER, STEPS, WORLD, Block, Layers, train
+from tests.ranks.parallel.layouts import LATER, STEPS, Family, Found, Launch, Layout, data_section, train
+from tests.ranks.parallel.parallel_cases import WORLD, Block, Layers
 
 BLOCKS = 24
 LENGTH = 6  # of sequences in training; longer ones are for evaluation
+GPIPE = {"pipeline": 2, "schedule": "gpipe", "micro_batches": 3}
+ONE_F_ONE_B = {"pipeline": 2, "schedule": "1f1b", "micro_batches": 4}
+ZERO_BUBBLE = {"pipeline": 2, "schedule": "zero-bubble", "micro_batches": 4}
+STAGES = {"pipeline": 2, "micro_batches": 3}
+OF_3 = {"pipeline": 3, "micro_batches": 4}
 # The data-parallel ranks of a stage hold shares of its optimizer.
-SHARES = {"pipeline": 2, "micro_batches": 3, "shard": "optimizer"}
-# The layouts on each number of ranks. 61 samples in batches of 12: in the last batch of an epoch is one sample.
-PIPELINES: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"none": {}},
-    2: {
-        "gpipe": {"pipeline": 2, "schedule": "gpipe", "micro_batches": 3},
-        "1f1b": {"pipeline": 2, "schedule": "1f1b", "micro_batches": 4},
-        "interleaved": {"pipeline": 2, "schedule": "interleaved", "micro_batches": 4},
-        "zero-bubble": {"pipeline": 2, "schedule": "zero-bubble", "micro_batches": 4},
-        "selective": {"pipeline": 2, "micro_batches": 2, "activation_checkpointing": "selective"},
-        # One data-parallel rank has all of its stage.
-        "one share": {"pipeline": 2, "micro_batches": 2, "shard": "optimizer"},
-    },
-    4: {
-        "of 4": {"pipeline": 4, "micro_batches": 4, "activation_checkpointing": "blocks"},
-        "of 4 interleaved": {"pipeline": 4, "schedule": "interleaved", "micro_batches": 4},
-        "of 2, data 2": {"pipeline": 2, "micro_batches": 3},
-        "of 2, data 2, zero-bubble": {"pipeline": 2, "schedule": "zero-bubble", "micro_batches": 2},
-        "of 2, shares": SHARES,
-        "of 2, shares, gpipe": SHARES | {"schedule": "gpipe", "activation_checkpointing": "selective"},
-        "of 2, shares, interleaved": SHARES | {"schedule": "interleaved", "micro_batches": 2},
-        "of 2, shares, zero-bubble": SHARES | {"schedule": "zero-bubble", "micro_batches": 2},
-        "of 2, data 2, selective": {
-            "pipeline": 2,
-            "schedule": "interleaved",
-            "micro_batches": 2,
-            "activation_checkpointing": "selective",
-        },
-    },
-    3: {"of 3": {"pipeline": 3, "micro_batches": 4}},
-}
-# Runs that are continued: the ranks and layout that have saved, and the layout of those that load.
-CONTINUED: dict[int, list[tuple[int, str, dict[str, Any]]]] = {
-    1: [],
-    2: [(1, "none", PIPELINES[2]["1f1b"])],
-    4: [
-        (2, "interleaved", PIPELINES[4]["of 2, data 2"]), (2, "gpipe", WORLD), (2, "selective", SHARES),
-        (2, "one share", {"shard": "gradients"}), (4, "of 2, shares, zero-bubble", SHARES),
-        (4, "of 2, data 2, selective", SHARES),
-    ],
-    3: [
-        (4, "of 4", {}), (4, "of 2, data 2", WORLD), (4, "of 4 interleaved", PIPELINES[3]["of 3"]),
-        (4, "of 2, shares", {"shard": "optimizer"}), (4, "of 2, shares, interleaved", PIPELINES[3]["of 3"]),
-    ],
-}  # fmt: skip
-
-
-# Runs that begin with the weights of another one, and float16 runs in which a step overflows, with micro-batches of the
-# same samples, since each is rounded.
-FROM_WEIGHTS: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"none": {}},
-    2: {"1f1b": PIPELINES[2]["1f1b"]},
-    4: {"shares, interleaved": PIPELINES[4]["of 2, shares, interleaved"]},
-}
-OVERFLOWING: dict[int, dict[str, dict[str, Any]]] = {
-    2: {"fp16 none": {}, "fp16 pipeline": PIPELINES[2]["1f1b"]},
-    4: {"fp16 shares": SHARES | {"micro_batches": 2}},
-}
-# Layouts that train with samples of several lengths, and evaluate on longer ones.
-OF_LENGTHS: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"none": {}},
-    2: {"1f1b": PIPELINES[2]["1f1b"], "zero-bubble": PIPELINES[2]["zero-bubble"]},
-    4: {
-        "of 2, data 2": PIPELINES[4]["of 2, data 2"],
-        "of 2, shards": {"pipeline": 2, "micro_batches": 3, "shard": "parameters"},
-    },
-}
+SHARES = STAGES | {"shard": "optimizer"}
+INTERLEAVED_SHARES = SHARES | {"schedule": "interleaved", "micro_batches": 2}
 
 
 class Deep(Layers):
@@ -204,11 +145,10 @@ class Meddler(torch.nn.Module):
         return values + self.bias
 
 
-def meddled(world: World, directory: Path | str) -> tuple[str, list[float]]:
+def meddled(world: World, directory: Path) -> tuple[str, list[float]]:
     """Returns the error, and the running mean at its end if this rank has it, of two stages on two ranks each."""
-    layout = PIPELINES[4]["of 2, data 2"]
-    task = Meddled(is_meddled_with=world.rank == 0, micro_batches=layout["micro_batches"])
-    text = refusal(world, Path(directory), task, layout)
+    task = Meddled(is_meddled_with=world.rank == 0, micro_batches=STAGES["micro_batches"])
+    text = refusal(world, directory, task, STAGES)
     mean: torch.Tensor | None = task.meddler._buffers["mean"]
     return text, [] if mean is None else mean.tolist()
 
@@ -219,42 +159,21 @@ def cropped(fields: dict[str, NDArray[Any]], context: TransformContext) -> dict[
     return {name: array[:, :length] if array.ndim > 1 else array for name, array in fields.items()}
 
 
-def train_on_sequences(
-    world: World, directory: Path, name: str, layout: dict[str, Any], **options: Any
-) -> dict[str, Any]:
+def train_on_sequences(world: World, directory: Path, name: str, layout: Layout, **options: Any) -> Found:
     """Evaluates not only at the end, but also between steps."""
     data = {
-        **data_of(directory, layout, train="sequences", held_out="longer"),
+        **data_section(directory, layout, train="sequences", held_out="longer"),
         "transform": "tests.ranks.parallel.pipeline_cases:cropped",
     }
-    telemetry = {"evaluate_every_steps": 4}
-    return train(
-        world,
-        directory,
-        name,
-        layout,
-        **{"task": Sequences(), "data": data, "telemetry": telemetry, **options},
-    )
+    options = {"task": Sequences(), "data": data, "telemetry": {"evaluate_every_steps": 4}, **options}
+    return train(world, directory, name, layout, **options)
 
 
-def data_of(
-    directory: Path, layout: dict[str, Any], *, train: str = "data", held_out: str = "data"
-) -> dict[str, Any]:
-    """The section [data]; train, held_out: folders in `directory`."""
-    return {
-        "train": str(directory / train), "held_out": str(directory / held_out), "global_batch": 12,
-        "micro_batches": 1 if "pipeline" in layout else 2, "evaluation_batch": 12,
-    }  # fmt: skip
+def train_in(world: World, directory: Path, name: str, layout: Layout, **options: Any) -> Found:
+    return train(world, directory, name, layout, **{"task": Deep(), **options})
 
 
-def train_in(
-    world: World, directory: Path, name: str, layout: dict[str, Any], **options: Any
-) -> dict[str, Any]:
-    data = data_of(directory, layout)
-    return train(world, directory, name, layout, **{"task": Deep(), "data": data, **options})
-
-
-def refusal(world: World, directory: Path, task: Layers, layout: dict[str, Any], **options: Any) -> str:
+def refusal(world: World, directory: Path, task: Layers, layout: Layout, **options: Any) -> str:
     train_it = train_on_sequences if isinstance(task, Sequences) else train_in
     try:
         train_it(world, directory, "refused", layout, task=task, **options)
@@ -263,55 +182,132 @@ def refusal(world: World, directory: Path, task: Layers, layout: dict[str, Any],
     return "nothing was refused"
 
 
-def everything(world: World, directory: str) -> dict[str, Any]:
-    """All cases of one launch."""
-    where, size = Path(directory), world.num_ranks
-    found: dict[str, Any] = {
-        name: train_in(world, where, f"{size}-{name}", layout) for name, layout in PIPELINES[size].items()
-    }
-    if size == 1:
-        found["later"] = train_in(world, where, "1-later", {}, steps=LATER)
-    for ranks, name, layout in CONTINUED[size]:
-        found[f"{ranks}-{name} continued"] = train_in(world, where, f"{ranks}-{name}", layout, steps=LATER)
-    weights = {"weights_from": str(where / "1-later" / "checkpoints")}
-    for name, layout in FROM_WEIGHTS.get(size, {}).items():
+def weights_of(where: Path) -> dict[str, str]:
+    return {"weights_from": str(where / "1-later" / "checkpoints")}
+
+
+def from_weights_and_of_lengths(
+    world: World, where: Path, *, from_weights: dict[str, Layout], of_lengths: dict[str, Layout]
+) -> Found:
+    """Runs that begin with the weights of another one, and runs with samples of several lengths, which evaluate on
+    longer ones."""
+    found, size = {}, world.num_ranks
+    for name, layout in from_weights.items():
         found[f"from weights {name}"] = train_in(
-            world, where, f"{size}-from-weights-{name}", layout, steps=3, checkpoint=weights
+            world, where, f"{size}-from-weights-{name}", layout, steps=3, checkpoint=weights_of(where)
         )
-    for name, layout in OVERFLOWING.get(size, {}).items():
-        found[name] = train_in(
-            world,
-            where,
-            name,
-            layout,
-            task=Deep(overflow=True),
-            precision="fp16",
-            guards={"loss_jump_z": 0.0},
-        )
-    for name, layout in OF_LENGTHS.get(size, {}).items():
+    for name, layout in of_lengths.items():
         found[f"of lengths {name}"] = train_on_sequences(world, where, f"{size}-of-lengths-{name}", layout)
-    if size == 1:
-        found["twice named"] = train_in(world, where, "1-twice-named", {}, task=TwiceNamed(), steps=LATER)
-    if size == 2:
-        for steps in (STEPS, LATER):
-            found["twice named"] = train_in(
-                world, where, "2-twice-named", PIPELINES[2]["gpipe"], task=TwiceNamed(), steps=steps
-            )
-        layout = PIPELINES[2]["1f1b"]
-        found["refused"] = {
-            "untold": refusal(world, where, Untold(), layout),
-            "tied": refusal(world, where, Tied(), layout),
-            "batch norm": refusal(world, where, Normalised(), layout),
-            "batch": refusal(world, where, Deep(), {**layout, "micro_batches": 5}),
-            # Of the last layer, which only the second rank has.
-            "weights": refusal(
-                world, where, Deep(), layout, checkpoint={**weights, "weights_map": {"2.": "3."}}
-            ),
-            # Of samples in evaluation that the model does not take.
-            "lengths": refusal(world, where, Positioned(), layout),
-        }
-    if size == 4:
-        found["meddled"] = meddled(world, where)
-    if size == 3:
-        found["refused"] = {"ranks": refusal(world, where, Deep(), PIPELINES[2]["1f1b"])}
     return found
+
+
+def on_one(world: World, where: Path) -> Found:
+    found = from_weights_and_of_lengths(world, where, from_weights={"none": {}}, of_lengths={"none": {}})
+    found["twice named"] = train_in(world, where, "1-twice-named", {}, task=TwiceNamed(), steps=LATER)
+    return found
+
+
+def on_two(world: World, where: Path) -> Found:
+    found = from_weights_and_of_lengths(
+        world,
+        where,
+        from_weights={"1f1b": ONE_F_ONE_B},
+        of_lengths={"1f1b": ONE_F_ONE_B, "zero-bubble": ZERO_BUBBLE},
+    )
+    for steps in (STEPS, LATER):
+        found["twice named"] = train_in(world, where, "2-twice-named", GPIPE, task=TwiceNamed(), steps=steps)
+    # Of the last layer, which only the second rank has.
+    wrong = {**weights_of(where), "weights_map": {"2.": "3."}}
+    found["refused"] = {
+        "untold": refusal(world, where, Untold(), ONE_F_ONE_B),
+        "tied": refusal(world, where, Tied(), ONE_F_ONE_B),
+        "batch norm": refusal(world, where, Normalised(), ONE_F_ONE_B),
+        "batch": refusal(world, where, Deep(), {**ONE_F_ONE_B, "micro_batches": 5}),
+        "weights": refusal(world, where, Deep(), ONE_F_ONE_B, checkpoint=wrong),
+        # Of samples in evaluation that the model does not take.
+        "lengths": refusal(world, where, Positioned(), ONE_F_ONE_B),
+    }
+    return found
+
+
+def on_four(world: World, where: Path) -> Found:
+    found = from_weights_and_of_lengths(
+        world,
+        where,
+        from_weights={"shares, interleaved": INTERLEAVED_SHARES},
+        of_lengths={"of 2, data 2": STAGES, "of 2, shards": STAGES | {"shard": "parameters"}},
+    )
+    return found | {"meddled": meddled(world, where)}
+
+
+def on_three(world: World, where: Path) -> Found:
+    return {"refused": {"ranks": refusal(world, where, Deep(), ONE_F_ONE_B)}}
+
+
+# 61 samples in batches of 12: in the last batch of an epoch is one sample. The micro-batches of float16 runs are of the
+# same samples, since each is rounded.
+FAMILY = Family(
+    cases=__name__,
+    train=train_in,
+    overflows={"task": Deep(overflow=True)},
+    reference="4-of 2, data 2, zero-bubble",
+    launches=[
+        Launch(ranks=1, layouts={"none": {}}, more=on_one),
+        Launch(
+            ranks=2,
+            layouts={
+                "gpipe": GPIPE,
+                "1f1b": ONE_F_ONE_B,
+                "interleaved": {"pipeline": 2, "schedule": "interleaved", "micro_batches": 4},
+                "zero-bubble": ZERO_BUBBLE,
+                "selective": {"pipeline": 2, "micro_batches": 2, "activation_checkpointing": "selective"},
+                # One data-parallel rank has all of its stage.
+                "one share": {"pipeline": 2, "micro_batches": 2, "shard": "optimizer"},
+            },
+            continued={"1-none": ONE_F_ONE_B},
+            overflowing={"none": {}, "1f1b": ONE_F_ONE_B},
+            more=on_two,
+        ),
+        Launch(
+            ranks=4,
+            layouts={
+                "of 4": {"pipeline": 4, "micro_batches": 4, "activation_checkpointing": "blocks"},
+                "of 4 interleaved": {"pipeline": 4, "schedule": "interleaved", "micro_batches": 4},
+                "of 2, data 2": STAGES,
+                "of 2, data 2, zero-bubble": ZERO_BUBBLE | {"micro_batches": 2},
+                "of 2, shares": SHARES,
+                "of 2, shares, gpipe": SHARES | GPIPE | {"activation_checkpointing": "selective"},
+                "of 2, shares, interleaved": INTERLEAVED_SHARES,
+                "of 2, shares, zero-bubble": SHARES | {"schedule": "zero-bubble", "micro_batches": 2},
+                "of 2, data 2, selective": {
+                    "pipeline": 2,
+                    "schedule": "interleaved",
+                    "micro_batches": 2,
+                    "activation_checkpointing": "selective",
+                },
+            },
+            continued={
+                "2-interleaved": STAGES,
+                "2-gpipe": WORLD,
+                "2-selective": SHARES,
+                "2-one share": {"shard": "gradients"},
+                "4-of 2, shares, zero-bubble": SHARES,
+                "4-of 2, data 2, selective": SHARES,
+            },
+            overflowing={"shares": SHARES | {"micro_batches": 2}},
+            more=on_four,
+        ),
+        Launch(
+            ranks=3,
+            layouts={"of 3": OF_3},
+            continued={
+                "4-of 4": {},
+                "4-of 2, data 2": WORLD,
+                "4-of 4 interleaved": OF_3,
+                "4-of 2, shares": {"shard": "optimizer"},
+                "4-of 2, shares, interleaved": OF_3,
+            },
+            more=on_three,
+        ),
+    ],
+)

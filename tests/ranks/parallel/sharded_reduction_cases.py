@@ -22,13 +22,23 @@ from hpctrain.distributed import (
 from hpctrain.errors import DataError, UsageError
 from hpctrain.run import Session
 from hpctrain.train.task.task import Fields
-from tests.ranks.parallel.parallel_cases import NODE, NODES, STEPS as MANY, WORLD, Layers, train
+from tests.ranks.parallel.layouts import (
+    NODES,
+    STEPS as MANY,
+    Family,
+    Found,
+    Launch,
+    Layout,
+    data_section,
+    train,
+)
+from tests.ranks.parallel.parallel_cases import NODE, WORLD, Layers, train_layers
 from tests.ranks.parallel.sharded_passes_cases import passes
 from tests.sessions import session_over
 
 STEPS = 3
 # name: layout, [reduction]. Ranks 3 are on unequal nodes, 4 on two nodes of two ranks.
-Runs = dict[str, tuple[dict[str, str], dict[str, str]]]
+Runs = dict[str, tuple[Layout, dict[str, str]]]
 DIRECT = {"algorithm": "direct"}
 LEVELS = {"algorithm": "hierarchical"}
 EXACT: dict[int, Runs] = {
@@ -224,13 +234,13 @@ def load_after_evaluation(session: Session, directory: Path) -> list[float]:
     return [*losses, step(), step(), float(model(inputs).square().mean().detach())]
 
 
-def everything(world: World, directory: str) -> dict[str, Any]:
+def everything(world: World, where: Path) -> Found:
     """All cases of one launch, after those of the bytes that are sent."""
-    where, size = Path(directory), world.num_ranks
-    found: dict[str, Any] = {"sent": sent(world)} if size > 1 else {}
+    size = world.num_ranks
+    found: Found = {"sent": sent(world)} if size > 1 else {}
     for precision, runs in (("fp64", EXACT), ("fp32", ENCODED)):
         for name, (layout, reduction) in runs.get(size, {}).items():
-            found[f"{precision} {name}"] = train(
+            found[f"{precision} {name}"] = train_layers(
                 world, where, f"{size}-{precision}-{name}", layout, steps=STEPS, precision=precision,
                 reduction=reduction,
             )  # fmt: skip
@@ -252,15 +262,13 @@ def everything(world: World, directory: str) -> dict[str, Any]:
             found["changed"] = changed_between_forwards(session)
             found["passes"] = passes(session)
         first = where / "1-fp64-none" / "checkpoints"
-        found["from weights"] = train(
+        found["from weights"] = train_layers(
             world, where, f"{size}-from-weights", WORLD if size == 3 else {}, steps=3,
             checkpoint={"weights_from": str(first)},
         )  # fmt: skip
-        found["few"] = refusal(lambda: train(world, where, f"{size}-few", WORLD, steps=2, data=few(where)))
+        few = data_section(where, WORLD, held_out="few")
+        found["few"] = refusal(lambda: train_layers(world, where, f"{size}-few", WORLD, steps=2, data=few))
     return found
 
 
-def few(where: Path) -> dict[str, Any]:
-    return {
-        "train": str(where / "data"), "held_out": str(where / "few"), "global_batch": 12, "evaluation_batch": 12
-    }  # fmt: skip
+FAMILY = Family(cases=__name__, launches=[Launch(ranks=ranks, more=everything) for ranks in (1, 2, 3, 4)])

@@ -1,4 +1,4 @@
-"""What one rank does in the tests of tensor parallelism: a small language model in several layouts."""
+"""A small language model whose layers are split over tensor groups, in several layouts."""
 
 from __future__ import annotations
 
@@ -16,39 +16,13 @@ from hpctrain.errors import UsageError
 from hpctrain.reduce.split_models import tensor_gradients as early_sums
 from hpctrain.tasks.characters import Characters
 from hpctrain.train import Fields, Position
-from tests.ranks.parallel.parallel_cases import LATER, train
+from tests.ranks.parallel.layouts import Family, Found, Launch, Layout, train
 from tests.sessions import session_over
 
 TENSOR = {"tensor": 2}
 SHARDED = {"tensor": 2, "shard": "parameters"}
 BY_NODE = {"tensor": 2, "shard": "parameters", "shard_within": "node", "activation_checkpointing": "blocks"}
 SEQUENCE = {"tensor": 2, "sequence": True}
-LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"none": {}, "reference": {}},
-    2: {
-        "tensor": TENSOR,
-        "sharded": SHARDED,
-        "checkpointing": TENSOR | {"activation_checkpointing": "blocks"},
-        "sequence": SEQUENCE,
-        "sequence, sharded": SHARDED | SEQUENCE | {"activation_checkpointing": "selective"},
-    },
-    4: {
-        "tensor": TENSOR,
-        "sharded": SHARDED,
-        "by node": BY_NODE,
-        "tensor of four": {"tensor": 4},
-        "sequence": SEQUENCE,
-        "sequence, by node": BY_NODE | SEQUENCE,
-        "sequence of four": {"tensor": 4, "sequence": True},
-    },
-}
-# Runs that are continued on other ranks: by the ranks, the run and the layout that goes on. First those of the same
-# launch as the trainings on 4 ranks, then those that continue what 4 ranks have saved.
-CONTINUED: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    4: [("1-none", SHARDED), ("2-tensor", {"shard": "parameters"}), ("2-sharded", SEQUENCE)],
-    2: [("4-sharded", {}), ("4-tensor of four", TENSOR), ("4-sequence of four", TENSOR)],
-    1: [("4-tensor", {}), ("4-sequence", {})],
-}
 
 
 class Sentences(Characters):
@@ -81,13 +55,14 @@ class Sentences(Characters):
         return {"nats": float(super().loss(model, fields))}
 
 
-def nodes_of(layout: dict[str, Any], num_ranks: int) -> list[str]:
+def nodes_of(layout: Layout, num_ranks: int) -> list[str]:
     """Two nodes where a tensor group fits into each."""
     split = num_ranks == 4 and layout.get("tensor", 1) < 4
     return ["a", "a", "b", "b"] if split else ["a"] * num_ranks
 
 
-def run(world: World, where: Path, name: str, layout: dict[str, Any], **more: Any) -> dict[str, Any]:
+def run(world: World, where: Path, name: str, layout: Layout, **more: Any) -> Found:
+    early_sums._LEAST_BUCKET_BYTES = 1  # so that these small models have several buckets
     nodes = nodes_of(layout, world.num_ranks)
     # 10 characters are not over four ranks; the built-in plan does not split them over two either.
     whole = layout.get("tensor") == 4 or layout == SEQUENCE
@@ -95,37 +70,21 @@ def run(world: World, where: Path, name: str, layout: dict[str, Any], **more: An
     return train(world, where, name, layout, task=task, nodes=nodes, **more)
 
 
-def trained(world: World, directory: str) -> dict[str, Any]:
-    """Trains in all layouts of so many ranks; 4 ranks continue what fewer have saved."""
-    early_sums._LEAST_BUCKET_BYTES = 1  # so that these small models have several buckets
-    where, size = Path(directory), world.num_ranks
-    found = {name: run(world, where, f"{size}-{name}", layout) for name, layout in LAYOUTS[size].items()}
-    if size == 1:
-        found["later"] = run(world, where, "1-later", {}, steps=LATER)
-    if size <= 2:
-        for name, layout in (("fp16", TENSOR), ("fp16, sequence", SEQUENCE)):
-            found[name] = run(
-                world, where, f"{size}-{name}", layout if size == 2 else {}, precision="fp16",
-                task=Sentences(overflow=True), guards={"loss_jump_z": 0.0},
-            )  # fmt: skip
-        found["drops"] = run(
-            world, where, f"{size}-drops", SEQUENCE if size == 2 else {}, task=Sentences(drops=True)
-        )
-        found["own loop"] = own_loop(world, where, tensor=size, name=f"{size}-own")
-    if size == 2:
-        found["parts"] = parts_of_the_sequence(world)
-    if size == 4:
-        found |= continued(world, directory)
-        found["abandoned"] = abandoned_step(world)
-        found["hidden"] = hidden_gradients(world)
-        found["own loop"] = own_loop(world, where, tensor=2, name="2-own")
-    return found
+def on_one_or_two(world: World, where: Path) -> Found:
+    size = world.num_ranks
+    layout = SEQUENCE if size == 2 else {}
+    found = {
+        "drops": run(world, where, f"{size}-drops", layout, task=Sentences(drops=True)),
+        "own loop": own_loop(world, where, tensor=size, name=f"{size}-own"),
+    }
+    return found if size == 1 else found | {"parts": parts_of_the_sequence(world)}
 
 
-def continued(world: World, directory: str) -> dict[str, Any]:
+def on_four(world: World, where: Path) -> Found:
     return {
-        name: run(world, Path(directory), name, layout, steps=LATER)
-        for name, layout in CONTINUED[world.num_ranks]
+        "abandoned": abandoned_step(world),
+        "hidden": hidden_gradients(world),
+        "own loop": own_loop(world, where, tensor=2, name="2-own"),
     }
 
 
@@ -297,3 +256,45 @@ def parts_of_the_sequence(world: World) -> dict[str, Any]:
         "shapes": shapes, "logits": list(logits.shape), "refused": refused, "sent": sent,
         "trained": [model.norm.weight.requires_grad, model.norm.bias.requires_grad],
     }  # fmt: skip
+
+
+# First the trainings, then on fewer ranks those that continue what 4 ranks have saved.
+FAMILY = Family(
+    cases=__name__,
+    train=run,
+    overflows={"task": Sentences(overflow=True)},
+    reference="1-reference",
+    launches=[
+        Launch(ranks=1, layouts={"none": {}, "reference": {}}, overflowing={"none": {}}, more=on_one_or_two),
+        Launch(
+            ranks=2,
+            layouts={
+                "tensor": TENSOR,
+                "sharded": SHARDED,
+                "checkpointing": TENSOR | {"activation_checkpointing": "blocks"},
+                "sequence": SEQUENCE,
+                "sequence, sharded": SHARDED | SEQUENCE | {"activation_checkpointing": "selective"},
+            },
+            overflowing={"tensor": TENSOR, "sequence": SEQUENCE},
+            more=on_one_or_two,
+        ),
+        Launch(
+            ranks=4,
+            layouts={
+                "tensor": TENSOR,
+                "sharded": SHARDED,
+                "by node": BY_NODE,
+                "tensor of four": {"tensor": 4},
+                "sequence": SEQUENCE,
+                "sequence, by node": BY_NODE | SEQUENCE,
+                "sequence of four": {"tensor": 4, "sequence": True},
+            },
+            continued={"1-none": SHARDED, "2-tensor": {"shard": "parameters"}, "2-sharded": SEQUENCE},
+            more=on_four,
+        ),
+        Launch(
+            ranks=2, continued={"4-sharded": {}, "4-tensor of four": TENSOR, "4-sequence of four": TENSOR}
+        ),
+        Launch(ranks=1, continued={"4-tensor": {}, "4-sequence": {}}),
+    ],
+)

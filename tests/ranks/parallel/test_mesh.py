@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data import pack_arrays
 from tests.ranks.parallel import mesh_cases
+from tests.ranks.parallel.layouts import LATER, RELATIVE, STEPS, pack_tokens, saved_states
 from tests.ranks.parallel.mesh_cases import ALONE, CONTINUED, LAYOUTS
-from tests.ranks.parallel.parallel_cases import LATER, STEPS
-from tests.ranks.parallel.test_parallel import RELATIVE, saved_state
 from tests.ranks_launcher import run_ranks
 
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(3600)]  # a fixture makes all launches
@@ -22,8 +20,7 @@ pytestmark = [pytest.mark.launches, pytest.mark.timeout(3600)]  # a fixture make
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("mesh")
-    random = np.random.default_rng(0)
-    pack_arrays(where / "data", {"tokens": random.integers(0, 10, (61, 5)), "id": np.arange(61)})
+    pack_tokens(where)
     return where
 
 
@@ -49,8 +46,8 @@ def test_every_factorisation_trains_as_one_rank(
         np.testing.assert_allclose(found[layout]["steps"], whole["steps"], rtol=RELATIVE)
         assert found[layout]["evaluation"] == pytest.approx(whole["evaluation"], rel=RELATIVE)
     if all(name != f"{ranks}-{layout}" for entries in CONTINUED.values() for name, _ in entries):
-        expected = saved_state(directory, "1-reference")
-        found_state = saved_state(directory, f"{ranks}-{layout}")
+        expected = saved_states(directory, "1-reference")[0]
+        found_state = saved_states(directory, f"{ranks}-{layout}")[0]
         assert found_state.keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(found_state[name], tensor, rtol=1e-8, atol=1e-12, msg=name)

@@ -4,92 +4,34 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from hpctrain.data import pack_arrays
 from hpctrain.scaling import efficiency_of, read_efficiency, read_step_times
 from hpctrain.telemetry import PARTS, read_records
-from tests.ranks.parallel import pipeline_cases
-from tests.ranks.parallel.parallel_cases import LATER, STEPS
-from tests.ranks.parallel.pipeline_cases import CONTINUED, FROM_WEIGHTS, LENGTH, OF_LENGTHS, PIPELINES
-from tests.ranks.parallel.test_parallel import RELATIVE, saved_state
-from tests.ranks_launcher import run_ranks
+from tests.ranks.parallel.layouts import LATER, RELATIVE, STEPS, Found, LayoutTests, OverflowTests, pack_rows
+from tests.ranks.parallel.pipeline_cases import FAMILY, LENGTH
 
+__all__ = ["FAMILY"]
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(1500)]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("pipeline")
-    random = np.random.default_rng(0)
-    x = random.normal(size=(61, 3))
-    pack_arrays(where / "data", {"x": x, "label": (x.sum(1) > 0).astype(np.int64), "id": np.arange(61)})
+def pack(where: Path) -> None:
+    pack_rows(where)
+    random = np.random.default_rng(1)
     for name, samples, length in (("sequences", 61, LENGTH), ("longer", 17, LENGTH + 3)):
         x = random.normal(size=(samples, length, 3))
         pack_arrays(where / name, {"x": x, "label": (x.sum(2) > 0).astype(np.int64)})
-    return where
 
 
-@pytest.fixture(scope="module")
-def launches(directory: Path) -> dict[int, list[dict[str, Any]]]:
-    """One launch for each number of ranks; each continues what others have saved."""
-    return {
-        n: run_ranks(n, pipeline_cases.everything, str(directory), timeout_s=800).outputs for n in CONTINUED
-    }
-
-
-@pytest.mark.parametrize(("ranks", "layout"), [(n, name) for n in PIPELINES for name in PIPELINES[n]])
-def test_a_pipeline_trains_as_one_rank(
-    launches: dict[int, list[dict[str, Any]]], directory: Path, ranks: int, layout: str
-) -> None:
-    whole = launches[1][0]["none"]
-    for found in launches[ranks]:
-        assert found[layout]["status"] == "finished"
-        assert len(found[layout]["steps"]) == STEPS
-        np.testing.assert_allclose(found[layout]["steps"], whole["steps"], rtol=RELATIVE)
-        assert found[layout]["evaluation"] == pytest.approx(whole["evaluation"], rel=RELATIVE)
-    # Of what was not continued the checkpoint is of the same step.
-    if not any((ranks, layout) == entry[:2] for entries in CONTINUED.values() for entry in entries):
-        found_state = saved_state(directory, f"{ranks}-{layout}")
-        expected = saved_state(directory, "4-of 2, data 2, zero-bubble")
-        assert found_state.keys() == expected.keys()
-        for name, tensor in expected.items():
-            torch.testing.assert_close(found_state[name], tensor, rtol=1e-8, atol=1e-12, msg=name)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "saved"), [(n, f"{entry[0]}-{entry[1]}") for n in CONTINUED for entry in CONTINUED[n]]
-)
-def test_any_layout_continues_any_other(
-    launches: dict[int, list[dict[str, Any]]], ranks: int, saved: str
-) -> None:
-    whole = launches[1][0]["later"]["steps"]
-    assert len(whole) == LATER - STEPS
-    for found in launches[ranks]:
-        continued = found[f"{saved} continued"]
-        np.testing.assert_allclose(continued["steps"], whole, rtol=RELATIVE)
-        assert continued["steps"][0][0] == pytest.approx(whole[0][0], rel=1e-12)
-
-
-@pytest.mark.parametrize(("ranks", "name"), [(2, "fp16 pipeline"), (4, "fp16 shares")])
-def test_a_step_that_overflows_is_skipped_on_all_stages(
-    launches: dict[int, list[dict[str, Any]]], ranks: int, name: str
-) -> None:
-    expected, found = launches[2][0]["fp16 none"]["steps"], launches[ranks][0][name]["steps"]
-    applied = [step[2] for step in expected]
-    assert any(applied)
-    assert not all(applied)
-    assert [step[2] for step in found] == applied
-    losses = [[step[0] for step in steps if step[2]] for steps in (expected, found)]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-2)
+class TestLayouts(LayoutTests, OverflowTests):
+    pass
 
 
 def test_ranks_of_a_stage_that_drift_are_found_and_a_dropped_step_leaves_nothing(
-    launches: dict[int, list[dict[str, Any]]],
+    launches: dict[int, list[Found]],
 ) -> None:
     for found in launches[4]:
         text, mean = found["meddled"]
@@ -101,9 +43,9 @@ def test_ranks_of_a_stage_that_drift_are_found_and_a_dropped_step_leaves_nothing
     assert any(any(found["meddled"][1]) for found in launches[4])
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(n, name) for n in (2, 4) for name in FROM_WEIGHTS[n]])
+@pytest.mark.parametrize(("ranks", "name"), [(2, "1f1b"), (4, "shares, interleaved")])
 def test_each_rank_begins_with_the_weights_of_its_stages(
-    launches: dict[int, list[dict[str, Any]]], ranks: int, name: str
+    launches: dict[int, list[Found]], ranks: int, name: str
 ) -> None:
     expected = launches[1][0]["from weights none"]["steps"]
     # Not with those of the seed, nor with the moments of the run whose weights they are.
@@ -112,9 +54,11 @@ def test_each_rank_begins_with_the_weights_of_its_stages(
         np.testing.assert_allclose(found[f"from weights {name}"]["steps"], expected, rtol=RELATIVE)
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(n, name) for n in (2, 4) for name in OF_LENGTHS[n]])
+@pytest.mark.parametrize(
+    ("ranks", "name"), [(2, "1f1b"), (2, "zero-bubble"), (4, "of 2, data 2"), (4, "of 2, shards")]
+)
 def test_samples_may_have_other_shapes_in_each_step_and_in_evaluations(
-    launches: dict[int, list[dict[str, Any]]], ranks: int, name: str
+    launches: dict[int, list[Found]], ranks: int, name: str
 ) -> None:
     whole = launches[1][0]["of lengths none"]
     assert len(whole["evaluations"]) == STEPS // 4
@@ -125,7 +69,7 @@ def test_samples_may_have_other_shapes_in_each_step_and_in_evaluations(
         )
 
 
-def test_tensors_of_several_names_are_saved_and_loaded(launches: dict[int, list[dict[str, Any]]]) -> None:
+def test_tensors_of_several_names_are_saved_and_loaded(launches: dict[int, list[Found]]) -> None:
     whole = launches[1][0]["twice named"]["steps"]
     assert len(whole) == LATER - STEPS
     for found in launches[2]:
@@ -133,7 +77,7 @@ def test_tensors_of_several_names_are_saved_and_loaded(launches: dict[int, list[
 
 
 def test_the_bubble_is_a_part_of_the_step_in_records_and_efficiencies(
-    launches: dict[int, list[dict[str, Any]]], directory: Path
+    launches: dict[int, list[Found]], directory: Path
 ) -> None:
     for rank in range(2):
         steps = [
@@ -169,7 +113,7 @@ def test_the_bubble_is_a_part_of_the_step_in_records_and_efficiencies(
     ],
 )
 def test_what_does_not_fit_is_refused_on_all_ranks(
-    launches: dict[int, list[dict[str, Any]]], ranks: int, case: str, says: str
+    launches: dict[int, list[Found]], ranks: int, case: str, says: str
 ) -> None:
     for found in launches[ranks]:
         assert says in found["refused"][case]

@@ -3,88 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from hpctrain.data import pack_arrays
 from hpctrain.telemetry import read_records
-from tests.ranks.parallel import tensor_cases
-from tests.ranks.parallel.parallel_cases import LATER, STEPS
-from tests.ranks.parallel.tensor_cases import CONTINUED, LAYOUTS
-from tests.ranks.parallel.test_parallel import RELATIVE, saved_state
-from tests.ranks_launcher import run_ranks
+from tests.ranks.parallel.layouts import RELATIVE, Found, LayoutTests, OverflowTests, pack_tokens as pack
+from tests.ranks.parallel.tensor_cases import FAMILY
 
+__all__ = ["FAMILY", "pack"]
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(2400)]  # a fixture makes all launches
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("tensor")
-    random = np.random.default_rng(0)
-    pack_arrays(where / "data", {"tokens": random.integers(0, 10, (61, 5)), "id": np.arange(61)})
-    return where
+class TestLayouts(LayoutTests, OverflowTests):
+    pass
 
 
-@pytest.fixture(scope="module")
-def launches(directory: Path) -> dict[int, list[dict[str, Any]]]:
-    """By number of ranks what each rank found: trainings, then those that continue another layout's."""
-    found = {n: run_ranks(n, tensor_cases.trained, str(directory), timeout_s=800).outputs for n in LAYOUTS}
-    for n in (2, 1):
-        later = run_ranks(n, tensor_cases.continued, str(directory), timeout_s=800).outputs
-        found[n] = [{**before, **after} for before, after in zip(found[n], later, strict=True)]
-    return found
-
-
-@pytest.mark.parametrize(("ranks", "layout"), [(n, name) for n in LAYOUTS for name in LAYOUTS[n]])
-def test_split_layers_train_as_on_one_rank(
-    launches: dict[int, list[dict[str, Any]]], directory: Path, ranks: int, layout: str
-) -> None:
-    whole = launches[1][0]["none"]
-    for found in launches[ranks]:
-        assert found[layout]["status"] == "finished"
-        assert len(found[layout]["steps"]) == STEPS
-        np.testing.assert_allclose(found[layout]["steps"], whole["steps"], rtol=RELATIVE)
-        assert found[layout]["evaluation"] == pytest.approx(whole["evaluation"], rel=RELATIVE)
-    if all(name != f"{ranks}-{layout}" for entries in CONTINUED.values() for name, _ in entries):
-        expected = saved_state(directory, "1-reference")
-        found_state = saved_state(directory, f"{ranks}-{layout}")
-        assert found_state.keys() == expected.keys()
-        assert any(name.endswith("exp_avg_sq") for name in expected)
-        for name, tensor in expected.items():
-            torch.testing.assert_close(found_state[name], tensor, rtol=1e-8, atol=1e-12, msg=name)
-
-
-@pytest.mark.parametrize(("ranks", "name"), [(n, entry[0]) for n in CONTINUED for entry in CONTINUED[n]])
-def test_any_layout_continues_split_layers_and_the_other_way_round(
-    launches: dict[int, list[dict[str, Any]]], ranks: int, name: str
-) -> None:
-    whole = launches[1][0]["later"]["steps"]
-    assert len(whole) == LATER - STEPS
-    for found in launches[ranks]:
-        np.testing.assert_allclose(found[name]["steps"], whole, rtol=RELATIVE)
-        assert found[name]["steps"][0][0] == pytest.approx(whole[0][0], rel=1e-12)
-
-
-@pytest.mark.parametrize("layout", ["fp16", "fp16, sequence"])
-def test_a_step_that_overflows_is_skipped_on_all_ranks(
-    launches: dict[int, list[dict[str, Any]]], layout: str
-) -> None:
-    expected = launches[1][0]["fp16"]["steps"]
-    applied = [step[2] for step in expected]
-    assert any(applied)
-    assert not all(applied)
-    for found in launches[2]:
-        steps = found[layout]["steps"]
-        assert [step[2] for step in steps] == applied
-        np.testing.assert_allclose(
-            [step[0] for step in steps if step[2]], [step[0] for step in expected if step[2]], rtol=1e-2
-        )
-
-
-def test_each_rank_drops_its_part_of_what_one_rank_drops(launches: dict[int, list[dict[str, Any]]]) -> None:
+def test_each_rank_drops_its_part_of_what_one_rank_drops(launches: dict[int, list[Found]]) -> None:
     whole = launches[1][0]["drops"]
     assert whole["steps"] != launches[1][0]["none"]["steps"]
     for found in launches[2]:
@@ -93,7 +28,7 @@ def test_each_rank_drops_its_part_of_what_one_rank_drops(launches: dict[int, lis
 
 
 def test_between_split_layers_a_rank_has_its_part_of_the_sequence(
-    launches: dict[int, list[dict[str, Any]]],
+    launches: dict[int, list[Found]],
 ) -> None:
     for found in launches[2]:
         parts = found["parts"]
@@ -108,7 +43,7 @@ def test_between_split_layers_a_rank_has_its_part_of_the_sequence(
         )
 
 
-def test_samples_are_counted_once(launches: dict[int, list[dict[str, Any]]], directory: Path) -> None:
+def test_samples_are_counted_once(launches: dict[int, list[Found]], directory: Path) -> None:
     records = [
         [
             r
@@ -122,7 +57,7 @@ def test_samples_are_counted_once(launches: dict[int, list[dict[str, Any]]], dir
     assert [step["global_samples"] for step in records[3][:6]] == [12, 24, 36, 48, 60, 61]
 
 
-def test_a_step_that_is_given_up_leaves_nothing_behind(launches: dict[int, list[dict[str, Any]]]) -> None:
+def test_a_step_that_is_given_up_leaves_nothing_behind(launches: dict[int, list[Found]]) -> None:
     for found in (launch["abandoned"] for launch in launches[4]):
         after, first = found["norms"]
         assert after == pytest.approx(first, rel=RELATIVE)
@@ -131,7 +66,7 @@ def test_a_step_that_is_given_up_leaves_nothing_behind(launches: dict[int, list[
 
 
 def test_gradients_that_step_has_yet_to_sum_refuse_every_use(
-    launches: dict[int, list[dict[str, Any]]],
+    launches: dict[int, list[Found]],
 ) -> None:
     for found in (launch["hidden"] for launch in launches[4]):
         uses = [
@@ -156,7 +91,7 @@ def test_gradients_that_step_has_yet_to_sum_refuse_every_use(
         assert found["norms"] == pytest.approx(dict.fromkeys(found["norms"], first), rel=RELATIVE)
 
 
-def test_an_own_loop_trains_on_the_data_axis(launches: dict[int, list[dict[str, Any]]]) -> None:
+def test_an_own_loop_trains_on_the_data_axis(launches: dict[int, list[Found]]) -> None:
     whole = launches[1][0]["own loop"]
     for found in launches[2]:
         np.testing.assert_allclose(found["own loop"]["steps"], whole["steps"], rtol=RELATIVE)

@@ -11,24 +11,19 @@ import torch
 
 from hpctrain.checkpoint import finished_newest_first, open_checkpoint
 from hpctrain.comm import SerialWorld
-from hpctrain.data import pack_arrays
 from tests.fsdp2 import needs_fsdp2
 from tests.ranks.parallel import zero_cases
-from tests.ranks.parallel.parallel_cases import LATER, STEPS
+from tests.ranks.parallel.layouts import LATER, RELATIVE, STEPS, pack_rows
 from tests.ranks.parallel.zero_cases import CONTINUED, INT8_CONTINUED
 from tests.ranks_launcher import run_ranks
 
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(2400)]  # a fixture makes all launches
 
-RELATIVE = 1e-10
-
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("zero")
-    random = np.random.default_rng(0)
-    x = random.normal(size=(61, 3))
-    pack_arrays(where / "data", {"x": x, "label": (x.sum(1) > 0).astype(np.int64), "id": np.arange(61)})
+    pack_rows(where)
     return where
 
 

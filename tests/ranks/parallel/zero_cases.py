@@ -9,7 +9,8 @@ import torch
 
 from hpctrain.comm import World
 from tests.fsdp2 import fsdp2_refusal
-from tests.ranks.parallel.parallel_cases import LATER, NODE, STEPS, WORLD, Layers, train
+from tests.ranks.parallel.layouts import LATER, STEPS, train
+from tests.ranks.parallel.parallel_cases import NODE, WORLD, Layers
 from tests.ranks.parallel.sharded_reduction_cases import Overflowing
 
 OPTIMIZER, GRADIENTS = {"shard": "optimizer"}, {"shard": "gradients"}

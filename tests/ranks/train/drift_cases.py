@@ -24,16 +24,13 @@ def model() -> torch.nn.Module:
     return made
 
 
-# Of each number of ranks, on nodes of two: how the model is split.
-SPLITS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {"optimizer": {"shard": "optimizer"}},
-    4: {
-        "optimizer": {"shard": "optimizer"},
-        "gradients": {"shard": "gradients"},
-        "parameters": {"shard": "parameters"},
-        "by node": {"shard": "parameters", "shard_within": "node"},
-        "tensor": {"tensor": 2, "tensor_plan": {"1": "column", "3": "row"}},
-    },
+# How the model is split over four ranks, on nodes of two.
+SPLITS: dict[str, dict[str, Any]] = {
+    "optimizer": {"shard": "optimizer"},
+    "gradients": {"shard": "gradients"},
+    "parameters": {"shard": "parameters"},
+    "by node": {"shard": "parameters", "shard_within": "node"},
+    "tensor": {"tensor": 2, "tensor_plan": {"1": "column", "3": "row"}},
 }
 
 
@@ -44,7 +41,7 @@ def drift(world: World, algorithms: list[list[str]]) -> dict[str, Any]:
         for algorithm, wire in algorithms:
             for what in ("nothing", "bias", "lr"):
                 found[f"{algorithm} {wire} {what}"] = _train(session, what, algorithm=algorithm, wire=wire)
-        for name, split in SPLITS[world.num_ranks].items():
+        for name, split in SPLITS.items():
             for what in ("nothing", "lr", *(["part", "bias"] if name in ("by node", "tensor") else [])):
                 found[f"{name} {what}"] = _train(session, what, split=split)
     return found

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.check.faulty_data import make_data, write_recipe
+from tests.check.faulty_loops import CAUSES
 from tests.ranks_launcher import REPOSITORY, rank_environment, run_command
 
 pytestmark = pytest.mark.launches
@@ -21,27 +22,7 @@ pytestmark = pytest.mark.launches
 EXAMPLES = REPOSITORY / "examples"
 HPCTRAIN = str(Path(sys.executable).with_name("hpctrain"))
 FIRST = ["sound", "tensor_batches", "learning_rate", "gradients_by_hand", "continued_epoch"]
-LOOPS = {
-    "sound": None, "tensor_batches": None, "equal_samples": None, "slow_rank": None, "grad_scaler": None,
-    "gradients_by_hand": "GRADIENTS", "learning_rate": "LEARNING_RATE", "no_set_epoch": "DATA_ORDER",
-    "continued_epoch": "DATA_ORDER", "repeating_sampler": "REPEATED", "data_by_rank": "DATA_BY_RANK",
-    "wrong_accumulation": "ACCUMULATION", "backward_twice": "ACCUMULATION", "own_generator": "OWN_RANDOM",
-    "replaced_samples": "REPEATED", "max_norm": "DRIFT", "no_step": "NOT_APPLIED", "sound_in_parts": None,
-    "decays_each_part": "ACCUMULATION", "schedules_each_part": "ACCUMULATION", "clips_each_part": "GRADIENTS",
-    "steps_each_part": "ACCUMULATION", "unseeded_order": "OWN_RANDOM", "rate_by_ranks": "LEARNING_RATE",
-    "kept_gradients": "OWN_STATE", "evaluates_in_training_mode": "EVALUATION", "not_finite_on_one_rank": "NOT_FINITE",
-    "bias_before_batch_norm": None, "hook_clips": "GRADIENTS", "detached_scale": "GRADIENTS",
-    "one_class": "LOSS_WEIGHTS", "two_means": "LOSS_WEIGHTS", "sum_and_mean": "ACCUMULATION",
-    "uneven_parts": "ACCUMULATION", "patient_plateau": "LEARNING_RATE", "scheduled": None,
-    "unsaved_scheduler": "OWN_STATE", "second_model": "OWN_STATE", "saved_second_model": None,
-    "counts_globally": "OWN_STATE", "center_of_each_rank": "BUFFER", "fixed_stream": None,
-    "batches_of_one_size": "REFUSED", "sharded": None,
-    "rare_coin": "OWN_RANDOM", "unused_generator": None, "persistent_workers": "DATA_ORDER", "new_workers": None,
-    **dict.fromkeys(
-        ["numpys_global", "pythons_global", "torchs_global", "without_seed", "system_random", "by_time", "own_seeded"],
-        "OWN_RANDOM",
-    ),
-}  # fmt: skip
+LOOPS = {loop.__name__: cause for loop, cause in CAUSES.items()}
 # name -> task, keys of [data], keys of [optimizer], cause
 RECIPES = {
     "Sound": ("Sound", "", "", None),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.order import quality_rows
 from hpctrain.errors import CheckpointError, ExitCode, HpctrainError, from_exit_code
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -48,12 +52,22 @@ def commands(page: Path) -> list[list[str]]:
     return found
 
 
-def hpctrain(*words: str) -> subprocess.CompletedProcess[str]:
+def python(*words: str, cwd: Path) -> str:
+    """What a Python prints that was started outside of any launch, from which it must end with 0."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "SLURM_"))}
-    return subprocess.run(
-        [sys.executable, "-m", "hpctrain.cli.main", *words],
-        cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=300, check=False,
+    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=cwd, env=environ, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
+    assert done.returncode == 0, f"{' '.join(words)}:\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@functools.cache
+def help_of(*words: str) -> str:
+    """The help of a command, or of a group of commands."""
+    return python("-m", "hpctrain.cli.main", *words, "--help", cwd=REPOSITORY)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
@@ -72,7 +86,10 @@ def test_the_readme_is_short() -> None:
     assert len((REPOSITORY / "README.md").read_text().split()) <= 900
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/getting-started.md", "docs/first-steps.md"])
+@pytest.mark.parametrize(
+    "name",
+    ["README.md", "docs/getting-started.md", "docs/first-steps.md", "docs/guides/checkpoint-commands.md"],
+)
 def test_every_command_shown_exists(name: str) -> None:
     shown = commands(REPOSITORY / name)
     assert len(shown) >= 5
@@ -83,10 +100,19 @@ def test_every_command_shown_exists(name: str) -> None:
         options = {word.split("=")[0] for word in own if re.match(r"--?[a-z]", word)}
         by_help.setdefault(tuple(group), set()).update(options)
     for group, options in by_help.items():
-        asked = hpctrain(*(word for word in group if not word.startswith("-")), "--help")
-        assert asked.returncode == 0, f"{name} shows hpctrain {' '.join(group)}:\n{asked.stderr}"
+        shown_help = help_of(*(word for word in group if not word.startswith("-")))
         for option in options:
-            assert re.search(rf"(?<![\w-]){option}(?![\w-])", asked.stdout), f"{group} has no {option}"
+            assert re.search(rf"(?<![\w-]){option}(?![\w-])", shown_help), f"{group} has no {option}"
+
+
+def test_the_guide_to_checkpoint_commands_shows_each_and_names_only_options_that_exist() -> None:
+    page = REPOSITORY / "docs" / "guides" / "checkpoint-commands.md"
+    shown = {words[2] for words in commands(page) if words[1] == "checkpoint"}
+    listed = help_of("checkpoint").partition("Commands")[2]
+    assert shown == set(re.findall(r"^\W*([a-z][a-z-]*)  ", listed, flags=re.MULTILINE))
+    helps = "".join(help_of("checkpoint", command) for command in sorted(shown))
+    for option in re.findall(r"`(--[a-z-]+)", page.read_text()):
+        assert option in helps, option
 
 
 def test_the_exit_code_table_is_that_of_the_code() -> None:
@@ -96,7 +122,7 @@ def test_the_exit_code_table_is_that_of_the_code() -> None:
 
 
 def test_the_help_has_every_exit_code() -> None:
-    shown = " ".join(hpctrain("--help").stdout.split()).partition("Exit codes: ")[2].partition(". ")[0]
+    shown = " ".join(help_of().split()).partition("Exit codes: ")[2].partition(". ")[0]
     assert shown.split("; ") == [f"{code.value} {code.summary}" for code in ExitCode]
 
 
@@ -116,16 +142,41 @@ def test_the_python_of_the_own_loop_guide_runs(tmp_path: Path) -> None:
     assert len(blocks) >= 4
     script = tmp_path / "guide.py"
     script.write_text("\n".join(blocks))
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)],
-        cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    losses = [float(found) for found in re.findall(r"epoch \d  loss ([\d.]+)", done.stdout)]
+    printed = python("-W", "error", str(script), cwd=tmp_path)
+    losses = [float(found) for found in re.findall(r"epoch \d  loss ([\d.]+)", printed)]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
     assert (tmp_path / "checkpoints" / "step-00000048.h5").exists()
+
+
+@pytest.mark.parametrize(
+    ("guide", "num_blocks", "is_right"),
+    [
+        ("checkpoint-commands", 1, lambda names: names["copied"].path.is_dir()),
+        ("data", 4, lambda names: names["place"] == 64),
+        ("data-order", 1, lambda names: names["first"].epoch == 2),
+    ],
+)
+def test_the_python_of_the_guide_runs(
+    guide: str,
+    num_blocks: int,
+    is_right: Callable[[dict[str, Any]], bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = REPOSITORY / "docs" / "guides" / f"{guide}.md"
+    blocks = code_blocks(page, "python")
+    assert len(blocks) >= num_blocks
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), names)
+    assert is_right(names)
+
+
+def test_the_table_of_the_guide_to_orders_is_what_the_orders_do() -> None:
+    guide = (REPOSITORY / "docs" / "guides" / "data-order.md").read_text()
+    assert "\n".join(quality_rows()) in guide
 
 
 def test_five_lines_of_a_horovod_script_change() -> None:

@@ -109,6 +109,11 @@ def test_a_filled_last_batch_trains_as_a_smaller_one_does_on_one_rank_and_on_thr
         ({"order": "weighted"}, "weights and order = 'weighted' belong together"),
         ({"strata": "label"}, "strata and order = 'stratified' belong together"),
         ({"order_window": 0}, "data.order_window"),
+        ({"on_damage": "skip"}, "on_damage = 'skip' needs check = 'first-epoch'"),
+        ({"io": "collective", "check": "always"}, "io = 'collective' needs check = 'off'"),
+        ({"stage": "/tmp", "memory_store": True}, "stage cannot be combined with"),
+        ({"workers": 2}, "workers run a transform"),
+        ({"transform": "no colon"}, "data.transform"),
     ],
 )
 def test_data_settings_that_do_not_fit_are_refused(data: dict[str, Any], expected: str) -> None:
@@ -191,22 +196,3 @@ def test_a_damaged_block_ends_a_run_that_checks_or_is_counted_and_left_out(where
         run(where, Task(), run={"directory": str(where / "skip")}, data={**data, "on_damage": "skip"})
     reported = run(where, Task(), run={"directory": str(where / "off")}, data={"check": "off"})
     assert reported["step"] == 10
-
-
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        ({"on_damage": "skip"}, "on_damage = 'skip' needs check = 'first-epoch'"),
-        ({"io": "collective", "check": "always"}, "io = 'collective' needs check = 'off'"),
-        ({"stage": "/tmp", "memory_store": True}, "stage cannot be combined with"),
-        ({"workers": 2}, "workers run a transform"),
-        ({"transform": "no colon"}, "data.transform"),
-    ],
-)
-def test_ways_of_reading_that_do_not_fit_are_refused(data: dict[str, Any], expected: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe({
-            "run": {"directory": "x", "epochs": 1}, "task": {"target": "a:b"},
-            "data": {"train": "d", "global_batch": 8, **data},
-        })  # fmt: skip
-    assert expected in str(caught.value)

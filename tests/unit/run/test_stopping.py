@@ -7,17 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch.nn import functional
 
 from hpctrain.checkpoint import finished_newest_first, verify
 from hpctrain.comm import World
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
-from hpctrain.data import pack_arrays
 from hpctrain.errors import StoppedEarly
 from hpctrain.resilience import EndTime, StopRequest, WallClock
 from hpctrain.run import parse_recipe
@@ -56,14 +53,6 @@ class Task:
 
     def parameters(self) -> list[list[float]]:
         return [parameter.flatten().tolist() for parameter in self.model.parameters()]
-
-
-@pytest.fixture
-def where(tmp_path: Path) -> Path:
-    images, labels = load_digits(return_X_y=True)
-    fields = {"image": (images[:100] / 16).astype(np.float32), "label": labels[:100].astype(np.int64)}
-    pack_arrays(tmp_path / "data", fields)
-    return tmp_path
 
 
 def run(

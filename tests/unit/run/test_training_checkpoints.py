@@ -9,10 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch.nn import functional
 
 from hpctrain.checkpoint import load, open_checkpoint
@@ -20,15 +18,13 @@ from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
 from hpctrain.checkpoint.retention.policy import advise
 from hpctrain.checkpoint.saving.saver import FILE_NAME
 from hpctrain.comm.backends.serial_world import SerialWorld
-from hpctrain.data import pack_arrays
 from hpctrain.errors import CheckpointError, RecipeError, StoppedEarly
 from hpctrain.resilience import SaveSignal, StopRequest
 from hpctrain.run import parse_recipe
 from hpctrain.run.initial_state import renamed
-from hpctrain.run.training import Resume, carry_out
 from hpctrain.telemetry import read_records
 from hpctrain.train import CheckpointPolicy
-from tests.sessions import session_over
+from tests.unit.run.training_cases import run
 
 STEPS = 10
 BACKGROUND = {"mode": "async", "limit_mb_per_s": 0.05}  # 24 kB: half a second, many steps long
@@ -63,38 +59,6 @@ class Classifier(Task):
         for name, layer in layers.items():
             model.add_module(name, layer)
         return model
-
-
-@pytest.fixture
-def where(tmp_path: Path) -> Path:
-    images, labels = load_digits(return_X_y=True)
-    fields = {"image": (images[:100] / 16).astype(np.float32), "label": labels[:100].astype(np.int64)}
-    pack_arrays(tmp_path / "data", fields)
-    return tmp_path
-
-
-def run(
-    where: Path,
-    task: Task,
-    *,
-    name: str = "run",
-    resume: str = "auto",
-    save_signal: SaveSignal | None = None,
-    **sections: dict[str, Any],
-) -> dict[str, Any]:
-    document: dict[str, dict[str, Any]] = {
-        "run": {"directory": str(where / name), "steps": STEPS},
-        "task": {"target": "tests:Task"},
-        "data": {"train": str(where / "data"), "held_out": str(where / "data"), "global_batch": 20},
-        "optimizer": {"name": "adamw", "lr": 0.01},
-    }
-    for section, values in sections.items():
-        document[section] = {**document.get(section, {}), **values}
-    session = session_over(SerialWorld())
-    return carry_out(
-        parse_recipe(document), task, session=session, resume=Resume.parse(resume), stop=task.stop,
-        save_signal=save_signal,
-    )  # fmt: skip
 
 
 def checkpoints(where: Path, name: str = "run") -> list[Path]:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 
 from hpctrain.comm import World
 from hpctrain.comm.backends.serial_world import SerialWorld
-from hpctrain.resilience import StopRequest
+from hpctrain.resilience import SaveSignal, StopRequest
 from hpctrain.run import parse_recipe
 from hpctrain.run.training import Resume, carry_out
+from hpctrain.train.task.task import Task as TrainTask
 from tests.sessions import session_over
 
 SAMPLES = 100
+
+
+class Stoppable(TrainTask, Protocol):
+    """A task whose run is stopped by `stop`."""
+
+    stop: StopRequest
 
 
 class Task:
@@ -51,23 +58,26 @@ class Task:
 
 def run(
     where: Path,
-    task: Task,
+    task: Stoppable,
     *,
+    name: str = "run",
     resume: str = "auto",
     world: World | None = None,
     nodes: Sequence[str] | None = None,
+    save_signal: SaveSignal | None = None,
     **sections: dict[str, Any],
 ) -> dict[str, Any]:
     document: dict[str, dict[str, Any]] = {
-        "run": {"directory": str(where / "run"), "steps": 10},
+        "run": {"directory": str(where / name), "steps": 10},
         "task": {"target": "tests:Task"},
         "data": {"train": str(where / "data"), "held_out": str(where / "data"), "global_batch": 20},
         "optimizer": {"name": "adamw", "lr": 0.01},
     }
-    for name, values in sections.items():
-        document[name] = {**document.get(name, {}), **values}
+    for section, values in sections.items():
+        document[section] = {**document.get(section, {}), **values}
     document["run"] = {k: v for k, v in document["run"].items() if v is not None}
     session = session_over(world or SerialWorld(), nodes=nodes)
     return carry_out(
-        parse_recipe(document), task, session=session, resume=Resume.parse(resume), stop=task.stop
-    )
+        parse_recipe(document), task, session=session, resume=Resume.parse(resume), stop=task.stop,
+        save_signal=save_signal,
+    )  # fmt: skip

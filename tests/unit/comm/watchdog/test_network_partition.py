@@ -161,7 +161,7 @@ def test_one_target_a_host_and_none_of_this_host() -> None:
     assert targets_of_others([target(1, addresses=())], here="h1") == ()
 
 
-def test_of_many_hosts_so_many_are_drawn() -> None:
+def test_at_most_max_hosts_of_the_other_hosts_are_asked() -> None:
     targets = [target(1, host=f"h{host}") for host in range(300)]
     assert len(targets_of_others(targets, here="h0", max_hosts=64)) == 64
 
