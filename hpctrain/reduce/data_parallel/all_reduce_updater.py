@@ -69,6 +69,9 @@ class AllReduceUpdater(UpdaterBase):
 
     _gives_sums = True
 
+    _synchronized: bool  # True from `synchronize` to the end of the step
+    _summed_scale: float  # of the sums: the loss scale, or 1 if the reducer or `synchronize` has removed it
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -206,10 +209,10 @@ class AllReduceUpdater(UpdaterBase):
     def _begin_step(self) -> None:
         super()._begin_step()
         self._planned.filling.begin_step()
-        self._synchronized: bool = False  # True from `synchronize` to the end of the step
+        self._synchronized = False
         unscale = 1.0 / self._scale.value
         unscaled = self._distributed and self._reducer.begin_step(unscale) == unscale
-        self._summed_scale: float = 1.0 if unscaled else self._scale.value
+        self._summed_scale = 1.0 if unscaled else self._scale.value
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_is_ready(parameter: torch.Tensor) -> None:

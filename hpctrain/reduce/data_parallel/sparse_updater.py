@@ -41,6 +41,8 @@ class SparseUpdater(UpdaterBase):
 
     _gives_sums = True
 
+    _synchronized: bool
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -124,7 +126,7 @@ class SparseUpdater(UpdaterBase):
     def _begin_step(self) -> None:
         super()._begin_step()
         self._held.clear()
-        self._synchronized: bool = False
+        self._synchronized = False
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
