@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.data import pack_arrays
 from hpctrain.scaling import efficiency_of, read_efficiency, read_step_times
-from hpctrain.telemetry import PARTS, read_records
+from hpctrain.telemetry import CLOCK_KEYS, read_records
 from tests.ranks.parallel.layouts import LATER, RELATIVE, STEPS, Found, LayoutTests, OverflowTests, pack_rows
 from tests.ranks.parallel.pipeline_cases import FAMILY, LENGTH
 
@@ -88,7 +88,7 @@ def test_the_bubble_is_a_part_of_the_step_in_records_and_efficiencies(
         assert len(steps) == STEPS
         for seconds in steps:
             assert min(seconds["bubble"], seconds["compute"]) > 0
-            assert sum(seconds[part] for part in (*PARTS, "other")) == pytest.approx(
+            assert sum(seconds[part] for part in (*CLOCK_KEYS, "other")) == pytest.approx(
                 seconds["step"], rel=1e-9
             )
     measured = read_efficiency(directory / "2-1f1b")
