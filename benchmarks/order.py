@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.memory import allocated_bytes
-from hpctrain.data import Blocks, OrderSpec, Sequential, Shuffled, Span, rank_share
+from hpctrain.data import Blocks, OrderSpec, PositionRange, Sequential, Shuffled, rank_share
 
 SAMPLES = 2**18
 BLOCK = 341  # samples of 12 KB in 4 MiB
@@ -64,7 +64,7 @@ def cost(spec: OrderSpec) -> list[str]:
     return [f"{statistics.median(seconds) * 1e3:.2f} ms", f"{peak / 1e3:.0f} KB"]
 
 
-def _indices(spec: OrderSpec, span: Span, *, epoch: int) -> None:
+def _indices(spec: OrderSpec, span: PositionRange, *, epoch: int) -> None:
     spec.for_epoch(epoch, num_samples=10**9, seed=1).at(*span)
 
 

@@ -16,7 +16,7 @@ from .reduce import (
     LossScale as LossScale,
     WireFormat as WireFormat,
 )
-from .resilience import StopPlan as StopPlan, StopRequest as StopRequest, WallClock as WallClock
+from .resilience import StopRequest as StopRequest, TimeToStop as TimeToStop, WallClock as WallClock
 from .run import (
     Session as Session,
     init as init,

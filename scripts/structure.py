@@ -4,7 +4,8 @@ small modules that a single module imports (ADR 74).
     python scripts/structure.py
 
 Exits with 1 if `hpctrain/` has a folder with more than 30 Python files, a module over 600 lines, an import cycle, or an
-import from another package that is not from its `__init__`, or if there are more than 250 public names.
+import from another package that is not from its `__init__`, if there are more than 250 public names, or if two modules
+define a class or function of the same name.
 """
 
 from __future__ import annotations
@@ -41,6 +42,22 @@ def public_names(module: str) -> list[str]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return sorted(ast.literal_eval(node.value))
     return sorted(alias.name for node in stub if isinstance(node, ast.ImportFrom) for alias in node.names)
+
+
+def names_of_two_things() -> dict[str, list[str]]:
+    """Returns the classes and functions without underscore that several modules define, with these modules.
+
+    Each program has its `main`, and `hpctrain.hvd` has the names of Horovod.
+    """
+    horovods = {*public_names("hvd"), "State"}
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for module, path in modules().items():
+        for node in _parse(path):
+            if not isinstance(node, (ast.ClassDef, ast.FunctionDef)) or node.name.startswith("_"):
+                continue
+            if node.name != "main" and not (module.startswith("hpctrain.hvd") and node.name in horovods):
+                found[node.name][module] = None
+    return {name: list(defined) for name, defined in found.items() if len(defined) > 1}
 
 
 def _parse(path: Path) -> list[ast.stmt]:
@@ -160,9 +177,13 @@ def main() -> int:
         print(f"too long: {path} has {count} lines, at most {MAX_LINES}")
     for circle in circles:
         print(f"cycle: {', '.join(circle)}")
+    ambiguous = names_of_two_things()
+    for name, defined in ambiguous.items():
+        print(f"one name for several things: {name}, in {', '.join(defined)}")
     if num_public > MAX_PUBLIC_NAMES:
         print(f"too many public names: {num_public}, at most {MAX_PUBLIC_NAMES}")
-    return 1 if crowded or long or circles or any(past.values()) or num_public > MAX_PUBLIC_NAMES else 0
+    too_many = num_public > MAX_PUBLIC_NAMES
+    return 1 if crowded or long or circles or any(past.values()) or too_many or ambiguous else 0
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpctrain.launch import ForkServer, Machine, plan_launch, survey_machine
+from hpctrain.launch import ForkServer, LocalMachine, plan_launch, survey_machine
 from hpctrain.launch.fork_server.plan import KEY_VARIABLE, OFF, divide_servers, plan_fork_server
 from hpctrain.launch.placement import MpirunFamily
 
@@ -124,7 +124,7 @@ def _as_forked(command: Sequence[str], environment: Mapping[str, str]) -> tuple[
 
 
 @functools.cache
-def _machine() -> Machine:
+def _machine() -> LocalMachine:
     return survey_machine()
 
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 
 from hpctrain.reduce.contract.bucket_reducer import Backoff
-from hpctrain.reduce.shared_memory.engine_reducer import PIECE_ELEMS, EngineReducer
+from hpctrain.reduce.shared_memory.all_reduce_reducer import PIECE_ELEMS, AllReduceReducer
 
 
 def fill_and_sum(
-    reducer: EngineReducer,
+    reducer: AllReduceReducer,
     *,
     values: Sequence[torch.Tensor],
     buffers: Sequence[torch.Tensor],

@@ -29,7 +29,7 @@ from hpctrain.bench.checkpoint.methods import (
     begin,
     make_cold,
     own_seconds,
-    remove,
+    remove_and_sync,
     slowest_since,
 )
 from hpctrain.checkpoint.files.direct_io import BLOCK_BYTES, in_large_pages, open_uncached
@@ -74,7 +74,7 @@ class PeerSaving:
         self._peer.save(self._tensors, self._path)
         seconds = slowest_since(self._comm, begin_s)
         on_rank_0(self._comm, lambda: check_saved(self._path, num_bytes=self._num_bytes))
-        remove(self._path, comm=self._comm)
+        remove_and_sync(self._path, comm=self._comm)
         return MethodTime(seconds=seconds)
 
 
@@ -261,7 +261,7 @@ class DiskLimit:
     def turn(self) -> MethodTime:
         on_rank_0(self._comm, self._create, os_error=CheckpointError)
         seconds = own_seconds(self._comm, self._write)
-        remove(self._path, comm=self._comm)
+        remove_and_sync(self._path, comm=self._comm)
         return MethodTime(seconds=seconds)
 
     def _create(self) -> None:

@@ -47,13 +47,13 @@ from hpctrain.bench.checkpoint.methods import (
     begin,
     make_folder,
     make_state,
-    remove,
+    remove_and_sync,
     slowest_since,
 )
 from hpctrain.checkpoint import load, save
 from hpctrain.checkpoint.planning.replicas import ReplicaCheck
 from hpctrain.checkpoint.saving.background import BackgroundThread, HostBuffers
-from hpctrain.checkpoint.saving.save import SaveOptions, Saving
+from hpctrain.checkpoint.saving.save import CheckpointSave, SaveOptions
 from hpctrain.comm import Collective, all_gather_json
 from hpctrain.comm.collectives.agreement import on_rank_0
 from hpctrain.run import Session
@@ -205,7 +205,7 @@ class DcpAsync:
 
     def end(self) -> None:
         on_rank_0(self._comm, lambda: check_saved(self._path, num_bytes=self._num_bytes))
-        remove(self._path, comm=self._comm)
+        remove_and_sync(self._path, comm=self._comm)
 
 
 def stalls(session: Session, settings: Settings) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def steps(session: Session, settings: Settings) -> dict[str, list[dict[str, Any]
             options = SaveOptions(keep=None, limit_mb_per_s=limit)
             make_folder(directory / "ours", comm=world)
             begin_s = begin(world)
-            saving = Saving.begin(
+            saving = CheckpointSave.begin(
                 state.state, directory=directory / "ours", step=1, comm=world, options=options,
                 buffers=buffers, executor=executor,
             )  # fmt: skip
@@ -291,7 +291,7 @@ def steps(session: Session, settings: Settings) -> dict[str, list[dict[str, Any]
                 if ready and saving.advance() is not None:
                     break
             seconds = slowest_since(world, begin_s)
-            remove(directory / "ours", comm=world)
+            remove_and_sync(directory / "ours", comm=world)
             return during, seconds
 
         def peer() -> tuple[list[float], float]:

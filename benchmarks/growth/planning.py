@@ -14,7 +14,7 @@ from benchmarks.memory import allocated_bytes
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.state import Header
 from hpctrain.checkpoint.planning.write_plan import EvenShards, make_plan
-from hpctrain.data.order.epoch_order import EpochOrder, LastBatch, Span, plan_batch
+from hpctrain.data.order.epoch_order import EpochOrder, LastBatch, PositionRange, plan_batch
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets
 from hpctrain.reduce.shared_memory.shared_buckets import TwoLevelPlace, chunks_of, cut
 from hpctrain.topology import Topology
@@ -52,7 +52,7 @@ def plans(num_ranks: int = NUM_RANKS) -> Mapping[str, Callable[[], Any]]:
 
     def batch() -> Any:
         return plan_batch(
-            order, span=Span(7 * global_batch, 8 * global_batch), global_batch=global_batch,
+            order, span=PositionRange(7 * global_batch, 8 * global_batch), global_batch=global_batch,
             last_batch=LastBatch.PAD, rank=rank, num_ranks=num_ranks,
         )  # fmt: skip
 

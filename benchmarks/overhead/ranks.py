@@ -19,12 +19,12 @@ from benchmarks.ranks import Case, Settings
 from hpctrain.comm import all_gather_json
 from hpctrain.data import Batch
 from hpctrain.reduce import StepOutcome
-from hpctrain.resilience import Divergence, DivergenceLimits, EndTime, StopPlan, StopRequest, WallClock
+from hpctrain.resilience import Divergence, DivergenceLimits, EndTime, StopRequest, TimeToStop, WallClock
 from hpctrain.run import Session
-from hpctrain.stragglers import COLUMNS, Limits, SlowRanks
+from hpctrain.stragglers import COLUMNS, SlowRankLimits, SlowRanks
 from hpctrain.telemetry import RecordWriter, StepClock
 from hpctrain.topology import Topology
-from hpctrain.train import DataBalance, Guards, MemoryGuard, Stopping, StragglerWatch
+from hpctrain.train import DataBalance, EarlyEnd, Guards, MemoryGuard, StragglerWatch
 
 WINDOW_STEPS = round(WINDOW_S / STEP_S)
 _ROWS = 8
@@ -66,10 +66,10 @@ class StopPart(Part):
 
     def __init__(self, session: Session) -> None:
         ends = [EndTime(at_s=time.time() + 86_400, source="benchmark")]
-        self._stopping = Stopping(
+        self._stopping = EarlyEnd(
             StopRequest().install(),
             comm=session.world,
-            plan=StopPlan(margin_s=30.0),
+            plan=TimeToStop(margin_s=30.0),
             clock=WallClock(ends) if session.rank == 0 else None,
         )
         plan = self._stopping.plan
@@ -92,7 +92,7 @@ class StragglersPart(Part):
     def __init__(self, session: Session, *, folder: Path, records: RecordWriter) -> None:
         def watch(window_s: float) -> StragglerWatch:
             return StragglerWatch(
-                session.world, session.topology, window_s=window_s, limits=Limits(), probes=False,
+                session.world, session.topology, window_s=window_s, limits=SlowRankLimits(), probes=False,
                 directory=folder, records=records, say=silent, clock=StepClock(),
             )  # fmt: skip
 

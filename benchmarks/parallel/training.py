@@ -21,7 +21,7 @@ from hpctrain.distributed import (
     repeated_blocks,
     replicated_over_tensor_ranks,
 )
-from hpctrain.reduce import AUTO, ShardedUpdater
+from hpctrain.reduce import AUTO, SplitModelUpdater
 from hpctrain.run import Session
 from hpctrain.run.compute.pipeline import put_in_stages
 from hpctrain.tasks.characters import Characters
@@ -200,7 +200,7 @@ class Training:
     def _runner_of_stages(self, dtype: torch.dtype) -> PipelineRunner:
         pipeline = pipeline_of(self.model)
         assert pipeline is not None
-        assert isinstance(self._updater, ShardedUpdater)
+        assert isinstance(self._updater, SplitModelUpdater)
         return PipelineRunner(
             self._task, self.model, pipeline=pipeline, rows=self._rows, scaled=self._updater.scaled,
             device=self._session.device, dtype=dtype,

@@ -14,7 +14,7 @@ from benchmarks.ranks import Case, Settings
 from benchmarks.reduction.steps import WORKLOADS
 from benchmarks.reduction.suite import PER_STEP
 from hpctrain.bench import AllReduceAsked, ReducersHere, all_reduce_document, all_reduce_on
-from hpctrain.bench.all_reduce.run import Link
+from hpctrain.bench.all_reduce.run import LinkRate
 from hpctrain.comm import ReduceOp
 from hpctrain.run import Session
 
@@ -34,7 +34,7 @@ def measure(session: Session, settings: Settings) -> dict[str, Any]:
             repeats=settings["repeats"], warmup=1,
         )  # fmt: skip
         rate = settings["bytes_per_s"]
-        link = None if rate is None else Link(bytes_per_s=rate, source="given")
+        link = None if rate is None else LinkRate(bytes_per_s=rate, source="given")
         reducers = ReducersHere(session, gradient_bytes=sum(asked.sizes_bytes), nccl=None)
         measured = all_reduce_on(session, asked, reducers=reducers, link=link, progress=lambda share: None)
         found["reductions"] = all_reduce_document(

@@ -31,7 +31,7 @@ from hpctrain.scaling import (
     machine_of,
     overlap_slowdown,
     spread_of_times,
-    step_of,
+    step_seconds,
     timed_of,
 )
 
@@ -157,7 +157,7 @@ def compared(launches: Sequence[Launch], *, calibration_rate: str) -> list[Compa
             found.append(
                 Compared(
                     name=", ".join(cell.split()), layout=launch.layout, rate=launch.rate,
-                    measured_s=median(steps["step_s"]), predicted_s=step_of(asked, launch.layout).step_s,
+                    measured_s=median(steps["step_s"]), predicted_s=step_seconds(asked, launch.layout).step_s,
                     binds=binding(asked, launch.layout)[0], calibrated=used(launch),
                 )
             )  # fmt: skip

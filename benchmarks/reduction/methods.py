@@ -25,7 +25,7 @@ from hpctrain.reduce.autotune.tune import CalibrationFiles
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline
-from hpctrain.reduce.factory import ReducerMaker, ReductionPlan
+from hpctrain.reduce.factory import ReducerMaker, ReductionRequest
 from hpctrain.reduce.wire_formats import AUTO
 from hpctrain.run import Session
 
@@ -140,7 +140,7 @@ def available(session: Session, choices: Sequence[tuple[str, str]]) -> list[tupl
 
 
 def _auto(session: Session, *, num_bytes: int, wire: str, calibration: Path | None) -> BucketReducer:
-    plan = ReductionPlan(
+    plan = ReductionRequest(
         algorithm=AUTO, wire=wire, bucket_bytes=max(1, num_bytes), files=CalibrationFiles(run=calibration)
     )
     return session.reductions.make(plan, gradient_bytes=num_bytes, computes=False).reducer

@@ -9,6 +9,8 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     __file__,
     old_names={
+        "Shard": "hpctrain.checkpoint.TensorShard",
+        "Saving": "hpctrain.checkpoint.CheckpointSave",
         "Saved": "hpctrain.checkpoint.saving.save.SaveResult",
         "TwoTier": ("hpctrain.checkpoint.tiers.two_tier_save.OldTwoTier", "Tiers.begin_save"),
     },

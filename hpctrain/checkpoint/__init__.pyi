@@ -13,8 +13,8 @@ from .format.state import (
     FromRank0 as FromRank0,
     Item as Item,
     Replicated as Replicated,
-    Shard as Shard,
     State as State,
+    TensorShard as TensorShard,
     element_items as element_items,
     header_of as header_of,
     tensor_items as tensor_items,
@@ -71,18 +71,18 @@ from .operations.maintenance import (
 from .planning.replicas import ReplicaCheck as ReplicaCheck
 from .retention.policy import (
     FIRST_AFTER_S as FIRST_AFTER_S,
-    Advice as Advice,
     Best as Best,
     Costs as Costs,
+    IntervalAdvice as IntervalAdvice,
     Retention as Retention,
 )
 from .saving.background import BackgroundThread as BackgroundThread, HostBuffers as HostBuffers
-from .saving.save import SaveResult as SaveResult, Saving as Saving, save as save
+from .saving.save import CheckpointSave as CheckpointSave, SaveResult as SaveResult, save as save
 from .saving.save_options import PageCache as PageCache, SaveOptions as SaveOptions
 from .saving.saver import (
+    CheckpointRequests as CheckpointRequests,
     SaveMode as SaveMode,
     Saver as Saver,
-    SaveRequests as SaveRequests,
     WhenBusy as WhenBusy,
     ask_for_save as ask_for_save,
     saving_into as saving_into,
@@ -100,6 +100,7 @@ from .tiers.two_tier_save import (
 __all__ = [
     "Best",
     "Checkpoint",
+    "CheckpointSave",
     "DcpImport",
     "Difference",
     "Engine",
@@ -117,11 +118,10 @@ __all__ = [
     "SaveOptions",
     "SaveResult",
     "Saver",
-    "Saving",
-    "Shard",
     "State",
     "StoredTensor",
     "TensorDifference",
+    "TensorShard",
     "Tiers",
     "Tolerance",
     "Verified",

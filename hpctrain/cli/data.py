@@ -256,7 +256,7 @@ def pack_command(
         Existing,
         SourceOptions,
         pack_source,
-        parse_size,
+        parse_image_size,
         parse_table_fields,
     )
 
@@ -269,7 +269,7 @@ def pack_command(
     if boundaries not in (None, "ignore", "split"):
         raise UsageError(f"--boundaries {boundaries}: ignore or split is expected")
     options = SourceOptions(
-        image_size=None if size is None else parse_size(size),
+        image_size=None if size is None else parse_image_size(size),
         colour=None if colour is None else Colour(_one_of("--colour", colour, [c.value for c in Colour])),
         fields=None if fields is None else parse_table_fields(fields),
         num_parts=parts,
@@ -364,7 +364,7 @@ def info_command(
 
 
 @data_app.command("verify")
-def verify_command(
+def verify_dataset_command(
     directory: Annotated[Path, typer.Argument(help="A dataset, or the directory above train and test.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -390,13 +390,13 @@ def verify_command(
 
 def _verify_part(directory: Path, *, rank: int, num_ranks: int) -> dict[str, list[dict[str, Any]]]:
     """Verifies this rank's part. Returns the damage that it found, as JSON, by dataset directory."""
-    from hpctrain.data import find_datasets, verify
+    from hpctrain.data import find_datasets, verify_dataset
 
     found: dict[str, list[dict[str, Any]]] = {}
     with Meter() as meter:
         for dataset in find_datasets(directory):
             progress = meter.part(dataset) if rank == 0 else None
-            damages = verify(dataset, rank=rank, num_ranks=num_ranks, progress=progress)
+            damages = verify_dataset(dataset, rank=rank, num_ranks=num_ranks, progress=progress)
             found[str(dataset)] = [damage.as_json() for damage in damages]
     return found
 

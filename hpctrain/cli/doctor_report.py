@@ -18,11 +18,11 @@ from hpctrain.comm import all_gather_json, open_world, probe_mpi_alone, probe_st
 from hpctrain.errors import HpctrainError
 from hpctrain.launch import RankIdentity, cure_for
 from hpctrain.run import (
+    ExitNotice,
     Finding,
-    LastWords,
     Severity,
     ask_slurm,
-    identity_of,
+    identity_from,
     inspect_rank,
     judge_rank,
     look_for_rank_0s_file,
@@ -52,7 +52,7 @@ def report(
         num_checkpoints=num_checkpoints,
         checkpoint_bytes=checkpoint_bytes,
     )
-    identity = identity_of(facts)
+    identity = identity_from(facts)
     # The controller is asked once for all ranks; before MPI starts, since that runs other programs.
     if identity is not None and identity.rank == 0:
         facts["slurm"] = ask_slurm(os.environ)
@@ -75,7 +75,7 @@ def _report_together(
     """
     silence = f"the ranks did not connect (MPI may have printed more): {cure_for(identity.launcher)}"
     try:
-        with LastWords(_words(facts, identity, silence), timeout_s=timeout_s):
+        with ExitNotice(_words(facts, identity, silence), timeout_s=timeout_s):
             opened = open_world(backend, identity=identity)
             world = opened.world
             facts["communication"] = {

@@ -24,7 +24,7 @@ from hpctrain.launch import (
 LAUNCH_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-class StopSignal(str, Enum):
+class ForwardedSignal(str, Enum):
     """The signals that mpirun passes on to the ranks."""
 
     SIGUSR1 = "SIGUSR1"
@@ -53,11 +53,11 @@ def launch_command(
         Optional[Path], typer.Option("--hostfile", help="File with one machine per line.")  # noqa: UP045
     ] = None,
     stop_signal: Annotated[
-        StopSignal,
+        ForwardedSignal,
         typer.Option(
             "--stop-signal", help="Signal that the ranks get when you press Ctrl-C or send SIGTERM."
         ),
-    ] = StopSignal.SIGUSR1,
+    ] = ForwardedSignal.SIGUSR1,
     fork_server: Annotated[
         Optional[bool],  # noqa: UP045
         typer.Option(

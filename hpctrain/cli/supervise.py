@@ -99,7 +99,7 @@ def supervise_command(
     Exit codes: 0 done; 75 queue the job again; 76 do not; 2 usage; 5 the ranks cannot be launched.
     """
     from hpctrain.launch import ForkServer, refuse_program_on_stdin, resolve_command, survey_machine
-    from hpctrain.supervise import Limits, SupervisedRun, Supervisor, find_allocation
+    from hpctrain.supervise import RestartLimits, SupervisedRun, Supervisor, find_allocation
 
     refuse_program_on_stdin(command)  # a second start would find it read
     allocation = find_allocation(os.environ)
@@ -130,7 +130,7 @@ def supervise_command(
         if fork_server is False
         else ForkServer(lingers_s=_SERVER_LINGERS_S, by_default=fork_server is None),
     )
-    limits = Limits(
+    limits = RestartLimits(
         max_restarts=max_restarts,
         node_budget=node_budget,
         exclude_for_s=exclude_hours * 3600,

@@ -35,7 +35,7 @@ def train_command(
     """
     import gc
 
-    from hpctrain.resilience import SaveSignal, StopRequest, ignore_signals, release_signals
+    from hpctrain.resilience import CheckpointSignal, StopRequest, ignore_signals, release_signals
     from hpctrain.run import Resume, load_recipe, train
 
     # The modules imported so far stay as long as the process: no later collection traverses their objects.
@@ -47,7 +47,7 @@ def train_command(
         stop, handled = StopRequest(found.stop.signals).install(), [*found.stop.signals]
         save_signal = None
         if found.checkpoint.signal != "none":
-            save_signal = SaveSignal(found.checkpoint.signal).install()
+            save_signal = CheckpointSignal(found.checkpoint.signal).install()
             handled.append(found.checkpoint.signal)
     finally:
         release_signals()

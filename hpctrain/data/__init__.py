@@ -2,4 +2,11 @@
 
 from hpctrain.public_names import attach
 
-__getattr__, __dir__, __all__ = attach(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    __file__,
+    old_names={
+        "verify": "hpctrain.data.verify_dataset",
+        "Batches": "hpctrain.data.EpochIterator",
+    },
+)

@@ -31,7 +31,7 @@ from .integrity.hashed_blocks import (
     Damage as Damage,
     find_datasets as find_datasets,
     merge_damage as merge_damage,
-    verify as verify,
+    verify_dataset as verify_dataset,
 )
 from .integrity.read_checker import (
     BlockChecker as BlockChecker,
@@ -43,7 +43,7 @@ from .integrity.read_checker import (
 )
 from .loading.batch import Batch as Batch, batches_on as batches_on
 from .loading.loader import PREFETCH_BYTES as PREFETCH_BYTES, Loader as Loader, Samples as Samples
-from .loading.prefetch import Batches as Batches
+from .loading.prefetch import EpochIterator as EpochIterator
 from .loading.torch_dataset import (
     TorchIterableDataset as TorchIterableDataset,
     TorchMapDataset as TorchMapDataset,
@@ -58,7 +58,7 @@ from .order.epoch_order import (
     EpochOrder as EpochOrder,
     LastBatch as LastBatch,
     Order as Order,
-    Span as Span,
+    PositionRange as PositionRange,
     add_sample_sums as add_sample_sums,
     rank_share as rank_share,
     sample_sum as sample_sum,
@@ -87,7 +87,7 @@ from .reading.dataset import (
     open_together as open_together,
     read_column as read_column,
 )
-from .sources.numpy_files import Colour as Colour, parse_size as parse_size
+from .sources.numpy_files import Colour as Colour, parse_image_size as parse_image_size
 from .sources.registry import SourceOptions as SourceOptions
 from .sources.tables import parse_table_fields as parse_table_fields
 from .transforms.transform import TransformContext as TransformContext
@@ -96,7 +96,6 @@ from .transforms.worker_pool import WorkerPool as WorkerPool
 # Public. The other names are for the other packages of hpctrain.
 __all__ = [
     "Batch",
-    "Batches",
     "Blocks",
     "CheckMode",
     "ChunkCodec",
@@ -106,6 +105,7 @@ __all__ = [
     "DamagedData",
     "Dataset",
     "Decode",
+    "EpochIterator",
     "EpochOrder",
     "Existing",
     "FieldSpec",
@@ -146,5 +146,5 @@ __all__ = [
     "read_manifest",
     "torch_iterable_dataset",
     "torch_map_dataset",
-    "verify",
+    "verify_dataset",
 ]

@@ -18,12 +18,17 @@ from .operations import (
     exchange as exchange,
     reduce_scatter as reduce_scatter,
 )
-from .pipeline import Pipeline as Pipeline, Stages as Stages, divide as divide, pipeline_of as pipeline_of
+from .pipeline import (
+    Pipeline as Pipeline,
+    Stages as Stages,
+    divide_into_stages as divide_into_stages,
+    pipeline_of as pipeline_of,
+)
 from .plan import (
-    Checkpointing as Checkpointing,
     ParallelPlan as ParallelPlan,
-    Schedule as Schedule,
-    Shard as Shard,
+    PipelineSchedule as PipelineSchedule,
+    Recomputation as Recomputation,
+    ShardKind as ShardKind,
     TensorPlan as TensorPlan,
     Within as Within,
 )
@@ -43,7 +48,7 @@ from .sharded_tensors import (
     is_sharded_tensor as is_sharded_tensor,
     local_part as local_part,
     memory_order as memory_order,
-    part_of as part_of,
+    shard_like as shard_like,
     shard_mesh_of as shard_mesh_of,
     shard_of as shard_of,
     sharded_as as sharded_as,

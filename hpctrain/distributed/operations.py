@@ -56,7 +56,7 @@ _FROM_ALL_PARTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 _GATHERED_ELEMS = 1 << 20
 
 
-def name_of(op: object) -> str:
+def op_name(op: object) -> str:
     """Returns the name of a `torch.distributed.ReduceOp`. Raises UsageError for one that is not supported."""
     for known, name in _NAMES.items():
         if op == known:

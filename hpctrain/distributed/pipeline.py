@@ -85,7 +85,7 @@ class Stages:
         return len(self.layers)
 
 
-def divide(model: nn.Module, layers: Sequence[nn.Module], *, num_stages: int) -> Stages:
+def divide_into_stages(model: nn.Module, layers: Sequence[nn.Module], *, num_stages: int) -> Stages:
     """Divides `model` into stages. `layers` are all its layers, in the order in which they are called.
 
     The blocks, which are the layers of the most frequent class, are divided evenly. Layers before the first block

@@ -8,10 +8,10 @@ from typing import Literal, TypeAlias, get_args
 
 from hpctrain.errors import UsageError
 
-Shard: TypeAlias = Literal["none", "optimizer", "gradients", "parameters"]
+ShardKind: TypeAlias = Literal["none", "optimizer", "gradients", "parameters"]
 Within: TypeAlias = Literal["world", "node"]
-Checkpointing: TypeAlias = Literal["none", "blocks", "selective"]
-Schedule: TypeAlias = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+Recomputation: TypeAlias = Literal["none", "blocks", "selective"]
+PipelineSchedule: TypeAlias = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 # How each module is split, by name, possibly with the number of parts that are not cut; see `TensorParallelTask`.
 TensorPlan: TypeAlias = Mapping[str, str | tuple[str, int]]
 
@@ -47,22 +47,24 @@ class ParallelPlan:
         UsageError: For an invalid value, or values that cannot be combined.
     """
 
-    shard: Shard = "none"
+    shard: ShardKind = "none"
     shard_within: Within = "world"
-    activation_checkpointing: Checkpointing = "none"
+    activation_checkpointing: Recomputation = "none"
     blocks: Sequence[str] = ()
     tensor: int = 1
     tensor_plan: TensorPlan = field(default_factory=dict)
     sequence: bool = False
     offload: bool = False
     pipeline: int = 1
-    schedule: Schedule = "1f1b"
+    schedule: PipelineSchedule = "1f1b"
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
         given = (self.shard, self.shard_within, self.activation_checkpointing, self.schedule)
         names = ("shard", "shard_within", "activation_checkpointing", "schedule")
-        for name, value, kind in zip(names, given, (Shard, Within, Checkpointing, Schedule), strict=True):
+        for name, value, kind in zip(
+            names, given, (ShardKind, Within, Recomputation, PipelineSchedule), strict=True
+        ):
             if value not in get_args(kind):
                 raise UsageError(f"{name} is {value!r}: choose {' or '.join(get_args(kind))}")
         for name, number in (("pipeline", self.pipeline), ("micro_batches", self.micro_batches)):

@@ -358,7 +358,7 @@ class CommunicatorGroup(dist.ProcessGroup):
 
 
 def _op_of(opts: Any) -> str:
-    return operations.name_of(opts.reduceOp) if opts is not None else "sum"
+    return operations.op_name(opts.reduceOp) if opts is not None else "sum"
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

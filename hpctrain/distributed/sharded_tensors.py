@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from hpctrain.distributed.plan import Shard
+from hpctrain.distributed.plan import ShardKind
 from hpctrain.distributed.tensor_parallel import split_of
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return shard_of(model) == "parameters" or split_of(model) is not None
 
 
-def shard_of(model: torch.nn.Module) -> Shard:
+def shard_of(model: torch.nn.Module) -> ShardKind:
     """Returns which parts of the model's training `parallelize` has sharded."""
-    shard: Shard = getattr(model, _SHARD, "none")
+    shard: ShardKind = getattr(model, _SHARD, "none")
     return shard
 
 
-def mark_sharded(model: torch.nn.Module, shard: Shard, *, mesh: DeviceMesh | None = None) -> None:
+def mark_sharded(model: torch.nn.Module, shard: ShardKind, *, mesh: DeviceMesh | None = None) -> None:
     """Stores on the model what `shard_of` and `shard_mesh_of` return."""
     setattr(model, _SHARD, shard)
     setattr(model, _MESH, mesh)
@@ -159,7 +159,7 @@ def sharded_as(part: torch.Tensor, like: Any) -> torch.Tensor:
     )  # fmt: skip
 
 
-def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns `whole` as a DTensor with the placement of `like`, or unchanged if `like` is no DTensor.
 
     Does not communicate.

@@ -17,7 +17,7 @@ from hpctrain.comm import World, agreed, broadcast_tensors
 from hpctrain.distributed.blocks import name_blocks, repeated_blocks
 from hpctrain.distributed.fully_sharded import check_dense, check_shardable, shard_parameters
 from hpctrain.distributed.open_groups import open_process_group
-from hpctrain.distributed.plan import Checkpointing, ParallelPlan
+from hpctrain.distributed.plan import ParallelPlan, Recomputation
 from hpctrain.distributed.sharded_tensors import is_sharded_tensor, mark_sharded, note_mesh
 from hpctrain.distributed.tensor_parallel import TensorSplit, check_tensor_plan, mark_split, split_layers
 from hpctrain.errors import UsageError
@@ -226,7 +226,7 @@ def broadcast_model(world: World, model: nn.Module) -> None:
     broadcast_tensors(world, [*model.parameters(), *model.buffers()], root=0, name="the model")
 
 
-def checkpoint_activations(model: nn.Module, kind: Checkpointing = "blocks") -> int:
+def checkpoint_activations(model: nn.Module, kind: Recomputation = "blocks") -> int:
     """Makes each repeated block keep only its inputs in forward; backward runs its forward again. Does not communicate.
 
     With `kind = "selective"` a block also keeps the results of matrix products, convolutions and attention, and
@@ -242,7 +242,7 @@ def checkpoint_activations(model: nn.Module, kind: Checkpointing = "blocks") -> 
     return len(blocks)
 
 
-def _check_blocks(model: nn.Module, kind: Checkpointing) -> dict[str, nn.Module]:
+def _check_blocks(model: nn.Module, kind: Recomputation) -> dict[str, nn.Module]:
     """Returns the repeated blocks. Raises UsageError if there are none, or if their forward cannot run twice."""
     blocks = repeated_blocks(model)
     if not blocks:

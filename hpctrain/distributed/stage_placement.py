@@ -14,7 +14,13 @@ from torch import nn
 from hpctrain.comm import World, agreed
 from hpctrain.distributed.blocks import repeated_blocks
 from hpctrain.distributed.open_groups import open_process_group
-from hpctrain.distributed.pipeline import Pipeline, Stages, check_held_by_layers, divide, release_others
+from hpctrain.distributed.pipeline import (
+    Pipeline,
+    Stages,
+    check_held_by_layers,
+    divide_into_stages,
+    release_others,
+)
 from hpctrain.distributed.plan import ParallelPlan
 from hpctrain.distributed.sharded_tensors import PIPELINE_AXIS, mark_sharded, note_mesh
 from hpctrain.distributed.split_model import broadcast_model, check_plan, checkpoint_activations
@@ -59,7 +65,7 @@ def put_in_pipeline(
         ranks = _StageRanks.plan(plan, topology)
         check_plan(model, plan)
         found = list(layers())
-        stages = divide(model, found, num_stages=plan.pipeline * plan.stages_per_rank)
+        stages = divide_into_stages(model, found, num_stages=plan.pipeline * plan.stages_per_rank)
         if plan.shard == "parameters":
             check_held_by_layers(model, found)
         return ranks, stages

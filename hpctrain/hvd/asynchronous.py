@@ -16,8 +16,8 @@ from hpctrain import distributed
 from hpctrain.distributed import CollectiveWork
 from hpctrain.errors import UsageError
 from hpctrain.hvd.errors import HorovodValueError
-from hpctrain.hvd.group import Group, Handle, dtype_name, join_all, reduction_of_zeros, titled
-from hpctrain.hvd.reductions import JOINABLE, Average, ReduceOp, Sum, chosen_op, scale
+from hpctrain.hvd.group import Group, Handle, dtype_name_of, join_all, reduction_of_zeros, titled
+from hpctrain.hvd.reductions import JOINABLE, Average, HorovodOp, Sum, chosen_op, scale
 from hpctrain.hvd.running import ProcessSet, global_process_set, gradient_group_of, group_of
 from hpctrain.storage import split_evenly
 
@@ -141,7 +141,7 @@ def start_all_reduce(
     tensors: Sequence[torch.Tensor],
     *,
     name: str | None,
-    op: ReduceOp,
+    op: HorovodOp,
     prescale: float = 1.0,
     postscale: float = 1.0,
     behind: bool = True,
@@ -150,7 +150,7 @@ def start_all_reduce(
     _check_dense(tensors, titled("allreduce", name))
     alike: dict[tuple[str, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
-        alike.setdefault((dtype_name(tensor), tensor.device), []).append(tensor)
+        alike.setdefault((dtype_name_of(tensor), tensor.device), []).append(tensor)
     buffers = [(kind, [tensor.numel() for tensor in members]) for (kind, _), members in alike.items()]
 
     def reduce() -> None:
@@ -167,14 +167,20 @@ def start_all_reduce(
     return group.run(what, reduce, behind=behind, zeros=zeros, named=_named("allreduce", name))
 
 
-def described(op: ReduceOp, prescale: float, postscale: float) -> str:
+def described(op: HorovodOp, prescale: float, postscale: float) -> str:
     """Returns an operation and its factors as text, for the comparison between the ranks."""
     factors = "" if prescale == postscale == 1.0 else f", factors {prescale:g} before and {postscale:g} after"
     return f"{op}{factors}"
 
 
 def reduce_scaled(
-    group: Group, flat: torch.Tensor, *, op: ReduceOp, sizes: Sequence[int], prescale: float, postscale: float
+    group: Group,
+    flat: torch.Tensor,
+    *,
+    op: HorovodOp,
+    sizes: Sequence[int],
+    prescale: float,
+    postscale: float,
 ) -> None:
     """Multiplies `flat` by `prescale`, reduces it over the ranks and multiplies it by `postscale`, in place.
 
@@ -210,13 +216,13 @@ def sparse_allreduce_async(
     def reduce() -> None:
         results.append(sparse_sum(group, tensor.detach(), op=chosen))
 
-    shapes = f"{dtype_name(tensor)} {tuple(tensor.shape)}"
+    shapes = f"{dtype_name_of(tensor)} {tuple(tensor.shape)}"
     what = f"{titled('sparse_allreduce', name)} {shapes} {chosen}"
     work = group.run(what, reduce, behind=True, named=_named("sparse_allreduce", name))
     return Handle(work, lambda: results[0])
 
 
-def sparse_sum(group: Group, tensor: torch.Tensor, *, op: ReduceOp) -> torch.Tensor:
+def sparse_sum(group: Group, tensor: torch.Tensor, *, op: HorovodOp) -> torch.Tensor:
     """Returns the sum or average of a sparse tensor over the ranks. Runs only inside an operation of `group.run`."""
     return distributed.all_reduce_sparse(group.comm, tensor, op="mean" if op is Average else "sum")
 
@@ -274,7 +280,7 @@ def reduce_scatter_rows(
     *,
     rows: Sequence[Sequence[int]],
     name: str | None,
-    op: ReduceOp,
+    op: HorovodOp,
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Handle:
@@ -479,7 +485,7 @@ def _width(tensor: torch.Tensor) -> int:
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
-    each = [f"{dtype_name(tensor)} {tuple(tensor.shape)}" for tensor in tensors]
+    each = [f"{dtype_name_of(tensor)} {tuple(tensor.shape)}" for tensor in tensors]
     if len(each) <= _SHAPES_SHOWN:
         return ", ".join(each)
     mark = hashlib.blake2b(repr(each).encode(), digest_size=4).hexdigest()

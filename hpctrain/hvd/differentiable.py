@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from hpctrain.errors import UsageError
 from hpctrain.hvd import asynchronous
 from hpctrain.hvd.group import synchronize
-from hpctrain.hvd.reductions import Average, Compression, Compressor, ReduceOp, Sum, chosen_op
+from hpctrain.hvd.reductions import Average, Compression, Compressor, HorovodOp, Sum, chosen_op
 from hpctrain.hvd.running import ProcessSet, global_process_set, group_of
 
 Tensors = Sequence[torch.Tensor]
@@ -250,7 +250,7 @@ class _AllReduce(torch.autograd.Function):
     def forward(
         ctx: Any,
         name: str | None,
-        op: ReduceOp,
+        op: HorovodOp,
         prescale: float,
         postscale: float,
         process_set: ProcessSet,
@@ -345,7 +345,7 @@ class _ReduceScatter(torch.autograd.Function):
     def forward(
         ctx: Any,
         name: str | None,
-        op: ReduceOp,
+        op: HorovodOp,
         process_set: ProcessSet,
         prescale: float,
         postscale: float,

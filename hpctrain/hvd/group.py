@@ -25,7 +25,7 @@ from hpctrain.comm import (
 from hpctrain.distributed import CollectiveWork, OperationThread
 from hpctrain.errors import BufferMismatch, CommunicationError, HpctrainError
 from hpctrain.hvd.errors import HorovodInternalError, HorovodValueError, as_horovod_error
-from hpctrain.hvd.reductions import ReduceOp, reduce_flat
+from hpctrain.hvd.reductions import HorovodOp, reduce_flat
 
 # The contribution of a joined rank to the comparison; less than the number of any operation.
 _NO_OPERATION = -(1 << 62)
@@ -129,7 +129,7 @@ class Group:
                 return True
         return False
 
-    def reduce(self, flat: torch.Tensor, *, op: ReduceOp, sizes: Sequence[int]) -> None:
+    def reduce(self, flat: torch.Tensor, *, op: HorovodOp, sizes: Sequence[int]) -> None:
         """Reduces `flat`, shape (sum(sizes),), in place. Call it only inside an operation of `run`."""
         reduce_flat(self.comm, flat, op=op, sizes=sizes, sums=self._sums)
 
@@ -236,7 +236,7 @@ class Group:
     def _contribute_zeros(self, zeros: dict[str, Any]) -> None:
         for dtype, sizes in zeros["buffers"]:
             flat = torch.zeros(sum(sizes), dtype=getattr(torch, dtype))
-            self.reduce(flat, op=ReduceOp(zeros["op"]), sizes=sizes)
+            self.reduce(flat, op=HorovodOp(zeros["op"]), sizes=sizes)
 
 
 def join_all(groups: Sequence[Group]) -> int:
@@ -299,11 +299,11 @@ def titled(operation: str, name: str | None) -> str:
     return operation if name is None else f"{operation} {name!r}"
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
+def dtype_name_of(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def reduction_of_zeros(op: ReduceOp, buffers: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
+def reduction_of_zeros(op: HorovodOp, buffers: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
     """Returns what a joined rank needs to know to contribute zeros, as JSON: the operation, and dtype and sizes per
     buffer.
     """

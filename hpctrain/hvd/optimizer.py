@@ -13,7 +13,7 @@ import torch
 
 from hpctrain.errors import UsageError
 from hpctrain.hvd.errors import HorovodValueError
-from hpctrain.hvd.gradient_buckets import GradientReduction, Named, Settings, reduce_deltas
+from hpctrain.hvd.gradient_reduction import GradientReduction, Named, Settings, reduce_deltas
 from hpctrain.hvd.reductions import Adasum, Average, Compression, Compressor, chosen_op
 from hpctrain.hvd.running import ProcessSet, global_process_set, gradient_group_of
 

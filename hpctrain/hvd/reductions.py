@@ -20,7 +20,7 @@ from hpctrain.hvd.errors import HorovodValueError
 from hpctrain.storage import split_evenly
 
 
-class ReduceOp(enum.IntEnum):
+class HorovodOp(enum.IntEnum):
     """The operations by which an all-reduce combines tensors. The numbers are Horovod's."""
 
     AVERAGE = 0
@@ -34,19 +34,19 @@ class ReduceOp(enum.IntEnum):
         return self.name.lower()
 
 
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
-Adasum = ReduceOp.ADASUM
-Min = ReduceOp.MIN
-Max = ReduceOp.MAX
-Product = ReduceOp.PRODUCT
+Average = HorovodOp.AVERAGE
+Sum = HorovodOp.SUM
+Adasum = HorovodOp.ADASUM
+Min = HorovodOp.MIN
+Max = HorovodOp.MAX
+Product = HorovodOp.PRODUCT
 
 # Operations to which joined ranks contribute zeros.
 JOINABLE = (Average, Sum, Adasum)
 _NAMES = {Average: "mean", Sum: "sum", Min: "minimum", Max: "maximum", Product: "product"}
 
 
-def chosen_op(op: int | None, average: bool | None) -> ReduceOp:
+def chosen_op(op: int | None, average: bool | None) -> HorovodOp:
     """Returns the operation that is named by `op`, or by the older argument `average`; Average if both are None.
 
     Raises HorovodValueError if both are given, or if `op` is not the number of an operation.
@@ -59,7 +59,7 @@ def chosen_op(op: int | None, average: bool | None) -> ReduceOp:
         )
         return Average if average else Sum
     try:
-        return Average if op is None else ReduceOp(op)
+        return Average if op is None else HorovodOp(op)
     except ValueError:
         raise HorovodValueError(f"op is {op!r}: give hvd.Average, Sum, Adasum, Min, Max or Product") from None
 
@@ -78,7 +78,7 @@ def reduce_flat(
     comm: Collective,
     flat: torch.Tensor,
     *,
-    op: ReduceOp,
+    op: HorovodOp,
     sizes: Sequence[int],
     sums: Callable[[torch.Tensor], None] | None = None,
 ) -> None:

@@ -28,7 +28,11 @@ from .failure import (
 )
 from .fork_server.plan import ForkServer as ForkServer
 from .forked_start import hand_over as hand_over
-from .placement import Machine as Machine, place_ranks as place_ranks, survey_machine as survey_machine
+from .placement import (
+    LocalMachine as LocalMachine,
+    place_ranks as place_ranks,
+    survey_machine as survey_machine,
+)
 from .plain_errors import print_and_exit as print_and_exit
 from .process import (
     STOP_SIGNALS as STOP_SIGNALS,
@@ -73,9 +77,9 @@ from .slurm_commands import (
 )
 from .yielding import (
     YIELD_VARIABLE as YIELD_VARIABLE,
-    describe_crowd as describe_crowd,
-    find_library as find_library,
+    describe_oversubscription as describe_oversubscription,
+    find_yield_library as find_yield_library,
     in_effect as in_effect,
-    may_starve as may_starve,
+    lacks_yield_library as lacks_yield_library,
     restart_with_sleep as restart_with_sleep,
 )

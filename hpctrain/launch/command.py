@@ -12,7 +12,7 @@ from pathlib import PurePath
 from hpctrain.errors import LaunchError
 from hpctrain.launch.fork_server.plan import FOR_CLIENT, ForkServer, divide_servers, plan_fork_server
 from hpctrain.launch.options import mpirun_argv, srun_argv, srun_mpi_type
-from hpctrain.launch.placement import Machine, MpirunFamily, Placement, Srun, place_ranks
+from hpctrain.launch.placement import LocalMachine, MpirunFamily, Placement, Srun, place_ranks
 from hpctrain.launch.rank_identity.identity import RANKS_PER_NODE_VARIABLE, find_launcher, identify
 
 _INTERPRETER = re.compile(r"(python|pypy)[\d.]*|(ba|da|z|k|mk|a|c|tc|fi)?sh")
@@ -114,7 +114,7 @@ def plan_launch(
     num_ranks: int,
     ranks_per_node: int | None = None,
     environ: Mapping[str, str],
-    machine: Machine,
+    machine: LocalMachine,
     launcher: Launcher = Launcher.AUTO,
     hosts: Sequence[str] = (),
     hostfile: str | None = None,
@@ -219,7 +219,7 @@ def _refuse_launch_by_a_rank(environ: Mapping[str, str]) -> None:
 
 
 def _choose(
-    asked: Launcher, *, environ: Mapping[str, str], machine: Machine, has_hosts: bool, notes: list[str]
+    asked: Launcher, *, environ: Mapping[str, str], machine: LocalMachine, has_hosts: bool, notes: list[str]
 ) -> Launcher:
     in_slurm = bool(environ.get("SLURM_JOB_ID"))
     if asked is Launcher.SRUN:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hpctrain.launch.placement import (
-    Machine,
+    LocalMachine,
     MpirunFamily,
     Placement,
     give_way_while_waiting,
     preload_sleep,
-    set_threads,
+    set_omp_threads,
 )
 from hpctrain.launch.rank_identity.identity import RANKS_PER_NODE_VARIABLE, expand_counts
 
@@ -24,7 +24,7 @@ def mpirun_argv(
     placement: Placement,
     *,
     environ: Mapping[str, str],
-    machine: Machine,
+    machine: LocalMachine,
     updates: dict[str, str],
     hosts: Sequence[str],
     hostfile: str | None,
@@ -36,7 +36,7 @@ def mpirun_argv(
     """
     assert machine.mpirun is not None
     family = machine.mpirun.family
-    set_threads(placement, num_cores=machine.num_cores, environ=environ, updates=updates)
+    set_omp_threads(placement, num_cores=machine.num_cores, environ=environ, updates=updates)
     outnumbered = placement.ranks_on_a_node > machine.num_cpus
     if outnumbered:
         notes.append(
@@ -106,7 +106,7 @@ def _hydra(placement: Placement, *, path: str, hosts: Sequence[str], hostfile: s
     return argv
 
 
-def srun_mpi_type(machine: Machine) -> str | None:
+def srun_mpi_type(machine: LocalMachine) -> str | None:
     """Returns the `--mpi` type that both srun and the installed MPI support; None if there is none."""
     types = machine.srun.mpi_types if machine.srun else ()
     hydra = machine.mpirun is not None and machine.mpirun.family is MpirunFamily.HYDRA
@@ -124,7 +124,7 @@ def srun_argv(
     placement: Placement,
     *,
     environ: Mapping[str, str],
-    machine: Machine,
+    machine: LocalMachine,
     updates: dict[str, str],
     removed: list[str],
     notes: list[str],
@@ -167,7 +167,7 @@ def srun_argv(
     cores = _slurm_cores(environ) or machine.num_cpus
     if per_node > cores:
         argv.append("--overcommit")
-        set_threads(placement, num_cores=cores, environ=environ, updates=updates)
+        set_omp_threads(placement, num_cores=cores, environ=environ, updates=updates)
         if machine.mpirun is None or machine.mpirun.family is not MpirunFamily.HYDRA:
             give_way_while_waiting(environ, updates=updates, library=machine.yield_library, notes=notes)
         notes.append(

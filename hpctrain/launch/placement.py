@@ -14,7 +14,13 @@ from enum import Enum
 
 from hpctrain.errors import LaunchError
 from hpctrain.launch.cores import core_share, cpu_share, read_cores
-from hpctrain.launch.yielding import PRELOAD_VARIABLE, YIELD_VARIABLE, find_library, with_preload, yields
+from hpctrain.launch.yielding import (
+    PRELOAD_VARIABLE,
+    YIELD_VARIABLE,
+    find_yield_library,
+    with_preload,
+    yields,
+)
 
 _OTHER_ALLOCATIONS = ("PBS_JOBID", "LSB_JOBID", "COBALT_JOBID", "PE_HOSTFILE", "FLUX_JOB_ID")
 
@@ -97,7 +103,7 @@ def place_ranks(
     )
 
 
-def set_threads(
+def set_omp_threads(
     placement: Placement, *, num_cores: int, environ: Mapping[str, str], updates: dict[str, str]
 ) -> None:
     """Sets OMP_NUM_THREADS to a rank's share of the cores, unless the user has set it."""
@@ -168,7 +174,7 @@ class Srun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class LocalMachine:
     """The cores of this machine, and the launchers that are installed on it.
 
     num_cores: number of cores that this process may use, and its ranks will share.
@@ -186,15 +192,15 @@ class Machine:
     srun: Srun | None
 
 
-def survey_machine() -> Machine:
+def survey_machine() -> LocalMachine:
     """Inspects this machine. Runs `mpirun --version` and `srun --mpi=list`, if they are installed."""
     mine = read_cores()
     mpirun_path = shutil.which("mpirun") or shutil.which("mpiexec")
     srun_path = shutil.which("srun")
-    return Machine(
+    return LocalMachine(
         num_cores=max(1, math.floor(core_share([mine], 0))),
         num_cpus=max(1, math.floor(cpu_share([mine], 0))),
-        yield_library=find_library(),
+        yield_library=find_yield_library(),
         is_root=os.geteuid() == 0,
         mpirun=read_mpirun_version(_output([mpirun_path, "--version"])[1], path=mpirun_path)
         if mpirun_path

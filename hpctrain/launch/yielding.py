@@ -26,7 +26,7 @@ PRELOAD_VARIABLE = "LD_PRELOAD"
 RESTARTED_VARIABLE = "HPCTRAIN_RESTARTED_FOR_YIELD"
 
 
-def find_library(directory: Path = Path(__file__).parent) -> str | None:
+def find_yield_library(directory: Path = Path(__file__).parent) -> str | None:
     """Returns the path of the compiled library; None if it was not compiled, or LD_PRELOAD cannot contain its path."""
     for suffix in EXTENSION_SUFFIXES:
         path = str(directory / f"{YIELD_STEM}{suffix}")
@@ -53,7 +53,7 @@ def in_effect(maps: str | None = None) -> bool:
     return YIELD_STEM in (_own_maps() if maps is None else maps)
 
 
-def may_starve(maps: str | None = None) -> bool:
+def lacks_yield_library(maps: str | None = None) -> bool:
     """Returns True if this process waits by Open MPI's yielding without the library. Valid once MPI is loaded.
 
     maps: content of /proc/self/maps; None: it is read.
@@ -62,17 +62,17 @@ def may_starve(maps: str | None = None) -> bool:
     return "libopen-pal" in found and YIELD_STEM not in found
 
 
-def describe_crowd(cores: Sequence[RankCores], *, may_starve: Sequence[bool]) -> str | None:
+def describe_oversubscription(cores: Sequence[RankCores], *, lacks_library: Sequence[bool]) -> str | None:
     """Returns advice if a host has more ranks than cores and these do not use the library; otherwise None.
 
     cores: cores of each rank.
-    may_starve: for each rank, whether it waits without the library.
+    lacks_yield_library: for each rank, whether it waits without the library.
     """
     counts = Counter(found.host for found in cores)
-    for host in dict.fromkeys(found.host for found, may in zip(cores, may_starve, strict=True) if may):
+    for host in dict.fromkeys(found.host for found, may in zip(cores, lacks_library, strict=True) if may):
         num_cpus = num_cpus_of_host(cores, host)
         if counts[host] > num_cpus:
-            library = find_library() or f"PATH/{YIELD_STEM}.so"
+            library = find_yield_library() or f"PATH/{YIELD_STEM}.so"
             return (
                 f"{counts[host]} ranks share {num_cpus} cores of {host}: on Linux 6.18 and newer, ranks that wait "
                 "inside Open MPI can keep the others from running for seconds; start the run with "
@@ -120,7 +120,7 @@ def restart_with_sleep() -> None:
     launcher sees no difference. It returns at once under `hpctrain launch`, which has preloaded the library.
     """
     environ = os.environ
-    added = restart_environment(environ, num_cpus=_launcher_cpus(environ), library=find_library())
+    added = restart_environment(environ, num_cpus=_launcher_cpus(environ), library=find_yield_library())
     environ.pop(RESTARTED_VARIABLE, None)
     if added is not None:
         sys.stdout.flush()

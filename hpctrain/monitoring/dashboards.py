@@ -53,7 +53,7 @@ class Panel(_Part):
     maximum: float | None = None
 
 
-class Section(_Part):
+class DashboardSection(_Part):
     """A heading of a dashboard and the panels below it."""
 
     title: str
@@ -70,7 +70,7 @@ class Dashboard(_Part):
     name: str
     title: str
     about: str
-    sections: tuple[Section, ...]
+    sections: tuple[DashboardSection, ...]
 
     @property
     def panels(self) -> tuple[Panel, ...]:

@@ -4,8 +4,8 @@ from .algorithms import (
     NCCL_ALGORITHMS as NCCL_ALGORITHMS,
     TWO_LEVELS as TWO_LEVELS,
     Algorithm as Algorithm,
-    Means as Means,
-    decide as decide,
+    Capabilities as Capabilities,
+    choose_algorithm as choose_algorithm,
     parse_algorithm as parse_algorithm,
 )
 from .autotune.decision import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
@@ -41,7 +41,7 @@ from .contract.updater import (
     takes_sparse_gradients as takes_sparse_gradients,
 )
 from .data_parallel.all_reduce_updater import AllReduceUpdater as AllReduceUpdater
-from .data_parallel.gradient_buckets import (
+from .data_parallel.gradient_memory import (
     PendingGradient as PendingGradient,
     describe_gradient as describe_gradient,
 )
@@ -50,7 +50,7 @@ from .data_parallel.sparse_updater import SparseUpdater as SparseUpdater
 from .factory import (
     ReducerMaker as ReducerMaker,
     Reduction as Reduction,
-    ReductionPlan as ReductionPlan,
+    ReductionRequest as ReductionRequest,
     check_for_layouts as check_for_layouts,
     gradient_bytes as gradient_bytes,
     layouts_of as layouts_of,
@@ -65,11 +65,8 @@ from .needs import (
     scatter_needs as scatter_needs,
     sharded_sum as sharded_sum,
 )
-from .sharded.choices import SHARDED_ALGORITHMS as SHARDED_ALGORITHMS
-from .sharded.gradient_reduction import reduce_gradients_by as reduce_gradients_by
-from .sharded.scatter_reducer import ScatterReducer as ScatterReducer
-from .sharded.scatter_updater import ScatterUpdater as ScatterUpdater
-from .split_models.sharded_updater import ShardedUpdater as ShardedUpdater
+from .split_models.fsdp_sums import reduce_gradients_by as reduce_gradients_by
+from .split_models.split_model_updater import SplitModelUpdater as SplitModelUpdater
 from .watch.rank_comparison import CompareRanks as CompareRanks
 from .watch.step_watch import (
     StepWatch as StepWatch,
@@ -94,3 +91,6 @@ from .wire_formats import (
     wire_format as wire_format,
     wire_names as wire_names,
 )
+from .zero.choices import SHARDED_ALGORITHMS as SHARDED_ALGORITHMS
+from .zero.zero_reducer import ZeroReducer as ZeroReducer
+from .zero.zero_updater import ZeroUpdater as ZeroUpdater

@@ -37,7 +37,7 @@ TWO_LEVELS = (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING, Algorithm.HIE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
+class Capabilities:
     """Capabilities of a run that decide which algorithms are available.
 
     backend: of the reductions (`World.reduction_backend`).
@@ -55,7 +55,7 @@ class Means:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class AlgorithmChoice:
     """The algorithm that runs, and a note for the user if it is not the requested one."""
 
     algorithm: Algorithm
@@ -72,26 +72,30 @@ def parse_algorithm(name: str) -> Algorithm:
         ) from None
 
 
-def decide(asked: Algorithm, *, wire: str, means: Means, sums_itself: bool = False) -> Decision:
+def choose_algorithm(
+    asked: Algorithm, *, wire: str, capabilities: Capabilities, sums_itself: bool = False
+) -> AlgorithmChoice:
     """Returns the algorithm that runs if `asked` is requested: itself, or the fallback with the reason.
 
     sums_itself: the reducer sums in hpctrain, so that algorithms with the backend's own sums are no fallback.
     """
     algorithm, reasons = asked, []
-    while (instead := _instead_of(algorithm, wire=wire, means=means, sums_itself=sums_itself)) is not None:
+    while (
+        instead := _instead_of(algorithm, wire=wire, capabilities=capabilities, sums_itself=sums_itself)
+    ) is not None:
         algorithm, reason = instead
         reasons.append(reason)
     if not reasons:
-        return Decision(asked)
-    return Decision(
+        return AlgorithmChoice(asked)
+    return AlgorithmChoice(
         algorithm, f"reduction: {asked.value} was asked for, {algorithm.value} is used: {'; '.join(reasons)}"
     )
 
 
 def _instead_of(
-    algorithm: Algorithm, *, wire: str, means: Means, sums_itself: bool
+    algorithm: Algorithm, *, wire: str, capabilities: Capabilities, sums_itself: bool
 ) -> tuple[Algorithm, str] | None:
-    topology = means.topology
+    topology = capabilities.topology
     if topology.num_ranks == 1:
         return (
             (Algorithm.FLAT, "there is nothing to sum on one rank")
@@ -103,7 +107,7 @@ def _instead_of(
         if algorithm is not Algorithm.FLAT:
             return Algorithm.FLAT, f"the wire format {wire} uses the backend's own operations"
         return None
-    if algorithm in NCCL_ALGORITHMS and means.nccl is not algorithm:
+    if algorithm in NCCL_ALGORITHMS and capabilities.nccl is not algorithm:
         return Algorithm.HIERARCHICAL, "Horovod does not run it here"
     if algorithm in TWO_LEVELS and topology.num_ranks == topology.num_nodes:
         ring = algorithm is Algorithm.HIERARCHICAL_RING
@@ -116,39 +120,39 @@ def _instead_of(
         if topology.num_nodes == 1:
             return Algorithm.FLAT, topology.describe()
         return None
-    if algorithm in TWO_LEVELS and not (means.messages and means.shared_memory):
+    if algorithm in TWO_LEVELS and not (capabilities.messages and capabilities.shared_memory):
         why = "the ranks of a node cannot share enough memory"
-        if not means.messages:
-            why = f"the backend {means.backend} has no point-to-point messages here"
+        if not capabilities.messages:
+            why = f"the backend {capabilities.backend} has no point-to-point messages here"
         if sums_itself:
             return Algorithm.DIRECT, why
         if not sent.summed:
             return Algorithm.DIRECT, f"{why}, and the backend cannot sum {wire}"
         return Algorithm.HIERARCHICAL_FLAT, why
-    if algorithm is Algorithm.RING and not means.messages:
-        return Algorithm.DIRECT, f"the backend {means.backend} has no point-to-point messages here"
+    if algorithm is Algorithm.RING and not capabilities.messages:
+        return Algorithm.DIRECT, f"the backend {capabilities.backend} has no point-to-point messages here"
     if algorithm is Algorithm.FLAT and not sent.summed:
         return Algorithm.DIRECT, f"the backend cannot sum {wire}"
     return None
 
 
-def candidates(*, wire: str, means: Means) -> list[Algorithm]:
+def candidates(*, wire: str, capabilities: Capabilities) -> list[Algorithm]:
     """Returns the algorithms that are available without fallback, for `auto` to choose from; never empty.
 
     On a GPU only those that stay on it: NCCL's, through the backend. On CPUs none of Horovod's if hpctrain's own are
     available: a trial of a reduction does not show the CPU time that Horovod's thread takes from training.
     """
-    if means.topology.num_ranks == 1:
+    if capabilities.topology.num_ranks == 1:
         return [Algorithm.FLAT]
     offered = list(Algorithm)
-    if means.device == "cuda":
+    if capabilities.device == "cuda":
         offered = [Algorithm.FLAT, *NCCL_ALGORITHMS]
-    elif means.backend == "horovod" and means.messages:
+    elif capabilities.backend == "horovod" and capabilities.messages:
         offered = [a for a in offered if a not in LIBRARY_ALGORITHMS]
-    found = [a for a in offered if decide(a, wire=wire, means=means).note is None]
-    if Algorithm.HIERARCHICAL in found and _ranks_elsewhere(means.topology) > MOST_DIRECT_PEERS:
+    found = [a for a in offered if choose_algorithm(a, wire=wire, capabilities=capabilities).note is None]
+    if Algorithm.HIERARCHICAL in found and _ranks_elsewhere(capabilities.topology) > MOST_DIRECT_PEERS:
         found = [a for a in found if a is not Algorithm.DIRECT]
-    return found or [decide(Algorithm.FLAT, wire=wire, means=means).algorithm]
+    return found or [choose_algorithm(Algorithm.FLAT, wire=wire, capabilities=capabilities).algorithm]
 
 
 def _ranks_elsewhere(topology: Topology) -> int:

@@ -241,7 +241,7 @@ def rows_in(saved: torch.Tensor, *, rows: Sequence[range]) -> torch.Tensor:
 
 
 NAME = "residual"
-# Residuals of the engine's codecs, with one row per node: see `EngineLosses.state`.
+# Residuals of the transport reducer's codecs, with one row per node: see `InterNodeResiduals.state`.
 LOST = "lost"
 
 
@@ -293,7 +293,7 @@ class Residuals:
         begin = self._positions[slot.parameter]
         return self._left[begin : begin + slot.numel]
 
-    def settle(self, *, applied: bool, rescale: float) -> None:
+    def end_step(self, *, applied: bool, rescale: float) -> None:
         """Ends the step. If it was `applied`, the new residuals replace the old ones.
 
         rescale: the loss scale of the next step divided by that of this step; residuals are multiplied by it.
@@ -373,7 +373,7 @@ class NoFeedback:
 class CodecFeedback:
     """Encoding errors of one carrier's part: of the slices that it sends to their owners, and of the sum that it owns.
 
-    The new errors of a step take effect when `settle` reports that the step was applied. A step that was skipped
+    The new errors of a step take effect when `end_step` reports that the step was applied. A step that was skipped
     (gradients not finite) changes nothing.
     """
 
@@ -417,7 +417,7 @@ class CodecFeedback:
         values.add_(self.lost[place])
         self._new[place].zero_()
 
-    def settle(self, *, applied: bool, rescale: float) -> None:
+    def end_step(self, *, applied: bool, rescale: float) -> None:
         """Ends the step: the new errors take effect if it was `applied`. rescale: next loss scale / this one's."""
         if applied:
             self.lost, self._new = self._new, self.lost

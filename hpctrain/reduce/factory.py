@@ -11,15 +11,15 @@ from typing import Any, final
 import torch
 
 from hpctrain.comm import Collective, Transport, World, is_true_everywhere, make_two_level
-from hpctrain.distributed import Shard, is_sharded, pipeline_of, shard_of, split_of
+from hpctrain.distributed import ShardKind, is_sharded, pipeline_of, shard_of, split_of
 from hpctrain.errors import CommunicationError, UsageError
 from hpctrain.reduce.algorithms import (
     LIBRARY_ALGORITHMS,
     Algorithm,
-    Decision,
-    Means,
+    AlgorithmChoice,
+    Capabilities,
     candidates,
-    decide,
+    choose_algorithm,
     parse_algorithm,
 )
 from hpctrain.reduce.autotune.decision import DEFAULT_BUCKET_BYTES
@@ -34,9 +34,7 @@ from hpctrain.reduce.contract.updater import Layout, check_optimizer, takes_spar
 from hpctrain.reduce.data_parallel.all_reduce_updater import AllReduceUpdater
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
 from hpctrain.reduce.data_parallel.sparse_updater import SparseUpdater
-from hpctrain.reduce.sharded.scatter_reducer import ScatterReducer
-from hpctrain.reduce.sharded.scatter_updater import ScatterUpdater
-from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
+from hpctrain.reduce.shared_memory.all_reduce_reducer import AllReduceReducer
 from hpctrain.reduce.shared_memory.shared_buckets import one_rank_nodes
 from hpctrain.reduce.shared_memory.summation import COMPILED
 from hpctrain.reduce.wire_formats import (
@@ -48,6 +46,8 @@ from hpctrain.reduce.wire_formats import (
     needs_feedback,
     wire_format,
 )
+from hpctrain.reduce.zero.zero_reducer import ZeroReducer
+from hpctrain.reduce.zero.zero_updater import ZeroUpdater
 from hpctrain.topology import Topology
 
 
@@ -77,7 +77,7 @@ class LocalReducer(StepEnd):
     def reduce(self, number: int) -> Iterator[bool]:
         return iter(())
 
-    def settle(self, *, applied: bool, rescale: float) -> None: ...
+    def end_step(self, *, applied: bool, rescale: float) -> None: ...
 
     def bytes_sent(self) -> int:
         return 0
@@ -124,7 +124,7 @@ class ReducerMaker:
         probe = world.transport(topology) if world.num_ranks > 1 else None
         if probe is not None:
             probe.close()
-        self.means = Means(
+        self.capabilities = Capabilities(
             backend=world.reduction_backend,
             topology=topology,
             messages=probe is not None,
@@ -136,7 +136,7 @@ class ReducerMaker:
 
     def candidates(self, *, wire: str) -> list[str]:
         """Returns the algorithms that are available with this wire format, without fallback. Not collective."""
-        return [algorithm.value for algorithm in candidates(wire=wire, means=self.means)]
+        return [algorithm.value for algorithm in candidates(wire=wire, capabilities=self.capabilities)]
 
     def make(self, algorithm: Algorithm, *, wire: str) -> BucketReducer:
         """Makes a reducer with a separate message space, which its `close` frees. Collective.
@@ -145,16 +145,16 @@ class ReducerMaker:
         UsageError for an unknown wire format.
         """
         check_wire(wire)
-        decision = decide(algorithm, wire=wire, means=self.means)
+        decision = choose_algorithm(algorithm, wire=wire, capabilities=self.capabilities)
         if decision.note is not None:
             self._note_once(decision.note)
-        if self.means.topology.num_ranks == 1:
+        if self.capabilities.topology.num_ranks == 1:
             return LocalReducer(wire=wire)
         if not encodes_every_value(wire):
             return self.make_sparse(wire)
         if decision.algorithm in LIBRARY_ALGORITHMS:
             return self._of_library(decision.algorithm, wire=wire)
-        if decision.algorithm is Algorithm.DIRECT and not self.means.messages:
+        if decision.algorithm is Algorithm.DIRECT and not self.capabilities.messages:
             return CollectiveReducer.direct(
                 self._world.duplicate(), topology=self._topology, codec=codec_named(wire),
                 feedback=needs_feedback(wire),
@@ -168,7 +168,7 @@ class ReducerMaker:
         )
         return reducer
 
-    def make_scatter(self, algorithm: str, *, wire: str) -> ScatterReducer:
+    def make_scatter(self, algorithm: str, *, wire: str) -> ZeroReducer:
         """Makes the reducer of a sharded optimizer, in two levels or, with `direct`, in one. Collective.
 
         algorithm: a name, or `auto`; reports through `note` if it is another one. Raises UsageError on every rank for a
@@ -181,18 +181,20 @@ class ReducerMaker:
                 f"one of {', '.join(CODEC_WIRES)}",
                 agreed=True,
             )
-        if not self.means.messages:
+        if not self.capabilities.messages:
             raise UsageError(
-                f"the backend {self.means.backend} has no point-to-point messages here, which a sharded optimizer "
-                "needs: use run.backend = 'mpi', or shard = 'none'",
+                f"the backend {self.capabilities.backend} has no point-to-point messages here, which a sharded "
+                "optimizer needs: use run.backend = 'mpi', or shard = 'none'",
                 agreed=True,
             )
         wanted = Algorithm.HIERARCHICAL if algorithm == AUTO else parse_algorithm(algorithm)
         two_levels = wanted is not Algorithm.DIRECT
         runs = (
-            decide(Algorithm.HIERARCHICAL, wire=wire, means=self.means, sums_itself=True)
+            choose_algorithm(
+                Algorithm.HIERARCHICAL, wire=wire, capabilities=self.capabilities, sums_itself=True
+            )
             if two_levels
-            else Decision(wanted)
+            else AlgorithmChoice(wanted)
         )
         if wanted is Algorithm.HIERARCHICAL and algorithm != AUTO and runs.note is not None:
             self._note_once(runs.note)
@@ -201,7 +203,7 @@ class ReducerMaker:
                 f"reduction: {algorithm} was asked for, {runs.algorithm.value} is used: the gradients of a sharded "
                 "optimizer are sent to their owners"
             )
-        return ScatterReducer(
+        return ZeroReducer(
             self._transport(),
             comm=self._world.duplicate(),
             levels=self._levels(runs.algorithm),
@@ -226,14 +228,14 @@ class ReducerMaker:
             world, topology=self._topology, wire=wire, name=algorithm.value, on_close=world.close
         )
 
-    def _engine(self, algorithm: Algorithm, *, wire: str) -> EngineReducer:
+    def _engine(self, algorithm: Algorithm, *, wire: str) -> AllReduceReducer:
         ring = algorithm in (Algorithm.RING, Algorithm.HIERARCHICAL_RING)
         if COMPILED is None:
             self._note_once(
                 "sums within a node are computed by numpy, which is slower, because the extension is not compiled: "
                 "see hpctrain doctor"
             )
-        return EngineReducer(
+        return AllReduceReducer(
             self._transport(),
             comm=self._world.duplicate(),
             levels=self._levels(algorithm),
@@ -266,7 +268,7 @@ def _fits_shared_memory(world: World, topology: Topology, *, gradient_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReductionPlan:
+class ReductionRequest:
     """The requested reduction. `bucket_bytes`: None to choose it. `files`: where measurements are kept between runs."""
 
     algorithm: str = AUTO
@@ -283,20 +285,20 @@ class ReductionPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """A reducer, with how it was chosen. It is a `ScatterReducer` for a sharded optimizer.
+    """A reducer, with how it was chosen. It is a `ZeroReducer` for a sharded optimizer.
 
     Attributes:
         overlap: Whether it reduces during backward.
         record: The choice and its measurements, as JSON.
-        crowded: Whether there are more ranks than cores that they share.
+        oversubscribed: Whether there are more ranks than cores that they share.
         is_measured: Whether measurements chose the algorithm or the wire format.
     """
 
-    reducer: BucketReducer | ScatterReducer
+    reducer: BucketReducer | ZeroReducer
     wire: str
     bucket_bytes: int
     overlap: bool
-    crowded: bool
+    oversubscribed: bool
     record: dict[str, Any]
     is_measured: bool = False
 
@@ -313,7 +315,7 @@ class Reduction:
         model: torch.nn.Module,
         loss_scale: LossScale | None,
         clip_norm: float | None,
-    ) -> AllReduceUpdater | ScatterUpdater | SparseUpdater:
+    ) -> AllReduceUpdater | ZeroUpdater | SparseUpdater:
         """Returns an updater that uses this reducer. Collective.
 
         An optimizer that takes sparse gradients gets an updater that gathers them instead. comm: the communicator of
@@ -325,13 +327,11 @@ class Reduction:
             )
         given: dict[str, Any] = {
             "comm": comm, "bucket_bytes": self.bucket_bytes, "loss_scale": loss_scale, "clip_norm": clip_norm,
-            "overlap": self.overlap, "crowded": self.crowded,
+            "overlap": self.overlap, "oversubscribed": self.oversubscribed,
         }  # fmt: skip
-        if isinstance(self.reducer, ScatterReducer):
+        if isinstance(self.reducer, ZeroReducer):
             keeps = shard_of(model) != "gradients"
-            return ScatterUpdater(
-                optimizer, reducer=self.reducer, keeps_gradients=keeps, model=model, **given
-            )
+            return ZeroUpdater(optimizer, reducer=self.reducer, keeps_gradients=keeps, model=model, **given)
         return AllReduceUpdater(optimizer, reducer=self.reducer, model=model, **given)
 
     @property
@@ -342,15 +342,15 @@ class Reduction:
 
 def make_reduction(
     world: World,
-    plan: ReductionPlan,
+    plan: ReductionRequest,
     *,
     topology: Topology,
     device: torch.device,
     gradient_bytes: int,
-    shard: Shard = "none",
+    shard: ShardKind = "none",
     overlap: bool = True,
     spare_core: bool = True,
-    crowded: bool = False,
+    oversubscribed: bool = False,
     nccl: Algorithm | None = None,
     note: Callable[[str], None],
 ) -> Reduction:
@@ -360,11 +360,11 @@ def make_reduction(
 
     Args:
         gradient_bytes: The size of one rank's gradients.
-        shard: What is sharded, for a `ScatterUpdater`.
+        shard: What is sharded, for a `ZeroUpdater`.
         overlap: Whether reductions run during backward.
         spare_core: Whether each rank has a core that its threads leave free.
-        crowded: Whether there are more ranks than cores; `auto` then measures reductions during computation, if they
-            overlap.
+        oversubscribed: Whether there are more ranks than cores; `auto` then measures reductions during computation, if
+            they overlap.
         nccl: The NCCL algorithm that Horovod uses.
     """
     maker = ReducerMaker(
@@ -378,7 +378,8 @@ def make_reduction(
             "source": f"parallel.shard = {shard}", "wire": wire, "bucket_bytes": bucket_bytes, "overlap": overlap,
         }  # fmt: skip
         return Reduction(
-            reducer=scatter, wire=wire, bucket_bytes=bucket_bytes, overlap=overlap, crowded=crowded, record=record
+            reducer=scatter, wire=wire, bucket_bytes=bucket_bytes, overlap=overlap,
+            oversubscribed=oversubscribed, record=record,
         )  # fmt: skip
     if AUTO not in (plan.algorithm, plan.wire):
         reducer = maker.make(parse_algorithm(plan.algorithm), wire=plan.wire)
@@ -393,23 +394,24 @@ def make_reduction(
             "overlap": overlap,
         }
         return Reduction(
-            reducer=reducer, wire=plan.wire, bucket_bytes=bucket_bytes, overlap=overlap, crowded=crowded,
+            reducer=reducer, wire=plan.wire, bucket_bytes=bucket_bytes, overlap=overlap, oversubscribed=oversubscribed,
             record=record,
         )  # fmt: skip
     measured = find_choice(
         world, make=lambda algorithm, wire: maker.make(Algorithm(algorithm), wire=wire),
         candidates=_candidates(plan, maker), topology=topology, device=device, files=plan.files, note=note,
-        under_load=crowded and overlap and device.type == "cpu",
+        under_load=oversubscribed and overlap and device.type == "cpu",
     )  # fmt: skip
-    choice = measured.settle(gradient_bytes=gradient_bytes, bucket_bytes=plan.bucket_bytes, overlap=overlap)
+    choice = measured.choose(gradient_bytes=gradient_bytes, bucket_bytes=plan.bucket_bytes, overlap=overlap)
     algorithm, wire = choice.candidate
     return Reduction(
         reducer=maker.make(Algorithm(algorithm), wire=wire), wire=wire, bucket_bytes=choice.bucket_bytes,
-        overlap=overlap, crowded=crowded, record={**choice.record(), "overlap": overlap}, is_measured=True,
+        overlap=overlap, oversubscribed=oversubscribed, record={**choice.record(), "overlap": overlap},
+        is_measured=True,
     )  # fmt: skip
 
 
-def _candidates(plan: ReductionPlan, maker: ReducerMaker) -> list[Candidate]:
+def _candidates(plan: ReductionRequest, maker: ReducerMaker) -> list[Candidate]:
     wires = AUTO_WIRES if plan.wire == AUTO else (plan.wire,)
     if plan.algorithm != AUTO:
         return [Candidate(plan.algorithm, wire) for wire in wires]

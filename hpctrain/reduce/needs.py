@@ -15,7 +15,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from hpctrain.reduce.algorithms import LIBRARY_ALGORITHMS, Algorithm, Means, decide, parse_algorithm
+from hpctrain.reduce.algorithms import (
+    LIBRARY_ALGORITHMS,
+    Algorithm,
+    Capabilities,
+    choose_algorithm,
+    parse_algorithm,
+)
 from hpctrain.reduce.codecs import codec_named
 from hpctrain.reduce.collective_reducers.collective_reducer import wire_dtype
 from hpctrain.reduce.contract.bucket_plan import Bucket
@@ -23,13 +29,13 @@ from hpctrain.reduce.shared_memory.shared_buckets import capacity_of
 from hpctrain.reduce.wire_formats import AUTO, encodes_every_value, needs_feedback, wire_format
 from hpctrain.topology import Topology
 
-# Of the engine and the updater: elements of a chunk, chunks of a bucket and buckets in flight.
+# Of `TransportReducer` and the updater: elements of a chunk, chunks of a bucket and buckets in flight.
 _CHUNK_ELEMS = 1 << 19
 _CHUNKS_IN_FLIGHT = 4
 _BUCKETS_IN_FLIGHT = 4
 # A rank keeps the residual at the start of a step and the new one.
 _RESIDUALS = 2
-# Of a `ScatterUpdater`: a unit is filled and one is on its way to be freed, while others are reduced.
+# Of a `ZeroUpdater`: a unit is filled and one is on its way to be freed, while others are reduced.
 _SLOTS = _BUCKETS_IN_FLIGHT + 2
 # Of one that keeps no gradients: a bucket is reduced in so many units, and there is memory for those of two buckets.
 _UNITS_OF_A_BUCKET = 4
@@ -55,15 +61,15 @@ class ReductionNeeds:
 
 
 def reduction_needs(
-    buckets: Sequence[Bucket], *, algorithm: Algorithm, wire: str, means: Means
+    buckets: Sequence[Bucket], *, algorithm: Algorithm, wire: str, capabilities: Capabilities
 ) -> ReductionNeeds:
     """Returns what `algorithm`, or what runs instead of it, needs for `buckets`.
 
     wire: a wire format other than `auto`. If it sends everything in the first steps, the result is for the later steps.
     """
-    runs = decide(algorithm, wire=wire, means=means).algorithm
+    runs = choose_algorithm(algorithm, wire=wire, capabilities=capabilities).algorithm
     held = sum(_bytes_of(bucket) for bucket in buckets)
-    num_ranks, num_nodes = means.topology.num_ranks, means.topology.num_nodes
+    num_ranks, num_nodes = capabilities.topology.num_ranks, capabilities.topology.num_nodes
     if num_ranks == 1:
         return ReductionNeeds(algorithm=runs, buckets=held)
     # In a ring over the ranks in order, one rank of each node sends to another node.
@@ -77,14 +83,22 @@ def reduction_needs(
             algorithm=runs, buckets=held, wire=held_for_wire, residuals=residuals if needs_feedback(wire) else 0,
             sent=sent, sent_between_nodes=int(sent * ring_share),
         )  # fmt: skip
-    return _of_every_value(buckets, runs, wire=wire, means=means, held=held, residuals=residuals)
+    return _of_every_value(
+        buckets, runs, wire=wire, capabilities=capabilities, held=held, residuals=residuals
+    )
 
 
 def _of_every_value(
-    buckets: Sequence[Bucket], runs: Algorithm, *, wire: str, means: Means, held: int, residuals: int
+    buckets: Sequence[Bucket],
+    runs: Algorithm,
+    *,
+    wire: str,
+    capabilities: Capabilities,
+    held: int,
+    residuals: int,
 ) -> ReductionNeeds:
     """Wire formats that send every value."""
-    topology = means.topology
+    topology = capabilities.topology
     num_ranks, num_nodes = topology.num_ranks, topology.num_nodes
     smallest = min(len(ranks) for ranks in topology.ranks_by_node)
     encoded = sum(codec_named(wire).num_bytes(bucket.numel, dtype=bucket.dtype) for bucket in buckets)
@@ -134,21 +148,23 @@ def scatter_needs(
     algorithm: str,
     wire: str,
     bucket_bytes: int,
-    means: Means,
+    capabilities: Capabilities,
 ) -> ReductionNeeds:
-    """Returns what a `ScatterUpdater` needs for `buckets`, without its share of the sums: `buckets` is the memory in
+    """Returns what a `ZeroUpdater` needs for `buckets`, without its share of the sums: `buckets` is the memory in
     which gradients wait for their reduction, and of those that are not yet there.
 
     keeps_gradients: memory for all of them (ZeRO-1), or for a few units (ZeRO-2). parameter_bytes: what is gathered.
     algorithm: a name or `auto`. wire: one that encodes every value.
     """
-    topology = means.topology
+    topology = capabilities.topology
     num_ranks = topology.num_ranks
     wanted = Algorithm.HIERARCHICAL if algorithm == AUTO else parse_algorithm(algorithm)
     runs = (
         wanted
         if wanted is Algorithm.DIRECT
-        else decide(Algorithm.HIERARCHICAL, wire=wire, means=means, sums_itself=True).algorithm
+        else choose_algorithm(
+            Algorithm.HIERARCHICAL, wire=wire, capabilities=capabilities, sums_itself=True
+        ).algorithm
     )
     two_levels = runs is Algorithm.HIERARCHICAL
     peers = topology.num_nodes if two_levels else num_ranks
@@ -187,7 +203,7 @@ def _gradient_bytes(bucket: Bucket) -> int:
 
 
 def _unit_bytes(bucket: Bucket, *, unit_bytes: int) -> list[int]:
-    """Returns the bytes of the units of a bucket; see `ShardPlan`."""
+    """Returns the bytes of the units of a bucket; see `BucketDivision`."""
     num_units = max(1, -(-_gradient_bytes(bucket) // unit_bytes))
     return [-(-_gradient_bytes(bucket) // num_units)] * num_units
 
@@ -250,7 +266,7 @@ def sharded_sum(
 
 
 def _under_way(buckets: Sequence[Bucket], *, wire: str, peers: int, carriers: int) -> int:
-    """Returns the bytes of the engine's messages at most: those of the chunks in flight of the largest buckets.
+    """Returns the most bytes of messages of `TransportReducer`: of the chunks in flight of the largest buckets.
 
     A chunk is encoded for all peers but one, and arrives twice from them: as their parts of the own slice, and as the
     sums of theirs.

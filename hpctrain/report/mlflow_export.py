@@ -35,7 +35,7 @@ _SETTINGS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportedRun:
     """The result of an export.
 
     Attributes:
@@ -53,7 +53,7 @@ class Exported:
 
 def export_to_mlflow(
     directory: Path, *, uri: str | None = None, experiment: str = "hpctrain", name: str | None = None
-) -> Exported:
+) -> ExportedRun:
     """Writes the run in `directory` to an MLflow tracking store. A further call adds what is new since the last one.
 
     uri: the address of the store or server; None: an SQLite file in the run directory. name: the name of the run; None:
@@ -88,7 +88,7 @@ def export_to_mlflow(
             f"MLflow at {_shown(where)} does not take the run: {_shown(str(error))}\nThe run's own records in "
             f"{directory} are complete: when MLflow answers again, the same command writes what is missing"
         ) from error
-    return Exported(
+    return ExportedRun(
         run_id=logged.info.run_id, experiment=experiment, uri=_shown(where), new=new, num_values=num_values
     )
 

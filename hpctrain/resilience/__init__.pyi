@@ -10,15 +10,15 @@ from .host_memory import (
     read_group_limit as read_group_limit,
 )
 from .out_of_memory import (
+    free_memory as free_memory,
     in_binary_units as in_binary_units,
     num_parts as num_parts,
-    release as release,
     shortage as shortage,
 )
 from .stop import StopRequest as StopRequest
 from .stop_signals import (
     DEFAULT_STOP_SIGNALS as DEFAULT_STOP_SIGNALS,
-    SaveSignal as SaveSignal,
+    CheckpointSignal as CheckpointSignal,
     SignalName as SignalName,
     hold_signals as hold_signals,
     ignore_signals as ignore_signals,
@@ -29,7 +29,7 @@ from .stop_signals import (
 from .wall_clock import (
     EndTime as EndTime,
     RecentTimes as RecentTimes,
-    StopPlan as StopPlan,
+    TimeToStop as TimeToStop,
     WallClock as WallClock,
     job_to_ask_about as job_to_ask_about,
 )

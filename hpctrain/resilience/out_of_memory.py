@@ -42,7 +42,7 @@ def in_binary_units(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def release() -> None:
+def free_memory() -> None:
     """Frees what an error leaves behind: reference cycles, and the blocks that torch has cached on a device."""
     gc.collect()
     if torch.cuda.is_initialized():

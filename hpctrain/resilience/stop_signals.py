@@ -117,7 +117,7 @@ DEFAULT_SAVE_SIGNAL: SignalName = "SIGUSR2"
 
 
 @final
-class SaveSignal:
+class CheckpointSignal:
     """Records when this rank received the signal `name`, which asks the run for a checkpoint.
 
     The ranks agree on the step at which they save, as they do for a stop.
@@ -129,7 +129,7 @@ class SaveSignal:
         self._installed = False
         self.received_s: float | None = None  # on the monotonic clock
 
-    def install(self) -> SaveSignal:
+    def install(self) -> CheckpointSignal:
         """Installs the handler and returns self. Does nothing outside the main thread (ranks as threads)."""
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(self._signal) is not signal.SIG_IGN:

@@ -1,6 +1,6 @@
 """The time that a run has left, and the moment at which it must stop in order to save in time.
 
-Rank 0 keeps the time by its own clock, and asks Slurm in the background for the end of the job. `StopPlan` estimates
+Rank 0 keeps the time by its own clock, and asks Slurm in the background for the end of the job. `TimeToStop` estimates
 from measured durations how long a stop takes.
 """
 
@@ -119,7 +119,7 @@ def job_to_ask_about(environ: Mapping[str, str]) -> str | None:
     return environ.get("SLURM_JOB_ID") or None
 
 
-def ask_slurm(job: str, *, timeout_s: float = SQUEUE_MAY_TAKE_S) -> SlurmAnswer:
+def ask_job_end(job: str, *, timeout_s: float = SQUEUE_MAY_TAKE_S) -> SlurmAnswer:
     """Asks Slurm with squeue when `job` ends, by the controller's clock.
 
     Not collective; call it on one rank only, and rarely.
@@ -220,7 +220,7 @@ class WallClock:
         if job is None:
             return cls(ends)
         text = environ.get(SLURM_END_VARIABLE, "")
-        return cls(ends, slurm_end_s=float(text) if text.isdigit() else None, ask=lambda: ask_slurm(job))
+        return cls(ends, slurm_end_s=float(text) if text.isdigit() else None, ask=lambda: ask_job_end(job))
 
     @property
     def end(self) -> EndTime | None:
@@ -300,7 +300,7 @@ class RecentTimes:
 
 @final
 @dataclass(kw_only=True, slots=True)
-class StopPlan:
+class TimeToStop:
     """Estimates how long a stop takes, from the durations measured so far.
 
     Attributes:

@@ -1,19 +1,19 @@
 from .check import check_recipe as check_recipe
 from .compute.uncaught_errors import uncaught_as_message as uncaught_as_message
 from .doctor.environment import sample_clock as sample_clock
-from .doctor.exit_notice import LastWords as LastWords
+from .doctor.exit_notice import ExitNotice as ExitNotice
 from .doctor.finding import (
     Finding as Finding,
     Severity as Severity,
     worst_severity as worst_severity,
 )
 from .doctor.merge_findings import judge_rank as judge_rank, merge_findings as merge_findings
-from .doctor.probes import identity_of as identity_of, inspect_rank as inspect_rank
+from .doctor.probes import identity_from as identity_from, inspect_rank as inspect_rank
 from .doctor.run_directory import look_for_rank_0s_file as look_for_rank_0s_file
 from .doctor.slurm_settings import ask_slurm as ask_slurm
 from .experiments.causes.findings import CheckReport as CheckReport
 from .experiments.own_loop import OwnLoop as OwnLoop
-from .memory.calculate import MemoryPlan as MemoryPlan, plan_memory as plan_memory
+from .memory.calculate import MemoryEstimates as MemoryEstimates, plan_memory as plan_memory
 from .memory.report import (
     memory_document as memory_document,
     memory_lines as memory_lines,

@@ -25,23 +25,23 @@ from hpctrain.reduce import (
     CalibrationFiles,
     DistributedOptimizer,
     Layout,
-    ReductionPlan,
-    ShardedUpdater,
+    ReductionRequest,
+    SplitModelUpdater,
     check_for_layouts,
     gradient_bytes,
     needs_feedback,
 )
-from hpctrain.resilience import RecentTimes, StopPlan, give_back_large_pieces, give_back_once
+from hpctrain.resilience import RecentTimes, TimeToStop, give_back_large_pieces, give_back_once
 from hpctrain.run.compute.device import MODEL_DTYPE, autocast_for
 from hpctrain.run.compute.pipeline import put_in_stages
-from hpctrain.run.data import RunData, order_of
+from hpctrain.run.data import RunDatasets, order_of
 from hpctrain.run.probe import Probe
 from hpctrain.run.recipe.parallel_schema import ParallelSection
 from hpctrain.run.recipe.schema import OptimizerSection, Recipe
 from hpctrain.run.recipe.sections import CheckpointSection
 from hpctrain.run.session import Session
 from hpctrain.scaling import parse_trace_steps
-from hpctrain.stragglers import Limits
+from hpctrain.stragglers import SlowRankLimits
 from hpctrain.telemetry import EnergyMeter, open_counters
 from hpctrain.topology import Topology
 from hpctrain.train import (
@@ -56,7 +56,7 @@ from hpctrain.train import (
     RunRecorder,
     Schedule,
     SessionUpdater,
-    StepTrace,
+    StepTracer,
     StragglerWatch,
     Task,
     TaskRunner,
@@ -198,7 +198,7 @@ class Parts:
     tensor_plan: TensorPlan
 
 
-def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) -> Parts:
+def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunDatasets) -> Parts:
     """Creates the parts. Raises RecipeError if settings contradict each other or the user's `build_model` fails."""
     tensor_plan = tensor_plan_of(recipe, task)
     session.axes.arrange(
@@ -260,7 +260,7 @@ def build_runner(
             counts_samples=session.axes.counts_samples, comm=session.world, loss_unit=loss_unit,
             units_every_step=feeds_back,
         )  # fmt: skip
-    assert isinstance(updater, ShardedUpdater)
+    assert isinstance(updater, SplitModelUpdater)
     return PipelineRunner(
         task, parts.model, pipeline=pipeline, rows=_pipeline_rows(recipe, session=session), scaled=updater.scaled,
         counts_samples=session.axes.counts_samples, device=session.device, dtype=dtype, autocast=parts.autocast,
@@ -279,7 +279,7 @@ def _pipeline_rows(recipe: Recipe, *, session: Session) -> int:
     return recipe.data.global_batch // (replicas * parts)
 
 
-def _training_loader(recipe: Recipe, data: RunData, session: Session) -> Loader:
+def _training_loader(recipe: Recipe, data: RunDatasets, session: Session) -> Loader:
     ranks = session.axes.data.size
     if recipe.parallel.pipeline > 1:
         _pipeline_rows(recipe, session=session)
@@ -404,13 +404,13 @@ def checkpoint_directory(recipe: Recipe) -> Path:
     return Path(recipe.checkpoint.directory or Path(recipe.run.directory) / "checkpoints")
 
 
-def reduction_plan(recipe: Recipe) -> ReductionPlan:
+def reduction_plan(recipe: Recipe) -> ReductionRequest:
     """Returns the plan of the section [reduction].
 
     If it fixes only the algorithm or only the wire format, the other one is chosen by measurement.
     """
     section = recipe.reduction
-    return ReductionPlan(
+    return ReductionRequest(
         algorithm=section.algorithm,
         wire=section.wire,
         bucket_bytes=max(1, int(section.bucket_mb * 1e6)) if section.bucket_mb is not None else None,
@@ -463,13 +463,13 @@ def build_settings(recipe: Recipe, *, session: Session, steps: int) -> LoopSetti
     )
 
 
-def build_stop_plan(recipe: Recipe, *, model: torch.nn.Module, saves: RecentTimes) -> StopPlan:
+def build_stop_plan(recipe: Recipe, *, model: torch.nn.Module, saves: RecentTimes) -> TimeToStop:
     """Returns the plan that estimates the time of a stop.
 
     `saves` collects the durations of saves while the run trains.
     """
     state_bytes = _ASSUMED_STATES * gradient_bytes(model)
-    return StopPlan(
+    return TimeToStop(
         margin_s=recipe.stop.margin_s, assumed_save_s=state_bytes / _ASSUMED_BYTES_PER_S, saves=saves
     )
 
@@ -499,7 +499,7 @@ def build_straggler_watch(
         session.world,
         session.topology,
         window_s=section.window_s,
-        limits=Limits(min_excess=section.min_excess, windows=section.windows),
+        limits=SlowRankLimits(min_excess=section.min_excess, windows=section.windows),
         probes=section.probe != "off",
         directory=Path(recipe.run.directory),
         records=recorder.records,
@@ -525,9 +525,9 @@ def build_energy_meter(recipe: Recipe, *, session: Session) -> EnergyMeter | Non
 
 def build_step_trace(
     recipe: Recipe, *, session: Session, updater: DistributedOptimizer, recorder: RunRecorder
-) -> StepTrace:
+) -> StepTracer:
     chosen = recipe.telemetry.trace_steps
-    return StepTrace(
+    return StepTracer(
         session.world,
         session.topology,
         steps=parse_trace_steps(chosen) if chosen is not None else (),

@@ -27,12 +27,12 @@ from hpctrain.run.build import (
 from hpctrain.run.compute.device import loss_scale_for
 from hpctrain.run.compute.postponed_dynamo import set_deterministic
 from hpctrain.run.data import open_data
-from hpctrain.run.experiments.causes.decide import decide
+from hpctrain.run.experiments.causes.decide import find_causes
 from hpctrain.run.experiments.causes.findings import CheckReport
 from hpctrain.run.experiments.measuring.own_state import variables_of_module
 from hpctrain.run.experiments.measuring.samples import row_hashes, rows_not_finite
 from hpctrain.run.experiments.observe import Experiments
-from hpctrain.run.experiments.subject import Rows, Setting, scratch_folder
+from hpctrain.run.experiments.subject import BatchRows, Setting, scratch_folder
 from hpctrain.run.initial_state import start_from_weights
 from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.session import Session, init
@@ -195,12 +195,12 @@ class RecipeTrial:
         # The ranks' contributions to the mean loss of the batch.
         return loss if weight is None else loss / (outcome.sums[LOSS_WEIGHT] or 1.0)
 
-    def rows(self, batch: Batch) -> Rows:
+    def rows(self, batch: Batch) -> BatchRows:
         real = batch.real()
         if not self.session.axes.counts_samples:
-            return Rows(indices=[], hashes=[])
+            return BatchRows(indices=[], hashes=[])
         indices = real.indices if real.indices is not None else np.arange(0)
-        return Rows(
+        return BatchRows(
             indices=[int(i) for i in indices],
             hashes=row_hashes(real.fields, real.num_samples),
             not_finite=[
@@ -295,17 +295,17 @@ def check_with(
         raise RecipeError("a check compares ranks: start it with -n 2 or more", agreed=True)
     if recipe.run.deterministic:
         set_deterministic()
-    say = progress(1 if quiet else session.rank)
+    say = progress_printer(1 if quiet else session.rank)
     with scratch_folder(scratch, comm=session.world) as folder:
         subject = session.agreed(
             lambda: RecipeSubject(recipe, search=search, scratch=folder), os_error=RecipeError
         )
         session.agreed(subject.variables, os_error=RecipeError)  # imports the user's modules
         observations = Experiments(subject, session, steps=steps, say=say).observe()
-    return CheckReport(name=subject.name, observations=observations, findings=decide(observations))
+    return CheckReport(name=subject.name, observations=observations, findings=find_causes(observations))
 
 
-def progress(rank: int) -> Callable[[str], None]:
+def progress_printer(rank: int) -> Callable[[str], None]:
     """Returns a function that prints a line of progress to stderr, on rank 0."""
 
     def say(text: str) -> None:

@@ -28,7 +28,7 @@ from hpctrain.run.session import Session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunData:
+class RunDatasets:
     """The data of a run.
 
     `samples` yields the training batches: `dataset` or a wrapper (staged, collective, in memory).
@@ -39,7 +39,7 @@ class RunData:
     held_out: Dataset | None
 
 
-def open_data(section: DataSection, *, session: Session) -> RunData:
+def open_data(section: DataSection, *, session: Session) -> RunDatasets:
     """Opens the datasets of a run as its recipe says. Raises DataError on every rank. Collective.
 
     Objects that need a collective close are closed with the session.
@@ -59,7 +59,7 @@ def open_data(section: DataSection, *, session: Session) -> RunData:
         samples = store
     elif section.stage is not None:
         samples = session.agreed(lambda: _staged(section, dataset, session=session), os_error=DataError)
-    return RunData(dataset=dataset, samples=samples, held_out=held_out)
+    return RunDatasets(dataset=dataset, samples=samples, held_out=held_out)
 
 
 def _staged(section: DataSection, dataset: Dataset, *, session: Session) -> StagedDataset:

@@ -9,7 +9,7 @@ from pathlib import Path
 from hpctrain.checkpoint import step_of
 from hpctrain.comm import VISIBLE_WITHIN_S, Collective, agreed, is_seen, on_rank_0
 from hpctrain.errors import LaunchError
-from hpctrain.storage import InUseError, claim
+from hpctrain.storage import InUseError, take_lease
 from hpctrain.telemetry import tell
 
 
@@ -33,7 +33,7 @@ def claim_run_directory(directory: Path, *, comm: Collective) -> None:
 
     def take() -> None:
         try:
-            claim(directory, say=tell)
+            take_lease(directory, say=tell)
         except InUseError as error:
             raise LaunchError(f"run.directory: {error}") from error
         except OSError as error:

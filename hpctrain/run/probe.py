@@ -11,8 +11,8 @@ from hpctrain.comm import on_rank_0
 from hpctrain.errors import LaunchError
 from hpctrain.run.session import Session
 from hpctrain.stragglers import (
-    Finding,
     Links,
+    ProbeFinding,
     Quantity,
     RankSpeeds,
     document,
@@ -32,7 +32,7 @@ class Probe:
 
     links: Links | None
     ranks: RankSpeeds
-    findings: tuple[Finding, ...]
+    findings: tuple[ProbeFinding, ...]
     document: dict[str, Any]
 
     @property

@@ -15,14 +15,14 @@ from hpctrain.comm import (
     nccl_in_effect,
     why_no_nccl,
 )
-from hpctrain.distributed import Shard
+from hpctrain.distributed import ShardKind
 from hpctrain.launch import RankCores, cpu_share, in_effect
 from hpctrain.reduce import (
     Algorithm,
     BucketReducer,
     Reduction,
-    ReductionPlan,
-    ScatterReducer,
+    ReductionRequest,
+    ZeroReducer,
     make_reduction,
 )
 from hpctrain.topology import Topology
@@ -56,23 +56,23 @@ class Reductions:
         self._note = note
         self._cores = cores
         # In creation order, which is the same on all ranks.
-        self._reducers: list[BucketReducer | ScatterReducer] = []
+        self._reducers: list[BucketReducer | ZeroReducer] = []
 
     def make(
-        self, plan: ReductionPlan, *, gradient_bytes: int, shard: Shard = "none", computes: bool = True
+        self, plan: ReductionRequest, *, gradient_bytes: int, shard: ShardKind = "none", computes: bool = True
     ) -> Reduction:
         """Returns a reduction for the buckets of one updater. Its memory is freed by `close`. Collective.
 
         Args:
             gradient_bytes: The size of one rank's gradients.
-            shard: `optimizer` or `gradients` for a `ScatterUpdater`.
+            shard: `optimizer` or `gradients` for a `ZeroUpdater`.
             computes: Whether the ranks compute while they reduce.
         """
         spare_core = self.has_spare_core()
         made = make_reduction(
             self._world, plan, topology=self._topology, device=self._device, gradient_bytes=gradient_bytes, shard=shard,
-            overlap=self.overlap(spare_core=spare_core), spare_core=spare_core, crowded=computes and self.crowded(),
-            nccl=self.nccl(plan.algorithm), note=self._note,
+            overlap=self.overlap(spare_core=spare_core), spare_core=spare_core,
+            oversubscribed=computes and self.oversubscribed(), nccl=self.nccl(plan.algorithm), note=self._note,
         )  # fmt: skip
         self._reducers.append(made.reducer)
         return made
@@ -90,7 +90,7 @@ class Reductions:
         share = cpu_share(self._cores(), self._world.rank)
         return is_true_everywhere(self._world, share >= torch.get_num_threads() + 1)
 
-    def crowded(self) -> bool:
+    def oversubscribed(self) -> bool:
         """Returns True if some rank has less than one core per thread. Collective.
 
         This follows from the ranks' affinities, or from their launcher. A launcher that finds more ranks than the cores

@@ -42,9 +42,9 @@ from hpctrain.launch import (
     RankCores,
     RankIdentity,
     core_share,
-    describe_crowd,
+    describe_oversubscription,
     identify,
-    may_starve,
+    lacks_yield_library,
     read_cores,
 )
 from hpctrain.public_names import warn_of_old_name
@@ -53,8 +53,8 @@ from hpctrain.reduce import (
     CompareRanks,
     LossScale,
     Reduction,
-    ReductionPlan,
-    ShardedUpdater,
+    ReductionRequest,
+    SplitModelUpdater,
     StepWatch,
     check_for_layouts,
     gradient_bytes,
@@ -65,7 +65,7 @@ from hpctrain.reduce import (
 from hpctrain.resilience import give_back_large_pieces, keep_freed_memory
 from hpctrain.run.compute.device import choose_device
 from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
-from hpctrain.run.compute.ranks import RankAxes, check_num_ranks, set_threads
+from hpctrain.run.compute.ranks import RankAxes, check_num_ranks, set_torch_threads
 from hpctrain.run.compute.uncaught_errors import UncaughtErrors, uncaught_as_message
 from hpctrain.run.experiments.causes.findings import CheckReport
 from hpctrain.run.experiments.own_loop import Build, check_loop
@@ -216,17 +216,17 @@ class Session:
             algorithm: The algorithm that sums the gradients; "auto" measures the candidates and takes the fastest. For
                 sharded parameters see `reduce_gradients_by`. Ignored for split layers and pipelines.
             wire: The format in which gradients are sent. Ignored where `algorithm` is.
-            bucket_bytes: Bytes of gradients per message; None: chosen by `algorithm`. Ignored for a `ShardedUpdater`.
+            bucket_bytes: Bytes of gradients per message; None: chosen by `algorithm`. `SplitModelUpdater` ignores it.
             loss_scale: The loss scale for float16; None: no scaling.
             clip_norm: The largest allowed norm of the mean gradient; None: no limit.
             reduction: A reduction from `reductions.make`, used instead of `algorithm`, `wire` and `bucket_bytes`.
-                Ignored for a `ShardedUpdater`.
+                Ignored for a `SplitModelUpdater`.
             compare_ranks: What `step` does when parameters or optimizer settings differ between ranks. "error" raises
                 RanksDiffer, "note" prints one note, "off" does not compare.
 
         Returns:
-            The wrapped optimizer. It is a `ShardedUpdater` for sharded parameters, split layers and pipelines, and on
-                more than one rank a `ScatterUpdater` for a model with `shard = "optimizer"` or `"gradients"`.
+            The wrapped optimizer. It is a `SplitModelUpdater` for sharded parameters, split layers and pipelines, and
+                on more than one rank a `ZeroUpdater` for a model with `shard = "optimizer"` or `"gradients"`.
 
         Raises:
             BufferMismatch: On every rank, naming the ranks that differ, if a rank has another model or trains other
@@ -249,7 +249,7 @@ class Session:
                     topology=self.topology,
                     note=self.note,
                 )
-            sharded = ShardedUpdater(
+            sharded = SplitModelUpdater(
                 model,
                 optimizer,
                 comm=self.world,
@@ -262,7 +262,7 @@ class Session:
         broadcast_model(self.world, model)
         broadcast_tensors(self.world, list(training.outside.values()), name="parameters outside the model")
         if reduction is None:
-            plan = ReductionPlan(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
+            plan = ReductionRequest(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
             reduction = self.reductions.make(plan, gradient_bytes=gradient_bytes(model), shard=shard)
         updater = reduction.updater(
             optimizer, comm=self.world, model=model, loss_scale=loss_scale, clip_norm=clip_norm
@@ -579,12 +579,12 @@ def init(
     with starting(identity, timeout_s=timeout_s):
         opened = open_world(backend, identity=identity, algorithm=algorithm, device=device)
     world = Monitored(opened.world, timeout_s=timeout_s)
-    mine = [identity.node_name, identity.emulated, read_cores().to_json(), may_starve()]
+    mine = [identity.node_name, identity.emulated, read_cores().to_json(), lacks_yield_library()]
     found, number_of_rank = all_gather_distinct(world, mine)
     different_cores = [RankCores.from_json(entry[2]) for entry in found]
     cores = [different_cores[number] for number in number_of_rank]
     everyone = [found[number] for number in number_of_rank]
-    set_threads(threads_per_rank, core_share(cores, world.rank))
+    set_torch_threads(threads_per_rank, core_share(cores, world.rank))
     emulated = any(entry[1] for entry in everyone)
     topology = Topology.from_node_names([entry[0] for entry in everyone], emulated=emulated)
     world.place(topology)
@@ -593,8 +593,8 @@ def init(
         identity=identity, world=world, topology=topology, device=chosen_device, horovod=opened.horovod,
         backend_reason=opened.reason, cores=cores,
     )  # fmt: skip
-    crowd = describe_crowd(cores, may_starve=[entry[3] for entry in everyone])
-    for note in (*opened.notes, *filter(None, [reason, crowd])):
+    oversubscription = describe_oversubscription(cores, lacks_library=[entry[3] for entry in everyone])
+    for note in (*opened.notes, *filter(None, [reason, oversubscription])):
         session.note(note)
     session.uncaught_errors.watch()  # also outside a `with` block
     return session

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint import SaveRequests, Saving, Tiers, identify_run, saving_through
+from hpctrain.checkpoint import CheckpointRequests, CheckpointSave, Tiers, identify_run, saving_through
 from hpctrain.comm import Section, check_same, in_section, make_shared_folder, on_rank_0
 from hpctrain.errors import DivergedError, LaunchError, RecipeError, StoppedEarly
 from hpctrain.launch import identify
 from hpctrain.reduce import gradient_bytes
-from hpctrain.resilience import SaveSignal, StopRequest, WallClock
+from hpctrain.resilience import CheckpointSignal, StopRequest, WallClock
 from hpctrain.run.build import (
     build_efficiency_watch,
     build_energy_meter,
@@ -61,18 +61,18 @@ from hpctrain.run.record import (
     working_commit,
 )
 from hpctrain.run.session import Session, init
-from hpctrain.storage import LOST_AFTER_S, release
+from hpctrain.storage import LOST_AFTER_S, release_lease
 from hpctrain.telemetry import ENERGY, RecordWriter, Sinks, tell, write_json
 from hpctrain.train import (
     LIMITS_FILE,
     MICRO_BATCH,
     SLOW_FILE,
     Checkpointing,
+    EarlyEnd,
     Ema,
     LoopSettings,
     RunRecorder,
     SectionTimes,
-    Stopping,
     Task,
     Training,
     data_identity,
@@ -107,7 +107,7 @@ def train(
     recipe_path: Path,
     resume: Resume,
     stop: StopRequest,
-    save_signal: SaveSignal | None = None,
+    save_signal: CheckpointSignal | None = None,
 ) -> dict[str, Any]:
     """Trains as `recipe` says on the ranks that the launcher started. Returns the summary. Collective.
 
@@ -155,7 +155,7 @@ def carry_out(
     resume: Resume,
     stop: StopRequest,
     commit: str | None = None,
-    save_signal: SaveSignal | None = None,
+    save_signal: CheckpointSignal | None = None,
     clock: WallClock | None = None,
 ) -> dict[str, Any]:
     """Trains `task` as `recipe` says on the ranks of an open session. Returns the summary. Collective.
@@ -178,7 +178,7 @@ def carry_out(
     limits.configure(usual.longer_by(LOST_AFTER_S))  # rank 0 may have to wait, and says so
     claim_run_directory(directory, comm=session.world)
     limits.configure(usual)
-    session.on_close(lambda: release(directory))
+    session.on_close(lambda: release_lease(directory))
     session.world.publish_in(directory / "watch")
     if resume.from_scratch:
         _start_anew(recipe, session)
@@ -273,13 +273,13 @@ def carry_out(
             records=records,
             say=recorder.say,
             clock=recorder.clock,
-            requests=SaveRequests(
+            requests=CheckpointRequests(
                 run_directory=directory if session.rank == 0 else None, save_signal=save_signal
             ),
             saved_step=resumed.position.step if resumed.path is not None else None,
             begin=_through(tiers, settings, session=session),
         )
-        stopping = Stopping(
+        stopping = EarlyEnd(
             stop,
             comm=session.world,
             plan=build_stop_plan(recipe, model=parts.model, saves=checkpoints.times),
@@ -341,8 +341,8 @@ def carry_out(
             raise
         return summary("finished")
     finally:
-        release(directory)
-        release(checkpoint_directory(recipe), beside=True)
+        release_lease(directory)
+        release_lease(checkpoint_directory(recipe), beside=True)
         if clock is not None:
             clock.close()
         sinks.close()
@@ -360,7 +360,7 @@ def _check_same_recipe(recipe: Recipe, session: Session) -> None:
 
 def _through(
     tiers: Tiers | None, settings: LoopSettings, *, session: Session
-) -> Callable[..., Saving] | None:
+) -> Callable[..., CheckpointSave] | None:
     """Returns a function that starts a save through the nodes' own storage; None without such storage."""
     if tiers is None:
         return None

@@ -14,11 +14,11 @@ from .efficiency import (
     read_step_times as read_step_times,
 )
 from .model.calibrate import (
-    Calibration as Calibration,
     Fit as Fit,
     MeasuredStep as MeasuredStep,
+    ModelCalibration as ModelCalibration,
     Timed as Timed,
-    calibrate as calibrate,
+    calibrate_model as calibrate_model,
     calibration_record as calibration_record,
     fit_machine as fit_machine,
     interval as interval,
@@ -44,7 +44,7 @@ from .model.predict import (
     Storage as Storage,
     binding as binding,
     predicted_efficiency as predicted_efficiency,
-    step_of as step_of,
+    step_seconds as step_seconds,
 )
 from .model.report import (
     Advice as Advice,
@@ -64,8 +64,8 @@ from .model.workload import (
     spread_of_times as spread_of_times,
 )
 from .simulate import (
-    Job as Job,
     Outcome as Outcome,
+    SimulatedJob as SimulatedJob,
     daly_interval as daly_interval,
     expected_share as expected_share,
     simulate_job as simulate_job,

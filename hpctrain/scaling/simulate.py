@@ -17,7 +17,7 @@ HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SimulatedJob:
     """A training job and its failures. All times are in seconds.
 
     Attributes:
@@ -75,7 +75,7 @@ class Outcome:
     failures: int
 
 
-def simulate_job(job: Job, *, hours: float, seed: int = 0) -> Outcome:
+def simulate_job(job: SimulatedJob, *, hours: float, seed: int = 0) -> Outcome:
     """Simulates `hours` of the job. Raises UsageError if simpy is not installed."""
     try:
         import simpy
@@ -97,7 +97,7 @@ class _Run:
     """The processes of one simulated job, and the seconds that they have spent on each activity."""
 
     def __init__(
-        self, job: Job, environment: Any, *, interrupt: type[Exception], generator: random.Random
+        self, job: SimulatedJob, environment: Any, *, interrupt: type[Exception], generator: random.Random
     ) -> None:
         self._job = job
         self._environment = environment
@@ -176,7 +176,7 @@ class _Run:
 
 
 def sweep(
-    job: Job, *, intervals_s: Sequence[float], spares: Sequence[int], hours: float, seed: int = 0
+    job: SimulatedJob, *, intervals_s: Sequence[float], spares: Sequence[int], hours: float, seed: int = 0
 ) -> dict[tuple[float, int], Outcome]:
     """Returns the outcome for each interval and number of spare nodes, all with the same seed of failures."""
     return {

@@ -11,9 +11,9 @@ from .lease import (
     LOST_AFTER_S as LOST_AFTER_S,
     InUseError as InUseError,
     Lease as Lease,
-    Place as Place,
-    check_claim as check_claim,
-    claim as claim,
-    release as release,
+    LeaseLocation as LeaseLocation,
+    check_lease as check_lease,
     release_all as release_all,
+    release_lease as release_lease,
+    take_lease as take_lease,
 )

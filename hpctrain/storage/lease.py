@@ -176,7 +176,7 @@ _lost: set[tuple[object, ...]] = set()
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LeaseLocation:
     """Where the lease files of a directory are: their folder and the prefix of their names.
 
     `subject` is the directory itself, for messages.
@@ -187,11 +187,11 @@ class Place:
     subject: Path
 
     @classmethod
-    def within(cls, directory: Path) -> Place:
+    def within(cls, directory: Path) -> LeaseLocation:
         return cls(directory, ".lease-", directory)
 
     @classmethod
-    def beside(cls, directory: Path) -> Place:
+    def beside(cls, directory: Path) -> LeaseLocation:
         """Returns the place in the parent of the directory, or within it if the parent cannot be read and written."""
         folder = directory.parent
         if folder == directory or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
@@ -229,7 +229,7 @@ class InUseError(Exception):
 class Lease:
     """A lease that this process holds, and renews in a thread. Create it with `take`."""
 
-    def __init__(self, place: Place, number: int, holder: Holder, *, keeps_number: bool) -> None:
+    def __init__(self, place: LeaseLocation, number: int, holder: Holder, *, keeps_number: bool) -> None:
         self._place = place
         self._number = number
         self._holder = holder
@@ -242,7 +242,7 @@ class Lease:
     @classmethod
     def take(
         cls,
-        place: Place,
+        place: LeaseLocation,
         *,
         say: Callable[[str], object] = lambda text: None,
         lost_after_s: float = LOST_AFTER_S,
@@ -410,7 +410,7 @@ def _create_exclusively(path: Path, holder: Holder) -> bool:
     return True
 
 
-def _refusal(place: Place, number: int, other: Holder) -> str:
+def _refusal(place: LeaseLocation, number: int, other: Holder) -> str:
     return (
         f"{place.subject} is in use by another run: {other.describe()}. Two runs in one directory would mix their "
         "records and checkpoints: wait for that one or end it, or use another directory. If that process is certainly "
@@ -426,7 +426,9 @@ _leases: dict[tuple[str, bool], Lease] = {}
 _lock = threading.Lock()
 
 
-def claim(directory: Path, *, beside: bool = False, say: Callable[[str], object] = lambda text: None) -> None:
+def take_lease(
+    directory: Path, *, beside: bool = False, say: Callable[[str], object] = lambda text: None
+) -> None:
     """Takes the lease on an existing directory, or checks that this process still holds it.
 
     With `beside` the file of the lease is in the parent of the directory, for directories whose content users list.
@@ -438,19 +440,21 @@ def claim(directory: Path, *, beside: bool = False, say: Callable[[str], object]
         lease = _leases.get(key)
         if lease is None:
             path = Path(key[0])
-            _leases[key] = Lease.take(Place.beside(path) if beside else Place.within(path), say=say)
+            _leases[key] = Lease.take(
+                LeaseLocation.beside(path) if beside else LeaseLocation.within(path), say=say
+            )
         else:
             lease.check()
 
 
-def check_claim(directory: Path, *, beside: bool = False) -> None:
+def check_lease(directory: Path, *, beside: bool = False) -> None:
     """Raises InUseError if this process held the lease on `directory` and another one has taken it over."""
     lease = _leases.get(_key(directory, beside=beside))
     if lease is not None:
         lease.check()
 
 
-def release(directory: Path, *, beside: bool = False) -> None:
+def release_lease(directory: Path, *, beside: bool = False) -> None:
     """Gives back the lease on `directory`, if this process holds it."""
     with _lock:
         lease = _leases.pop(_key(directory, beside=beside), None)

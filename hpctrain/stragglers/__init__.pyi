@@ -5,8 +5,8 @@ from .node_probe import (
     measure_ranks as measure_ranks,
 )
 from .probe_findings import (
-    Finding as Finding,
     NodeLink as NodeLink,
+    ProbeFinding as ProbeFinding,
     Quantity as Quantity,
     RankSpeeds as RankSpeeds,
     SlowPair as SlowPair,
@@ -17,10 +17,10 @@ from .probe_findings import (
 from .slow_ranks import (
     COLUMNS as COLUMNS,
     NUM_OWN as NUM_OWN,
-    Cause as Cause,
     Change as Change,
-    Limits as Limits,
     Slow as Slow,
+    SlowCause as SlowCause,
+    SlowRankLimits as SlowRankLimits,
     SlowRanks as SlowRanks,
     WindowTimes as WindowTimes,
     lines_of as lines_of,

@@ -16,14 +16,14 @@ import torch
 from hpctrain.comm import Transport, World, all_gather_json, receive_message, send_message
 from hpctrain.stragglers.probe_findings import (
     SLOW_SHARE,
-    Finding,
     NodeLink,
+    ProbeFinding,
     Quantity,
     RankSpeeds,
     SlowPair,
     slow_links,
 )
-from hpctrain.stragglers.slow_ranks import LEAST_EXCESS_S, Cause, Change, Limits, Slow
+from hpctrain.stragglers.slow_ranks import LEAST_EXCESS_S, Change, Slow, SlowCause, SlowRankLimits
 from hpctrain.topology import Topology
 
 # Many pairs of nodes are measured at the same time, but each node is in only one pair at a time.
@@ -292,7 +292,9 @@ class LinkWatch:
     before: links at the start of the run; None: the probe in the first window measures them.
     """
 
-    def __init__(self, topology: Topology, *, limits: Limits = Limits(), before: Links | None = None) -> None:
+    def __init__(
+        self, topology: Topology, *, limits: SlowRankLimits = SlowRankLimits(), before: Links | None = None
+    ) -> None:
         self._topology = topology
         self._limits = limits
         self._before = before
@@ -301,7 +303,7 @@ class LinkWatch:
         self._floor_s = 0.0
         self._step_s = 0.0
         self._streak = 0
-        self._suspected: dict[tuple[str, ...], Finding] = {}
+        self._suspected: dict[tuple[str, ...], ProbeFinding] = {}
         self._named: dict[tuple[str, ...], Slow] = {}
 
     @property
@@ -361,9 +363,9 @@ class LinkWatch:
     def _matters(self, floor_s: float) -> bool:
         return floor_s >= max(self._limits.min_excess * self._step_s, LEAST_EXCESS_S)
 
-    def _slow(self, finding: Finding, *, level_s: float | None) -> Slow:
+    def _slow(self, finding: ProbeFinding, *, level_s: float | None) -> Slow:
         calm_s = level_s if level_s is not None and level_s < self._floor_s else 0.0
         return Slow(
-            ranks=finding.ranks, nodes=finding.nodes, cause=Cause.NETWORK, value=finding.value,
+            ranks=finding.ranks, nodes=finding.nodes, cause=SlowCause.NETWORK, value=finding.value,
             usual=finding.usual, wait_s=self._floor_s - calm_s, before=finding.before,
         )  # fmt: skip

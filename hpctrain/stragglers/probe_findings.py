@@ -80,7 +80,7 @@ class SlowPair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class ProbeFinding:
     """Nodes or ranks that are slower than usual.
 
     quantity: what is slow.
@@ -128,7 +128,7 @@ def slow_links(
     *,
     topology: Topology,
     before: Sequence[NodeLink] | None = None,
-) -> list[Finding]:
+) -> list[ProbeFinding]:
     """Returns the slow links between nodes.
 
     before: earlier measurement of the same nodes. With it, a link is also slow if it was at least twice as fast
@@ -165,14 +165,14 @@ def slow_links(
     return found
 
 
-def slow_speeds(values: NDArray[np.float64], *, quantity: Quantity, topology: Topology) -> list[Finding]:
+def slow_speeds(values: NDArray[np.float64], *, quantity: Quantity, topology: Topology) -> list[ProbeFinding]:
     """Returns the ranks whose memory or arithmetic is slower than the median of the ranks. values: shape (ranks,)."""
     usual = float(statistics.median_high(values.tolist()))
     found: dict[int, list[int]] = {}
     for rank in np.flatnonzero(values < SLOW_RANK_SHARE * usual).tolist():
         found.setdefault(topology.node_of(rank), []).append(rank)
     return [
-        Finding(
+        ProbeFinding(
             quantity=quantity, nodes=(topology.node_names[node],), ranks=tuple(ranks),
             value=float(np.quantile(values[ranks], 0.5)), usual=usual,
         )
@@ -188,8 +188,8 @@ def _of_nodes(
     usual: float,
     *,
     before: bool = False,
-) -> Finding:
-    return Finding(
+) -> ProbeFinding:
+    return ProbeFinding(
         quantity=quantity, nodes=tuple(topology.node_names[node] for node in nodes),
         ranks=tuple(sorted(rank for node in nodes for rank in topology.ranks_by_node[node])),
         value=value, usual=usual, before=before,
@@ -201,7 +201,7 @@ def document(
     topology: Topology,
     links: Sequence[NodeLink] | None,
     ranks: RankSpeeds,
-    findings: Sequence[Finding],
+    findings: Sequence[ProbeFinding],
     about: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns the JSON document of a probe, with one entry per node.

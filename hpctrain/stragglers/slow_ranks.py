@@ -32,7 +32,7 @@ from hpctrain.topology import Topology
 MOST_LINES = 8
 
 
-class Cause(Enum):
+class SlowCause(Enum):
     """Probable cause of slowness. OTHER: work outside of input, compute and saving, such as writing records."""
 
     INPUT = "input"
@@ -54,26 +54,26 @@ class Slow:
 
     ranks: tuple[int, ...]
     nodes: tuple[str, ...]
-    cause: Cause
+    cause: SlowCause
     value: float
     usual: float
     wait_s: float = 0.0
     before: bool = False
 
     @property
-    def key(self) -> tuple[tuple[int, ...], Cause]:
+    def key(self) -> tuple[tuple[int, ...], SlowCause]:
         return self.ranks, self.cause
 
     def describe(self, *, over: str) -> str:
         """Returns the line for the user. over: the steps or saves that were compared, such as `the last 200 steps`."""
-        if self.cause is Cause.NETWORK:
+        if self.cause is SlowCause.NETWORK:
             usual = "it was" if self.before else "the median of the nodes is"
             found = (
                 f"{_rate(self.value)} between {self._ends()}, {usual} {_rate(self.usual)}; all ranks wait "
                 f"{_time(self.wait_s)} a step for communication"
             )
         else:
-            per = "a save" if self.cause is Cause.CHECKPOINT else "a step"
+            per = "a save" if self.cause is SlowCause.CHECKPOINT else "a step"
             found = f"{_time(self.value)} {per}, the median of the ranks is {_time(self.usual)}, over {over}"
             if self.wait_s:
                 found += f"; the others wait {_time(self.wait_s)} a step for {_pronoun(self)}"
@@ -180,7 +180,7 @@ class WindowTimes:
 
 Numbers = NDArray[np.float64]
 
-CAUSES = {INPUT: Cause.INPUT, COMPUTE: Cause.COMPUTE, OTHER: Cause.OTHER}
+CAUSES = {INPUT: SlowCause.INPUT, COMPUTE: SlowCause.COMPUTE, OTHER: SlowCause.OTHER}
 DEVIATIONS = 3.0
 # The median of absolute deviations of a normal distribution is its standard deviation divided by this.
 MAD_FACTOR = 1.4826
@@ -201,7 +201,7 @@ LEAST_SAVE_EXCESS_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SlowRankLimits:
     """Limits for naming slow ranks.
 
     min_excess: smallest excess of a rank's own work over the median of the ranks, as a share of the step.
@@ -294,7 +294,7 @@ class _Streaks:
 class SlowRanks:
     """Names slow ranks: once when they become slow, and again when they no longer are."""
 
-    def __init__(self, topology: Topology, *, limits: Limits = Limits()) -> None:
+    def __init__(self, topology: Topology, *, limits: SlowRankLimits = SlowRankLimits()) -> None:
         num = topology.num_ranks
         self._topology = topology
         self._limits = limits
@@ -306,9 +306,9 @@ class SlowRanks:
             None  # own work without the mean of the other ranks, in the window before
         )
         self._changes: deque[Numbers] = deque(maxlen=_WINDOWS_REMEMBERED)
-        self._named: dict[tuple[tuple[int, ...], Cause], Slow] = {}
+        self._named: dict[tuple[tuple[int, ...], SlowCause], Slow] = {}
         self._turned: dict[
-            tuple[tuple[int, ...], Cause], int
+            tuple[tuple[int, ...], SlowCause], int
         ] = {}  # windows in a row that show another cause
 
     @property
@@ -352,7 +352,7 @@ class SlowRanks:
         """Replaces the cause of ranks that are still slow, if several consecutive windows show another cause."""
         changes = []
         for key, slow in list(self._named.items()):
-            if slow.cause is Cause.CHECKPOINT:
+            if slow.cause is SlowCause.CHECKPOINT:
                 continue
             shown = {int(column_of[rank]) for rank in slow.ranks if over[rank]}
             turned = len(shown) == 1 and CAUSES[min(shown)] is not slow.cause
@@ -367,10 +367,10 @@ class SlowRanks:
         excess = seconds - usual
         limit = max(SAVE_EXCESS * usual, self._deviations * _spread(excess), LEAST_SAVE_EXCESS_S)
         began, ended = self._saves.update(excess, limit=limit)
-        changes = self._ended(ended, causes=[Cause.CHECKPOINT])
+        changes = self._ended(ended, causes=[SlowCause.CHECKPOINT])
         for _, ranks in self._by_node(began, kinds=np.zeros(len(seconds), dtype=np.int64)):
             slow = Slow(
-                ranks=ranks, nodes=self._nodes_of(ranks), cause=Cause.CHECKPOINT,
+                ranks=ranks, nodes=self._nodes_of(ranks), cause=SlowCause.CHECKPOINT,
                 value=float(seconds[list(ranks)].mean()), usual=usual,
             )  # fmt: skip
             self._named[slow.key] = slow
@@ -410,18 +410,18 @@ class SlowRanks:
         self._named[slow.key] = slow
         return Change(slow)
 
-    def _forget(self, key: tuple[tuple[int, ...], Cause]) -> None:
+    def _forget(self, key: tuple[tuple[int, ...], SlowCause]) -> None:
         del self._named[key]
         self._turned.pop(key, None)
 
-    def _ended(self, ranks: list[int], *, causes: Iterable[Cause]) -> list[Change]:
+    def _ended(self, ranks: list[int], *, causes: Iterable[SlowCause]) -> list[Change]:
         """Returns the groups that are no longer slow: those in which no rank is slow any more."""
         if not ranks:
             return []
         changes = []
         causes = set(causes)
         for key, slow in list(self._named.items()):
-            streaks = self._saves if slow.cause is Cause.CHECKPOINT else self._steps
+            streaks = self._saves if slow.cause is SlowCause.CHECKPOINT else self._steps
             if slow.cause in causes and not streaks.named[list(slow.ranks)].any():
                 self._forget(key)
                 changes.append(Change(slow, ended=True))

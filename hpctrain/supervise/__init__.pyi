@@ -1,4 +1,9 @@
-from .classify import Cause as Cause, Diagnosis as Diagnosis, Evidence as Evidence, classify as classify
+from .classify import (
+    AttemptEnd as AttemptEnd,
+    Diagnosis as Diagnosis,
+    Evidence as Evidence,
+    classify as classify,
+)
 from .ledger import (
     Attempt as Attempt,
     EffectiveTime as EffectiveTime,
@@ -6,5 +11,5 @@ from .ledger import (
     read_attempts as read_attempts,
 )
 from .nodes import Allocation as Allocation, find_allocation as find_allocation
-from .rules import Limits as Limits
+from .rules import RestartLimits as RestartLimits
 from .supervisor import SupervisedRun as SupervisedRun, Supervisor as Supervisor

@@ -31,7 +31,7 @@ from hpctrain.launch import (
 )
 
 
-class Cause(str, Enum):
+class AttemptEnd(str, Enum):
     """Why an attempt ended. FINISHED: the command exited with 0. UNKNOWN: no evidence tells why."""
 
     FINISHED = "finished"
@@ -60,7 +60,7 @@ class Diagnosis:
     program, its data or its files, or if it need not occur again.
     """
 
-    cause: Cause
+    cause: AttemptEnd
     reason: str
     nodes: tuple[str, ...] = ()
     error: str = ""
@@ -196,10 +196,10 @@ def says_a_loss(line: str) -> bool:
 # Seconds before the time limit in which a warning may come; SIGTERM comes at the limit itself.
 _WARNED_BEFORE_S = 900.0
 _AT_THE_LIMIT_S = 60.0
-_CAUSE_OF_CODE: dict[int, Cause] = {  # of other codes: USER_ERROR
-    ExitCode.DATA: Cause.DATA,
-    ExitCode.CHECKPOINT: Cause.CHECKPOINT,
-    ExitCode.OUT_OF_MEMORY: Cause.OUT_OF_MEMORY,
+_CAUSE_OF_CODE: dict[int, AttemptEnd] = {  # of other codes: USER_ERROR
+    ExitCode.DATA: AttemptEnd.DATA,
+    ExitCode.CHECKPOINT: AttemptEnd.CHECKPOINT,
+    ExitCode.OUT_OF_MEMORY: AttemptEnd.OUT_OF_MEMORY,
 }
 
 
@@ -249,20 +249,20 @@ def classify(evidence: Evidence) -> Diagnosis:
         return diagnosis
     code = evidence.exit_code
     reason = "how the ranks ended is not known" if code is None else f"exit code {code}, and no line says why"
-    return Diagnosis(cause=Cause.UNKNOWN, reason=reason)
+    return Diagnosis(cause=AttemptEnd.UNKNOWN, reason=reason)
 
 
 def _wanted_end(evidence: Evidence) -> Diagnosis | None:
     """Recognizes an intended end: by the command itself, by the user, or by Slurm."""
     if evidence.exit_code == ExitCode.DONE:
-        return Diagnosis(cause=Cause.FINISHED, reason="the command ended with 0")
-    for sign, cause in ((TIME_LIMIT, Cause.WALL_CLOCK), (PREEMPTED, Cause.PREEMPTION)):
+        return Diagnosis(cause=AttemptEnd.FINISHED, reason="the command ended with 0")
+    for sign, cause in ((TIME_LIMIT, AttemptEnd.WALL_CLOCK), (PREEMPTED, AttemptEnd.PREEMPTION)):
         match = _first(sign, evidence.lines)
         if match is not None:
             return Diagnosis(cause=cause, reason=match.string)
     left_s = float("inf") if evidence.time_limit is None else evidence.time_limit - evidence.ended
     if evidence.exit_code is None and left_s < _AT_THE_LIMIT_S:
-        return Diagnosis(cause=Cause.WALL_CLOCK, reason="the time limit of the job was over")
+        return Diagnosis(cause=AttemptEnd.WALL_CLOCK, reason="the time limit of the job was over")
     if evidence.exit_code in OWN_FAILURE_CODES:
         return None  # a rank failed while the others stopped
     if not evidence.signals and (
@@ -273,17 +273,19 @@ def _wanted_end(evidence: Evidence) -> Diagnosis | None:
     asked = evidence.signals[0] if evidence.signals else (saved["reason"] if saved else "unknown reason")
     how = f"stopped ({asked})" + (", the state is saved" if saved else "")
     if saved is not None and TIME_OVER.search(saved["reason"]):
-        return Diagnosis(cause=Cause.WALL_CLOCK, reason=f"stopped ({saved['reason']}), the state is saved")
+        return Diagnosis(
+            cause=AttemptEnd.WALL_CLOCK, reason=f"stopped ({saved['reason']}), the state is saved"
+        )
     if evidence.preempted:
-        return Diagnosis(cause=Cause.PREEMPTION, reason=f"{how}: Slurm has preempted the job")
+        return Diagnosis(cause=AttemptEnd.PREEMPTION, reason=f"{how}: Slurm has preempted the job")
     at_limit_s = _AT_THE_LIMIT_S if asked.startswith("SIGTERM") else _WARNED_BEFORE_S
     if left_s < at_limit_s and not asked.startswith(("SIGINT", "SIGHUP")):
         return Diagnosis(
-            cause=Cause.WALL_CLOCK, reason=f"{how}, {max(0.0, left_s):.0f} s before the time limit"
+            cause=AttemptEnd.WALL_CLOCK, reason=f"{how}, {max(0.0, left_s):.0f} s before the time limit"
         )
     if asked.startswith("SIGUSR1"):
-        return Diagnosis(cause=Cause.PREEMPTION, reason=f"{how}, long before any time limit")
-    return Diagnosis(cause=Cause.CANCELLED, reason=how)
+        return Diagnosis(cause=AttemptEnd.PREEMPTION, reason=f"{how}, long before any time limit")
+    return Diagnosis(cause=AttemptEnd.CANCELLED, reason=how)
 
 
 def _lost_node(evidence: Evidence) -> Diagnosis | None:
@@ -299,7 +301,7 @@ def _lost_node(evidence: Evidence) -> Diagnosis | None:
     reason = next((line for node, line in found.items() if node), next(iter(found.values()), ""))
     if silent:
         return Diagnosis(
-            cause=Cause.LOST_NODE,
+            cause=AttemptEnd.LOST_NODE,
             reason=reason or f"{', '.join(silent)} does not answer any more",
             nodes=silent,
         )
@@ -307,8 +309,8 @@ def _lost_node(evidence: Evidence) -> Diagnosis | None:
         return None
     if all(map(STEPD_GONE.search, found.values())) and {*named} <= {*evidence.answering_nodes}:
         # The node works: Slurm's daemon of the step was killed there, and the ranks with it.
-        return Diagnosis(cause=Cause.LOST_RANK, reason=reason, nodes=named)
-    return Diagnosis(cause=Cause.LOST_NODE, reason=reason, nodes=named)
+        return Diagnosis(cause=AttemptEnd.LOST_RANK, reason=reason, nodes=named)
+    return Diagnosis(cause=AttemptEnd.LOST_NODE, reason=reason, nodes=named)
 
 
 def _name_of(name: str, nodes: Sequence[str]) -> str:
@@ -327,9 +329,9 @@ def _resources(evidence: Evidence) -> Diagnosis | None:
             nodes = (victim["node"],) if victim else ()
             # hpctrain has met it itself, and could not divide the batch any further: it will come again.
             error = _fingerprint(line) if evidence.exit_code == ExitCode.OUT_OF_MEMORY else ""
-            return Diagnosis(cause=Cause.OUT_OF_MEMORY, reason=line.strip(), nodes=nodes, error=error)
+            return Diagnosis(cause=AttemptEnd.OUT_OF_MEMORY, reason=line.strip(), nodes=nodes, error=error)
         if DISK_FULL.search(line):
-            return Diagnosis(cause=Cause.DISK_FULL, reason=line.strip(), error=_fingerprint(line))
+            return Diagnosis(cause=AttemptEnd.DISK_FULL, reason=line.strip(), error=_fingerprint(line))
     return None
 
 
@@ -338,7 +340,7 @@ def _by_counter(found: Diagnosis | None, evidence: Evidence) -> Diagnosis | None
 
     found: diagnosis by the lines of the log. None is returned if the ranks ended for another reason.
     """
-    says_nothing = found is None or (found.cause is Cause.LOST_RANK and "(SIG" not in found.reason)
+    says_nothing = found is None or (found.cause is AttemptEnd.LOST_RANK and "(SIG" not in found.reason)
     first = _first_failure(evidence.lines) or _hydra_failure(evidence)
     was_killed = first is not None and first.signal == signal.SIGKILL
     of_a_killed_process = found is not None and re.search(r"SIGKILL|signal: Killed", found.reason) is not None
@@ -346,7 +348,7 @@ def _by_counter(found: Diagnosis | None, evidence: Evidence) -> Diagnosis | None
         return None
     names = ", ".join(evidence.oom_nodes)
     return Diagnosis(
-        cause=Cause.OUT_OF_MEMORY,
+        cause=AttemptEnd.OUT_OF_MEMORY,
         reason=f"the kernel of {names} has killed processes because memory ran out",
         nodes=tuple(evidence.oom_nodes),
     )
@@ -362,18 +364,21 @@ def _who_failed(evidence: Evidence) -> Diagnosis | None:
     if victim is not None and (victim.signal is not None or (hydra is not None and victim.exit_code > 128)):
         by = "a signal" if victim.signal is None else signal_name(victim.signal)
         reason = f"rank {victim.rank} on {victim.node} was ended by {by}"
-        return Diagnosis(cause=Cause.LOST_RANK, reason=reason, nodes=(victim.node,))
+        return Diagnosis(cause=AttemptEnd.LOST_RANK, reason=reason, nodes=(victim.node,))
     if hydra is not None and victim is None:
         node = _first(HYDRA_NODE, lines)
         reason = f"a rank was ended by {signal_name(int(hydra['mpich'] or hydra['intel']))}"
-        return Diagnosis(cause=Cause.LOST_RANK, reason=reason, nodes=(node["node"],) if node else ())
+        return Diagnosis(cause=AttemptEnd.LOST_RANK, reason=reason, nodes=(node["node"],) if node else ())
     if victim is None and own is None and peer is not None:
         on = f" on {peer['node']}" if peer["node"] else ""
         reason = f"the other ranks have lost the connection to a rank{on}"
-        return Diagnosis(cause=Cause.LOST_RANK, reason=reason, nodes=(peer["node"],) if peer["node"] else ())
+        return Diagnosis(
+            cause=AttemptEnd.LOST_RANK, reason=reason, nodes=(peer["node"],) if peer["node"] else ()
+        )
     if evidence.overdue_s is not None:
         return Diagnosis(
-            cause=Cause.HANG, reason=f"training had not begun {evidence.overdue_s:.0f} s after the launch"
+            cause=AttemptEnd.HANG,
+            reason=f"training had not begun {evidence.overdue_s:.0f} s after the launch",
         )
     if own is not None:
         return _by_code(int(own["code"]), text=text, evidence=evidence)
@@ -399,11 +404,11 @@ def _cancelled_or_killed(cancelled: str, lines: Sequence[str]) -> Diagnosis:
     """
     killed = next((failure for _, failure in failures_in(lines) if failure.signal == signal.SIGKILL), None)
     if killed is None:
-        return Diagnosis(cause=Cause.CANCELLED, reason=cancelled)
+        return Diagnosis(cause=AttemptEnd.CANCELLED, reason=cancelled)
     reason = (
         f"rank {killed.rank} on {killed.node} was killed, or somebody has cancelled the step: {cancelled}"
     )
-    return Diagnosis(cause=Cause.LOST_RANK, reason=reason, nodes=(killed.node,))
+    return Diagnosis(cause=AttemptEnd.LOST_RANK, reason=reason, nodes=(killed.node,))
 
 
 def _by_code(code: int, *, text: str, evidence: Evidence) -> Diagnosis | None:
@@ -411,8 +416,8 @@ def _by_code(code: int, *, text: str, evidence: Evidence) -> Diagnosis | None:
     if code == ExitCode.COMMUNICATION:
         return _communication(evidence, text=text)
     if code > 128 and not text:
-        return Diagnosis(cause=Cause.LOST_RANK, reason=f"a rank was ended by {signal_name(code - 128)}")
-    cause = _CAUSE_OF_CODE.get(code, Cause.USER_ERROR)
+        return Diagnosis(cause=AttemptEnd.LOST_RANK, reason=f"a rank was ended by {signal_name(code - 128)}")
+    cause = _CAUSE_OF_CODE.get(code, AttemptEnd.USER_ERROR)
     reason = text or f"a rank ended with exit code {code}"
     return Diagnosis(cause=cause, reason=reason, error=_fingerprint(reason))
 
@@ -421,16 +426,16 @@ def _communication(evidence: Evidence, *, text: str) -> Diagnosis:
     different = _first(DIFFERENT_CALLS, evidence.lines)
     if different is not None:
         return Diagnosis(
-            cause=Cause.USER_ERROR, reason=different.string.strip(), error=_fingerprint(different.string)
+            cause=AttemptEnd.USER_ERROR, reason=different.string.strip(), error=_fingerprint(different.string)
         )
     hang = _first(HANG, evidence.lines)
     if hang is not None:
         late = [match for line in evidence.lines if (match := DID_NOT_COME.search(line))]
         named = late[0].string.strip() if late else hang.string.strip()
         return Diagnosis(
-            cause=Cause.HANG, reason=named, nodes=tuple(dict.fromkeys(match["node"] for match in late))
+            cause=AttemptEnd.HANG, reason=named, nodes=tuple(dict.fromkeys(match["node"] for match in late))
         )
-    return Diagnosis(cause=Cause.LOST_RANK, reason=text or "communication between the ranks failed")
+    return Diagnosis(cause=AttemptEnd.LOST_RANK, reason=text or "communication between the ranks failed")
 
 
 def _victim(lines: Sequence[str]) -> RankFailure | None:

@@ -20,7 +20,7 @@ from typing import Any, final
 from hpctrain.checkpoint import finished_newest_first, step_of
 from hpctrain.errors import CheckpointError, LaunchError
 from hpctrain.storage import replace_file
-from hpctrain.supervise.classify import Cause, Diagnosis, Evidence, classify
+from hpctrain.supervise.classify import AttemptEnd, Diagnosis, Evidence, classify
 
 FILE_NAME = "attempts.jsonl"
 
@@ -64,7 +64,7 @@ class Attempt:
     steps_lost: int | None = None
     time_limit: float | None = None
     exit_code: int | None = None
-    cause: Cause | None = None
+    cause: AttemptEnd | None = None
     reason: str = ""
     blamed: tuple[str, ...] = ()
     error: str = ""
@@ -82,7 +82,7 @@ class Attempt:
         found = {name: value for name, value in values.items() if name in known}
         for name in ("nodes", "blamed"):
             found[name] = tuple(found.get(name, ()))
-        found["cause"] = None if found.get("cause") is None else Cause(found["cause"])
+        found["cause"] = None if found.get("cause") is None else AttemptEnd(found["cause"])
         return cls(**found)
 
 

@@ -7,17 +7,23 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hpctrain.errors import ExitCode
-from hpctrain.supervise.classify import Cause
+from hpctrain.supervise.classify import AttemptEnd
 from hpctrain.supervise.ledger import Attempt
 
 # Causes that may be the fault of a node. Out of memory is not one: mostly the program needs too much, wherever it runs.
-_BLAMES_NODES = (Cause.LOST_NODE, Cause.LOST_RANK, Cause.HANG)
+_BLAMES_NODES = (AttemptEnd.LOST_NODE, AttemptEnd.LOST_RANK, AttemptEnd.HANG)
 # Errors that a restart repeats, unless they were temporary: if they occur a second time, they were not.
-_LIKELY_TO_REPEAT = (Cause.USER_ERROR, Cause.DATA, Cause.CHECKPOINT, Cause.DISK_FULL, Cause.OUT_OF_MEMORY)
+_LIKELY_TO_REPEAT = (
+    AttemptEnd.USER_ERROR,
+    AttemptEnd.DATA,
+    AttemptEnd.CHECKPOINT,
+    AttemptEnd.DISK_FULL,
+    AttemptEnd.OUT_OF_MEMORY,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RestartLimits:
     """Limits of restarting.
 
     max_restarts: largest number of restarts in one allocation.
@@ -55,7 +61,7 @@ class Decision:
     reason: str
 
 
-def decide(attempts: Sequence[Attempt], *, limits: Limits) -> Decision:
+def decide(attempts: Sequence[Attempt], *, limits: RestartLimits) -> Decision:
     """Returns what to do after the last attempt, which must have ended.
 
     Attempts of other jobs do not count: a user who submits a new job knows why the previous one ended.
@@ -64,9 +70,9 @@ def decide(attempts: Sequence[Attempt], *, limits: Limits) -> Decision:
     of_job = [attempt for attempt in attempts if attempt.job == last.job]
     cause = last.cause
     assert cause is not None
-    if cause in (Cause.FINISHED, Cause.CANCELLED):
+    if cause in (AttemptEnd.FINISHED, AttemptEnd.CANCELLED):
         return Decision(action=Action.END, reason=cause.value)
-    if last.exit_code == ExitCode.USAGE and cause is Cause.USER_ERROR:
+    if last.exit_code == ExitCode.USAGE and cause is AttemptEnd.USER_ERROR:
         return Decision(
             action=Action.GIVE_UP, reason="the command or the recipe cannot be carried out as it is"
         )
@@ -81,9 +87,9 @@ def decide(attempts: Sequence[Attempt], *, limits: Limits) -> Decision:
         return Decision(
             action=Action.GIVE_UP, reason=f"{vain} restarts in a row have led to no newer checkpoint"
         )
-    if cause in (Cause.WALL_CLOCK, Cause.PREEMPTION):
+    if cause in (AttemptEnd.WALL_CLOCK, AttemptEnd.PREEMPTION):
         return Decision(action=Action.REQUEUE, reason=cause.value)
-    if cause is Cause.HANG and last.training_began is None and not last.blamed:
+    if cause is AttemptEnd.HANG and last.training_began is None and not last.blamed:
         # srun itself may hang, and would in the same allocation again.
         return Decision(
             action=Action.REQUEUE, reason="training did not begin, and no node is known to be at fault"
@@ -102,7 +108,7 @@ def needs_smaller_micro_batches(attempt: Attempt) -> bool:
     That is so if the kernel killed a rank, without an error that the rank could handle. Exit code 8 means that
     dividing them does not help.
     """
-    return attempt.cause is Cause.OUT_OF_MEMORY and attempt.exit_code != ExitCode.OUT_OF_MEMORY
+    return attempt.cause is AttemptEnd.OUT_OF_MEMORY and attempt.exit_code != ExitCode.OUT_OF_MEMORY
 
 
 def restarts_without_progress(of_job: Sequence[Attempt]) -> int:
@@ -123,7 +129,7 @@ def _reached(attempt: Attempt) -> int:
     return max(attempt.first_step or 0, attempt.checkpoint_step or 0)
 
 
-def excluded_nodes(attempts: Sequence[Attempt], *, limits: Limits, now: float) -> dict[str, float]:
+def excluded_nodes(attempts: Sequence[Attempt], *, limits: RestartLimits, now: float) -> dict[str, float]:
     """Returns the nodes that have used up their failure budget, each with the time until which it is excluded.
 
     Times are in seconds since 1970. The result follows from the ledger, so it survives requeues and new jobs in the

@@ -21,13 +21,13 @@ from hpctrain.launch import (
     STOP_SIGNALS,
     EndRequest,
     ForkServer,
-    Machine,
+    LocalMachine,
     RankFailure,
     plan_launch,
     run_launch,
 )
 from hpctrain.resilience import OUT_OF_MEMORY_VARIABLE
-from hpctrain.supervise.classify import Cause, Evidence, classify, is_telling, says_a_loss
+from hpctrain.supervise.classify import AttemptEnd, Evidence, classify, is_telling, says_a_loss
 from hpctrain.supervise.ledger import (
     Attempt,
     Ledger,
@@ -50,7 +50,7 @@ from hpctrain.supervise.nodes import (
 from hpctrain.supervise.rules import (
     Action,
     Decision,
-    Limits,
+    RestartLimits,
     choose_nodes,
     decide,
     excluded_nodes,
@@ -228,8 +228,8 @@ class Supervisor:
         run: SupervisedRun,
         *,
         allocation: Allocation,
-        limits: Limits,
-        machine: Machine,
+        limits: RestartLimits,
+        machine: LocalMachine,
         environ: Mapping[str, str],
     ) -> None:
         self._run = run
@@ -443,7 +443,7 @@ class Supervisor:
 
 
 def _cause(attempt: Attempt) -> str:
-    return attempt.cause.value if attempt.cause is not None else Cause.UNKNOWN.value
+    return attempt.cause.value if attempt.cause is not None else AttemptEnd.UNKNOWN.value
 
 
 def _fold(reasons: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.checkpoint import Replicated, Shard, State, load, save
+from hpctrain.checkpoint import Replicated, State, TensorShard, load, save
 from hpctrain.comm import SerialWorld, World, run_threads
 from hpctrain.testing.on_ranks import OnRanks
 
@@ -68,6 +68,8 @@ def _state(world: World, seed: int) -> State:
     ]
     rows = whole["rows"]
     items.append(
-        Shard(name="rows", tensor=rows[first:last].clone(), global_shape=tuple(rows.shape), offset=(first, 0))
+        TensorShard(
+            name="rows", tensor=rows[first:last].clone(), global_shape=tuple(rows.shape), offset=(first, 0)
+        )
     )
     return State(items=items, document={"seed": seed})

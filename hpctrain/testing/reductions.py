@@ -70,7 +70,7 @@ class BucketReducerContract(OnRanks):
                 finishing = reducer.finish(numbers, comm=comm) if step % 2 else None
                 run_to_end([reducer.reduce(number) for number in range(len(buckets))])
                 reduced = result_of(finishing or reducer.finish(numbers, comm=comm))
-                reducer.settle(applied=True, rescale=1.0)
+                reducer.end_step(applied=True, rescale=1.0)
                 sums = [
                     buffer[: bucket.num_gradients] / factor
                     for bucket, buffer in zip(buckets, buffers, strict=True)

@@ -13,7 +13,7 @@ from .loop.settings import (
     LoopSettings as LoopSettings,
     Totals as Totals,
 )
-from .loop.stopping import Stopped as Stopped, Stopping as Stopping
+from .loop.stopping import EarlyEnd as EarlyEnd, EndReason as EndReason
 from .loop.training import (
     LIMITS_FILE as LIMITS_FILE,
     SectionTimes as SectionTimes,
@@ -61,6 +61,6 @@ from .task.task_runner import Runner as Runner, TaskRunner as TaskRunner
 from .watch import (
     SLOW_FILE as SLOW_FILE,
     EfficiencyWatch as EfficiencyWatch,
-    StepTrace as StepTrace,
+    StepTracer as StepTracer,
     StragglerWatch as StragglerWatch,
 )

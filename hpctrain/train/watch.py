@@ -23,11 +23,11 @@ from hpctrain.scaling import TRACE_FOLDER, efficiency_from, measure_clock_offset
 from hpctrain.stragglers import (
     COLUMNS,
     NUM_OWN,
-    Cause,
     Change,
-    Limits,
     Links,
     LinkWatch,
+    SlowCause,
+    SlowRankLimits,
     SlowRanks,
     WindowTimes,
     lines_of,
@@ -68,7 +68,7 @@ class StragglerWatch:
         topology: Topology,
         *,
         window_s: float,
-        limits: Limits,
+        limits: SlowRankLimits,
         probes: bool,
         directory: Path,
         records: RecordWriter,
@@ -144,7 +144,7 @@ class StragglerWatch:
         })  # fmt: skip
         self._lengths.append(num_steps)
         changes = self._ranks.observe(numbers)
-        saves = [change for change in changes if change.slow.cause is Cause.CHECKPOINT]
+        saves = [change for change in changes if change.slow.cause is SlowCause.CHECKPOINT]
         self._report(
             step, [c for c in changes if c not in saves], over=f"the last {sum(self._lengths)} steps"
         )
@@ -357,7 +357,7 @@ class EfficiencyWatch:
 
 
 @final
-class StepTrace:
+class StepTracer:
     """Traces the steps in `steps`, which are ascending ranges. Other steps cost one comparison each.
 
     directory: the run directory. Each range has a folder there, with a file per rank. The clocks of the nodes are

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.launch.placement import give_way_while_waiting
-from hpctrain.launch.yielding import find_library
+from hpctrain.launch.yielding import find_yield_library
 from tests.cluster.daemons import start_daemons, start_slurmd
 from tests.cluster.gluster import brick_server, start_bricks, start_gluster
 from tests.cluster.gluster_volume import Volume
@@ -147,7 +147,7 @@ class Cluster:
         # The ring: see slurm/train.sbatch.
         slurm = {"SLURM_CONF": str(self.plan.slurm_conf_path), "SLURM_PMIX_FENCE": "ring"}
         environ = {k: v for k, v in rank_environment(slurm).items() if k not in ("TMPDIR", "TEMP", "TMP")}
-        give_way_while_waiting(environ, updates=environ, library=find_library(), notes=[])
+        give_way_while_waiting(environ, updates=environ, library=find_yield_library(), notes=[])
         environ["PATH"] = f"{Path(sys.executable).parent}:{search_path()}"
         return environ
 

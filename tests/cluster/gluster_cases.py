@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from hpctrain.checkpoint import Replicated, Shard, State, load, load_newest_good, save, step_of
+from hpctrain.checkpoint import Replicated, State, TensorShard, load, load_newest_good, save, step_of
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
 from hpctrain.comm import all_gather_json, make_shared_folder, on_rank_0
 from hpctrain.errors import CheckpointError
@@ -44,7 +44,7 @@ def state_at(step: int, *, rank: int, num_ranks: int) -> State:
         for name, num_bytes in SIZES.items()
     ]
     begin, end = (NUM_ROWS * place // num_ranks for place in (rank, rank + 1))
-    shard = Shard(
+    shard = TensorShard(
         name="rows",
         tensor=rows_at(step, begin=begin, end=end),
         global_shape=(NUM_ROWS, 64),

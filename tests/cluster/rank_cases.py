@@ -96,12 +96,12 @@ def reduce_for_ever(backend: str, by: str, algorithm: str, timeout_s: str, direc
 def time_left(directory: str) -> None:
     """Write down which job Slurm is asked about here, and when it ends; and what `hpctrain supervise` finds."""
     from hpctrain.errors import LaunchError
-    from hpctrain.resilience.wall_clock import ask_slurm, job_to_ask_about
+    from hpctrain.resilience.wall_clock import ask_job_end, job_to_ask_about
     from hpctrain.supervise import find_allocation
 
     job = job_to_ask_about(os.environ)
     assert job is not None
-    answer = ask_slurm(job)
+    answer = ask_job_end(job)
     found = {"job": job, "left_s": answer.end_s and answer.end_s - time.time(), "problem": answer.problem}
     try:
         there = find_allocation(os.environ)

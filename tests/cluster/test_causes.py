@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.supervise import Attempt, Cause
+from hpctrain.supervise import Attempt, AttemptEnd
 from tests.cluster import Cluster
 from tests.cluster.supervised_jobs import prepare, revive, submit, trains
 from tests.cluster.training_jobs import output, wait_for
@@ -21,20 +21,20 @@ ROUNDS = min(TRIALS, 3)
 # What rank 1 does at each attempt (tests/faults/planned_failures.py), and the cause that is named for it. Damaged data
 # stay damaged: they come last.
 PLANNED = {
-    "memory": Cause.OUT_OF_MEMORY,
-    "replicas": Cause.CHECKPOINT,
-    "stop": Cause.HANG,
-    "data": Cause.DATA,
+    "memory": AttemptEnd.OUT_OF_MEMORY,
+    "replicas": AttemptEnd.CHECKPOINT,
+    "stop": AttemptEnd.HANG,
+    "data": AttemptEnd.DATA,
 }
 PLANNED_IN_TRIALS = {
-    "raise": Cause.USER_ERROR,
-    "disk": Cause.DISK_FULL,
-    "segfault": Cause.LOST_RANK,
-    "none": Cause.LOST_NODE,  # the test kills the node
+    "raise": AttemptEnd.USER_ERROR,
+    "disk": AttemptEnd.DISK_FULL,
+    "segfault": AttemptEnd.LOST_RANK,
+    "none": AttemptEnd.LOST_NODE,  # the test kills the node
     **PLANNED,
 }
 # These end the job, each one of its own.
-ENDINGS = (Cause.WALL_CLOCK, Cause.PREEMPTION, Cause.CANCELLED)
+ENDINGS = (AttemptEnd.WALL_CLOCK, AttemptEnd.PREEMPTION, AttemptEnd.CANCELLED)
 ONE_RANK = ["--nodes=1", "--ntasks-per-node=1"]
 
 
@@ -49,13 +49,13 @@ def submit_planned(cluster: Cluster, folder: Path, data: Path, *, plan: list[str
 
 
 def check_planned(
-    cluster: Cluster, folder: Path, *, job: int, planned: dict[str, Cause]
+    cluster: Cluster, folder: Path, *, job: int, planned: dict[str, AttemptEnd]
 ) -> tuple[Attempt, ...]:
     """Waits until the supervisor has given up; each attempt has the cause that was planned. Returns the attempts."""
     wait_for(lambda: "given up" in output(folder), folder=folder, timeout_s=300 + 40 * len(planned))
     end = cluster.wait_for(job, timeout_s=300)
     found = attempts(folder)
-    assert [attempt.cause for attempt in found] == [*planned.values(), Cause.DATA], output(folder)
+    assert [attempt.cause for attempt in found] == [*planned.values(), AttemptEnd.DATA], output(folder)
     assert found[-1].decision == "give up: the same error (data) a second time"
     assert (end.state, end.exit_code, end.num_restarts) == ("FAILED", 76, 0), output(folder)
     first_steps = [attempt.first_step or 0 for attempt in found]
@@ -63,7 +63,7 @@ def check_planned(
     assert all(
         attempt.blamed == attempt.nodes[1:]  # where rank 1 is
         for attempt in found
-        if attempt.cause in (Cause.HANG, Cause.LOST_RANK, Cause.LOST_NODE)
+        if attempt.cause in (AttemptEnd.HANG, AttemptEnd.LOST_RANK, AttemptEnd.LOST_NODE)
     ), [(attempt.cause, attempt.nodes, attempt.blamed) for attempt in found]
     return found
 
@@ -89,12 +89,12 @@ def test_the_ledger_names_every_kind_of_failure(
         (folder / "data").symlink_to(data)
         prepare(folder)
     job = submit_planned(cluster, planned, data, plan=list(PLANNED_IN_TRIALS))
-    limited = folders[Cause.WALL_CLOCK.value]
+    limited = folders[AttemptEnd.WALL_CLOCK.value]
     # Slurm's own warning is one that nothing reacts to.
     options = [*ONE_RANK, "--nodelist=hpct2", "--time=1", "--signal=B:CONT@1"]
     submit(cluster, limited, *options, env={"HPCTRAIN_MAX_REQUEUES": "0"})
-    preempt(cluster, folders[Cause.PREEMPTION.value])
-    cancel(cluster, folders[Cause.CANCELLED.value])
+    preempt(cluster, folders[AttemptEnd.PREEMPTION.value])
+    cancel(cluster, folders[AttemptEnd.CANCELLED.value])
     lose_a_node(cluster, planned, attempt=1 + list(PLANNED_IN_TRIALS).index("none"))
     found = list(check_planned(cluster, planned, job=job, planned=PLANNED_IN_TRIALS))
     for cause in ENDINGS:
@@ -103,7 +103,7 @@ def test_the_ledger_names_every_kind_of_failure(
         assert attempts(folder)[0].cause is cause, output(folder)
         found.append(attempts(folder)[0])
     kinds = {attempt.cause for attempt in found}
-    assert kinds == set(Cause) - {Cause.FINISHED, Cause.UNKNOWN}
+    assert kinds == set(AttemptEnd) - {AttemptEnd.FINISHED, AttemptEnd.UNKNOWN}
     lines = [f"{attempt.cause.value}: {attempt.reason}" for attempt in found if attempt.cause is not None]
     print(
         "\n".join([f"round {number + 1}: {len(found)} of {len(found)} named, of {len(kinds)} causes", *lines])

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.supervise import Cause
+from hpctrain.supervise import AttemptEnd
 from hpctrain.telemetry import read_records
 from tests.cluster import Cluster
 from tests.cluster.supervised_jobs import command_of, submit
@@ -82,8 +82,8 @@ def test_after_the_kernel_has_killed_a_rank_on_one_node_all_divide_the_batch_and
         short = trained(cluster, tmp_path, "short", data=data)
     *killed, finished = attempts(short)
     assert killed, output(short)
-    assert [attempt.cause for attempt in killed] == [Cause.OUT_OF_MEMORY] * len(killed), output(short)
-    assert finished.cause is Cause.FINISHED
+    assert [attempt.cause for attempt in killed] == [AttemptEnd.OUT_OF_MEMORY] * len(killed), output(short)
+    assert finished.cause is AttemptEnd.FINISHED
     assert finished.nodes == ("hpct1", "hpct2")  # a node is not lost for that
     assert micro_batches(short) == 2 ** len(killed)
     np.testing.assert_allclose(losses(short), losses(roomy), rtol=1e-5)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.launch.yielding import find_library
+from hpctrain.launch.yielding import find_yield_library
 from hpctrain.telemetry import read_records
 from tests.cluster import Cluster
 from tests.cluster.training_jobs import LONG, RECIPE, STOPPED, LimitWatch, output, trains, wait_for
@@ -154,7 +154,7 @@ def test_a_killed_rank_ends_the_job_within_a_minute(cluster: Cluster, folder: Pa
     wait_for(lambda: not cluster.ranks(job), folder=folder, timeout_s=60)
 
 
-@pytest.mark.skipif(find_library() is None, reason="hpctrain/launch/_yield_by_sleep.c was not compiled")
+@pytest.mark.skipif(find_yield_library() is None, reason="hpctrain/launch/_yield_by_sleep.c was not compiled")
 def test_ranks_of_plain_srun_start_anew_once_where_they_outnumber_the_cores(cluster: Cluster) -> None:
     """The cluster itself sets what this would find: all its nodes share one machine's cores."""
     plain = ["env", "-u", "LD_PRELOAD", "-u", "OMPI_MCA_mpi_yield_when_idle", "srun", "--nodes=2"]

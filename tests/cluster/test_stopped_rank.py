@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.supervise import Cause
+from hpctrain.supervise import AttemptEnd
 from tests.cluster import Cluster
 from tests.cluster.supervised_jobs import prepare, submit, trains
 from tests.cluster.training_jobs import output, wait_for
@@ -58,7 +58,7 @@ def test_a_stopped_rank_is_named_with_its_host_before_the_limit_is_over(
             for line in named():  # one of each rank that waits
                 assert line["who"] == f"rank {rank}", output(folder)
                 assert line["what"].startswith(f"rank {rank} on {host} "), output(folder)
-            assert (attempt.cause, attempt.blamed) == (Cause.HANG, (host,)), output(folder)
+            assert (attempt.cause, attempt.blamed) == (AttemptEnd.HANG, (host,)), output(folder)
             assert named_s[-1] < NAMED_WITHIN_S
     finally:
         cluster.run(["scancel", str(job)], timeout_s=300)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.supervise import Cause
+from hpctrain.supervise import AttemptEnd
 from tests.cluster import Cluster
 from tests.cluster.supervised_jobs import NODE_STORAGE, prepare, records, revive, submit, trains
 from tests.cluster.training_jobs import output, wait_for
@@ -37,7 +37,7 @@ def assert_goes_on(folder: Path, *, lost_at: float, attempt: int) -> float:
 
     first = wait_for(steps_since, folder=folder)[0]
     before, after = attempts(folder)[attempt - 2 :]
-    assert before.cause is Cause.LOST_NODE, before
+    assert before.cause is AttemptEnd.LOST_NODE, before
     committed = [step for at, step in records(folder, "checkpoint") if at < lost_at]
     # More may have been saved than had been reported: by the nodes that were left, or between two reports.
     assert after.first_step is not None
@@ -77,7 +77,7 @@ def test_a_run_outlives_a_killed_node_a_cut_link_and_killed_ranks_and_uses_spare
         # All ranks of a node are killed: that is not losing the node. One that has come back is used again.
         os.kill(cluster.ranks(job)[1], signal.SIGKILL)
         wait_for(trains(folder, attempt=4), folder=folder)
-        assert (attempts(folder)[2].cause, attempts(folder)[2].blamed) == (Cause.LOST_RANK, ("hpct1",))
+        assert (attempts(folder)[2].cause, attempts(folder)[2].blamed) == (AttemptEnd.LOST_RANK, ("hpct1",))
         assert attempts(folder)[3].nodes == ("hpct0", "hpct1", "hpct2")
         for node in ("hpct1", "hpct2", "hpct3"):
             cluster.kill_node(node)
@@ -91,7 +91,7 @@ def test_a_run_outlives_a_killed_node_a_cut_link_and_killed_ranks_and_uses_spare
         asked = cluster.run(["scancel", "--batch", "--signal=USR1", str(job)], timeout_s=300)
         assert asked.returncode == 0, asked.stderr
         wait_for(lambda: attempts(folder)[4].cause, folder=folder)
-        assert (attempts(folder)[4].cause, attempts(folder)[4].exit_code) == (Cause.PREEMPTION, 75)
+        assert (attempts(folder)[4].cause, attempts(folder)[4].exit_code) == (AttemptEnd.PREEMPTION, 75)
     finally:
         cluster.run(["scancel", str(job)], timeout_s=300)
         for node in cluster.node_names:

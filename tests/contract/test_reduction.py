@@ -11,7 +11,7 @@ from hpctrain.reduce import (
     BucketReducer,
     DistributedOptimizer,
     ReducerMaker,
-    ScatterUpdater,
+    ZeroUpdater,
     codec_named,
     parse_algorithm,
 )
@@ -104,7 +104,7 @@ class TestShardedOptimizer(DistributedOptimizerContract):
         if world.num_ranks == 1:  # there is nothing to shard
             whole = maker.make(parse_algorithm("flat"), wire="fp32")
             return AllReduceUpdater(optimizer, comm=world.duplicate(), reducer=whole, bucket_bytes=100)
-        return ScatterUpdater(
+        return ZeroUpdater(
             optimizer, comm=world.duplicate(), reducer=maker.make_scatter("auto", wire="fp32"), bucket_bytes=100,
             keeps_gradients=self.keeps_gradients, align_elems=1,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from hpctrain.reduce.collective_reducers.power_sgd import LowRankReducer
 from hpctrain.reduce.collective_reducers.top_k import TopKReducer
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer, run_to_end
-from hpctrain.reduce.factory import ReductionPlan
+from hpctrain.reduce.factory import ReductionRequest
 from hpctrain.run import Session, init
 from tests.gpu.check import Check, assert_close, assert_equal, samples, small_model
 
@@ -73,7 +73,7 @@ def _reductions(session: Session) -> dict[str, Any]:
     buckets = plan_buckets([_spec(shape) for shape in SHAPES], bucket_bytes=100_000)
     sums: list[tuple[str, list[torch.Tensor], list[torch.Tensor], float]] = []
     for algorithm, wire in EXACT:
-        plan = ReductionPlan(algorithm=algorithm, wire=wire)
+        plan = ReductionRequest(algorithm=algorithm, wire=wire)
         made = [session.reductions.make(plan, gradient_bytes=0).reducer for _ in range(2)]
         assert made[0].algorithm == algorithm, f"{algorithm} was requested, but {made[0].algorithm} runs"
         sums.append((f"{algorithm}, {wire}", *_both(made, buckets, session), 0.0))
@@ -122,7 +122,7 @@ def _sums(
             host[bucket.first_flag :] = 1
             buffer.copy_(host)
         run_to_end([reducer.reduce(place) for place in range(len(buckets))])
-        reducer.settle(applied=True, rescale=1.0)
+        reducer.end_step(applied=True, rescale=1.0)
         yield from [buffer.detach().cpu().clone() for buffer in memory]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from structure import public_modules, public_names
+from structure import names_of_two_things, public_modules, public_names
 
 import hpctrain
 from hpctrain.comm import World, run_threads
@@ -51,6 +51,10 @@ def test_what_type_checkers_and_completion_see_is_there(package: str) -> None:
         assert getattr(module, name) is not None
 
 
+def test_no_name_stands_for_two_things() -> None:
+    assert names_of_two_things() == {}
+
+
 def test_the_architecture_names_what_is_public() -> None:
     text = (REPOSITORY / "docs" / "architecture.md").read_text()
     (listed,) = re.findall(r"^\*\*Public\*\* are .*?\.(?= |\n)", text, flags=re.DOTALL | re.MULTILINE)
@@ -68,7 +72,6 @@ def test_the_architecture_names_what_is_public() -> None:
                 "FromRank0",
                 "Replicated",
                 "SaveOptions",
-                "Shard",
                 "State",
                 "load_newest_good",
                 "model_items",
@@ -80,6 +83,12 @@ def test_the_architecture_names_what_is_public() -> None:
             "session.save_state and session.load_state",
         ),
         ("hpctrain.resume", "hpctrain.train.resume", "session.load_state"),
+        ("hpctrain.Shard", *["hpctrain.checkpoint.TensorShard"] * 2),
+        ("hpctrain.StopPlan", *["hpctrain.TimeToStop"] * 2),
+        ("hpctrain.checkpoint.Saving", *["hpctrain.checkpoint.CheckpointSave"] * 2),
+        ("hpctrain.checkpoint.Shard", *["hpctrain.checkpoint.TensorShard"] * 2),
+        ("hpctrain.data.Batches", *["hpctrain.data.EpochIterator"] * 2),
+        ("hpctrain.data.verify", *["hpctrain.data.verify_dataset"] * 2),
         ("hpctrain.testing.UpdaterContract", *["hpctrain.testing.DistributedOptimizerContract"] * 2),
     ],
 )

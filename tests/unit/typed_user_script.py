@@ -17,9 +17,9 @@ from hpctrain import (
     ParallelPlan,
     Position,
     Session,
-    StopPlan,
     StopRequest,
     Task,
+    TimeToStop,
     WallClock,
     WireFormat,
 )
@@ -27,8 +27,8 @@ from hpctrain.checkpoint import (
     FromRank0,
     Replicated,
     SaveOptions,
-    Shard,
     State,
+    TensorShard,
     load_newest_good,
     model_items,
 )
@@ -49,7 +49,7 @@ def train(task: Task, directory: Path) -> list[str]:
     loader: Loader = session.loader(dataset, global_batch=4)
     stop: StopRequest = StopRequest().install()
     clock: WallClock = WallClock.start()
-    plan: StopPlan = StopPlan(margin_s=60)
+    plan: TimeToStop = TimeToStop(margin_s=60)
     with loader.epoch(Position().epoch) as batches:
         for batch in batches:
             one: Batch = batch
@@ -63,7 +63,7 @@ def train(task: Task, directory: Path) -> list[str]:
             *model_items(model),
             Replicated(name="weight", tensor=weight),
             FromRank0(name="buffer", tensor=weight),
-            Shard(name="rows", tensor=weight, global_shape=(4,), offset=(2 * session.rank,)),
+            TensorShard(name="rows", tensor=weight, global_shape=(4,), offset=(2 * session.rank,)),
         ]
     )
     options: SaveOptions = SaveOptions(keep=2)
@@ -78,6 +78,6 @@ def train(task: Task, directory: Path) -> list[str]:
     wire: WireFormat = WireFormat(name="site", codec="site_wires:Codec", bytes_per_element=1)
     print(wire.name)
     plan_again: hpctrain.distributed.ParallelPlan = ParallelPlan()
-    print(plan_again, hpctrain.data.verify, hpctrain.hvd.allreduce, hpctrain.testing.CodecContract)
+    print(plan_again, hpctrain.data.verify_dataset, hpctrain.hvd.allreduce, hpctrain.testing.CodecContract)
     print(hpctrain.lightning.DDPStrategy, load_newest_good, hpctrain.__version__)
     return list(hpctrain.open_checkpoint(directory / "step-00000001.h5", comm=session.world).tensors)

@@ -275,7 +275,7 @@ class CellTimer:
         run_to_end([reducer.reduce(number) for number in numbers])
         self._wait_for_device()
         seconds = time.perf_counter() - started
-        reducer.settle(applied=True, rescale=1.0)
+        reducer.end_step(applied=True, rescale=1.0)
         error = 0.0
         if check:
             error = self._gradients.relative_error(self._buffers[key][first], bucket=self._buckets[first])
@@ -334,7 +334,7 @@ class AllReduceAsked:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class AllReduceRow:
     """A row of the table. Bandwidths are in bytes/s.
 
     Attributes:
@@ -379,7 +379,7 @@ class Row:
 
 @dataclass(slots=True)
 class AllReduceMeasured:
-    rows: list[Row]
+    rows: list[AllReduceRow]
     notes: list[str]
 
 
@@ -410,7 +410,7 @@ def measure_all_reduce(
             f"memory holds the buffers of {len(groups[0])} of {len(pairs)} reducers at once: they are measured in "
             f"{len(groups)} groups, one after another, shuffled only within a group"
         )
-    rows: list[Row] = []
+    rows: list[AllReduceRow] = []
     left_out: dict[str, list[tuple[str, str]]] = {}
     for number, group in enumerate(groups):
         reducers = _make(group, make, left_out=left_out)
@@ -424,7 +424,7 @@ def measure_all_reduce(
         timer.plan()
         measured = timer.measure(repeats=asked.repeats, warmup=asked.warmup)
         rows += [
-            row_of(
+            row_of_cell(
                 found, reducers[found.cell.algorithm, found.cell.wire], topology=topology, asked=asked,
                 link_bytes_per_s=link_bytes_per_s,
             )
@@ -487,14 +487,14 @@ def notes_of(left_out: Mapping[str, Sequence[tuple[str, str]]]) -> list[str]:
     return lines
 
 
-def row_of(
+def row_of_cell(
     measured: CellResult,
     reducer: BucketReducer,
     *,
     topology: Topology,
     asked: AllReduceAsked,
     link_bytes_per_s: float | None,
-) -> Row:
+) -> AllReduceRow:
     """Returns the row of a cell. With several buckets in flight, bytes and time are those of all of them together."""
     cell, count = measured.cell, asked.in_flight
     seconds = spread_of(measured.samples_s)
@@ -506,7 +506,7 @@ def row_of(
             cell.num_elements * count, wire=reducer.wire, num_nodes=topology.num_nodes,
             link_bytes_per_s=link_bytes_per_s,
         )  # fmt: skip
-    return Row(
+    return AllReduceRow(
         algorithm=cell.algorithm,
         runs=reducer.algorithm,
         wire=cell.wire,

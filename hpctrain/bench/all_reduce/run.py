@@ -15,7 +15,7 @@ from rich.table import Table
 from hpctrain.bench.all_reduce.measure import (
     AllReduceAsked,
     AllReduceMeasured,
-    Row,
+    AllReduceRow,
     bound_seconds,
     bus_bandwidth,
     measure_all_reduce,
@@ -32,11 +32,11 @@ from hpctrain.reduce import (
     NCCL_ALGORITHMS,
     Algorithm,
     BucketReducer,
-    Means,
+    Capabilities,
     ReducerMaker,
-    ReductionPlan,
-    ScatterReducer,
-    decide,
+    ReductionRequest,
+    ZeroReducer,
+    choose_algorithm,
     encodes_every_value,
     make_reduction,
     parse_algorithm,
@@ -155,7 +155,7 @@ class ReducersHere:
         if algorithm != AUTO:
             wires = AUTO_WIRES if wire == AUTO else (wire,)
             for each in wires:
-                check_runs(parse_algorithm(algorithm), wire=each, means=self._maker.means)
+                check_runs(parse_algorithm(algorithm), wire=each, capabilities=self._maker.capabilities)
         if AUTO in (algorithm, wire):
             return self._by_measurement(algorithm, wire)
         # start_step=0: compressed from the first reduction on, as in the middle of a training run.
@@ -166,11 +166,11 @@ class ReducersHere:
     def _by_measurement(self, algorithm: str, wire: str) -> BucketReducer:
         session = self._session
         made = make_reduction(
-            session.world, ReductionPlan(algorithm=algorithm, wire=wire), topology=session.topology,
+            session.world, ReductionRequest(algorithm=algorithm, wire=wire), topology=session.topology,
             device=session.device, gradient_bytes=self._gradient_bytes, nccl=self._nccl, note=session.note,
         )  # fmt: skip
         self.calibrations[algorithm, wire] = made.record
-        assert not isinstance(made.reducer, ScatterReducer)
+        assert not isinstance(made.reducer, ZeroReducer)
         return made.reducer
 
     def lines(self) -> list[str]:
@@ -193,15 +193,15 @@ class ReducersHere:
         return lines
 
 
-def check_runs(asked: Algorithm, *, wire: str, means: Means) -> None:
+def check_runs(asked: Algorithm, *, wire: str, capabilities: Capabilities) -> None:
     """Raises UsageError if another algorithm would run instead of `asked`. The message does not name `asked`."""
-    if means.topology.num_ranks == 1:
+    if capabilities.topology.num_ranks == 1:
         if asked is not Algorithm.FLAT:
             raise UsageError("one rank sends nothing, so that all algorithms are the same: see flat")
         return
-    if asked is Algorithm.FLAT and means.nccl is not None and encodes_every_value(wire):
-        raise UsageError(f"{means.nccl.value} would run instead: Horovod was started with it")
-    decision = decide(asked, wire=wire, means=means)
+    if asked is Algorithm.FLAT and capabilities.nccl is not None and encodes_every_value(wire):
+        raise UsageError(f"{capabilities.nccl.value} would run instead: Horovod was started with it")
+    decision = choose_algorithm(asked, wire=wire, capabilities=capabilities)
     if decision.note is not None:
         reason = decision.note.rpartition(" is used: ")[2]
         raise UsageError(f"{decision.algorithm.value} would run instead: {reason}")
@@ -214,7 +214,7 @@ SCHEMA = "hpctrain.bench.allreduce/1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class LinkRate:
     """The rate of a node's link in one direction. `source` is `given` or `measured`."""
 
     bytes_per_s: float
@@ -237,14 +237,14 @@ def parse_link(text: str | None) -> float | None:
     return mbit * 1e6 / 8
 
 
-def find_link(text: str | None, *, session: Session) -> Link | None:
+def find_link(text: str | None, *, session: Session) -> LinkRate | None:
     """Returns the link rate that was given, or measures it. Collective.
 
     None if no rate is requested or it cannot be measured.
     """
     given = parse_link(text)
     if given is not None:
-        return Link(bytes_per_s=given, source="given")
+        return LinkRate(bytes_per_s=given, source="given")
     if text is None:
         return None
     transport = session.world.transport(session.topology)
@@ -260,7 +260,7 @@ def find_link(text: str | None, *, session: Session) -> Link | None:
     if found is None:
         session.note("the link is not measured: there is one node")
         return None
-    return Link(bytes_per_s=found, source="measured")
+    return LinkRate(bytes_per_s=found, source="measured")
 
 
 def all_reduce_on(
@@ -268,7 +268,7 @@ def all_reduce_on(
     asked: AllReduceAsked,
     *,
     reducers: ReducersHere,
-    link: Link | None,
+    link: LinkRate | None,
     progress: Callable[[float], None],
 ) -> AllReduceMeasured:
     """Runs `measure_all_reduce` with the reducers of `session`. Collective."""
@@ -289,7 +289,7 @@ def all_reduce_document(
     found: AllReduceMeasured,
     *,
     reducers: ReducersHere,
-    link: Link | None,
+    link: LinkRate | None,
     commit: str | None,
 ) -> dict[str, Any]:
     """Returns the JSON document of `--json`, whose fields docs/guides/benchmarks.md describes.
@@ -324,7 +324,7 @@ def all_reduce_document(
 # Table of the all-reduce measurement.
 
 
-def all_reduce_table(rows: Sequence[Row], *, title: str) -> Table:
+def all_reduce_table(rows: Sequence[AllReduceRow], *, title: str) -> Table:
     """Returns a table with one row per cell.
 
     It has traffic columns on several nodes, and a time bound if it is known.
@@ -396,7 +396,12 @@ def check_plot(path: Path) -> None:
 
 
 def plot_all_reduce(
-    rows: Sequence[Row], path: Path, *, topology: Topology, title: str, link_bytes_per_s: float | None = None
+    rows: Sequence[AllReduceRow],
+    path: Path,
+    *,
+    topology: Topology,
+    title: str,
+    link_bytes_per_s: float | None = None,
 ) -> None:
     """Writes the plot, with a colour per algorithm, a line style per wire format, and the quartiles as a band.
 
@@ -453,7 +458,7 @@ def plot_all_reduce(
         plt.close(figure)
 
 
-def _mb_per_s(row: Row, seconds: float) -> float:
+def _mb_per_s(row: AllReduceRow, seconds: float) -> float:
     """Returns the row's bus bandwidth in MB/s, for a reduction that takes `seconds`."""
     return row.busbw * row.seconds.median / seconds / 1e6 if seconds > 0 else 0.0
 

@@ -169,7 +169,7 @@ def measure_checkpoint(
         for method in background:
             method.close()
     rows = [
-        row_of(method, turns, num_bytes=raw.num_bytes if method.name == COPY else state.num_bytes)
+        row_of_method(method, turns, num_bytes=raw.num_bytes if method.name == COPY else state.num_bytes)
         for method in methods
     ]
     return CheckpointMeasured(
@@ -199,7 +199,7 @@ def take_turns(
     return found
 
 
-def row_of(
+def row_of_method(
     method: TimedMethod, turns: Mapping[str, Sequence[MethodTime]], *, num_bytes: int
 ) -> CheckpointRow:
     """Returns the row of one method.

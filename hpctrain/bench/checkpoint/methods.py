@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from hpctrain.bench.page_cache import evict
 from hpctrain.checkpoint import (
     BackgroundThread,
+    CheckpointSave,
     HostBuffers,
     PageCache,
     ReplicaCheck,
     Replicated,
     SaveOptions,
-    Saving,
     State,
     load,
     save,
@@ -236,7 +236,7 @@ class RawWriting:
     def turn(self) -> MethodTime:
         on_rank_0(self._comm, lambda: _tried(lambda: self._share.create(self._path)))
         seconds = own_seconds(self._comm, lambda: self._share.write(self._path))
-        remove(self._path, comm=self._comm)
+        remove_and_sync(self._path, comm=self._comm)
         return MethodTime(seconds=seconds)
 
 
@@ -263,7 +263,7 @@ class SyncSaving:
         )  # fmt: skip
         seconds = slowest_since(self._comm, begin_s)
         self.engine = done.engine.value
-        remove(done.path, comm=self._comm)
+        remove_and_sync(done.path, comm=self._comm)
         return MethodTime(seconds=seconds)
 
 
@@ -323,7 +323,7 @@ class Copying:
 
 @final
 class AsyncSaving:
-    """Saves with `Saving`, buffers and a thread, as in training, between steps that do nothing.
+    """Saves with `CheckpointSave`, buffers and a thread, as in training, between steps that do nothing.
 
     Its stall is the time for which a training loop waits: at the start, with the copy, and at the end of each phase.
     Asking whether all ranks are ready is not counted, since training does so together with the gradients. It owns a
@@ -345,7 +345,7 @@ class AsyncSaving:
     def turn(self) -> MethodTime:
         make_folder(self._directory, comm=self._comm)
         begin_s = begin(self._comm)
-        saving = Saving.begin(
+        saving = CheckpointSave.begin(
             self._state, directory=self._directory, step=1, comm=self._comm, options=self._options,
             buffers=self._buffers, executor=self._executor,
         )  # fmt: skip
@@ -358,7 +358,7 @@ class AsyncSaving:
                 stall_s += time.perf_counter() - boundary_s
         seconds = slowest_since(self._comm, begin_s)
         self.engine = done.engine.value
-        remove(done.path, comm=self._comm)
+        remove_and_sync(done.path, comm=self._comm)
         return MethodTime(seconds=seconds, stall_s=float(max(all_gather_json(self._comm, stall_s))))
 
     def close(self) -> None:
@@ -435,7 +435,7 @@ def own_seconds(comm: Collective, function: Callable[[], object]) -> float:
     return float(max(all_gather_json(comm, mine)))
 
 
-def remove(path: Path, *, comm: Collective) -> None:
+def remove_and_sync(path: Path, *, comm: Collective) -> None:
     """Removes a file or a folder and syncs its directory, so that later times do not include this. Collective."""
 
     def gone() -> None:

@@ -22,7 +22,7 @@ from hpctrain.bench.scaling.sweep import (
     ScalingDocument,
     ScalingRun,
     SweepSettings,
-    check_resumable,
+    check_same_sweep,
     check_settings,
     document_start,
     plan_runs,
@@ -30,11 +30,11 @@ from hpctrain.bench.scaling.sweep import (
     remaining_runs,
     write_scaling_document,
 )
-from hpctrain.bench.step.plan import StepCell, recipe_of, scratch_folder, shares_cores, threads_of_a_rank
+from hpctrain.bench.step.plan import StepCell, recipe_of, runs_folder, shares_cores, threads_of_a_rank
 from hpctrain.bench.step.run import HowToRun, launch_run, read_steps
 from hpctrain.data import add_sample_sums
 from hpctrain.errors import DataError, LaunchError, StoppedEarly, UsageError
-from hpctrain.launch import Launcher, Machine, SlurmController, survey_machine
+from hpctrain.launch import Launcher, LocalMachine, SlurmController, survey_machine
 from hpctrain.run import Recipe, to_toml, working_commit
 from hpctrain.slurm import kill_jobs, plan_job, queued_jobs, submit_job
 from hpctrain.telemetry import RunDirectory, in_words
@@ -353,7 +353,7 @@ class _Sweep:
     recipe: Recipe
     settings: SweepSettings
     place: SweepPlace
-    machine: Machine
+    machine: LocalMachine
     head: dict[str, Any]
     runs: list[ScalingRun] = field(default_factory=list)
 
@@ -424,14 +424,14 @@ def measure_sweep(
     starter = _starter(sweep, threads=threads)
     shared = settings.start == "jobs" or bool(os.environ.get("SLURM_JOB_ID"))
     if left:
-        with _scratch(place.scratch or scratch_folder(recipe, shared=shared)) as folder:
+        with _scratch(place.scratch or runs_folder(recipe, shared=shared)) as folder:
             _measure(sweep, left, starter=starter, threads=threads, folder=Path(folder))
     document = sweep.document()
     write_scaling_document(place.document, document)
     return document
 
 
-def _threads(recipe: Recipe, settings: SweepSettings, *, machine: Machine) -> int:
+def _threads(recipe: Recipe, settings: SweepSettings, *, machine: LocalMachine) -> int:
     """Returns the default number of CPU threads per rank."""
     if settings.start == "jobs":
         return recipe.slurm.cpus_per_task
@@ -439,7 +439,7 @@ def _threads(recipe: Recipe, settings: SweepSettings, *, machine: Machine) -> in
 
 
 def _begin(
-    recipe: Recipe, settings: SweepSettings, *, place: SweepPlace, machine: Machine, resume: bool
+    recipe: Recipe, settings: SweepSettings, *, place: SweepPlace, machine: LocalMachine, resume: bool
 ) -> _Sweep:
     if settings.start == "jobs":
         check_jobs(recipe)
@@ -455,7 +455,7 @@ def _begin(
             )
     runs: list[ScalingRun] = []
     if resume and previous is not None:
-        check_resumable(
+        check_same_sweep(
             previous, settings=settings, recipe=recipe.model_dump(mode="json"), commit=commit, machine=head["machine"]
         )  # fmt: skip
         head = {name: getattr(previous, name) for name in ("time", "commit", "machine", "versions")}

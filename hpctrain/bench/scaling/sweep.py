@@ -254,7 +254,7 @@ def check_settings(settings: SweepSettings, *, batch: int) -> None:
             )
 
 
-def cells_of(settings: SweepSettings, *, batch: int) -> list[StepCell]:
+def sweep_cells(settings: SweepSettings, *, batch: int) -> list[StepCell]:
     """Returns the sizes of the sweep: each number of ranks with its global batch.
 
     In strong scaling the ranks share the recipe's batch; in weak scaling each rank has that batch.
@@ -270,7 +270,7 @@ def plan_runs(settings: SweepSettings, *, batch: int) -> list[PlannedRun]:
 
     More repeats only add rounds, so that the order of earlier rounds stays.
     """
-    cells = cells_of(settings, batch=batch)
+    cells = sweep_cells(settings, batch=batch)
     order = order_of_runs(cells, repeats=settings.repeats, seed=settings.seed)
     return [
         PlannedRun(round=number // len(cells), place=number % len(cells), cell=cell)
@@ -284,7 +284,7 @@ def remaining_runs(planned: Iterable[PlannedRun], done: Iterable[ScalingRun]) ->
     return [run for run in planned if (run.round, run.cell.num_ranks) not in measured]
 
 
-def check_resumable(
+def check_same_sweep(
     previous: ScalingDocument,
     *,
     settings: SweepSettings,

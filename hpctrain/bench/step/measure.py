@@ -16,12 +16,12 @@ from rich.table import Table
 from hpctrain.bench.document import document_head, write_document
 from hpctrain.bench.figures import Spread, describe_ms, describe_spread, empty_table, show_number, spread_of
 from hpctrain.bench.step.plan import (
-    Scaling,
+    ScalingKind,
     StepAsked,
     StepCell,
     cells_of,
     order_of_runs,
-    scratch_folder,
+    runs_folder,
     shares_cores,
     threads_of_a_rank,
 )
@@ -41,7 +41,7 @@ class StepRow:
     step in which a rank is blocked by communication, as the mean over steps and ranks.
     """
 
-    mode: Scaling
+    mode: ScalingKind
     cell: StepCell
     samples_per_s: Spread
     step_s: Spread
@@ -104,7 +104,7 @@ def _describe(cell: StepCell) -> str:
     return f"{cell.num_ranks} rank{'s' if cell.num_ranks > 1 else ''}, global batch {cell.global_batch}"
 
 
-def rows_of(asked: StepAsked, runs: Sequence[StepRun], *, batch: int) -> list[StepRow]:
+def rows_of_runs(asked: StepAsked, runs: Sequence[StepRun], *, batch: int) -> list[StepRow]:
     """Returns a row per mode and number of ranks, from the runs of its cell. `batch` is the recipe's global batch."""
     by_cell: dict[StepCell, list[StepRun]] = {}
     for run in runs:
@@ -202,9 +202,9 @@ def bench_step(
         recipe = recipe.model_copy(
             update={"run": recipe.run.model_copy(update={"threads_per_rank": threads})}
         )
-    place = scratch or scratch_folder(recipe, shared=bool(os.environ.get("SLURM_JOB_ID")))
+    place = scratch or runs_folder(recipe, shared=bool(os.environ.get("SLURM_JOB_ID")))
     runs = measure_steps(recipe, asked, how=how, scratch=place)
-    rows = rows_of(asked, runs, batch=recipe.data.global_batch)
+    rows = rows_of_runs(asked, runs, batch=recipe.data.global_batch)
     if json_path is not None:
         write_document(json_path, _document(recipe, asked, rows, runs, how=how, commit=commit))
     _warn_of_shared_cores(asked, how=how)

@@ -11,11 +11,11 @@ from enum import Enum
 from pathlib import Path
 
 from hpctrain.errors import UsageError
-from hpctrain.launch import Machine, place_ranks
+from hpctrain.launch import LocalMachine, place_ranks
 from hpctrain.run import Recipe
 
 
-class Scaling(str, Enum):
+class ScalingKind(str, Enum):
     """The kinds of scaling.
 
     STRONG: the ranks share the recipe's global batch. WEAK: each rank has that global batch.
@@ -41,7 +41,7 @@ class StepAsked:
     """
 
     ranks: tuple[int, ...]
-    modes: tuple[Scaling, ...]
+    modes: tuple[ScalingKind, ...]
     steps: int
     warmup_steps: int
     repeats: int
@@ -58,9 +58,9 @@ class StepAsked:
                 "least 1 step, 0 warm-up steps and 1 repeat"
             )
 
-    def cell(self, mode: Scaling, num_ranks: int, *, batch: int) -> StepCell:
+    def cell(self, mode: ScalingKind, num_ranks: int, *, batch: int) -> StepCell:
         """Returns the configuration for a mode and a number of ranks. `batch` is the recipe's global batch."""
-        factor = num_ranks if mode is Scaling.WEAK else 1
+        factor = num_ranks if mode is ScalingKind.WEAK else 1
         return StepCell(num_ranks=num_ranks, global_batch=batch * factor)
 
 
@@ -72,9 +72,9 @@ def parse_ranks(text: str, *, option: str = "--ranks") -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in words}))
 
 
-def parse_modes(text: str) -> tuple[Scaling, ...]:
+def parse_modes(text: str) -> tuple[ScalingKind, ...]:
     """Parses `strong`, `weak`, or both separated by a comma. Raises UsageError."""
-    modes = {mode.value: mode for mode in Scaling}
+    modes = {mode.value: mode for mode in ScalingKind}
     words = list(dict.fromkeys(word.strip() for word in text.split(",")))
     unknown = [word for word in words if word not in modes]
     if unknown:
@@ -86,7 +86,7 @@ def parse_modes(text: str) -> tuple[Scaling, ...]:
 
 def cells_of(asked: StepAsked, *, batch: int) -> list[StepCell]:
     """Returns every configuration once, sorted. Raises UsageError if a rank would have no sample."""
-    too_many = [n for n in asked.ranks if Scaling.STRONG in asked.modes and n > batch]
+    too_many = [n for n in asked.ranks if ScalingKind.STRONG in asked.modes and n > batch]
     if too_many:
         raise UsageError(
             f"{too_many[0]} ranks cannot share the recipe's global batch of {batch} (strong scaling): use fewer "
@@ -137,7 +137,7 @@ def recipe_of(recipe: Recipe, cell: StepCell, *, directory: Path, steps: int, th
 # every rank.
 
 
-def threads_of_a_rank(most_ranks: int, *, machine: Machine, ranks_per_node: int | None) -> int:
+def threads_of_a_rank(most_ranks: int, *, machine: LocalMachine, ranks_per_node: int | None) -> int:
     """Returns the threads per rank for all sizes: OMP_NUM_THREADS or SLURM_CPUS_PER_TASK, else cores per rank.
 
     The cores per rank are those at the largest number of ranks, since one rank on all cores would not be a fair
@@ -150,7 +150,7 @@ def threads_of_a_rank(most_ranks: int, *, machine: Machine, ranks_per_node: int 
     return max(1, machine.num_cores // most.ranks_on_a_node)
 
 
-def scratch_folder(recipe: Recipe, *, shared: bool) -> Path:
+def runs_folder(recipe: Recipe, *, shared: bool) -> Path:
     """Returns a folder for the runs' files.
 
     It is the temporary folder or, if all nodes must see it (`shared`), the run directory's nearest existing parent.
@@ -163,7 +163,7 @@ def scratch_folder(recipe: Recipe, *, shared: bool) -> Path:
     return place
 
 
-def shares_cores(num_ranks: int, *, machine: Machine, ranks_per_node: int | None) -> bool:
+def shares_cores(num_ranks: int, *, machine: LocalMachine, ranks_per_node: int | None) -> bool:
     """Returns True if there are more ranks than cores on this machine.
 
     In a Slurm job it returns False, since Slurm has given each rank its cores.

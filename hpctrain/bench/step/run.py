@@ -12,7 +12,7 @@ from typing import Any
 
 from hpctrain.bench.step.plan import StepCell, recipe_of
 from hpctrain.errors import HpctrainError, LaunchError, StoppedEarly, from_exit_code
-from hpctrain.launch import ForkServer, Launcher, Machine, plan_launch, resolve_command, run_launch
+from hpctrain.launch import ForkServer, Launcher, LocalMachine, plan_launch, resolve_command, run_launch
 from hpctrain.run import Recipe, to_toml
 from hpctrain.telemetry import RunDirectory
 
@@ -61,7 +61,7 @@ class HowToRun:
     threads: the threads per rank. module_folder: a folder that is searched for the task.
     """
 
-    machine: Machine
+    machine: LocalMachine
     launcher: Launcher
     ranks_per_node: int | None
     threads: int
@@ -86,7 +86,9 @@ def run_once(
         recipe_path = directory / "recipe.toml"
         recipe_path.write_text(to_toml(asked), encoding="utf-8")
         launch_run(recipe_path, cell, how=how, output=directory / "output.txt")
-        return read_run(directory / "run", cell, first_step=warmup_steps + 1, last_step=warmup_steps + steps)
+        return read_step_records(
+            directory / "run", cell, first_step=warmup_steps + 1, last_step=warmup_steps + steps
+        )
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -133,7 +135,7 @@ def _failure(exit_code: int, *, cell: StepCell, plan_line: str, output: Path) ->
     )
 
 
-def read_run(directory: Path, cell: StepCell, *, first_step: int, last_step: int) -> StepRun:
+def read_step_records(directory: Path, cell: StepCell, *, first_step: int, last_step: int) -> StepRun:
     """Reads the records of the steps `first_step` to `last_step` of all ranks. Raises LaunchError if any is missing."""
     by_rank = read_steps(directory, num_ranks=cell.num_ranks, first_step=first_step, last_step=last_step)
     at_once = list(zip(*by_rank, strict=True))

@@ -22,21 +22,21 @@ from hpctrain.checkpoint.dcp.metadata import (
     GROUPS,
     METADATA_FILE,
     VERSION,
+    ArchiveLocation,
     DcpMetadata,
     DcpObject,
     DcpTensor,
-    Place,
     below,
     key_of,
-    name_of,
     optimizer_path,
     read_metadata,
+    tensor_name,
 )
 from hpctrain.checkpoint.files.io_errors import explained
-from hpctrain.checkpoint.format.boxes import Box, split_box, whole
+from hpctrain.checkpoint.format.boxes import Box, split_box, whole_box
 from hpctrain.checkpoint.format.dtypes import dtype_named, empty_tensor
 from hpctrain.checkpoint.format.metadata import StoredTensor
-from hpctrain.checkpoint.format.state import SEPARATOR, Replicated, Shard, State
+from hpctrain.checkpoint.format.state import SEPARATOR, Replicated, State, TensorShard
 from hpctrain.checkpoint.format.typed_values import decode, get_inline
 from hpctrain.checkpoint.loading.checkpoint import Checkpoint, open_checkpoint
 from hpctrain.checkpoint.loading.restore import MODEL_PREFIX
@@ -59,7 +59,7 @@ from hpctrain.version import __version__
 
 
 def locate_tensor(
-    directory: Path, place: Place, *, dtype: str, shape: Sequence[int], verify: bool
+    directory: Path, place: ArchiveLocation, *, dtype: str, shape: Sequence[int], verify: bool
 ) -> Located:
     """Returns where the content of the tensor in a torch.save archive lies in its file.
 
@@ -73,7 +73,7 @@ def locate_tensor(
     return found
 
 
-def read_object(directory: Path, place: Place, *, verify: bool) -> Any:
+def read_object(directory: Path, place: ArchiveLocation, *, verify: bool) -> Any:
     """Returns the value in a torch.save archive, read by `read_pickled_data` without unpickling.
 
     Raises CheckpointError.
@@ -200,7 +200,7 @@ def _selected(
         raise CheckpointError(f"{source} has no tensor{where}: nothing to import", agreed=True)
     is_ours = any(item.path == (OWN_ENTRY,) for item in objects)
     is_bare = not is_ours and all(len(tensor.path) == 1 for tensor in tensors)
-    names = [f"{MODEL_PREFIX if is_bare else ''}{name_of(tensor.path)}" for tensor in tensors]
+    names = [f"{MODEL_PREFIX if is_bare else ''}{tensor_name(tensor.path)}" for tensor in tensors]
     ((name, count),) = Counter(names).most_common(1)
     if count > 1:
         raise CheckpointError(
@@ -294,7 +294,7 @@ def _items(
     *,
     rank: int,
     num_ranks: int,
-) -> list[Replicated | Shard]:
+) -> list[Replicated | TensorShard]:
     """Returns the memory-mapped items that `rank` of `num_ranks` passes to the save.
 
     A tensor stored in one chunk is `Replicated`, the same on every rank. Tensors in several chunks become shards,
@@ -302,8 +302,8 @@ def _items(
     """
     names = sorted({chunk.place.file for tensor in tensors.values() for chunk in tensor.chunks})
     files = {name: map_file(source / name) for name in names}
-    items: list[Replicated | Shard] = []
-    shards: list[Shard] = []
+    items: list[Replicated | TensorShard] = []
+    shards: list[TensorShard] = []
     for name, tensor in tensors.items():
         if math.prod(tensor.shape) == 0:
             items.append(Replicated(name=name, tensor=empty_tensor(tensor.shape, dtype=tensor.dtype)))
@@ -318,7 +318,7 @@ def _items(
         for chunk, content in zip(tensor.chunks, contents, strict=True):
             most = max(1, SHARD_BYTES // content.element_size())
             shards += [
-                Shard(
+                TensorShard(
                     name=name,
                     tensor=content[part.slices(origin=chunk.box.offset)],
                     global_shape=tensor.shape,
@@ -452,7 +452,7 @@ def _value(encoded: Any) -> Any:
 
 
 def _units_of(key: str, tensor: StoredTensor) -> list[_Unit]:
-    box = whole(tensor.shape)
+    box = whole_box(tensor.shape)
     boxes = list(split_box(box, max_elems=REGION_BYTES // tensor.elem_bytes)) or [box]
     return [_Unit(key=key, content=tensor, box=part, number=number) for number, part in enumerate(boxes)]
 

@@ -71,7 +71,7 @@ def optimizer_path(path: Path) -> Path | None:
     return rest if is_state or is_group else None
 
 
-def name_of(path: Path) -> str:
+def tensor_name(path: Path) -> str:
     """Returns the name that the tensor at `path` gets in our checkpoint."""
     found = optimizer_path(path)
     if found is not None and found[0] == STATE:
@@ -83,7 +83,7 @@ def name_of(path: Path) -> str:
 def path_of(name: str) -> Path:
     """Returns the path of the tensor with this name of our checkpoint.
 
-    It is the inverse of `name_of`, except that dots may be divided differently among the parts of the path.
+    It is the inverse of `tensor_name`, except that dots may be divided differently among the parts of the path.
     """
     if name.startswith(OUR_OPTIMIZER) and SEPARATOR in name:
         return (OPTIMIZER, STATE, *name[len(OUR_OPTIMIZER) :].split(SEPARATOR))
@@ -101,7 +101,7 @@ _CLASSES = "torch.distributed.checkpoint.metadata."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class ArchiveLocation:
     """Where a torch.save archive lies: the file of the checkpoint, the archive's first byte and its length in bytes."""
 
     file: str
@@ -110,11 +110,11 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
+class ArchivedBox:
     """A box of a tensor, and the archive that holds it."""
 
     box: Box
-    place: Place
+    place: ArchiveLocation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +124,7 @@ class DcpTensor:
     path: Path
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ArchivedBox, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -136,7 +136,7 @@ class DcpObject:
     """An object of the DCP checkpoint that is not a tensor, written by torch.save."""
 
     path: Path
-    place: Place
+    place: ArchiveLocation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +171,7 @@ class DcpMetadata:
                     dtype=dtype,
                     shape=tuple(shape),
                     chunks=tuple(
-                        Chunk(box=Box(offset=tuple(offset), shape=tuple(size)), place=_place(*place))
+                        ArchivedBox(box=Box(offset=tuple(offset), shape=tuple(size)), place=_place(*place))
                         for offset, size, *place in chunks
                     ),
                 )
@@ -233,7 +233,7 @@ def _metadata(value: Any) -> DcpMetadata:
     entries, storage, paths = state["state_dict_metadata"], state["storage_data"], state.get("planner_data")
     if not isinstance(entries, dict) or not isinstance(storage, dict) or not isinstance(paths, dict | None):
         raise TypeError("a part of it is not a dict")
-    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    places: dict[tuple[str, tuple[int, ...] | None], ArchiveLocation] = {}
     for index, info in storage.items():
         where = _state(index, f"{_CLASSES}MetadataIndex")
         offset = where.get("offset")
@@ -249,7 +249,9 @@ def _metadata(value: Any) -> DcpMetadata:
     return DcpMetadata(tensors=tuple(tensors), objects=tuple(objects))
 
 
-def _tensor(key: str, path: Path, entry: Any, *, places: dict[Any, Place], steps: Steps) -> DcpTensor:
+def _tensor(
+    key: str, path: Path, entry: Any, *, places: dict[Any, ArchiveLocation], steps: Steps
+) -> DcpTensor:
     state = _state(entry, f"{_CLASSES}TensorStorageMetadata")
     dtype, layout = _state(state["properties"], f"{_CLASSES}TensorProperties", kind=tuple)[:2]
     if layout.name != "torch.serialization._get_layout" or layout.args != ("torch.strided",):
@@ -267,7 +269,7 @@ def _tensor(key: str, path: Path, entry: Any, *, places: dict[Any, Place], steps
                 f"tensor {key!r}: the chunk {box} does not lie inside its shape {list(shape)}"
             )
         if box.num_elems:
-            chunks.append(Chunk(box=box, place=_found(places, key, box.offset)))
+            chunks.append(ArchivedBox(box=box, place=_found(places, key, box.offset)))
     try:
         covered = cover_exactly([chunk.box for chunk in chunks], shape=shape, steps=steps)
     except TooFragmentedError as error:
@@ -360,7 +362,7 @@ def _path(key: Any, path: Any) -> Path:
     return path
 
 
-def _stored(info: Any) -> Place:
+def _stored(info: Any) -> ArchiveLocation:
     state = _state(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
     if state.get("transform_descriptors"):
         raise CheckpointError(
@@ -369,21 +371,21 @@ def _stored(info: Any) -> Place:
         )
     if type(state["relative_path"]) is not str:
         raise TypeError("the name of a file is not text")
-    return Place(
+    return ArchiveLocation(
         file=state["relative_path"], begin=_number(state["offset"]), num_bytes=_number(state["length"])
     )
 
 
-def _found(places: dict[Any, Place], key: str, offset: tuple[int, ...] | None) -> Place:
+def _found(places: dict[Any, ArchiveLocation], key: str, offset: tuple[int, ...] | None) -> ArchiveLocation:
     if (key, offset) not in places:
         what = "its content" if offset is None else f"the chunk at {list(offset)}"
         raise CheckpointError(f"{key!r}: it does not say where {what} is stored")
     return places[key, offset]
 
 
-def _place_to_json(place: Place) -> list[Any]:
+def _place_to_json(place: ArchiveLocation) -> list[Any]:
     return [place.file, place.begin, place.num_bytes]
 
 
-def _place(file: str, begin: int, num_bytes: int) -> Place:
-    return Place(file=file, begin=begin, num_bytes=num_bytes)
+def _place(file: str, begin: int, num_bytes: int) -> ArchiveLocation:
+    return ArchiveLocation(file=file, begin=begin, num_bytes=num_bytes)

@@ -27,8 +27,8 @@ from hpctrain.checkpoint.engines.write_engines import (
     files_of,
     obstacle_to_mpio,
     own_group,
+    write_collectively,
     write_direct,
-    write_together,
 )
 from hpctrain.checkpoint.files.direct_io import Staging
 from hpctrain.checkpoint.files.io_errors import explained, read_fully
@@ -97,7 +97,7 @@ def _one(path: Path, *, engine: str, rank_bytes: int, comm: Collective) -> float
     comm.barrier()
     begin_s = time.perf_counter()
     if engine == "mpio":
-        agreed(comm, lambda: write_together(path, byte_ranges, comm=comm), os_error=CheckpointError)
+        agreed(comm, lambda: write_collectively(path, byte_ranges, comm=comm), os_error=CheckpointError)
     else:
         agreed(comm, lambda: write_direct(path, byte_ranges), os_error=CheckpointError)
     took_s = time.perf_counter() - begin_s
@@ -171,14 +171,14 @@ class EngineChoice:
     ) -> None:
         """Writes this rank's bytes to the existing file at `path` and flushes them to disk.
 
-        Collective with MPIO (see `write_together`), not collective with DIRECT.
+        Collective with MPIO (see `write_collectively`), not collective with DIRECT.
 
         Args:
             path: The file, already allocated.
             byte_ranges: The content, as pairs of file offset and bytes.
             structure: Further byte ranges, which the leader of the file will soon read back.
             comm: All ranks of the save.
-            groups: World ranks that write to each file, for MPIO; see `write_together`.
+            groups: World ranks that write to each file, for MPIO; see `write_collectively`.
             bypass_cache: Write past the page cache, for DIRECT; see `write_direct`.
             staging: Memory to join small byte ranges in, for DIRECT; see `write_direct`.
             limit_bytes_per_s: Maximum write rate of this rank, in bytes/s; None: no limit.
@@ -194,7 +194,7 @@ class EngineChoice:
             if self.filesystem.is_lustre:
                 num_ranks = len(own_group(comm, groups=groups))
                 hints.update(stripes_for(_size_of(path)).hints(num_ranks=num_ranks))
-            write_together(
+            write_collectively(
                 path, itertools.chain(structure, byte_ranges), comm=comm, groups=groups, hints=hints,
                 block_bytes=alignment_of(self.filesystem),
             )  # fmt: skip

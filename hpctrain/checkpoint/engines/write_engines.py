@@ -166,7 +166,7 @@ def own_group(comm: Collective, *, groups: Sequence[Sequence[int]] | None) -> tu
     return tuple(comm.members) if groups is None else next(tuple(group) for group in groups if mine in group)
 
 
-def write_together(
+def write_collectively(
     path: Path,
     byte_ranges: Iterable[ByteRange],
     *,

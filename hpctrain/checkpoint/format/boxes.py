@@ -44,7 +44,7 @@ class Box:
         return f"[{', '.join(spans)}]"
 
 
-def whole(shape: Sequence[int]) -> Box:
+def whole_box(shape: Sequence[int]) -> Box:
     return Box(offset=(0,) * len(shape), shape=tuple(shape))
 
 

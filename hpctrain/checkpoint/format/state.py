@@ -54,7 +54,7 @@ class FromRank0:
 
 
 def tensor_items(name: str, tensor: torch.Tensor) -> list[Item]:
-    """Returns the items that save a tensor: one `Replicated`, or for a DTensor a `Shard` of this rank's part.
+    """Returns the items that save a tensor: one `Replicated`, or for a DTensor a `TensorShard` of this rank's part.
 
     For a DTensor the list is empty if this rank's part is empty or if another rank holds and saves the same part.
     """
@@ -63,21 +63,21 @@ def tensor_items(name: str, tensor: torch.Tensor) -> list[Item]:
     part = local_part(tensor.detach())
     if not part.numel() or not is_first_replica(tensor):
         return []
-    return [Shard(name=name, tensor=part, global_shape=tuple(tensor.shape), offset=box_of(tensor)[0])]
+    return [TensorShard(name=name, tensor=part, global_shape=tuple(tensor.shape), offset=box_of(tensor)[0])]
 
 
 def element_items(name: str, part: torch.Tensor, *, shard: ElementShard) -> list[Item]:
     """Returns the shards that save this rank's range of a parameter's elements, or a tensor that belongs to the
     parameter.
 
-    A range of a flattened array is at most a few boxes; each becomes one `Shard` of a tensor with the parameter's
+    A range of a flattened array is at most a few boxes; each becomes one `TensorShard` of a tensor with the parameter's
     shape. `part` has the shape of `shard.part` (perhaps empty), or any other shape if it describes the parameter as
     a whole, such as an optimizer's step counter. Such a tensor is saved by the rank that holds the parameter's
     first element.
     """
     if part.shape != shard.part.shape:
         offset = (0,) * part.dim()
-        whole = Shard(name=name, tensor=part, global_shape=tuple(part.shape), offset=offset)
+        whole = TensorShard(name=name, tensor=part, global_shape=tuple(part.shape), offset=offset)
         return [whole] if shard.begin == 0 else []
     items: list[Item] = []
     values, begin = part.detach().reshape(-1), 0
@@ -85,13 +85,13 @@ def element_items(name: str, part: torch.Tensor, *, shard: ElementShard) -> list
     for box in boxes_of_range(shard.memory_shape, start=shard.begin, stop=shard.end):
         tensor = values[begin : begin + box.num_elems].view(box.shape).permute(places)
         offset = tuple(box.offset[place] for place in places)
-        items.append(Shard(name=name, tensor=tensor, global_shape=shard.shape, offset=offset))
+        items.append(TensorShard(name=name, tensor=tensor, global_shape=shard.shape, offset=offset))
         begin += box.num_elems
     return items
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Shard:
+class TensorShard:
     """This rank's box of a global tensor: `tensor` lies at `offset` in an array of `global_shape`.
 
     The shards of all ranks together must hold every element exactly once. A rank may have none, one, or several
@@ -114,7 +114,7 @@ class Shard:
         return Box(offset=tuple(self.offset), shape=tuple(self.tensor.shape))
 
 
-Item: TypeAlias = Replicated | FromRank0 | Shard
+Item: TypeAlias = Replicated | FromRank0 | TensorShard
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,8 +135,8 @@ class State:
 
     def sources(self) -> list[Item]:
         """Returns the items in the order of the write plan: those that every rank lists, by name, then the shards."""
-        listed = [item for item in self.items if not isinstance(item, Shard)]
-        shards = [item for item in self.items if isinstance(item, Shard)]
+        listed = [item for item in self.items if not isinstance(item, TensorShard)]
+        shards = [item for item in self.items if isinstance(item, TensorShard)]
         return [*sorted(listed, key=attrgetter("name")), *shards]
 
     def from_rank_0(self) -> State:
@@ -181,7 +181,7 @@ def header_of(item: Item) -> Header:
     """
     check_plain(item.tensor)
     dtype = dtype_name(item.tensor.dtype)
-    if not isinstance(item, Shard):
+    if not isinstance(item, TensorShard):
         return Header(
             name=item.name, dtype=dtype, shape=tuple(item.tensor.shape), box=None,
             from_rank_0=isinstance(item, FromRank0),

@@ -206,7 +206,7 @@ class _Encoder:
         }
 
     def _at(self, path: Path) -> str:
-        return describe(self._where, path)
+        return describe_value(self._where, path)
 
 
 class _Decoder:
@@ -281,13 +281,13 @@ class _Decoder:
         if not isinstance(present, _FUNCTIONS) or _name_of(present) != name:
             here = _name_of(present) if isinstance(present, _FUNCTIONS) else "none"
             raise CheckpointError(
-                f"{describe(self._where, path)} is the function {name} there, {here} here: functions are not stored, "
-                "make the object with the same one"
+                f"{describe_value(self._where, path)} is the function {name} there, {here} here: functions are not "
+                "stored, make the object with the same one"
             )
         return present
 
 
-def describe(where: str, path: Path) -> str:
+def describe_value(where: str, path: Path) -> str:
     """Returns text for messages: the value's description, followed by the keys that lead to the place at `path`."""
     return where + "".join(f"[{key!r}]" for key in path)
 

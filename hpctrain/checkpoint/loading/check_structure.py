@@ -131,7 +131,7 @@ def read_structure(path: Path) -> Structure:
             text = data.decode()
         for number, part in enumerate(metadata.parts, start=1):
             _refuse_link(path / part.name)
-            check_part(
+            check_part_file(
                 path / part.name,
                 taken=places[number],
                 num_bytes=part.num_bytes,
@@ -160,7 +160,9 @@ def content_places(metadata: Metadata) -> list[list[tuple[int, int]]]:
     return places
 
 
-def check_part(path: Path, *, taken: Sequence[tuple[int, int]], num_bytes: int, structure_hash: str) -> None:
+def check_part_file(
+    path: Path, *, taken: Sequence[tuple[int, int]], num_bytes: int, structure_hash: str
+) -> None:
     """Verifies all of a part file except tensor content.
 
     `taken` contains the byte ranges, (offset, length), of the file's header and tensor content; `num_bytes` is the

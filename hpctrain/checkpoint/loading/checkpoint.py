@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
 from hpctrain.checkpoint.files.direct_io import fresh_tensor, memory_of
 from hpctrain.checkpoint.files.io_errors import explained
-from hpctrain.checkpoint.format.boxes import Box, whole
+from hpctrain.checkpoint.format.boxes import Box, whole_box
 from hpctrain.checkpoint.format.metadata import (
     Metadata,
     StoredPiece,
@@ -182,7 +182,7 @@ class Checkpoint:
         Raises:
             CheckpointError: Unless the box lies within the tensor.
         """
-        begin = whole(tensor.shape).offset if offset is None else tuple(offset)
+        begin = whole_box(tensor.shape).offset if offset is None else tuple(offset)
         if shape is None and len(begin) == len(tensor.shape):
             shape = tuple(n - o for n, o in zip(tensor.shape, begin, strict=True))
         region = Box(offset=begin, shape=tuple(shape or ()))
@@ -289,7 +289,7 @@ def _with_path(error: CheckpointError, path: Path) -> str:
 
 
 def _whole(tensor: StoredTensor) -> _Box:
-    box = whole(tensor.shape)
+    box = whole_box(tensor.shape)
     return box.offset, box.shape
 
 
@@ -323,7 +323,7 @@ class Sharing(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unit:
+class ReadUnit:
     """A part of a tensor that one rank reads and sends to the other ranks of its node.
 
     Its bytes are `begin` to `begin + num_bytes - 1` of the tensor.
@@ -336,7 +336,7 @@ class Unit:
     element_run: ElementRun
 
 
-def units_of(tensor: StoredTensor) -> list[Unit] | None:
+def units_of(tensor: StoredTensor) -> list[ReadUnit] | None:
     """Returns the tensor cut into units, or None if it cannot be shared.
 
     It cannot be if a byte range of the file is not contiguous in the tensor too, or is too large for one round of
@@ -355,12 +355,14 @@ def units_of(tensor: StoredTensor) -> list[Unit] | None:
                 return None
             begin = (place + element_run.start) * tensor.elem_bytes
             units.append(
-                Unit(name=tensor.name, begin=begin, num_bytes=num_bytes, piece=piece, element_run=element_run)
+                ReadUnit(
+                    name=tensor.name, begin=begin, num_bytes=num_bytes, piece=piece, element_run=element_run
+                )
             )
     return units
 
 
-def divide(units: Sequence[Unit], *, num_ranks: int) -> list[list[list[Unit]]]:
+def divide_units(units: Sequence[ReadUnit], *, num_ranks: int) -> list[list[list[ReadUnit]]]:
     """Distributes units over the `num_ranks` ranks of a node: returns for each rank its units, grouped in rounds.
 
     Pure, with the same result on every rank. The units, in their order, are divided into parts of about equal
@@ -368,7 +370,7 @@ def divide(units: Sequence[Unit], *, num_ranks: int) -> list[list[list[Unit]]]:
     """
     total_bytes = sum(unit.num_bytes for unit in units)
     most_bytes = _ROUND_BYTES // num_ranks
-    shares: list[list[list[Unit]]] = [[] for _ in range(num_ranks)]
+    shares: list[list[list[ReadUnit]]] = [[] for _ in range(num_ranks)]
     free_bytes = [0] * num_ranks
     position = 0
     for unit in units:
@@ -430,7 +432,7 @@ def read_sharing(
     any rank finds damage.
     """
     not_whole = set().union(*all_gather_json(comm, sorted(regions)))
-    units: list[Unit] = []
+    units: list[ReadUnit] = []
     own: list[str] = []
     for name in names:
         found = None if name in not_whole else units_of(checkpoint.tensors[name])
@@ -439,7 +441,7 @@ def read_sharing(
         else:
             units += found
     node = next(ranks for ranks in nodes if comm.rank in ranks)
-    shares_by_size = {len(ranks): divide(units, num_ranks=len(ranks)) for ranks in nodes}
+    shares_by_size = {len(ranks): divide_units(units, num_ranks=len(ranks)) for ranks in nodes}
     shares = dict(zip(node, shares_by_size[len(node)], strict=True))
     num_rounds = max(len(rounds) for divided in shares_by_size.values() for rounds in divided)
     loaded: dict[str, torch.Tensor] = {}
@@ -456,7 +458,7 @@ def read_sharing(
         for unit in (unit for units in shares[comm.rank] for unit in units):
             stored = checkpoint.tensors[unit.name]
             read = planned_run(
-                stored, piece=unit.piece, element_run=unit.element_run, region=whole(stored.shape),
+                stored, piece=unit.piece, element_run=unit.element_run, region=whole_box(stored.shape),
                 target=memory[unit.name],
             )  # fmt: skip
             assert read is not None
@@ -487,7 +489,7 @@ def read_sharing(
 
 
 def _exchange(
-    comm: Collective, *, round_of: Mapping[int, Sequence[Unit]], memory: Mapping[str, NDArray[Any]]
+    comm: Collective, *, round_of: Mapping[int, Sequence[ReadUnit]], memory: Mapping[str, NDArray[Any]]
 ) -> None:
     """Sends this rank's units of one round to the other ranks of the node, and copies theirs into `memory`.
     Collective.

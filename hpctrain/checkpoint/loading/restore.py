@@ -26,7 +26,7 @@ from hpctrain.checkpoint.loading.checkpoint import (
     say_rejected,
 )
 from hpctrain.comm import Collective, agreed, doing, on_rank_0
-from hpctrain.distributed import part_of, pipeline_of
+from hpctrain.distributed import pipeline_of, shard_like
 from hpctrain.errors import CheckpointError
 
 # Loads one checkpoint, or the newest one that no rank finds damaged.
@@ -386,7 +386,7 @@ def load_weights(
         values=values, reads=own, strict=strict,
     )  # fmt: skip
     state = model_state(loaded.tensors, present=present)
-    here = {name: part_of(value, own[name]) if name in own else value for name, value in state.items()}
+    here = {name: shard_like(value, own[name]) if name in own else value for name, value in state.items()}
     model.load_state_dict(here, strict=False)
     return loaded
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.format.boxes import Box, split_box, whole
+from hpctrain.checkpoint.format.boxes import Box, split_box, whole_box
 from hpctrain.checkpoint.format.metadata import StoredTensor
 from hpctrain.checkpoint.format.tensor_difference import Amount, Tolerance, amount_of
 from hpctrain.checkpoint.loading.checkpoint import Checkpoint, open_checkpoint
@@ -140,11 +140,11 @@ def compare(
         changed=tuple(changed),
         only_in_first=tuple(name for name in one if name not in two),
         only_in_second=tuple(name for name in two if name not in one),
-        entries=() if prefix else tuple(compare_documents(opened[0].document, opened[1].document)),
+        entries=() if prefix else tuple(compare_json(opened[0].document, opened[1].document)),
     )
 
 
-def compare_documents(first: Any, second: Any, *, path: str = "") -> Iterator[EntryDifference]:
+def compare_json(first: Any, second: Any, *, path: str = "") -> Iterator[EntryDifference]:
     """Yields the entries in which two JSON values differ, each with a path such as `key.key[2]`."""
     missing = object()
     if isinstance(first, Mapping) and isinstance(second, Mapping):
@@ -161,7 +161,7 @@ def compare_documents(first: Any, second: Any, *, path: str = "") -> Iterator[En
 
 def _compare_entry(first: Any, second: Any, path: str, missing: object) -> Iterator[EntryDifference]:
     if first is not missing and second is not missing:
-        yield from compare_documents(first, second, path=path)
+        yield from compare_json(first, second, path=path)
         return
     one, two = (None if value is missing else json.dumps(value, sort_keys=True) for value in (first, second))
     yield EntryDifference(path=path, first=one, second=two)
@@ -192,7 +192,7 @@ def _regions(first: StoredTensor, second: StoredTensor) -> Iterator[tuple[str, B
     """Yields the boxes to compare, each with the tensor's name; none if the shapes differ."""
     if first.shape == second.shape:
         elem_bytes = max(first.elem_bytes, second.elem_bytes)
-        for region in split_box(whole(first.shape), max_elems=REGION_BYTES // elem_bytes):
+        for region in split_box(whole_box(first.shape), max_elems=REGION_BYTES // elem_bytes):
             yield first.name, region
 
 

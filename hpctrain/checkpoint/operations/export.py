@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hpctrain.checkpoint.files.io_errors import explained
-from hpctrain.checkpoint.format.boxes import Box, split_box, whole
+from hpctrain.checkpoint.format.boxes import Box, split_box, whole_box
 from hpctrain.checkpoint.format.dtypes import byte_view
 from hpctrain.checkpoint.format.metadata import StoredTensor
 from hpctrain.checkpoint.format.state import encode_document
@@ -112,7 +112,7 @@ def export_safetensors(
     about = {"format": "pt", "hpctrain": __version__, "step": str(checkpoint.step)}
     if not prefix:
         about["document"] = encode_document(checkpoint.document)
-    header = encode_header(placed, about=about)
+    header = safetensors_header(placed, about=about)
     num_bytes = len(header) + sum(entry.tensor.num_bytes for entry in placed)
     partial = Path(on_rank_0(comm, lambda: _create(target, header=header, num_bytes=num_bytes)))
     try:
@@ -206,7 +206,7 @@ def place_tensors(tensors: Mapping[str, StoredTensor]) -> list[_Placed]:
     return placed
 
 
-def encode_header(placed: Sequence[_Placed], *, about: Mapping[str, str]) -> bytes:
+def safetensors_header(placed: Sequence[_Placed], *, about: Mapping[str, str]) -> bytes:
     """Returns the start of a safetensors file: 8 bytes with the length of the header, then the header.
 
     The header is JSON, padded with spaces to a multiple of 8 bytes. Raises CheckpointError for dtypes and names
@@ -238,7 +238,9 @@ def _regions(placed: Sequence[_Placed]) -> Iterator[tuple[_Placed, Box, int]]:
     """Yields boxes of at most REGION_BYTES that make up the tensors, each with its byte offset in the data section."""
     for entry in placed:
         offset = entry.offset
-        for region in split_box(whole(entry.tensor.shape), max_elems=REGION_BYTES // entry.tensor.elem_bytes):
+        for region in split_box(
+            whole_box(entry.tensor.shape), max_elems=REGION_BYTES // entry.tensor.elem_bytes
+        ):
             yield entry, region, offset
             offset += region.num_elems * entry.tensor.elem_bytes
 

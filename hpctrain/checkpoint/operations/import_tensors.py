@@ -20,7 +20,7 @@ from hpctrain.checkpoint.files.io_errors import explained
 from hpctrain.checkpoint.format.boxes import Box, boxes_of_range, split_box
 from hpctrain.checkpoint.format.dtypes import dtype_named, empty_tensor
 from hpctrain.checkpoint.format.metadata import StoredPiece, StoredTensor
-from hpctrain.checkpoint.format.state import Replicated, Shard, State
+from hpctrain.checkpoint.format.state import Replicated, State, TensorShard
 from hpctrain.checkpoint.loading.check_structure import is_checkpoint, opened
 from hpctrain.checkpoint.loading.checkpoint import Checkpoint
 from hpctrain.checkpoint.loading.restore import MODEL_PREFIX
@@ -40,7 +40,7 @@ SHARD_BYTES = 32 << 20
 THREADS_TIMEOUT_S = 7 * 86400.0  # a copy can take terabytes
 
 
-def map_items(checkpoint: Checkpoint, *, rank: int, num_ranks: int) -> list[Replicated | Shard]:
+def map_items(checkpoint: Checkpoint, *, rank: int, num_ranks: int) -> list[Replicated | TensorShard]:
     """Returns the items that `rank` of `num_ranks` passes to a save of a checkpoint's content. Not collective.
 
     A tensor stored in one piece is `Replicated`: every rank maps it, and the save divides it. A tensor in several
@@ -50,8 +50,8 @@ def map_items(checkpoint: Checkpoint, *, rank: int, num_ranks: int) -> list[Repl
     tensors = checkpoint.tensors
     numbers = {piece.file for tensor in tensors.values() for piece in tensor.pieces if piece.box.num_elems}
     files = {number: map_file(checkpoint.files[number]) for number in sorted(numbers)}
-    items: list[Replicated | Shard] = []
-    shards: list[Shard] = []
+    items: list[Replicated | TensorShard] = []
+    shards: list[TensorShard] = []
     for tensor in tensors.values():
         if math.prod(tensor.shape) == 0:
             items.append(Replicated(name=tensor.name, tensor=empty_tensor(tensor.shape, dtype=tensor.dtype)))
@@ -64,13 +64,13 @@ def map_items(checkpoint: Checkpoint, *, rank: int, num_ranks: int) -> list[Repl
             for piece in tensor.pieces:
                 content = _content(files[piece.file], piece, tensor=tensor)
                 shards += [
-                    Shard(name=tensor.name, tensor=part, global_shape=shape, offset=box.offset)
+                    TensorShard(name=tensor.name, tensor=part, global_shape=shape, offset=box.offset)
                     for box, part in _shards_of(content, piece, tensor=tensor)
                 ]
     return [*items, *shards_of_rank(shards, rank=rank, num_ranks=num_ranks)]
 
 
-def shards_of_rank(shards: Sequence[Shard], *, rank: int, num_ranks: int) -> list[Shard]:
+def shards_of_rank(shards: Sequence[TensorShard], *, rank: int, num_ranks: int) -> list[TensorShard]:
     """Returns the part of `shards` that `rank` passes to a save: neighbours, with about equal bytes on each rank."""
     total_bytes = sum(shard.tensor.nbytes for shard in shards)
     found, begin = [], 0

@@ -16,7 +16,15 @@ import numpy as np
 import torch
 
 from hpctrain.checkpoint.format.metadata import Metadata, empty_part_block, encode_header
-from hpctrain.checkpoint.format.state import FromRank0, Header, Item, Shard, State, encode_document, header_of
+from hpctrain.checkpoint.format.state import (
+    FromRank0,
+    Header,
+    Item,
+    State,
+    TensorShard,
+    encode_document,
+    header_of,
+)
 from hpctrain.checkpoint.planning.hdf5_skeleton import (
     Skeleton,
     SkeletonDataset,
@@ -25,7 +33,7 @@ from hpctrain.checkpoint.planning.hdf5_skeleton import (
     room_for,
     tensors_text,
 )
-from hpctrain.checkpoint.planning.rank_extents import Group, OwnBytes, own_bytes
+from hpctrain.checkpoint.planning.rank_extents import ExtentGroup, OwnBytes, own_bytes
 from hpctrain.checkpoint.planning.replicas import Replicas
 from hpctrain.checkpoint.planning.write_plan import (
     EvenShards,
@@ -165,7 +173,7 @@ class FileLayout:
         except RuntimeError:  # a tensor without a shape, nested or lazy: planning reports it
             return False
 
-    def groups_unchanged(self, sources: Sequence[Item]) -> Iterator[Group]:
+    def groups_unchanged(self, sources: Sequence[Item]) -> Iterator[ExtentGroup]:
         """Yields the groups of `own`, for a thread that writes them while the caller may change the tensors.
 
         Raises CheckpointError for a tensor whose dtype or shape has changed, just before its bytes would be taken.
@@ -262,7 +270,7 @@ def _frame(sources: Sequence[Item], *, file_of_rank: Sequence[int], alignment: i
         alignment,
         tuple(file_of_rank),
         [s.name for s in sources],
-        [(s.offset, s.global_shape) for s in sources if isinstance(s, Shard)],
+        [(s.offset, s.global_shape) for s in sources if isinstance(s, TensorShard)],
         [number for number, s in enumerate(sources) if isinstance(s, FromRank0)],
     ]
 

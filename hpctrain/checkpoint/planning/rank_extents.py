@@ -35,7 +35,7 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class ExtentGroup:
     """Byte ranges of tensors that are taken at once: a single one, or small ones that are contiguous in the file.
 
     `extents` are the numbers of the rank's extents in the group, in order. `offset` is the file offset of a group
@@ -50,7 +50,7 @@ class Group:
 
 # Groups with their bytes. The bytes stay valid until the save is finished, but those of groups joined in memory of a
 # `Staging` only until the next group is taken.
-Content: TypeAlias = Iterator[tuple[Group, memoryview]]
+Content: TypeAlias = Iterator[tuple[ExtentGroup, memoryview]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +63,7 @@ class OwnBytes:
         runs: For each extent its byte ranges in the file, (offset, length), in the order of its bytes.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[ExtentGroup, ...]
     extent_bytes: tuple[int, ...]
     runs: tuple[tuple[tuple[int, int], ...], ...]
 
@@ -140,7 +140,7 @@ def own_bytes(
     )
 
 
-def laid_end_to_end(segments: Sequence[Segment]) -> OwnBytes:
+def join_segments(segments: Sequence[Segment]) -> OwnBytes:
     """Returns the segments as if they were the extents of a file, one after another."""
     runs: list[tuple[tuple[int, int], ...]] = []
     position = 0
@@ -157,7 +157,7 @@ def laid_end_to_end(segments: Sequence[Segment]) -> OwnBytes:
 
 def _grouped(
     segments: Sequence[tuple[Segment, range]], runs: Sequence[tuple[tuple[int, int], ...]]
-) -> Iterator[Group]:
+) -> Iterator[ExtentGroup]:
     small: list[Segment] = []
     extents: list[int] = []
     begin = end = 0
@@ -165,10 +165,10 @@ def _grouped(
         is_small = segment.num_bytes < _SMALL_BYTES and len(numbers) == 1 and len(runs[numbers[0]]) == 1
         offset = runs[numbers[0]][0][0]
         if small and (not is_small or offset != end or end + segment.num_bytes - begin > _JOINED_BYTES):
-            yield Group(segments=tuple(small), extents=extents, num_bytes=end - begin, offset=begin)
+            yield ExtentGroup(segments=tuple(small), extents=extents, num_bytes=end - begin, offset=begin)
             small, extents = [], []
         if not is_small:
-            yield Group(segments=(segment,), extents=numbers, num_bytes=segment.num_bytes, offset=None)
+            yield ExtentGroup(segments=(segment,), extents=numbers, num_bytes=segment.num_bytes, offset=None)
             continue
         if not small:
             begin = end = offset
@@ -176,11 +176,11 @@ def _grouped(
         extents.append(numbers[0])
         end += segment.num_bytes
     if small:
-        yield Group(segments=tuple(small), extents=extents, num_bytes=end - begin, offset=begin)
+        yield ExtentGroup(segments=tuple(small), extents=extents, num_bytes=end - begin, offset=begin)
 
 
 def content_of(
-    sources: Sequence[Item], own: OwnBytes, *, groups: Iterable[Group], staging: Staging
+    sources: Sequence[Item], own: OwnBytes, *, groups: Iterable[ExtentGroup], staging: Staging
 ) -> Content:
     """Yields the bytes of each of `groups`, which belong to `own`.
 
@@ -245,7 +245,7 @@ def _places(own: OwnBytes) -> Iterator[int]:
         position += group.num_bytes
 
 
-def _copy_group(target: torch.Tensor, sources: Sequence[Item], group: Group, *, wait: bool) -> None:
+def _copy_group(target: torch.Tensor, sources: Sequence[Item], group: ExtentGroup, *, wait: bool) -> None:
     """Copies a group into `target`: uint8, shape (group.num_bytes,), on the host.
 
     Small tensors of one device are joined there and copied at once. Unless `wait` is set, copies from a device are

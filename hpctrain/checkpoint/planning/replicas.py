@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint.files.direct_io import Staging
 from hpctrain.checkpoint.format.state import Item, Replicated
 from hpctrain.checkpoint.format.tensor_difference import Tolerance, amount_of
-from hpctrain.checkpoint.planning.rank_extents import Segment, content_of, laid_end_to_end, view_of
+from hpctrain.checkpoint.planning.rank_extents import Segment, content_of, join_segments, view_of
 from hpctrain.checkpoint.planning.write_plan import EXTENT_BYTES
 from hpctrain.comm import Collective, ReduceOp, all_gather_json, check_same, describe_ranks, raise_together
 from hpctrain.errors import CheckpointError, UsageError
@@ -178,10 +178,10 @@ def compare_replicas(
 
 def _hashes(segments: Sequence[Segment], sources: Sequence[Item]) -> NDArray[np.uint64]:
     """Returns the hash of each segment: uint64, shape (num_segments,)."""
-    laid = laid_end_to_end(segments)
+    own_bytes = join_segments(segments)
     hashes = np.zeros(len(segments), dtype=np.uint64)
-    for _ in laid.byte_ranges(
-        content_of(sources, laid, groups=laid.groups, staging=Staging()), hashes=hashes
+    for _ in own_bytes.byte_ranges(
+        content_of(sources, own_bytes, groups=own_bytes.groups, staging=Staging()), hashes=hashes
     ):
         pass
     return hashes

@@ -26,7 +26,14 @@ from typing import TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.format.boxes import Box, Steps, TooFragmentedError, cover_exactly, split_box, whole
+from hpctrain.checkpoint.format.boxes import (
+    Box,
+    Steps,
+    TooFragmentedError,
+    cover_exactly,
+    split_box,
+    whole_box,
+)
 from hpctrain.checkpoint.format.dtypes import dataset_path, dtype_named
 from hpctrain.checkpoint.format.state import Header
 from hpctrain.errors import CheckpointError
@@ -74,10 +81,10 @@ class EvenShards(Sequence[Sequence[Header]]):
             return [self[one] for one in range(*rank.indices(self.num_ranks))]
         if not 0 <= rank < self.num_ranks:
             raise IndexError(rank)
-        return [replace(header, box=rows_of(header, rank=rank)) for header in self.first]
+        return [replace(header, box=even_box(header, rank=rank)) for header in self.first]
 
 
-def rows_of(header: Header, *, rank: int) -> Box:
+def even_box(header: Header, *, rank: int) -> Box:
     """Returns the box of an even tensor that `rank` holds, given the header of the first rank."""
     assert header.box is not None
     return Box(offset=(rank * header.box.shape[0], *header.box.offset[1:]), shape=header.box.shape)
@@ -363,7 +370,7 @@ class WritePlan:
 
         for source in self._ahead if rank == 0 else ():
             tensor = self._index[self._replicated[source].name]
-            add(tensor, 0, whole(self.tensors[tensor].view), source=source, start=0)
+            add(tensor, 0, whole_box(self.tensors[tensor].view), source=source, start=0)
         file = self.files.of_rank[rank]
         for place, begin, end in self._division.pieces(self.files.position_of(rank)):
             box = Box(offset=(begin,), shape=(end - begin,))
@@ -389,7 +396,7 @@ class WritePlan:
             planned = self.tensors[tensor]
             found[tensor, number] = PlannedPiece(
                 file=file, dataset=dataset_path(planned.name, number=nth), box=box,
-                shape=planned.shape if box == whole(planned.view) else box.shape,
+                shape=planned.shape if box == whole_box(planned.view) else box.shape,
             )  # fmt: skip
         return found
 
@@ -404,16 +411,16 @@ class WritePlan:
     def _boxes_in(self, file: int) -> Iterator[tuple[PieceKey, int, Box]]:
         """Yields for each piece in a file its key, its number among the tensor's pieces in this file, and its box."""
         if self.files.count == 1:
-            yield from (((t, 0), 0, whole(tensor.view)) for t, tensor in enumerate(self.tensors))
+            yield from (((t, 0), 0, whole_box(tensor.view)) for t, tensor in enumerate(self.tensors))
             return
         if file == self.files.of_rank[0]:
             for source in self._ahead:
                 tensor = self._index[self._replicated[source].name]
                 if self.tensors[tensor].num_bytes:
-                    yield (tensor, 0), 0, whole(self.tensors[tensor].view)
+                    yield (tensor, 0), 0, whole_box(self.tensors[tensor].view)
         if file == 0:  # tensors without elements are written by no rank
             empty = (t for t, tensor in enumerate(self.tensors) if not tensor.num_bytes)
-            yield from (((tensor, 0), 0, whole(self.tensors[tensor].view)) for tensor in empty)
+            yield from (((tensor, 0), 0, whole_box(self.tensors[tensor].view)) for tensor in empty)
         for place, begin, end in self._division.pieces_of_run(file, ends=self._ends):
             number = self._division.number_of_run(file, place, ends=self._ends)
             yield (self._line_tensors[place], number), 0, Box(offset=(begin,), shape=(end - begin,))
@@ -421,7 +428,7 @@ class WritePlan:
             ranks = self.files.ranks_of(file).tolist()
             for header in self._shards.first:
                 for nth, rank in enumerate(ranks):
-                    yield (self._index[header.name], rank), nth, rows_of(header, rank=rank)
+                    yield (self._index[header.name], rank), nth, even_box(header, rank=rank)
         else:
             yield from self._listed_shards[1].get(file, ())
 

@@ -174,7 +174,7 @@ def daly_interval_s(*, cost_s: float, failure_every_s: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Advice:
+class IntervalAdvice:
     """The recommended save interval, and the measurements that it follows from, in seconds.
 
     Attributes:
@@ -207,13 +207,13 @@ class Advice:
         )
 
 
-def advise(*, cost_s: float, write_s: float, failures_per_day: float) -> Advice:
+def advise(*, cost_s: float, write_s: float, failures_per_day: float) -> IntervalAdvice:
     """Returns the recommended interval for measured times.
 
     It is never shorter than a write, since only one save can be in progress.
     """
     failure_every_s = SECONDS_PER_DAY / failures_per_day if failures_per_day > 0 else math.inf
-    return Advice(
+    return IntervalAdvice(
         interval_s=max(
             daly_interval_s(cost_s=cost_s, failure_every_s=failure_every_s), write_s - cost_s, 0.0
         ),
@@ -235,7 +235,7 @@ class Costs:
         self._stall_s.append(stall_s)
         self._write_s.append(write_s)
 
-    def advice(self, *, failures_per_day: float) -> Advice | None:
+    def advice(self, *, failures_per_day: float) -> IntervalAdvice | None:
         """Returns the recommended interval for the median costs; None before the first checkpoint."""
         if not self._stall_s:
             return None

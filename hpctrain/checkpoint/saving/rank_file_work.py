@@ -51,7 +51,7 @@ from hpctrain.checkpoint.retention.delete_old import retain
 from hpctrain.checkpoint.saving.save_options import SaveOptions, retention_of
 from hpctrain.comm import Collective, agreed, on_rank_0
 from hpctrain.errors import CheckpointError, HpctrainError
-from hpctrain.storage import InUseError, check_claim, claim, hash_of, sync_directory, write_fully
+from hpctrain.storage import InUseError, check_lease, hash_of, sync_directory, take_lease, write_fully
 
 # File operations of a save other than writing content: allocation, metadata, commit header, and the final
 # rename.
@@ -83,7 +83,7 @@ def _claim(directory: Path) -> None:
     Raises CheckpointError if another run saves to the directory.
     """
     try:
-        claim(
+        take_lease(
             directory, beside=True, say=lambda text: print(f"hpctrain: {text}", file=sys.stderr, flush=True)
         )
     except InUseError as error:
@@ -140,7 +140,7 @@ def rename_finished(partial: Path, final: Path, *, unique: str) -> None:
     after the rename; if that fails, the next save deletes it. Raises CheckpointError.
     """
     try:
-        check_claim(final.parent, beside=True)
+        check_lease(final.parent, beside=True)
     except InUseError as error:
         raise CheckpointError(str(error)) from error
     step_forms = [final.with_name(name) for name in _forms(final.name)]

@@ -35,7 +35,7 @@ from hpctrain.checkpoint.planning.replicas import ON_MISMATCH, ReplicaMismatch, 
 from hpctrain.checkpoint.retention.policy import Retention
 from hpctrain.checkpoint.saving.background import HostBuffers, content_copied, submit
 from hpctrain.checkpoint.saving.rank_file_work import FileWork, create_partial
-from hpctrain.checkpoint.saving.save_options import SaveOptions, check_options, file_of_rank
+from hpctrain.checkpoint.saving.save_options import SaveOptions, check_save_options, file_of_rank
 from hpctrain.comm import Collective, agreed, doing, on_rank_0
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.public_names import warn_of_old_name
@@ -101,12 +101,12 @@ class Phase(NamedTuple):
 
 
 # A save as a generator: it yields each phase when this rank's work has been submitted, and is resumed, on all ranks
-# at the same point of the program, to wait for the work of all ranks. Its times are filled in by `Saving`.
+# at the same point of the program, to wait for the work of all ranks. Its times are filled in by `CheckpointSave`.
 Phases: TypeAlias = Generator[Phase, None, SaveResult]
 
 
 @final
-class Saving:
+class CheckpointSave:
     """A save in progress. Create it with `begin`, then call `advance` on every rank until it returns the result."""
 
     def __init__(self, phases: Phases, *, step: int, comm: Collective) -> None:
@@ -130,7 +130,7 @@ class Saving:
         options: SaveOptions = SaveOptions(),
         buffers: HostBuffers | None = None,
         executor: Executor | None = None,
-    ) -> Saving:
+    ) -> CheckpointSave:
         """Starts a save: agrees on the layout, allocates the files, copies the state, and starts writing. Collective.
 
         Only one save at a time may write to a directory.
@@ -219,10 +219,10 @@ def phases_of_save(
 ) -> Phases:
     """Saves `state`: plan, write, commit. Collective; a generator, see `Phases`.
 
-    The arguments are those of `Saving.begin`.
+    The arguments are those of `CheckpointSave.begin`.
     """
     # Which rank writes which bytes, and where: the ranks agree, and rank 0 or each file's leader creates the files.
-    requested = agreed(comm, lambda: check_options(options, step=step, num_ranks=comm.num_ranks))
+    requested = agreed(comm, lambda: check_save_options(options, step=step, num_ranks=comm.num_ranks))
     choice = choose_engine(requested, directory=directory, comm=comm, in_background=executor is not None)
     sources, header, layout, warning = _agree_on_layout(
         state, step=step, comm=comm, options=options, choice=choice
@@ -375,4 +375,4 @@ def save(
     """
     chosen = SaveOptions(keep=keep, engine=engine, **options)
     with collector_paused():  # also between the phases
-        return Saving.begin(state, directory=directory, step=step, comm=comm, options=chosen).finish()
+        return CheckpointSave.begin(state, directory=directory, step=step, comm=comm, options=chosen).finish()

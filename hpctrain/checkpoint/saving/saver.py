@@ -21,7 +21,7 @@ import torch
 
 from hpctrain.checkpoint.format.state import State
 from hpctrain.checkpoint.saving.background import BackgroundThread, HostBuffers
-from hpctrain.checkpoint.saving.save import SaveResult, Saving
+from hpctrain.checkpoint.saving.save import CheckpointSave, SaveResult
 from hpctrain.checkpoint.saving.save_options import SaveOptions
 from hpctrain.comm import Collective
 from hpctrain.errors import HpctrainError, UsageError
@@ -47,7 +47,7 @@ class WhenBusy(Enum):
 
 def saving_into(
     directory: Path | str, *, comm: Collective, options: SaveOptions | None = None
-) -> Callable[..., Saving]:
+) -> Callable[..., CheckpointSave]:
     """Returns the function that a `Saver` calls to start saves into `directory`. Not collective, but that function is.
 
     Args:
@@ -55,7 +55,9 @@ def saving_into(
         comm: The ranks that save together.
         options: Options of each save; None: the defaults.
     """
-    return functools.partial(Saving.begin, directory=directory, comm=comm, options=options or SaveOptions())
+    return functools.partial(
+        CheckpointSave.begin, directory=directory, comm=comm, options=options or SaveOptions()
+    )
 
 
 @final
@@ -66,8 +68,8 @@ class Saver:
     the next collective method, the same one on all ranks.
 
     Args:
-        begin: Starts a save, as `Saving.begin` without `directory`, `comm` and `options`; made by `saving_into` or
-            `saving_through`.
+        begin: Starts a save, as `CheckpointSave.begin` without `directory`, `comm` and `options`; made by
+            `saving_into` or `saving_through`.
         comm: The ranks that save together.
         mode: Whether training waits for the whole save ("sync") or only for the copy of the state ("async").
         when_busy: What a new save does while another is in progress: "wait" or "skip".
@@ -79,7 +81,7 @@ class Saver:
 
     def __init__(
         self,
-        begin: Callable[..., Saving],
+        begin: Callable[..., CheckpointSave],
         *,
         comm: Collective,
         mode: SaveMode | str = SaveMode.SYNC,
@@ -91,7 +93,7 @@ class Saver:
         self._mode = SaveMode(mode)
         self._when_busy = WhenBusy(when_busy)
         self._on_saved = on_saved
-        self._saving: Saving | None = None  # the save in progress
+        self._saving: CheckpointSave | None = None  # the save in progress
         self._closed = False
         self._thread: BackgroundThread | None = None
         self._buffers: HostBuffers | None = None
@@ -154,7 +156,7 @@ class Saver:
 
         It takes almost no time if `ready` is True on all ranks. Does nothing if no save is in progress.
         """
-        self._continue(Saving.advance)
+        self._continue(CheckpointSave.advance)
 
     def poll(self) -> None:
         """Calls `advance` if `ready` is True on all ranks. Collective.
@@ -171,7 +173,7 @@ class Saver:
 
     def finish(self) -> None:
         """Waits until the save in progress, if any, is committed. Collective."""
-        self._continue(Saving.finish)
+        self._continue(CheckpointSave.finish)
 
     def close(self) -> None:
         """Waits for the save in progress, then frees the host memory and ends the thread. Collective."""
@@ -211,7 +213,7 @@ class Saver:
 
     # ------------------------------------------------------------------ details
 
-    def _continue(self, act: Callable[[Saving], SaveResult | None]) -> None:
+    def _continue(self, act: Callable[[CheckpointSave], SaveResult | None]) -> None:
         """Continues the save in progress, if any, which has ended if `act` raises or returns a result. Collective."""
         saving, self._saving = self._saving, None
         if saving is None:
@@ -288,7 +290,7 @@ class AskedBySignal(Protocol):
 
 
 @final
-class SaveRequests:
+class CheckpointRequests:
     """Polls for requests of a checkpoint, by file or by signal. Not collective.
 
     `run_directory` is the directory of the request file; only one rank passes it, the others pass None. `every_s`

@@ -73,7 +73,7 @@ class Pace:
             self._begin_s -= delay_s
 
 
-def pieces_of(path: Path, *, chunk_bytes: int) -> Iterator[memoryview]:
+def file_pieces(path: Path, *, chunk_bytes: int) -> Iterator[memoryview]:
     """Yields the file's bytes in order, as views of one reused buffer: each is valid until the next one.
 
     Raises UnreadableError, also if the length of the file changes meanwhile.
@@ -184,7 +184,7 @@ def copy_file(
     """
     begin_s = time.perf_counter()
     with NewFile(target) as copy:
-        for piece in pieces_of(source, chunk_bytes=COPY_CHUNK_BYTES):
+        for piece in file_pieces(source, chunk_bytes=COPY_CHUNK_BYTES):
             copy.write(piece)
             on_bytes(piece.nbytes)
             if pace is not None:

@@ -24,7 +24,7 @@ from typing import Any, Protocol, final
 
 import xxhash
 
-from hpctrain.checkpoint.tiers.drain import DrainedFile, NewFile, Pace, pieces_of
+from hpctrain.checkpoint.tiers.drain import DrainedFile, NewFile, Pace, file_pieces
 from hpctrain.comm import host_addresses
 from hpctrain.errors import CheckpointError, HpctrainError
 
@@ -147,13 +147,13 @@ def _proof(token: bytes, role: bytes, node: str, server_number: bytes, client_nu
     return hmac.digest(token, text, hashlib.sha256)
 
 
-def send_message(connection: socket.socket, value: Mapping[str, Any]) -> None:
+def send_partner_message(connection: socket.socket, value: Mapping[str, Any]) -> None:
     """Sends one message. Raises OSError."""
     data = json.dumps(dict(value)).encode()
     connection.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def receive_message(connection: socket.socket) -> dict[str, Any]:
+def receive_partner_message(connection: socket.socket) -> dict[str, Any]:
     """Returns the next message. Raises PartnerError if it is too long or not a JSON object, and OSError."""
     (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
     if length > _MAX_MESSAGE_BYTES:
@@ -393,7 +393,7 @@ class PartnerServer:
                 self._take(connection)
             except (OSError, HpctrainError) as error:
                 reason = describe_failure(error, timeout_s=self._timeout_s)
-                send_message(connection, {"error": f"{reason}"[:2000]})
+                send_partner_message(connection, {"error": f"{reason}"[:2000]})
                 discard(connection, within_s=_DISCARD_S)
         except (OSError, HpctrainError):
             pass  # not authenticated, or the connection is lost: no one to report to
@@ -404,15 +404,15 @@ class PartnerServer:
                 self._unproven.pop(connection, None)
 
     def _take(self, connection: socket.socket) -> None:
-        request = receive_message(connection)
+        request = receive_partner_message(connection)
         if request.get("hello"):
-            send_message(connection, {"done": True})
+            send_partner_message(connection, {"done": True})
             return
         offer = Offer.from_json(request)
         path = self._shelf.place(offer)
         _check_space(path.parent, num_bytes=offer.num_bytes)
         with NewFile(path) as copy:
-            send_message(connection, {"go": True})
+            send_partner_message(connection, {"go": True})
             view = memoryview(bytearray(_CHUNK_BYTES))
             while copy.num_bytes < offer.num_bytes:
                 wanted = min(_CHUNK_BYTES, offer.num_bytes - copy.num_bytes)
@@ -430,7 +430,7 @@ class PartnerServer:
             with suppress(OSError):
                 path.unlink()
             raise
-        send_message(connection, {"done": True})
+        send_partner_message(connection, {"done": True})
 
 
 def _check_space(directory: Path, *, num_bytes: int) -> None:
@@ -447,7 +447,7 @@ def greet(partner: PartnerAddress, *, token: bytes, within_s: float = GREET_WITH
     """
     connection = connect(partner, token=token, timeout_s=within_s, within_s=within_s)
     try:
-        send_message(connection, {"hello": True})
+        send_partner_message(connection, {"hello": True})
         _expect(connection, "done")
         return replace(partner, addresses=(connection.getpeername()[0],))
     except OSError as error:
@@ -488,10 +488,10 @@ def send_file(
     connection = connect(partner, token=token, timeout_s=timeout_s, within_s=CONNECT_WITHIN_S)
     digest, sent = xxhash.xxh3_64(), 0
     try:
-        send_message(connection, offer.to_json())
+        send_partner_message(connection, offer.to_json())
         _expect(connection, "go")
         try:
-            for piece in pieces_of(path, chunk_bytes=_CHUNK_BYTES):
+            for piece in file_pieces(path, chunk_bytes=_CHUNK_BYTES):
                 if has_spoken(connection):
                     _expect(connection, "done")  # an answer before the end of the file can only be an error
                 connection.sendall(piece)
@@ -519,7 +519,7 @@ def send_file(
 
 
 def _expect(connection: socket.socket, word: str) -> None:
-    answer = receive_message(connection)
+    answer = receive_partner_message(connection)
     if "error" in answer:
         raise PartnerError(f"it reports: {answer['error']!s:.2000}")
     if answer.get(word) is not True:

@@ -28,14 +28,14 @@ from hpctrain.checkpoint.retention.policy import Retention
 from hpctrain.checkpoint.saving.background import HostBuffers, submit
 from hpctrain.checkpoint.saving.rank_file_work import flush_folder
 from hpctrain.checkpoint.saving.save import (
+    CheckpointSave,
     Phase,
     Phases,
     SaveResult,
-    Saving,
     agreed_result,
     phases_of_save,
 )
-from hpctrain.checkpoint.saving.save_options import SaveOptions, check_options, retention_of
+from hpctrain.checkpoint.saving.save_options import SaveOptions, check_save_options, retention_of
 from hpctrain.checkpoint.tiers.drain import Pace, commit_target, copy_file, discard_target, prepare_target
 from hpctrain.checkpoint.tiers.node_store import (
     OWN,
@@ -229,7 +229,7 @@ class Tiers:
         options: SaveOptions | None = None,
         buffers: HostBuffers | None = None,
         executor: Executor | None = None,
-    ) -> Saving:
+    ) -> CheckpointSave:
         """Starts a save to node storage, from which it is drained to the shared folder. Collective.
 
         It first removes the nodes' files of this step and later ones, since the run will write these again. The
@@ -241,7 +241,7 @@ class Tiers:
             state: This rank's part of the content.
             step: Step of the checkpoint; the same on every rank.
             comm: All ranks of the topology that these tiers were opened with.
-            options: As in `Saving.begin`, but `files`, `node_of_rank` and `local` are overridden, and `keep`
+            options: As in `CheckpointSave.begin`, but `files`, `node_of_rank` and `local` are overridden, and `keep`
                 applies to the shared folder.
             buffers: Host memory for a copy of the state, whose tensors may then change once this returns.
             executor: Runs the writing and copying of files; None: they run at once, in the calling thread.
@@ -250,8 +250,8 @@ class Tiers:
             The save, whose local files are being written.
 
         Raises:
-            CheckpointError: On every rank, as in `Saving.begin`.
-            UsageError: On every rank, as in `Saving.begin`.
+            CheckpointError: On every rank, as in `CheckpointSave.begin`.
+            UsageError: On every rank, as in `CheckpointSave.begin`.
         """
         options = options or SaveOptions()
         on_nodes = replace(
@@ -268,7 +268,7 @@ class Tiers:
         phases = _phases_through_tiers(
             self, phases_on_nodes, on_nodes=on_nodes, step=step, comm=comm, options=options, executor=executor
         )
-        return Saving(phases, step=step, comm=comm)
+        return CheckpointSave(phases, step=step, comm=comm)
 
     def close(self) -> None:
         """Stops receiving and sending copies. Not collective; may be called twice."""
@@ -295,7 +295,7 @@ def _phases_through_tiers(
     options: SaveOptions, executor: Executor | None,
 ) -> Phases:  # fmt: skip
     """Saves on the nodes, copies to partners and shared folder, commits. Collective; a generator, see `Phases`."""
-    agreed(comm, lambda: check_options(on_nodes, step=step, num_ranks=comm.num_ranks))
+    agreed(comm, lambda: check_save_options(on_nodes, step=step, num_ranks=comm.num_ranks))
     created_unix_s = on_rank_0(comm, time.time)
     tiers.forget(from_step=step, comm=comm)
     local = yield from phases_on_nodes
@@ -391,7 +391,7 @@ def _commit_shared(
 
 def saving_through(
     tiers: Tiers, *, comm: Collective, options: SaveOptions | None = None
-) -> Callable[..., Saving]:
+) -> Callable[..., CheckpointSave]:
     """Returns the function that a `Saver` calls to start saves through both tiers.
 
     Not collective, but that function is.
@@ -405,10 +405,10 @@ def saving_through(
 
 
 class OldTwoTier:
-    """`TwoTier`, as it was called before `Saving` did the saves through both tiers."""
+    """`TwoTier`, as it was called before `CheckpointSave` did the saves through both tiers."""
 
     @staticmethod
-    def begin(state: State, *, tiers: Tiers, **arguments: Any) -> Saving:
+    def begin(state: State, *, tiers: Tiers, **arguments: Any) -> CheckpointSave:
         return tiers.begin_save(state, **arguments)
 
 

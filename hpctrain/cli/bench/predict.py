@@ -95,7 +95,7 @@ def predict_command(
     from hpctrain.scaling import (
         Layout,
         Storage,
-        calibrate,
+        calibrate_model,
         parse_nodes,
         parse_rate,
         plot_predictions,
@@ -115,7 +115,7 @@ def predict_command(
     if plot is not None:
         check_plot(plot)
         check_writable(plot, option="--plot")
-    found = calibrate(calibration, link_bytes_per_s=rate, cores_shared_by=nodes_share_cores)
+    found = calibrate_model(calibration, link_bytes_per_s=rate, cores_shared_by=nodes_share_cores)
     scenario = found.scenario
     workload = scenario.workload
     if batch_per_rank is not None:
@@ -196,11 +196,11 @@ def failures_command(
     from rich.table import Table
 
     from hpctrain.bench import check_writable, write_document
-    from hpctrain.scaling import Job, daly_interval, sweep
+    from hpctrain.scaling import SimulatedJob, daly_interval, sweep
 
     if json_path is not None:
         check_writable(json_path, option="--json")
-    job = Job(
+    job = SimulatedJob(
         nodes=nodes, node_hours_between_failures=node_hours, interval_s=3600.0, save_s=save_s, restart_s=restart_s,
         detect_s=detect_s, repair_s=3600 * repair_hours, queue_s=3600 * queue_hours,
     )  # fmt: skip

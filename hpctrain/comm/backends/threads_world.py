@@ -45,7 +45,7 @@ class Rendezvous:
         self.run = run
         self.members = members
         self.barrier = threading.Barrier(len(members))
-        self.laid: list[tuple[str, Any]] = [("", None)] * len(members)
+        self.contributions: list[tuple[str, Any]] = [("", None)] * len(members)
         run.add(self)
 
     def wait(self) -> None:
@@ -60,15 +60,17 @@ class Rendezvous:
         Call `wait` before any of the values changes. Raises BufferMismatch on every rank if the ranks called different
         operations, and LeftError if a rank has ended.
         """
-        self.laid[place] = (operation, value)
+        self.contributions[place] = (operation, value)
         self.wait()
-        laid = list(self.laid)
-        called = {name for name, _ in laid}
+        contributions = list(self.contributions)
+        called = {name for name, _ in contributions}
         if len(called) > 1:
-            each = ", ".join(f"rank {r} {name}" for r, (name, _) in zip(self.members, laid, strict=True))
+            each = ", ".join(
+                f"rank {r} {name}" for r, (name, _) in zip(self.members, contributions, strict=True)
+            )
             self.wait()
             raise BufferMismatch(f"ranks called different operations: {each}", agreed=True)
-        return [value for _, value in laid]
+        return [value for _, value in contributions]
 
 
 class LeftError(CommunicationError):
@@ -287,13 +289,13 @@ class ThreadsGroup(Attributes):
             buffer, send_counts=send_counts, receive_counts=receive_counts, rank=self.rank,
             num_ranks=self.num_ranks,
         )  # fmt: skip
-        laid = self._rendezvous.exchange(
+        contributions = self._rendezvous.exchange(
             place=self._place,
             operation=f"all_to_all {buffer.dtype}",
             value=buffer.split(list(send_counts)),
         )
-        result = torch.cat([slices[self.rank] for slices in laid])
-        found = [slices[self.rank].numel() for slices in laid]
+        result = torch.cat([slices[self.rank] for slices in contributions])
+        found = [slices[self.rank].numel() for slices in contributions]
         self._rendezvous.wait()
         if found != list(receive_counts):
             raise BufferMismatch(
@@ -340,18 +342,20 @@ class ThreadsWorld(Forwarding):
 
     def open_reduction_world(self) -> ThreadsWorld:
         made = Rendezvous(self._rendezvous.run, members=self.members) if self.rank == 0 else None
-        laid = self._rendezvous.exchange(place=self.rank, operation="open_reduction_world", value=made)
+        contributions = self._rendezvous.exchange(
+            place=self.rank, operation="open_reduction_world", value=made
+        )
         self._rendezvous.wait()
-        return ThreadsWorld(laid[0], rank=self.rank)
+        return ThreadsWorld(contributions[0], rank=self.rank)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         check_groups(groups, num_ranks=self.num_ranks)
         same = tuple(tuple(group) for group in groups)
         # Rank 0 makes the objects; the others receive them.
         made = [Rendezvous(self._rendezvous.run, members=g) for g in same] if self.rank == 0 else None
-        laid = self._rendezvous.exchange(place=self.rank, operation=f"split {same}", value=made)
+        contributions = self._rendezvous.exchange(place=self.rank, operation=f"split {same}", value=made)
         self._rendezvous.wait()
-        for rendezvous in laid[0]:
+        for rendezvous in contributions[0]:
             if self.rank in rendezvous.members:
                 return ThreadsGroup(rendezvous, place=rendezvous.members.index(self.rank))
         return None
@@ -369,9 +373,9 @@ class ThreadsWorld(Forwarding):
             if self.rank == 0
             else None
         )
-        laid = self._rendezvous.exchange(place=self.rank, operation=f"transport {nodes}", value=made)
+        contributions = self._rendezvous.exchange(place=self.rank, operation=f"transport {nodes}", value=made)
         self._rendezvous.wait()
-        mailbox, rendezvous_points = laid[0]
+        mailbox, rendezvous_points = contributions[0]
         return ThreadsTransport(
             self._rendezvous, node=rendezvous_points[topology.node_of(self.rank)], mailbox=mailbox, rank=self.rank,
             topology=topology,

@@ -127,10 +127,10 @@ def _numbers(comm: Collective, value: Mapping[str, float], *, op: Operation) -> 
 def _joined(numbers: list[float], *, op: Operation) -> float:
     if op == "max":
         return math.nan if any(math.isnan(n) for n in numbers) else max(numbers)
-    return in_order(numbers) / (len(numbers) if op == "mean" else 1)
+    return sum_one_by_one(numbers) / (len(numbers) if op == "mean" else 1)
 
 
-def in_order(numbers: Iterable[float]) -> float:
+def sum_one_by_one(numbers: Iterable[float]) -> float:
     """Returns the sum of `numbers`, added one by one in their order.
 
     The builtin `sum` compensates rounding errors since Python 3.12, so the last bit of its result depends on the

@@ -51,10 +51,10 @@ def start_deadline(
     The limit is `timeout_s` less the time that it takes to end all ranks. Does nothing for a single rank. Raises
     LaunchError if another program was this rank before.
     """
-    from hpctrain.comm.watchdog.gil_free_timer import GilFreeTimer, find_library
+    from hpctrain.comm.watchdog.gil_free_timer import GilFreeTimer, find_timer_library
     from hpctrain.errors import ExitCode
 
-    library = find_library()
+    library = find_timer_library()
     if identity.num_ranks == 1 or library is None or not 0 < timeout_s < math.inf:
         yield
         return
@@ -135,7 +135,7 @@ def _refuse_second_program(folder: Path | None, identity: RankIdentity) -> None:
 
 def _folder(environ: Mapping[str, str]) -> tuple[Path | None, LauncherProcess]:
     """Returns the folder of the launcher's ranks on this node (None if it is unknown), and the launcher."""
-    from hpctrain.comm.watchdog.board.node_files import identity_of, local_parent
+    from hpctrain.comm.watchdog.board.node_files import local_parent, node_identity
     from hpctrain.launch import find_launcher_process
 
     launcher = find_launcher_process(environ)
@@ -144,7 +144,7 @@ def _folder(environ: Mapping[str, str]) -> tuple[Path | None, LauncherProcess]:
         return None, launcher
     try:
         parent = local_parent()
-        _, _, processes = identity_of(parent).partition(":[")
+        _, _, processes = node_identity(parent).partition(":[")
     except OSError:
         return None, launcher
     return parent / f"{_PREFIX}{os.getuid()}-{processes.strip(']')}-{key}", launcher

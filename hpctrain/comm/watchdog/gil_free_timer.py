@@ -31,7 +31,7 @@ _LONGEST_S = 1e9  # longer times, and infinite ones, do not fit into C's time ty
 _INPUT_WAITS_S = 5.0
 
 
-def find_library() -> str | None:
+def find_timer_library() -> str | None:
     """Returns the path of the compiled thread; None if it was not compiled."""
     paths = [f"{_LIBRARY}{suffix}" for suffix in EXTENSION_SUFFIXES]
     return next((path for path in paths if os.path.exists(path)), None)
@@ -90,7 +90,7 @@ def make_timer(
     probe_s: time limit of the program's probes of other hosts.
     since: start of this attempt of the run, in seconds since 1970; older files belong to an earlier attempt.
     """
-    library = find_library()
+    library = find_timer_library()
     if library is None:
         return None
     # -I: neither this file's folder nor the user's come before the standard library.

@@ -36,8 +36,8 @@ from hpctrain.comm.interface.collective_files import CollectiveFiles, Collective
 from hpctrain.comm.interface.communicator import Attributes, Collective, Forwarding, ReduceOp, World
 from hpctrain.comm.interface.remote_memory import RemoteMemory
 from hpctrain.comm.interface.transport import PeerMessages, Pending, Transport
-from hpctrain.comm.watchdog.board.node_files import WatchFolders, identity_of, local_folder, local_parent
-from hpctrain.comm.watchdog.board.rank_status import place_ranks
+from hpctrain.comm.watchdog.board.node_files import WatchFolders, local_folder, local_parent, node_identity
+from hpctrain.comm.watchdog.board.rank_status import nodes_of_ranks
 from hpctrain.comm.watchdog.host_probe import ProbeTarget
 from hpctrain.comm.watchdog.operation_state import InputWaits, Track
 from hpctrain.comm.watchdog.section_limits import SectionLimits
@@ -426,9 +426,13 @@ class Monitored(Forwarding):
         host, run = socket.gethostname(), secrets.token_hex(8) if self.rank == 0 else ""
         # Ranks of a host that see another directory, as in containers, are of another node.
         offered, host_of_rank = all_gather_distinct(
-            self, [host, None if target is None else asdict(target), run], key=f"{host} {identity_of(parent)}"
+            self,
+            [host, None if target is None else asdict(target), run],
+            key=f"{host} {node_identity(parent)}",
         )
-        placement = place_ranks(host_of_rank, names=[name for name, _, _ in offered], topology=self._topology)
+        placement = nodes_of_ranks(
+            host_of_rank, names=[name for name, _, _ in offered], topology=self._topology
+        )
         leader = placement.ranks_on(placement.node_of_rank[self.rank])[0]
         folders = WatchFolders(
             rank=self.rank,

@@ -13,7 +13,7 @@ from pathlib import Path
 from hpctrain.comm.collectives.activity import Section
 from hpctrain.comm.collectives.agreement import describe_ranks
 from hpctrain.comm.watchdog.board.node_files import Ending
-from hpctrain.comm.watchdog.board.rank_status import Absence, Finding
+from hpctrain.comm.watchdog.board.rank_status import Absence, HangEvidence
 from hpctrain.comm.watchdog.board.short_stacks import StackGroup
 from hpctrain.comm.watchdog.host_probe import name_hosts
 from hpctrain.comm.watchdog.operation_state import Wait
@@ -68,7 +68,7 @@ def print_with_stacks(message: str) -> None:
         faulthandler.dump_traceback(file=stream, all_threads=True)
 
 
-def describe_finding(found: Finding, *, waits: bool, num_asked: int) -> str:
+def describe_finding(found: HangEvidence, *, waits: bool, num_asked: int) -> str:
     """Returns the report on a finding. waits: this rank is in an operation. num_asked: number of hosts probed."""
     lines = list(found.cut)
     if found.absent:

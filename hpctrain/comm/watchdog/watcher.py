@@ -49,7 +49,9 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
 _SUSPENDED_AFTER_S = 5.0
 
 
-def pursue(track: Track, *, board: Board, sections: SectionLimits, over: threading.Event) -> str | None:
+def follow_late_operation(
+    track: Track, *, board: Board, sections: SectionLimits, over: threading.Event
+) -> str | None:
     """Follows an operation that is late until it ends, and returns why the run must end before its own limit.
 
     Returns None if the operation or the watching has ended. It first raises the alarm, so that the absent ranks print
@@ -362,7 +364,7 @@ class Watcher:
         self._probe_hosts()
 
         def follow() -> None:
-            hung = pursue(track, board=board, sections=self.sections, over=self._ended)
+            hung = follow_late_operation(track, board=board, sections=self.sections, over=self._ended)
             if hung is not None:
                 self._hung = track, hung
                 self._noticed.set()
@@ -410,7 +412,7 @@ class Watcher:
 
     def _takes_over(self, board: Board, ending: Ending) -> bool:
         """Waits until the announcing rank should have reported. Returns True if this rank must report in its place."""
-        within(1.0, board.leave)  # so that the announcing rank does not wait for this one
+        within(1.0, board.announce_exit)  # so that the announcing rank does not wait for this one
         left_s = min(ending.leave_at - time.time(), self.sections.ending_s)
         time.sleep(max(0.0, left_s - _TAKING_OVER_SHARE * _TELLING_SHARE * self.sections.ending_s))
         return bool(within(1.0, lambda: board.take_over(ending)))
@@ -428,7 +430,7 @@ class Watcher:
     def _leave_together(self, board: Board, *, ending: Ending, code: int) -> bool:
         """Waits until all ranks have reported, then exits with them. Returns False if this rank must end the others."""
         began, num_nodes = time.monotonic(), board.folders.placement.num_nodes
-        within(1.0, board.leave)
+        within(1.0, board.announce_exit)
         until = time.monotonic() + max(0.0, min(ending.leave_at - time.time(), self.sections.ending_s + 1.0))
         all_leave = ending.rank != self.rank  # only the announcing rank ends those that do not exit
         if not all_leave and self._num_lock_holders and self._exit_timer is not None:

@@ -295,7 +295,7 @@ def decoded_fields(fields: dict[str, FieldSpec], decoding: dict[str, Decoding]) 
 
 
 @np.errstate(over="ignore", invalid="ignore")  # of NaN, and of values that become infinite, missing ones too
-def decode(
+def decode_values(
     stored: NDArray[Any],
     *,
     packing: Packing,

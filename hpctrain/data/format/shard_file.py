@@ -68,7 +68,7 @@ def read_bytes(descriptor: int, num_bytes: int, *, offset: int) -> bytearray:
     return data
 
 
-def structure_hash(descriptor: int, *, file_bytes: int, extents: Iterable[tuple[int, int]]) -> str:
+def hash_outside_extents(descriptor: int, *, file_bytes: int, extents: Iterable[tuple[int, int]]) -> str:
     """Returns the xxh3_64 of a file's bytes outside the given extents, (offset, num_bytes), such as HDF5 headers."""
     digest = xxhash.xxh3_64()
     position = 0
@@ -143,7 +143,7 @@ def write_shard(
                     dataset=name, offset=offsets.get(name), num_bytes=len(data), hashes=tuple(hashes)
                 )
             file_bytes = os.fstat(descriptor).st_size
-            structure = structure_hash(descriptor, file_bytes=file_bytes, extents=extents_of(fields))
+            structure = hash_outside_extents(descriptor, file_bytes=file_bytes, extents=extents_of(fields))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -165,7 +165,9 @@ def is_as_written(directory: Path, *, entry: ShardEntry, block_bytes: int) -> bo
     try:
         if os.fstat(descriptor).st_size != entry.file_bytes:
             return False
-        found = structure_hash(descriptor, file_bytes=entry.file_bytes, extents=extents_of(entry.fields))
+        found = hash_outside_extents(
+            descriptor, file_bytes=entry.file_bytes, extents=extents_of(entry.fields)
+        )
         if found != entry.structure_hash:
             return False
         for field in entry.fields.values():
@@ -310,7 +312,7 @@ def _headers_are_intact(
     extents = [(f.offset, f.num_bytes) for f in entry.fields.values() if f.offset is not None]
     if entry.structure_hash is None or len(extents) < len(entry.fields) or file_bytes != entry.file_bytes:
         return False
-    if structure_hash(descriptor, file_bytes=file_bytes, extents=extents) != entry.structure_hash:
+    if hash_outside_extents(descriptor, file_bytes=file_bytes, extents=extents) != entry.structure_hash:
         raise HeadersDamaged(f"shard {path}: {HEADERS_DIFFER}: restore it or {_again(manifest)}")
     return True
 

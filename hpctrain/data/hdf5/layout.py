@@ -140,7 +140,7 @@ def _is_little_endian(dtype: np.dtype[Any]) -> bool:
     return dtype.newbyteorder("<") == dtype
 
 
-def describe(kind: h5py.h5t.TypeID) -> str:
+def describe_type(kind: h5py.h5t.TypeID) -> str:
     """Returns a description of an HDF5 type that numpy does not have."""
     from h5py import h5t
 
@@ -320,7 +320,7 @@ def inspect(path: Path, *, names: Sequence[str]) -> dict[str, DatasetLayout]:
                 raise DataError(f"{name!r} in {path} is in another file, {dataset.file.filename}")
             layout = layout_of(dataset)
             if layout is None:
-                kind = describe(dataset.id.get_type())
+                kind = describe_type(dataset.id.get_type())
                 raise DataError(f"{name!r} in {path} holds {kind}, which numpy does not have")
             layouts[name] = layout
     return layouts

@@ -30,7 +30,7 @@ from hpctrain.data.format.manifest import (
     read_manifest,
     write_manifest,
 )
-from hpctrain.data.format.manifest_entries import Moments, decode as decode_values
+from hpctrain.data.format.manifest_entries import Moments, decode_values as decode_values
 from hpctrain.data.format.token_windows import split_windows, write_windows
 from hpctrain.data.hdf5.layout import read_elements
 from hpctrain.data.indexing.compare_samples import SampleComparison

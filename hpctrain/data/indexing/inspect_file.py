@@ -19,7 +19,7 @@ from hpctrain.data.hdf5.layout import (
     DatasetLayout,
     MissingFilter,
     class_texts,
-    describe,
+    describe_type,
     element_of,
     has_numpys_bytes,
     hdf5_lock,
@@ -35,7 +35,7 @@ from hpctrain.data.indexing.request import (
     FieldRequest,
     escaped,
     format_of,
-    matches,
+    matching_paths,
     newer_library,
     resolve,
 )
@@ -291,7 +291,7 @@ def _groups(
     file: h5py.File, requests: Sequence[FieldRequest], comparison: SampleComparison
 ) -> Iterator[dict[str, FoundDataset]]:
     """Yields for each matching group the dataset of each field. Raises DataError unless all groups have all fields."""
-    paths = {request.name: matches(file, request.parts) for request in requests}
+    paths = {request.name: matching_paths(file, request.parts) for request in requests}
     first = requests[0]
     keys = list(paths[first.name])
     if not keys:
@@ -364,7 +364,7 @@ def _inspect(
     _refuse_pickled(dataset, where)
     layout = layout_of(dataset)
     if layout is None:
-        raise DataError(f"{where} holds {describe(dataset.id.get_type())}, {_NO_DTYPE}")
+        raise DataError(f"{where} holds {describe_type(dataset.id.get_type())}, {_NO_DTYPE}")
     check_n_bit(layout, where=where)
     check_written(dataset, plist, where=where)
     dtype, shape = _element(dataset, layout, request, where)
@@ -396,7 +396,7 @@ def _inspect(
         refusal = why_not_converted(element, dtype)
         if refusal is not None:
             raise DataError(
-                f"{where} holds {describe(element)} that HDF5 cannot convert to {dtype.name} ({refusal})"
+                f"{where} holds {describe_type(element)} that HDF5 cannot convert to {dtype.name} ({refusal})"
             )
     comparison.compare(dataset, layout=layout, where=where)
     return found, dataset
@@ -438,7 +438,7 @@ def _element(
     if request.member not in members:
         raise DataError(f"{where} has no member {request.member!r}; its members are {names} ({ESCAPES})")
     if request.member not in dtype.names:
-        found = describe(members[request.member])
+        found = describe_type(members[request.member])
         raise DataError(
             f"{where} has member {request.member!r} of {found}, {_NO_DTYPE}; other members can be"
         )
@@ -513,7 +513,8 @@ def _with_lengths(
     element = element_of(dataset.id.get_type(), member=found.member)
     if not has_numpys_bytes(element, base):
         raise DataError(
-            f"{where} has variable lengths of {describe(element)} that are not numpy's {base.name}: write them as such"
+            f"{where} has variable lengths of {describe_type(element)} that are not numpy's {base.name}: "
+            "write them as such"
         )
     longest = elements = 0
     for block in _blocks(dataset, found.member, rows=_READ_LENGTHS):

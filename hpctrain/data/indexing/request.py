@@ -334,7 +334,7 @@ def _what_is_in(here: h5py.Group | h5py.Dataset, done: list[str]) -> str:
     return f"{place} holds {', '.join(names[:8])}{more}" if names else f"{place} holds nothing"
 
 
-def matches(file: h5py.File, parts: tuple[str, ...]) -> dict[tuple[str, ...], str]:
+def matching_paths(file: h5py.File, parts: tuple[str, ...]) -> dict[tuple[str, ...], str]:
     """Returns the paths that match `parts`, by the names that the wildcards match, in natural order."""
     return dict(sorted(_matches(file, parts, "", ()), key=lambda match: tuple(map(natural, match[0]))))
 

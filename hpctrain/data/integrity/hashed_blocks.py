@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.format.manifest import MANIFEST_NAME, Manifest, ShardEntry, read_manifest
-from hpctrain.data.format.shard_file import HEADERS_DIFFER, HeadersDamaged, check_shard, structure_hash
+from hpctrain.data.format.shard_file import HEADERS_DIFFER, HeadersDamaged, check_shard, hash_outside_extents
 from hpctrain.data.format.token_windows import read_windows
 from hpctrain.data.hdf5.filters import can_undo
 from hpctrain.data.hdf5.layout import MissingFilter, RowReader
 from hpctrain.data.order.epoch_order import rank_share
 from hpctrain.data.reading.chunked import ChunkedField, StoredChunks
-from hpctrain.data.reading.field_reader import ChunkCache, FieldName, OpenFile, Request
+from hpctrain.data.reading.field_reader import ChunkCache, FieldName, OpenFile, ReadRequest
 from hpctrain.errors import DataError
 from hpctrain.storage import hash_of
 
@@ -163,7 +163,7 @@ class BlockFile:
         found_bytes = os.fstat(self._file.descriptor).st_size
         extents = [(f.offset, f.num_bytes) for f in entry.fields.values() if f.offset is not None]
         return (
-            structure_hash(self._file.descriptor, file_bytes=found_bytes, extents=extents)
+            hash_outside_extents(self._file.descriptor, file_bytes=found_bytes, extents=extents)
             == entry.structure_hash
         )
 
@@ -218,7 +218,7 @@ class BlockFile:
             assert self._rows is not None
             return self._rows.rows(stored.dataset, start=start, stop=stop, member=stored.member)
         target: NDArray[Any] = np.empty((1, stop - start, *layout.shape[1:]), layout.dtype.newbyteorder("="))
-        request = Request(samples=np.array([0]), starts=np.array([start]), places=None, target=target)
+        request = ReadRequest(samples=np.array([0]), starts=np.array([start]), places=None, target=target)
         for task in field.begin(request):
             task()
         return target
@@ -280,7 +280,7 @@ class Damage:
         return asdict(self)
 
 
-def verify(
+def verify_dataset(
     directory: Path | str, *, rank: int = 0, num_ranks: int = 1, progress: Progress | None = None
 ) -> list[Damage]:
     """Reads and hashes this rank's share of a dataset's blocks, and compares them with the manifest. Not collective.

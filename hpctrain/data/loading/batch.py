@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.data.order.epoch_order import Span, rank_share
+from hpctrain.data.order.epoch_order import PositionRange, rank_share
 from hpctrain.errors import UsageError
 
 
@@ -103,7 +103,7 @@ class Batch:
         spans = [rank_share(0, rows, rank=part, num_ranks=num_parts) for part in range(num_parts)]
         return [self._part(span) for span in spans]
 
-    def _part(self, span: Span) -> Batch:
+    def _part(self, span: PositionRange) -> Batch:
         fields = {name: tensor[span.start : span.stop] for name, tensor in self.fields.items()}
         real = max(0, min(span.stop, self.num_samples) - span.start)
         indices = None if self.indices is None else self.indices[span.start : span.stop]

@@ -27,8 +27,8 @@ from hpctrain.data.format.manifest import FieldSpec
 from hpctrain.data.integrity.read_checker import BlockChecker, OnDamage, read_around_damage
 from hpctrain.data.loading.batch import Batch, BatchMemory
 from hpctrain.data.loading.prefetch import (
-    Batches,
     ByteBound,
+    EpochIterator,
     EpochPlan,
     InStep,
     MakingThreads,
@@ -39,7 +39,7 @@ from hpctrain.data.order.epoch_order import (
     BatchPlan,
     LastBatch,
     Order,
-    Span,
+    PositionRange,
     ahead_for,
     num_batches,
     plan_batch,
@@ -108,7 +108,7 @@ class InProgress:
         finally:
             del self._stages[thread]
 
-    def describe(self, *, epoch: int, span: Span) -> str:
+    def describe(self, *, epoch: int, span: PositionRange) -> str:
         """Returns what is being done for the batch at positions `span`, or if that has not begun, for other batches."""
         wanted = f"samples {span.start} to {span.stop - 1} of epoch {epoch}"
         stages = sorted(self._stages.copy().values(), key=lambda stage: stage.since)
@@ -379,7 +379,7 @@ class Loader:
             self.num_positions, global_batch=self.global_batch, last_batch=self.last_batch, start=start
         )
 
-    def epoch(self, epoch: int = 0, *, start: int = 0, every: int = 1) -> Batches:
+    def epoch(self, epoch: int = 0, *, start: int = 0, every: int = 1) -> EpochIterator:
         """Returns an iterator over this rank's batches of an epoch. The threads that make batches start at once.
 
         To stop before the last batch, close the iterator, or use a `with` block.
@@ -407,7 +407,7 @@ class Loader:
             order=self._order(epoch), start=start, every=every, global_batch=self.global_batch,
             num_batches=-(-self.remaining_batches(start=start) // every),
         )  # fmt: skip
-        return Batches(
+        return EpochIterator(
             self._source(plan), num_batches=plan.num_batches, waited=self._add_wait, handed_out=self._move_to,
             watched=lambda number: self._waiting(
                 lambda: self._in_progress.describe(epoch=epoch, span=plan.span(number))
@@ -517,7 +517,7 @@ class Loader:
             making_bytes=copies * self.batch_bytes,
         )
 
-    def load(self, order: Order, *, span: Span) -> Batch:
+    def load(self, order: Order, *, span: PositionRange) -> Batch:
         """Makes this rank's part of one global batch. Threads call it once per batch.
 
         Args:

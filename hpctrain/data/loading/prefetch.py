@@ -23,7 +23,7 @@ import numpy as np
 
 from hpctrain.data.format.manifest import Manifest
 from hpctrain.data.loading.batch import Batch
-from hpctrain.data.order.epoch_order import Order, Span
+from hpctrain.data.order.epoch_order import Order, PositionRange
 from hpctrain.data.order.order_spec import BlockOrder
 from hpctrain.data.reading.dataset import Dataset
 
@@ -301,13 +301,13 @@ class EpochPlan:
     global_batch: int
     num_batches: int
 
-    def span(self, number: int) -> Span:
+    def span(self, number: int) -> PositionRange:
         """Returns the positions of batch `number`; the last batch of an epoch may be shorter than the others."""
         first = self.start + number * self.every * self.global_batch
-        return Span(first, min(first + self.global_batch, self.order.num_samples))
+        return PositionRange(first, min(first + self.global_batch, self.order.num_samples))
 
 
-class Batches:
+class EpochIterator:
     """Iterator over one rank's batches of one epoch. As a context manager it ends the threads that make batches."""
 
     def __init__(
@@ -361,7 +361,7 @@ class Batches:
             self._is_closed = True
             self._closed()
 
-    def __enter__(self) -> Batches:
+    def __enter__(self) -> EpochIterator:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -399,7 +399,7 @@ class ReadAhead:
         self._next_window = next(iter(order.windows_of(start, min(start + 1, order.num_samples))), 0)
         self._lock = threading.Lock()
 
-    def before(self, span: Span) -> None:
+    def before(self, span: PositionRange) -> None:
         """Requests the windows of positions `span` and the next window. Call it before `span` is read."""
         reached = self._order.windows_of(*span)
         if not reached:
@@ -418,7 +418,7 @@ class ReadAhead:
             shard = int(np.searchsorted(self._first_samples, block.start, side="right")) - 1
             while shard < len(self._manifest.shards) and self._first_samples[shard] < block.stop:
                 first = int(self._first_samples[shard])
-                rows = Span(max(block.start - first, 0), block.stop - first)
+                rows = PositionRange(max(block.start - first, 0), block.stop - first)
                 yield from _rows_in(self._manifest, shard=shard, rows=rows)
                 shard += 1
 
@@ -433,9 +433,9 @@ def read_ahead_for(dataset: object, order: Order, *, start: int = 0) -> ReadAhea
     return ReadAhead(dataset, order=order, start=start)
 
 
-def _rows_in(manifest: Manifest, *, shard: int, rows: Span) -> Iterator[CachedRange]:
+def _rows_in(manifest: Manifest, *, shard: int, rows: PositionRange) -> Iterator[CachedRange]:
     entry = manifest.shards[shard]
-    rows = Span(rows.start, min(rows.stop, entry.samples))
+    rows = PositionRange(rows.start, min(rows.stop, entry.samples))
     for name, stored in entry.fields.items():
         spec = manifest.fields[name]
         if stored.offset is None or spec.kind != "array":

@@ -75,9 +75,11 @@ def merge_pieces(starts: NDArray[np.int64], *, lengths: NDArray[np.int64]) -> By
     offsets = begins[is_first]
     last = np.concatenate([np.flatnonzero(is_first)[1:] - 1, [len(begins) - 1]])
     joined = ends[last] - offsets
-    laid = np.concatenate([[0], np.cumsum(joined)[:-1]])
+    joined_starts = np.concatenate([[0], np.cumsum(joined)[:-1]])
     inside = np.searchsorted(offsets, starts, side="right") - 1
-    return ByteRanges(offsets=offsets, lengths=joined, places=laid[inside] + starts - offsets[inside])
+    return ByteRanges(
+        offsets=offsets, lengths=joined, places=joined_starts[inside] + starts - offsets[inside]
+    )
 
 
 @final

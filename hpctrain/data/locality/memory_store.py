@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hpctrain.comm import RemoteMemory, World, agreed, check_same
 from hpctrain.data.format.manifest import FieldSpec
 from hpctrain.data.loading.loader import Samples
-from hpctrain.data.order.epoch_order import Span, rank_share
+from hpctrain.data.order.epoch_order import PositionRange, rank_share
 from hpctrain.errors import DataError, HpctrainError
 
 Progress = Callable[[int, int], None]
@@ -54,7 +54,7 @@ class StoreLayout:
     num_samples: int
     num_ranks: int
 
-    def share(self, rank: int) -> Span:
+    def share(self, rank: int) -> PositionRange:
         return rank_share(0, self.num_samples, rank=rank, num_ranks=self.num_ranks)
 
     def num_bytes(self, rank: int) -> int:

@@ -236,7 +236,7 @@ class CopyStopped(Exception):
     """`stop` was set before the copy was complete."""
 
 
-def copy_file(
+def copy_dataset_file(
     source: Path, target: Path, *, manifest: Manifest, entries: Sequence[ShardEntry], stop: threading.Event
 ) -> None:
     """Copies a file of a dataset to `target`, with its modification time. Removes `target` on an error.
@@ -422,7 +422,9 @@ class Stager:
     def _copy(self, file: StagedFile) -> bool:
         partial = self._folder.path / f"{COPYING}{file.name}"
         try:
-            copy_file(file.source, partial, manifest=self._manifest, entries=file.entries, stop=self._stop)
+            copy_dataset_file(
+                file.source, partial, manifest=self._manifest, entries=file.entries, stop=self._stop
+            )
             partial.rename(self._folder.path / file.name)
         except DataError as error:
             self.problems[file.name] = str(error)

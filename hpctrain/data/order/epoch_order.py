@@ -52,7 +52,7 @@ class LastBatch(str, Enum):
     PAD = "pad"  # a full batch: its samples are repeated, with weight 0
 
 
-class Span(NamedTuple):
+class PositionRange(NamedTuple):
     """Range of positions start to stop - 1."""
 
     start: int
@@ -116,7 +116,7 @@ class EpochOrder:
         return permute(where, num_values=self.num_samples, key=epoch_key(self.seed, self.epoch))
 
 
-def rank_share(start: int, stop: int, *, rank: int, num_ranks: int) -> Span:
+def rank_share(start: int, stop: int, *, rank: int, num_ranks: int) -> PositionRange:
     """Returns this rank's contiguous part of the positions start to stop - 1.
 
     The parts of ranks 0, 1, ... are consecutive, and their sizes differ by at most one (the first ranks have the
@@ -125,7 +125,7 @@ def rank_share(start: int, stop: int, *, rank: int, num_ranks: int) -> Span:
     if not 0 <= rank < num_ranks:
         raise DataError(f"rank {rank} is not one of {num_ranks} ranks")
     first, last = part_of(stop - start, part=rank, num_parts=num_ranks)
-    return Span(start + first, start + last)
+    return PositionRange(start + first, start + last)
 
 
 def num_batches(num_samples: int, *, global_batch: int, last_batch: LastBatch, start: int = 0) -> int:
@@ -218,7 +218,7 @@ class BatchPlan:
 
 
 def plan_batch(
-    order: Order, *, span: Span, global_batch: int, last_batch: LastBatch, rank: int, num_ranks: int
+    order: Order, *, span: PositionRange, global_batch: int, last_batch: LastBatch, rank: int, num_ranks: int
 ) -> BatchPlan:
     """Returns this rank's part of the global batch at positions `span` of the epoch.
 
@@ -227,7 +227,7 @@ def plan_batch(
     """
     length = global_batch if last_batch is LastBatch.PAD else span.num_samples
     share = rank_share(span.start, span.start + length, rank=rank, num_ranks=num_ranks)
-    real = Span(min(share.start, span.stop), min(share.stop, span.stop))
+    real = PositionRange(min(share.start, span.stop), min(share.stop, span.stop))
     indices = order.at(*real)
     num_padded = share.num_samples - real.num_samples
     if num_padded:
@@ -243,7 +243,7 @@ def plan_batch(
     )
 
 
-def _over_again(order: Order, *, span: Span, first: int, count: int) -> NDArray[np.int64]:
+def _over_again(order: Order, *, span: PositionRange, first: int, count: int) -> NDArray[np.int64]:
     """Returns elements first to first + count - 1 of the endlessly repeated samples of `span`."""
     if count >= span.num_samples:
         return order.at(*span)[np.arange(first, first + count) % span.num_samples]

@@ -12,7 +12,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.order.epoch_order import ORDER_NAME, EpochOrder, Order, Span, check_order, positions
+from hpctrain.data.order.epoch_order import (
+    ORDER_NAME,
+    EpochOrder,
+    Order,
+    PositionRange,
+    check_order,
+    positions,
+)
 from hpctrain.data.order.permutation import (
     MAX_GROUP_VALUES,
     Direction,
@@ -91,12 +98,12 @@ class BlockOrder:
         slots, _ = self._slots_at(positions(start, stop, num_samples=self.num_samples)[[0, -1]])
         return range(int(slots[0]) // self.window_blocks, int(slots[1]) // self.window_blocks + 1)
 
-    def blocks_of(self, window: int) -> list[Span]:
+    def blocks_of(self, window: int) -> list[PositionRange]:
         """Returns the blocks of a window as spans of samples of the dataset, ascending."""
         first = window * self.window_blocks
         slots = np.arange(first, min(first + self.window_blocks, self.num_blocks), dtype=np.int64)
         starts = np.sort(self._blocks_in(slots)) * self.block_samples
-        return [Span(int(at), min(int(at) + self.block_samples, self.num_samples)) for at in starts]
+        return [PositionRange(int(at), min(int(at) + self.block_samples, self.num_samples)) for at in starts]
 
     # A slot is the index of a block in the epoch. All blocks have `block_samples` samples, except the dataset's last.
 

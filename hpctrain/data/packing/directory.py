@@ -53,7 +53,7 @@ OWN_NAMES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PackingSpec:
     """Everything that determines the content of a dataset's shards, as JSON. Each record contains its hash."""
 
     document: Mapping[str, JsonValue]
@@ -94,7 +94,7 @@ def make_record(
     return ShardRecord(entry=entry, fields=dict(fields), moments=moments)
 
 
-def write_plan(directory: Path, plan: Plan) -> None:
+def write_plan(directory: Path, plan: PackingSpec) -> None:
     """Writes the plan into `directory`. Raises OSError."""
     _write_json(directory / PLAN_NAME, {"plan": dict(plan.document)})
 
@@ -105,7 +105,7 @@ def read_plan(directory: Path) -> dict[str, Any] | None:
     return document["plan"] if document is not None and isinstance(document.get("plan"), dict) else None
 
 
-def write_record(directory: Path, record: ShardRecord, *, plan: Plan) -> None:
+def write_record(directory: Path, record: ShardRecord, *, plan: PackingSpec) -> None:
     """Writes the record of a finished shard. Raises OSError."""
     document = {
         "plan": plan.hash,
@@ -116,7 +116,7 @@ def write_record(directory: Path, record: ShardRecord, *, plan: Plan) -> None:
     _write_json(directory / record_name(record.entry.file), document)
 
 
-def read_record(directory: Path, file: str, *, plan: Plan) -> ShardRecord | None:
+def read_record(directory: Path, file: str, *, plan: PackingSpec) -> ShardRecord | None:
     """Returns the record of shard `file`; None if it is missing, unreadable, or of another plan."""
     document = _read_json(directory / record_name(file))
     if document is None or document.get("plan") != plan.hash:
@@ -180,7 +180,7 @@ class Existing(str, Enum):
 
 
 def prepare_directory(
-    directory: Path, *, existing: Existing = Existing.REFUSE, plan: Plan | None = None
+    directory: Path, *, existing: Existing = Existing.REFUSE, plan: PackingSpec | None = None
 ) -> None:
     """Creates `directory`, or removes a dataset that may be replaced. Removes only files of a dataset.
 
@@ -193,7 +193,7 @@ def prepare_directory(
         names = sorted(child.name for child in directory.iterdir())
         if names and existing is Existing.RESUME:
             _check_names(directory, names=names, existing=existing)
-            check_resumable(directory, plan=plan or Plan(document={}))
+            check_resumable(directory, plan=plan or PackingSpec(document={}))
             return
         if names:
             _remove(directory, names=names, existing=existing)
@@ -237,7 +237,7 @@ def _remove(directory: Path, *, names: list[str], existing: Existing) -> None:
         (directory / name).unlink()
 
 
-def check_resumable(directory: Path, *, plan: Plan) -> None:
+def check_resumable(directory: Path, *, plan: PackingSpec) -> None:
     """Raises UsageError unless `directory` contains an interrupted packing with `plan`."""
     before = read_plan(directory)
     if before is None:
@@ -259,7 +259,7 @@ def finished_already(directory: Path, *, like: Mapping[str, Any]) -> Manifest | 
     manifest = read_manifest(directory)
     found = manifest.model_dump(mode="json")
     found["attributes"].pop(FOUND_WHILE_PACKING, None)
-    wanted = Plan(document=dict(like))
+    wanted = PackingSpec(document=dict(like))
     if (difference := wanted.difference({key: found.get(key) for key in like})) != "":
         raise UsageError(f"{directory} holds another dataset ({difference}): choose another, or --overwrite")
     # The packing may have been interrupted after it wrote the manifest.
@@ -271,7 +271,7 @@ def finish(
     directory: Path,
     *,
     files: Sequence[str],
-    plan: Plan,
+    plan: PackingSpec,
     kind: Kind,
     block_bytes: int,
     tokens: TokenWindows | None,

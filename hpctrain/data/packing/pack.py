@@ -24,7 +24,7 @@ from hpctrain.data.hdf5.filters import ChunkCodec, ShardCompression, codec_names
 from hpctrain.data.packing.directory import (
     FOUND_WHILE_PACKING,
     Existing,
-    Plan,
+    PackingSpec,
     check_free,
     finish,
     finished_already,
@@ -40,14 +40,14 @@ from hpctrain.data.packing.shard_makers import (
     Sample,
     ShardMaker,
     StreamShards,
-    WindowPlan,
+    WindowAssignment,
     check_token_dtype,
     make_shards,
     plan_windows,
-    write_together,
+    write_shards_together,
 )
 from hpctrain.data.sources.registry import ArraySource, IteratorSource, RowSource, SourceOptions, open_source
-from hpctrain.data.sources.row_source import ArrayRows, Rows
+from hpctrain.data.sources.row_source import ArrayRows, SampleRows
 from hpctrain.data.sources.text import TextDocuments, TextSource
 from hpctrain.errors import DataError, UsageError
 
@@ -98,7 +98,7 @@ def _write_dataset(
             finished dataset is kept if its manifest has the same values, as far as a manifest contains them.
         options: Options of the packing.
         windows: How a token stream is cut into windows; None: the dataset has samples.
-        window_starts: First token of each window, as in `WindowPlan.starts`.
+        window_starts: First token of each window, as in `WindowAssignment.starts`.
         total: Number of samples of the dataset; None: unknown.
         stream_tokens: Returns the length of the token stream. It is called at the end, when a stream has been read.
         nothing: Returns the message of the error if there are no shards.
@@ -108,7 +108,7 @@ def _write_dataset(
     existing = Existing(options.existing)
     kind = Kind.SAMPLES if windows is None else Kind.TOKENS
     attributes = dict(options.attributes or {})
-    whole_plan = Plan(
+    whole_plan = PackingSpec(
         document={
             "kind": kind.value,
             **plan,
@@ -140,7 +140,7 @@ def _write_dataset(
         block_bytes=options.block_bytes,
         compression=options.compression,
     )
-    files = write_together(records, comm=comm, total=total, progress=options.progress)
+    files = write_shards_together(records, comm=comm, total=total, progress=options.progress)
 
     def end() -> Any:
         if not files:
@@ -211,7 +211,7 @@ def pack_arrays(
     return pack_rows(directory, ArrayRows(arrays=fields), options=options)
 
 
-def pack_rows(directory: Path | str, rows: Rows, *, options: PackOptions) -> Manifest:
+def pack_rows(directory: Path | str, rows: SampleRows, *, options: PackOptions) -> Manifest:
     """Packs samples that are read by position. Otherwise as `pack_arrays`."""
     comm, shard_samples = options.ranks, options.shard_samples
     fields, identity = agreed(comm, lambda: (rows.fields, rows.identity), os_error=DataError)
@@ -317,7 +317,7 @@ def pack_documents(
     )
     _check_sizes(shard=options.shard_bytes, block=options.block_bytes)
 
-    def plan() -> tuple[WindowPlan, JsonValue]:
+    def plan() -> tuple[WindowAssignment, JsonValue]:
         cut = plan_windows(
             documents,
             window=windows.window,

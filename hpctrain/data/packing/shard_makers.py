@@ -21,8 +21,8 @@ from hpctrain.data.format.manifest import TOKENS_FIELD, FieldSpec, TokenWindows
 from hpctrain.data.format.shard_file import is_as_written, shard_name, write_shard
 from hpctrain.data.format.token_windows import split_windows
 from hpctrain.data.hdf5.filters import ShardCompression
-from hpctrain.data.packing.directory import Plan, ShardRecord, make_record, read_record, write_record
-from hpctrain.data.sources.row_source import Rows, field_spec
+from hpctrain.data.packing.directory import PackingSpec, ShardRecord, make_record, read_record, write_record
+from hpctrain.data.sources.row_source import SampleRows, field_spec
 from hpctrain.errors import DataError, HpctrainError
 
 # Token stream of concatenated documents whose lengths are known before they are read.
@@ -133,7 +133,7 @@ class ShardMaker(Protocol):
 class RowShards:
     """Makes shards of `shard_samples` samples each from samples that are read by position."""
 
-    def __init__(self, rows: Rows, *, shard_samples: int, rank: int, num_ranks: int) -> None:
+    def __init__(self, rows: SampleRows, *, shard_samples: int, rank: int, num_ranks: int) -> None:
         self._rows = rows
         self._shard_samples = shard_samples
         self._num_ranks = num_ranks
@@ -160,7 +160,7 @@ class RowShards:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowPlan:
+class WindowAssignment:
     """Assignment of the windows of a token stream to shards; each shard is a range of tokens with whole windows.
 
     Attributes:
@@ -183,7 +183,7 @@ class WindowPlan:
 
 def plan_windows(
     documents: Documents, *, window: int, stride: int, shard_tokens: int, split: bool
-) -> WindowPlan:
+) -> WindowAssignment:
     """Cuts a token stream into shards of at most `shard_tokens` tokens, but at least one window.
 
     With `split` no window crosses the start of a document, and documents shorter than window + 1 tokens are left
@@ -204,17 +204,17 @@ def plan_windows(
     raise DataError(f"the {what} has {longest} tokens, one window takes {window + 1}")
 
 
-def _cut_evenly(windows: TokenWindows, *, samples: int, shard_tokens: int) -> WindowPlan:
+def _cut_evenly(windows: TokenWindows, *, samples: int, shard_tokens: int) -> WindowAssignment:
     """Returns the plan for windows at a fixed stride. It needs memory per shard, not per window."""
     shard_samples = max(1, windows.windows_in(shard_tokens))
     begins = np.arange(0, samples, shard_samples, dtype=np.int64)
     counts = np.minimum(shard_samples, samples - begins)
     first = begins * windows.stride
     stop = first + (counts - 1) * windows.stride + windows.window + 1
-    return WindowPlan(first=first, stop=stop, counts=counts, starts=None)
+    return WindowAssignment(first=first, stop=stop, counts=counts, starts=None)
 
 
-def _cut_listed(windows: NDArray[np.int64], *, window: int, shard_tokens: int) -> WindowPlan:
+def _cut_listed(windows: NDArray[np.int64], *, window: int, shard_tokens: int) -> WindowAssignment:
     cuts = [0]
     while cuts[-1] < len(windows):
         begin = cuts[-1]
@@ -224,14 +224,14 @@ def _cut_listed(windows: NDArray[np.int64], *, window: int, shard_tokens: int) -
     first, last_window = windows[bounds[:-1]], windows[bounds[1:] - 1]
     counts = np.diff(bounds)
     starts = windows - np.repeat(first, counts)
-    return WindowPlan(first=first, stop=last_window + window + 1, counts=counts, starts=starts)
+    return WindowAssignment(first=first, stop=last_window + window + 1, counts=counts, starts=starts)
 
 
 class DocumentShards:
     """Makes shards of token windows, each with a dataset of the positions at which documents begin in it."""
 
     def __init__(
-        self, documents: Documents, *, plan: WindowPlan, window: int, rank: int, num_ranks: int
+        self, documents: Documents, *, plan: WindowAssignment, window: int, rank: int, num_ranks: int
     ) -> None:
         self._documents = documents
         self._plan = plan
@@ -260,7 +260,12 @@ class DocumentShards:
 
 
 def make_shards(
-    maker: ShardMaker, *, directory: Path, plan: Plan, block_bytes: int, compression: ShardCompression | None
+    maker: ShardMaker,
+    *,
+    directory: Path,
+    plan: PackingSpec,
+    block_bytes: int,
+    compression: ShardCompression | None,
 ) -> Iterator[ShardRecord]:
     """Writes the shards of one rank and yields their records. Keeps shards that were finished with the same plan."""
     while (file := maker.begin()) is not None:
@@ -284,7 +289,7 @@ def make_shards(
         yield record
 
 
-def write_together(
+def write_shards_together(
     records: Iterator[ShardRecord], *, comm: Collective, total: int | None, progress: Progress | None
 ) -> list[str]:
     """Makes every rank write its shards, one at a time, by running its iterator `records` to the end.

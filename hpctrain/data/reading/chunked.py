@@ -19,13 +19,13 @@ from hpctrain.data.hdf5.filters import DEFLATE, Bytes, undo
 from hpctrain.data.hdf5.layout import ChunkPlace, DatasetLayout, RowReader, class_texts
 from hpctrain.data.reading.field_reader import (
     ROW_COPY_BYTES,
-    Chunk,
     ChunkCache,
     ChunkKey,
+    DecodedChunk,
     FieldName,
     OpenFile,
-    Request,
-    Task,
+    ReadRequest,
+    ReadTask,
 )
 from hpctrain.errors import DataError
 
@@ -49,7 +49,7 @@ class ChunkSource(Protocol):
     def inflate_row(self, row: int) -> bytes | None:
         """Returns the bytes of a row if it is one chunk that only needs inflating; None: call `load` instead."""
 
-    def load(self, place: tuple[int, ...]) -> Chunk:
+    def load(self, place: tuple[int, ...]) -> DecodedChunk:
         """Returns the chunk with this index per dimension. Raises DataError, OSError, RuntimeError or ValueError."""
 
 
@@ -83,7 +83,7 @@ class ChunkedField:
         self._is_whole_row = source.shape[1:] == source.chunk_shape[1:]
         self._is_alone = self._is_whole_row and source.chunk_shape[0] == 1  # each chunk is one row
 
-    def begin(self, request: Request) -> Sequence[Task]:
+    def begin(self, request: ReadRequest) -> Sequence[ReadTask]:
         if self._passes_by_the_cache(request):
             places, starts, samples = request.all_places, request.starts, request.samples
             count = min(_ALONE_TASKS, len(places))
@@ -117,7 +117,7 @@ class ChunkedField:
                     tasks.append(task)
         return tasks
 
-    def _passes_by_the_cache(self, request: Request) -> bool:
+    def _passes_by_the_cache(self, request: ReadRequest) -> bool:
         """Returns True if the request should bypass the cache.
 
         It should if each chunk is one row that is requested once, and if the cache is too small to be likely to
@@ -131,7 +131,7 @@ class ChunkedField:
 
     def _copy_alone(
         self,
-        request: Request,
+        request: ReadRequest,
         places: NDArray[np.int64],
         starts: NDArray[np.int64],
         samples: NDArray[np.int64],
@@ -157,7 +157,7 @@ class ChunkedField:
     def _copy_from(
         self,
         place: tuple[int, ...],
-        request: Request,
+        request: ReadRequest,
         which: NDArray[np.int64],
         places: NDArray[np.int64],
         starts: NDArray[np.int64],
@@ -237,18 +237,18 @@ class StoredChunks:
         self._no_other = (0,) * (len(layout.chunks) - 1)
         self._chunk_bytes = int(np.prod(layout.chunks, dtype=np.int64)) * layout.dtype.itemsize
 
-    def load(self, place: tuple[int, ...]) -> Chunk:
+    def load(self, place: tuple[int, ...]) -> DecodedChunk:
         first = tuple(number * size for number, size in zip(place, self.chunk_shape, strict=True))
         stored = self._stored(first)
         dtype = self._layout.dtype
         if stored is None:
-            return Chunk(values=self._reader.chunk(self._dataset, first=first, shape=self.chunk_shape))
+            return DecodedChunk(values=self._reader.chunk(self._dataset, first=first, shape=self.chunk_shape))
         mask, data = stored
         decoded = undo(data, filters=self._layout.filters, mask=mask, num_bytes=self._chunk_bytes)
         if isinstance(decoded, memoryview) and self._mapped is not None:
             decoded = bytes(decoded)  # a cached view would keep the map, and so the file, open
         values: NDArray[Any] = np.frombuffer(decoded, dtype=dtype).reshape(self.chunk_shape)
-        return Chunk(values=values if dtype.isnative else values.astype(dtype.newbyteorder("=")))
+        return DecodedChunk(values=values if dtype.isnative else values.astype(dtype.newbyteorder("=")))
 
     def inflate_row(self, row: int) -> bytes | None:
         """Returns the bytes of a row if it is one chunk with deflate only; None: call `load` instead.
@@ -387,8 +387,8 @@ class NumberBlocks:
     def inflate_row(self, row: int) -> bytes | None:
         return None
 
-    def load(self, place: tuple[int, ...]) -> Chunk:
-        return Chunk(values=np.ascontiguousarray(self._rows(place[0]), dtype=self._dtype))
+    def load(self, place: tuple[int, ...]) -> DecodedChunk:
+        return DecodedChunk(values=np.ascontiguousarray(self._rows(place[0]), dtype=self._dtype))
 
     def _rows(self, block: int) -> NDArray[Any]:
         if self._is_scalar:
@@ -405,20 +405,20 @@ class ClassBlocks(NumberBlocks):
         super().__init__(*args, **kwargs)
         self._numbers = {name: number for number, name in enumerate(classes)}
 
-    def load(self, place: tuple[int, ...]) -> Chunk:
+    def load(self, place: tuple[int, ...]) -> DecodedChunk:
         names = class_texts(self._rows(place[0]))
         unknown = [name for name in names if name not in self._numbers]
         if unknown:
             raise DataError(
                 f"{unknown[0]!r} is not one of the {len(self._numbers)} classes: index the files again"
             )
-        return Chunk(values=np.array([self._numbers[name] for name in names], dtype=np.int64))
+        return DecodedChunk(values=np.array([self._numbers[name] for name in names], dtype=np.int64))
 
 
 class RaggedBlocks(NumberBlocks):
     """Reads samples of variable length, padded with zeros to shape[1]. Raises DataError for a longer one."""
 
-    def load(self, place: tuple[int, ...]) -> Chunk:
+    def load(self, place: tuple[int, ...]) -> DecodedChunk:
         samples = self._rows(place[0])
         values = np.zeros((len(samples), *self.shape[1:]), dtype=self._dtype)
         lengths = np.empty(len(samples), dtype=np.int64)
@@ -431,4 +431,4 @@ class RaggedBlocks(NumberBlocks):
                 )
             values[number, :length] = sample
             lengths[number] = length
-        return Chunk(values=values, lengths=lengths)
+        return DecodedChunk(values=values, lengths=lengths)

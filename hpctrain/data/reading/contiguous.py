@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.hdf5.layout import DatasetLayout
-from hpctrain.data.reading.field_reader import ROW_COPY_BYTES, FieldName, OpenFile, Request, Task
+from hpctrain.data.reading.field_reader import ROW_COPY_BYTES, FieldName, OpenFile, ReadRequest, ReadTask
 
 # Buffers of one preadv; POSIX guarantees 16, Linux accepts 1024.
 _MAX_BUFFERS = 512
@@ -30,7 +30,7 @@ class MappedField:
             layout.shape or (1,), dtype=layout.dtype, buffer=mapped, offset=layout.offset or 0
         )
 
-    def begin(self, request: Request) -> Sequence[Task]:
+    def begin(self, request: ReadRequest) -> Sequence[ReadTask]:
         rows, starts, target = self._rows, request.starts, request.target
         extent = request.rows_a_sample
         if extent == 1:
@@ -73,7 +73,7 @@ class ReadField:
         self._swap = not layout.dtype.isnative and layout.dtype.itemsize > 1
         self._name = name
 
-    def begin(self, request: Request) -> Sequence[Task]:
+    def begin(self, request: ReadRequest) -> Sequence[ReadTask]:
         offsets = self._first_byte + request.starts * self._row_bytes
         places = request.all_places
         order = np.argsort(offsets, kind="stable")
@@ -97,14 +97,14 @@ class ReadField:
             self._swap_bytes(request, places)
         return ()
 
-    def _swap_bytes(self, request: Request, places: NDArray[np.int64]) -> None:
+    def _swap_bytes(self, request: ReadRequest, places: NDArray[np.int64]) -> None:
         if self._swap:
             for place in places.tolist():
                 request.target[place].byteswap(inplace=True)
 
     def _scatter(
         self,
-        request: Request,
+        request: ReadRequest,
         *,
         offsets: NDArray[np.int64],
         places: NDArray[np.int64],
@@ -157,7 +157,7 @@ class ReadField:
 
     def _through_buffers(
         self,
-        request: Request,
+        request: ReadRequest,
         *,
         offsets: NDArray[np.int64],
         places: NDArray[np.int64],

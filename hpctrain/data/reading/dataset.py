@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from hpctrain.comm import World, agreed, broadcast_json, check_same
 from hpctrain.data.format.manifest import FieldSpec, Manifest, read_manifest
-from hpctrain.data.format.manifest_entries import MASK_SUFFIX, Packing, decode
+from hpctrain.data.format.manifest_entries import MASK_SUFFIX, Packing, decode_values
 from hpctrain.data.format.shard_file import check_shard, check_shard_size
 from hpctrain.data.format.token_windows import read_windows
 from hpctrain.data.hdf5.layout import DatasetLayout
-from hpctrain.data.reading.field_reader import ChunkCache, DecodeThreads, Task, default_threads
+from hpctrain.data.reading.field_reader import ChunkCache, DecodeThreads, ReadTask, default_threads
 from hpctrain.data.reading.open_shard import IoMode, OpenShard, choose
 from hpctrain.errors import DataError, UsageError
 
@@ -82,7 +82,7 @@ class FieldDecoder:
                 where = slice(None) if places is None else places
                 entry = self._manifest.shards[number]
                 try:
-                    values, missing = decode(
+                    values, missing = decode_values(
                         stored[name][where],
                         packing=entry.fields[name].packing or Packing(),
                         decoding=how,
@@ -109,8 +109,8 @@ class Verify(str, Enum):
 
     OFF: nothing. SIZES: the file's size, and of indexed files the modification time, with one `stat` per shard.
     HEADERS: also the HDF5 headers, and location, dtype and shape of each field, for which each shard is opened. The
-    headers are also checked when a shard is first read. `hpctrain.data.verify` and `check_while_reading` check the
-    content itself.
+    headers are also checked when a shard is first read. `hpctrain.data.verify_dataset` and `check_while_reading` check
+    the content itself.
     """
 
     OFF = "off"
@@ -323,7 +323,7 @@ class Dataset:
         self, arrays: Mapping[str, NDArray[Any]], indices: NDArray[np.int64],
         *, groups: Sequence[tuple[int, NDArray[np.int64] | None]],
     ) -> None:  # fmt: skip
-        tasks: list[Task] = []
+        tasks: list[ReadTask] = []
         num_begun = 0
         for number, places in groups:
             if tasks and num_begun >= self._max_open // 2:

@@ -20,7 +20,7 @@ from hpctrain.errors import DataError
 # Runs decoding tasks in the calling thread and a few others.
 
 
-Task = Callable[[], None]
+ReadTask = Callable[[], None]
 
 
 def default_threads() -> int:
@@ -40,7 +40,7 @@ class DecodeThreads:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    def run(self, tasks: Sequence[Task]) -> None:
+    def run(self, tasks: Sequence[ReadTask]) -> None:
         """Runs all tasks and waits for them. After an error no other task begins, and the error is raised."""
         queue = deque(tasks)
         errors: list[BaseException] = []
@@ -86,7 +86,7 @@ class DecodeThreads:
 ROW_COPY_BYTES = 2048
 
 
-class Request(NamedTuple):
+class ReadRequest(NamedTuple):
     """Samples of one field of one shard, and where to copy them.
 
     Attributes:
@@ -120,7 +120,7 @@ class Request(NamedTuple):
 class FieldReader(Protocol):
     """Interface of what reads one field of one shard. Thread-safe."""
 
-    def begin(self, request: Request) -> Sequence[Task]:
+    def begin(self, request: ReadRequest) -> Sequence[ReadTask]:
         """Reads what is cheap to read now, and returns tasks for the rest, to be run in any order by any thread.
 
         This method and the tasks raise DataError that names shard, field and samples.
@@ -169,7 +169,7 @@ class ChunkKey(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
+class DecodedChunk:
     """Decoded elements of a chunk, native-endian. For ragged fields also the length of each row, int64."""
 
     values: NDArray[Any]
@@ -187,12 +187,12 @@ class _InMaking:
     """
 
     def __init__(self) -> None:
-        self.chunk: Chunk | None = None
+        self.chunk: DecodedChunk | None = None
         self.error: BaseException | None = None
         self.done = threading.Lock()
         self.done.acquire()
 
-    def wait(self) -> Chunk:
+    def wait(self) -> DecodedChunk:
         """Returns the chunk once it is made; raises the error of the thread that makes it."""
         with self.done:
             if self.chunk is not None:
@@ -212,10 +212,10 @@ class ChunkCache:
         self.num_made = 0
         """Number of chunks decoded so far."""
         self._lock = threading.Lock()
-        self._chunks: OrderedDict[ChunkKey, Chunk] = OrderedDict()
+        self._chunks: OrderedDict[ChunkKey, DecodedChunk] = OrderedDict()
         self._in_making: dict[ChunkKey, _InMaking] = {}
 
-    def get(self, key: ChunkKey) -> Chunk | None:
+    def get(self, key: ChunkKey) -> DecodedChunk | None:
         """Returns the chunk if it is in the cache, else None."""
         with self._lock:
             chunk = self._chunks.get(key)
@@ -223,7 +223,7 @@ class ChunkCache:
                 self._chunks.move_to_end(key)
             return chunk
 
-    def get_or_make(self, key: ChunkKey, make: Callable[[], Chunk]) -> Chunk:
+    def get_or_make(self, key: ChunkKey, make: Callable[[], DecodedChunk]) -> DecodedChunk:
         """Returns the chunk from the cache, from a thread that is making it, or from `make()`. Raises its errors."""
         with self._lock:
             chunk = self._chunks.get(key)
@@ -249,7 +249,7 @@ class ChunkCache:
             mine.done.release()
         return chunk
 
-    def _keep(self, key: ChunkKey, chunk: Chunk) -> None:
+    def _keep(self, key: ChunkKey, chunk: DecodedChunk) -> None:
         if chunk.num_bytes > self.capacity_bytes:
             return
         while self.used_bytes + chunk.num_bytes > self.capacity_bytes:

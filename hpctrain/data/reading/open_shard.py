@@ -18,7 +18,14 @@ from hpctrain.data.hdf5.filters import can_undo
 from hpctrain.data.hdf5.layout import DatasetLayout, RowReader
 from hpctrain.data.reading.chunked import ChunkedField, ClassBlocks, NumberBlocks, RaggedBlocks, StoredChunks
 from hpctrain.data.reading.contiguous import MappedField, ReadField
-from hpctrain.data.reading.field_reader import ChunkCache, FieldName, FieldReader, OpenFile, Request, Task
+from hpctrain.data.reading.field_reader import (
+    ChunkCache,
+    FieldName,
+    FieldReader,
+    OpenFile,
+    ReadRequest,
+    ReadTask,
+)
 from hpctrain.errors import DataError
 from hpctrain.storage import filesystem_of
 
@@ -116,7 +123,7 @@ class OpenShard:
         samples: NDArray[np.int64],
         arrays: Mapping[str, NDArray[Any]],
         places: NDArray[np.int64] | None,
-    ) -> Sequence[Task]:
+    ) -> Sequence[ReadTask]:
         """Begins to read samples of a field into arrays[field][places], and returns the tasks that remain to be run.
 
         `samples` are numbers within the shard, `places` rows of the arrays: int64, shape (n,); None: all rows, in
@@ -143,7 +150,7 @@ class OpenShard:
                 if rows < spec.shape[0]:
                     return self._begin_padded(field, samples=samples, array=target, places=places, rows=rows)
                 lengths = None
-        request = Request(samples=samples, starts=starts, places=places, target=target, lengths=lengths)
+        request = ReadRequest(samples=samples, starts=starts, places=places, target=target, lengths=lengths)
         return self._fields[field].begin(request)
 
     def _begin_padded(
@@ -154,18 +161,18 @@ class OpenShard:
         array: NDArray[Any],
         places: NDArray[np.int64] | None,
         rows: int,
-    ) -> Sequence[Task]:
+    ) -> Sequence[ReadTask]:
         """Begins to read a ragged sample that is a whole HDF5 dataset, and fills the remaining rows with zeros.
 
         The dataset has `rows` rows, fewer than the longest sample.
         """
         where = np.arange(len(array)) if places is None else places
         array[where, rows:] = 0
-        tasks: list[Task] = []
+        tasks: list[ReadTask] = []
         if rows:
             for number, place in enumerate(where.tolist()):
                 one = samples[number : number + 1]
-                request = Request(
+                request = ReadRequest(
                     samples=one,
                     starts=np.zeros_like(one),
                     places=None,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from hpctrain.data.format.manifest import FieldSpec
-from hpctrain.data.sources.row_source import ArrayRows, Rows, field_spec, files_below, identity_of
+from hpctrain.data.sources.row_source import ArrayRows, SampleRows, field_spec, files_below, source_identity
 from hpctrain.errors import DataError, UsageError
 
 # Numpy files, .npz and .npy: one array per field, or one file per sample.
@@ -63,12 +63,12 @@ def npz_arrays(path: Path) -> dict[str, NDArray[Any]]:
     return fields
 
 
-def npy_file(path: Path) -> Rows:
+def npy_file(path: Path) -> SampleRows:
     """Opens one array whose rows are the samples; the field has the name of the file."""
-    return ArrayRows(arrays={_field_name(path): map_npy(path)}, identity=identity_of([path]))
+    return ArrayRows(arrays={_field_name(path): map_npy(path)}, identity=source_identity([path]))
 
 
-def array_directory(root: Path) -> Rows:
+def array_directory(root: Path) -> SampleRows:
     """Opens a directory of .npy files, one per field, or of .npz files, each with samples of all fields."""
     files = files_below(root, suffixes=_ARRAY_SUFFIXES)
     if all(path.suffix.lower() == ".npy" for path in files):
@@ -77,7 +77,7 @@ def array_directory(root: Path) -> Rows:
             raise DataError(
                 f"two files below {root} have the same name, so both would become the same field: rename one"
             )
-        return ArrayRows(arrays=arrays, identity=identity_of(files))
+        return ArrayRows(arrays=arrays, identity=source_identity(files))
     if all(path.suffix.lower() == ".npz" for path in files):
         return ArchiveRows(files)
     raise DataError(
@@ -123,7 +123,7 @@ class ArchiveRows:
 
     @property
     def identity(self) -> JsonValue:
-        return identity_of(self._files)
+        return source_identity(self._files)
 
     def read(self, positions: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         out = {n: np.empty((len(positions), *spec.shape), spec.dtype) for n, spec in self._fields.items()}
@@ -176,7 +176,7 @@ class FileRows:
 
     @property
     def identity(self) -> JsonValue:
-        return identity_of(self._files)
+        return source_identity(self._files)
 
     def read(self, positions: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         out = {n: np.empty((len(positions), *spec.shape), spec.dtype) for n, spec in self.fields.items()}
@@ -243,7 +243,7 @@ class Colour(str, Enum):
     GREY = "grey"
 
 
-def parse_size(text: str) -> tuple[int, int]:
+def parse_image_size(text: str) -> tuple[int, int]:
     """Parses a size in pixels, `224x320` or `224` for a square, to (height, width). Raises UsageError."""
     found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text.strip())
     if found is None:
@@ -290,7 +290,7 @@ class ImageFolder:
 
     @property
     def identity(self) -> JsonValue:
-        return [identity_of(self._files), list(self._size), self._colour.value]
+        return [source_identity(self._files), list(self._size), self._colour.value]
 
     def read(self, positions: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         images = np.empty((len(positions), *self.fields["image"].shape), dtype=np.uint8)

@@ -28,7 +28,7 @@ from hpctrain.data.sources.numpy_files import (
     npy_file,
     npz_arrays,
 )
-from hpctrain.data.sources.row_source import ArrayRows, Rows, identity_of, split_rows
+from hpctrain.data.sources.row_source import ArrayRows, SampleRows, source_identity, split_rows
 from hpctrain.data.sources.tables import (
     CSV_SUFFIXES,
     PARQUET_SUFFIXES,
@@ -148,7 +148,7 @@ class SourceOptions:
 class RowSource:
     """Samples that are read by position, for each part of the source."""
 
-    parts: dict[str, Rows]
+    parts: dict[str, SampleRows]
     attributes: dict[str, JsonValue] = field(default_factory=dict)
 
 
@@ -189,7 +189,7 @@ def open_source(
         return ArraySource(
             parts=_split_arrays(arrays, held_out=held_out or 0.0, seed=seed, shuffle=shuffle),
             attributes={**attributes, "seed": seed},
-            identity=None if kind == "digits" else identity_of([path]),
+            identity=None if kind == "digits" else source_identity([path]),
         )
     if kind == "python-source":
         return python_source(held_out=0.1 if held_out is None else held_out, seed=seed)
@@ -249,7 +249,7 @@ def _check_options(name: str, *, kind: str, options: SourceOptions, shuffle: boo
         raise UsageError(f"--shuffle needs a known number of samples; the source {name} is a stream")
 
 
-def _rows(kind: str, path: Path, options: SourceOptions) -> Rows:
+def _rows(kind: str, path: Path, options: SourceOptions) -> SampleRows:
     if kind == "images":
         return ImageFolder(path, size=options.image_size, colour=options.colour or Colour.RGB)
     if kind == "npy":

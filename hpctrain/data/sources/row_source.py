@@ -20,7 +20,7 @@ from hpctrain.errors import DataError, UsageError
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
-class Rows(Protocol):
+class SampleRows(Protocol):
     """Interface of an ordered, known number of samples that can be read by position, in any order."""
 
     @property
@@ -82,7 +82,7 @@ class ChosenRows:
     `positions` are the samples: int64, shape (num_samples,). `choice` describes the selection, for `identity`.
     """
 
-    rows: Rows
+    rows: SampleRows
     positions: NDArray[np.int64]
     choice: JsonValue
 
@@ -103,8 +103,8 @@ class ChosenRows:
 
 
 def split_rows(
-    rows: Rows, *, held_out: float, seed: int, shuffle: bool = False, keep_order: bool = True
-) -> dict[str, Rows]:
+    rows: SampleRows, *, held_out: float, seed: int, shuffle: bool = False, keep_order: bool = True
+) -> dict[str, SampleRows]:
     """Returns the parts `train` and `test`, or `all` if nothing is held out. `seed` determines the choice.
 
     `held_out` is the fraction of the samples in `test`. With `shuffle` the samples are in random order. Without it
@@ -167,7 +167,7 @@ def as_slice(positions: NDArray[np.int64]) -> slice | NDArray[np.int64]:
 # Finds the files of a source, and detects whether they have changed.
 
 
-def identity_of(files: Iterable[Path]) -> JsonValue:
+def source_identity(files: Iterable[Path]) -> JsonValue:
     """Returns a hash of names, sizes and modification times. Raises DataError if a file cannot be accessed."""
     digest = xxhash.xxh3_64()
     try:

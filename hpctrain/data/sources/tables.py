@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from hpctrain.data.format.manifest import DTYPES, FieldSpec
-from hpctrain.data.sources.row_source import ArrayRows, Rows, field_spec, files_below, identity_of
+from hpctrain.data.sources.row_source import ArrayRows, SampleRows, field_spec, files_below, source_identity
 from hpctrain.errors import DataError, UsageError
 
 CSV_SUFFIXES = frozenset({".csv", ".tsv"})
@@ -49,7 +49,7 @@ def parse_table_fields(text: str) -> dict[str, Column]:
     return fields
 
 
-def csv_rows(path: Path, *, fields: Mapping[str, Column] | None) -> Rows:
+def csv_rows(path: Path, *, fields: Mapping[str, Column] | None) -> SampleRows:
     """Reads a whole CSV file into memory. Without `fields` each column becomes a field. Raises DataError."""
     try:
         import pandas
@@ -86,7 +86,7 @@ def csv_rows(path: Path, *, fields: Mapping[str, Column] | None) -> Rows:
     return ArrayRows(
         arrays=arrays,
         classes=_field_classes(fields, classes),
-        identity=[identity_of([path]), _as_json(fields)],
+        identity=[source_identity([path]), _as_json(fields)],
     )
 
 
@@ -140,7 +140,7 @@ class ParquetRows:
 
     @property
     def identity(self) -> JsonValue:
-        return [identity_of(self._files), _as_json(self._spec)]
+        return [source_identity(self._files), _as_json(self._spec)]
 
     def read(self, positions: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         out = {n: np.empty((len(positions), *spec.shape), spec.dtype) for n, spec in self._fields.items()}

@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from hpctrain.data.sources.row_source import identity_of
+from hpctrain.data.sources.row_source import source_identity
 from hpctrain.errors import DataError, UsageError
 
 # This byte, which does not occur in text, follows each file, so that a model can see where a file begins.
@@ -54,7 +54,7 @@ class TextDocuments:
 
     @property
     def identity(self) -> JsonValue:
-        return identity_of(self.files)
+        return source_identity(self.files)
 
     def read(self, number: int, *, start: int, stop: int) -> NDArray[np.uint8]:
         path = self.files[number]

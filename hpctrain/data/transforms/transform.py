@@ -138,7 +138,7 @@ def find_transform(name: str) -> BatchTransform:
     return BatchTransform(found, name=name)
 
 
-def name_of(function: TransformFunction) -> str:
+def import_name(function: TransformFunction) -> str:
     """Returns the name under which another process can import a function. Raises RecipeError if it cannot."""
     module, qualified = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if not module or module == "__main__" or not qualified or "<" in qualified:

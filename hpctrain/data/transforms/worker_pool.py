@@ -32,7 +32,7 @@ from hpctrain.data.transforms.transform import (
     TransformContext,
     TransformFunction,
     find_transform,
-    name_of,
+    import_name,
 )
 from hpctrain.errors import DataError, RecipeError
 
@@ -380,7 +380,7 @@ def build_transformer(transform: str | TransformFunction | None, *, workers: int
             raise RecipeError(
                 f"workers = {workers}: workers need shared memory of Linux (memfd_create); use workers = 0"
             )
-        named = find_transform(transform if isinstance(transform, str) else name_of(transform))
+        named = find_transform(transform if isinstance(transform, str) else import_name(transform))
         return WorkerPool(named.name, num_workers=workers)
     if isinstance(transform, str):
         return find_transform(transform)

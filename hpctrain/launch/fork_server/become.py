@@ -28,7 +28,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ForkRequest:
     """The request of a client.
 
     pid: process id of the client.
@@ -43,7 +43,7 @@ class Request:
     descriptors: Mapping[int, int]
 
 
-def become(request: Request, *, title: str, command: Sequence[str], keep: set[int]) -> None:
+def become(request: ForkRequest, *, title: str, command: Sequence[str], keep: set[int]) -> None:
     """Makes this process, which has just been forked, what the client's program would have been. Raises OSError.
 
     title: name of the process, as `ps` shows it.
@@ -106,7 +106,7 @@ def _die_with(leash: int) -> None:
         os._exit(1)
 
 
-def _take_descriptors(request: Request, *, keep: set[int]) -> None:
+def _take_descriptors(request: ForkRequest, *, keep: set[int]) -> None:
     wanted = {request.leash, *request.descriptors, *keep}
     for number, copy in request.descriptors.items():
         os.dup2(copy, number, inheritable=True)

@@ -167,7 +167,7 @@ def import_all(names: Iterable[str]) -> str | None:
     return None
 
 
-def settle() -> None:
+def share_memory_pages() -> None:
     """Keeps as many memory pages as possible shared with forked processes.
 
     Call it with the garbage collector switched off since the start.

@@ -15,10 +15,10 @@ from hpctrain.launch.fork_server.preload import (
     folder_of,
     import_all,
     modules_for,
-    settle,
+    share_memory_pages,
 )
 from hpctrain.launch.fork_server.program import Program, read_program
-from hpctrain.launch.fork_server.server import LISTENS_AT, Server, cannot_fork, ignore_signals
+from hpctrain.launch.fork_server.server import LISTENS_AT, Server, cannot_fork, ignore_batch_signals
 
 
 def serve(command: Sequence[str], *, directory: str, at_start: frozenset[str]) -> Program | None:
@@ -26,7 +26,7 @@ def serve(command: Sequence[str], *, directory: str, at_start: frozenset[str]) -
 
     at_start: names of the modules that Python itself had imported when it started.
     """
-    ignore_signals()
+    ignore_batch_signals()
     gc.disable()  # until a rank runs
     own = Likeness.of(os.getpid())
     preload = [name for name in os.environ.get(PRELOAD_VARIABLE, "").split(",") if name]
@@ -38,7 +38,7 @@ def serve(command: Sequence[str], *, directory: str, at_start: frozenset[str]) -
     imported = Imported(None if program is None else folder_of(program, directory=directory), at_start)
     if program is not None:
         refusal = cannot_fork() or import_all(modules_for(program, directory=directory, preload=preload))
-    settle()
+    share_memory_pages()
     server = Server(LISTENS_AT, program=program, imported=imported, own=own, refusal=refusal)
     server.remove_abandoned()
     keep = {int(name) for name in os.listdir("/proc/self/fd") if int(name) < 200} - {0, 1, 2}

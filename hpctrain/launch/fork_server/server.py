@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.launch.fork_server.become import Request
+from hpctrain.launch.fork_server.become import ForkRequest
 from hpctrain.launch.fork_server.likeness import Likeness, read_environ, read_status
 from hpctrain.launch.fork_server.plan import LINGER_VARIABLE, OWNER_VARIABLE
 from hpctrain.launch.fork_server.preload import Imported, folder_of
@@ -54,7 +54,7 @@ class Forked:
     folder: folder that the program has first in sys.path.
     """
 
-    request: Request
+    request: ForkRequest
     program: Program
     folder: str | None
 
@@ -190,7 +190,7 @@ class Server:
             os.close(number)
         return None
 
-    def _show_log(self, request: Request) -> None:
+    def _show_log(self, request: ForkRequest) -> None:
         """Writes what libraries printed while they were imported to the stderr of the first rank."""
         if self._has_shown or 2 not in request.descriptors:
             return
@@ -200,7 +200,9 @@ class Server:
             if printed:
                 os.write(request.descriptors[2], printed)
 
-    def _receive(self, connection: socket.socket) -> tuple[Request, Program | None, str | None, str | None]:
+    def _receive(
+        self, connection: socket.socket
+    ) -> tuple[ForkRequest, Program | None, str | None, str | None]:
         """Returns the request, the client's program, its folder, and why it is refused. Raises OSError, ValueError."""
         pid, uid, _ = _CREDENTIALS.unpack(
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -218,7 +220,7 @@ class Server:
                 os.close(number)
             raise ValueError("not a client's request")
         mask = struct.unpack("=Q", data[:8])[0]
-        request = Request(
+        request = ForkRequest(
             pid=pid, mask=mask, leash=passed[0], descriptors=dict(zip(numbers[3:], passed[1:], strict=True))
         )
         words = [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]]
@@ -288,7 +290,7 @@ def cannot_fork() -> str | None:
     return None
 
 
-def ignore_signals() -> None:
+def ignore_batch_signals() -> None:
     """Ignores the signals that a batch system sends to all processes of a job: the server ends when its ranks end."""
     for number in (
         signal.SIGINT,

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.autotune.link_speed import Candidate, Cost, LinkFloor, Measurement
+from hpctrain.reduce.autotune.link_speed import Candidate, LinkFloor, Measurement, TimeBySize
 from hpctrain.reduce.wire_formats import roundings
 
 DEFAULT_BUCKET_BYTES = 4_000_000
@@ -49,7 +49,7 @@ class Choice:
     """
 
     candidates: tuple[Candidate, ...]
-    costs: Mapping[Candidate, Cost] = field(default_factory=dict)
+    costs: Mapping[Candidate, TimeBySize] = field(default_factory=dict)
     measurements: tuple[Measurement, ...] = ()
     floor: LinkFloor | None = None
 
@@ -68,7 +68,9 @@ class Choice:
         """
         if not measurements:
             raise UsageError("no measurements to choose by: give at least one of a candidate")
-        costs = {candidate: Cost.fit(points) for candidate, points in _by_candidate(measurements).items()}
+        costs = {
+            candidate: TimeBySize.fit(points) for candidate, points in _by_candidate(measurements).items()
+        }
         if floor is not None:
             costs = {c: _floored(cost, floor.seconds_per_byte(c)) for c, cost in costs.items()}
         return cls(tuple(costs), costs, tuple(measurements), floor)
@@ -157,7 +159,7 @@ class Choice:
         """
         candidates = []
         for candidate, points in _by_candidate(self.measurements).items():
-            cost = Cost.fit(points)
+            cost = TimeBySize.fit(points)
             candidates.append({
                 **candidate._asdict(), "latency_s": cost.latency_s, "seconds_per_byte": cost.slope,
                 "floor_seconds_per_byte": self.floor.seconds_per_byte(candidate) if self.floor else 0.0,
@@ -187,13 +189,13 @@ def measurements_from_json(value: Any) -> list[Measurement]:
     return found
 
 
-def eligible(costs: Mapping[Candidate, Cost], num_bytes: float) -> list[Candidate]:
+def eligible(costs: Mapping[Candidate, TimeBySize], num_bytes: float) -> list[Candidate]:
     """Returns the candidates measured up to `num_bytes`, or up to the largest measured size if that is smaller."""
     furthest = max(cost.points[-1][0] for cost in costs.values())
     return [c for c, cost in costs.items() if cost.points[-1][0] >= min(num_bytes, furthest)]
 
 
-def _floored(cost: Cost, least: float) -> Cost:
+def _floored(cost: TimeBySize, least: float) -> TimeBySize:
     """Returns `cost` raised to at least `least` seconds per byte; a share of the measured time decides ties.
 
     If the bound explains most of the time of the largest size, it is also the slope beyond that size: the difference
@@ -205,7 +207,7 @@ def _floored(cost: Cost, least: float) -> Cost:
         if over * under > 0:  # cost and floor cross between the two sizes: add the crossing
             sizes.append(low + round((high - low) * over / (over + under)))
     measured = [(n, cost.at(n)) for n in sizes]
-    floored = Cost.fit((n, max(s, n * least) + MEASURED_SHARE * s) for n, s in measured)
+    floored = TimeBySize.fit((n, max(s, n * least) + MEASURED_SHARE * s) for n, s in measured)
     last_bytes, last_s = cost.points[-1]
     decided = last_bytes * least >= DECIDED_BY_LINK * last_s
     return replace(floored, slope=least if decided else max(floored.slope, least))

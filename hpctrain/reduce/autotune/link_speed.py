@@ -2,7 +2,7 @@
 
 The cost of a message is usually modelled by a latency and a time per byte (Hockney 1994,
 doi:10.1016/S0167-8191(06)80021-9). That is valid only within a range of sizes, since libraries change their protocol
-with the size, and caches are limited. So `Cost` is piecewise linear between the measured sizes.
+with the size, and caches are limited. So `TimeBySize` is piecewise linear between the measured sizes.
 
 `LinkFloor` is the lower bound between nodes: the bytes that leave a node, divided by the rate of its link. A trial can
 be faster than this bound, because queues and shapers of a link accept some hundred KB at once, however slow it is; a
@@ -200,7 +200,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class TimeBySize:
     """Seconds of a reduction by size: piecewise linear.
 
     points: measured (bytes, seconds), both ascending.
@@ -213,7 +213,7 @@ class Cost:
     slope: float
 
     @classmethod
-    def fit(cls, measured: Iterable[tuple[int, float]]) -> Cost:
+    def fit(cls, measured: Iterable[tuple[int, float]]) -> TimeBySize:
         """Fits a cost to (bytes, seconds); of several times for one size, the shortest is used.
 
         Raises UsageError if empty. Noise only adds time, so if a larger size took less time, that time also limits the

@@ -31,9 +31,9 @@ import torch
 from hpctrain.comm import Collective, ReduceOp
 from hpctrain.errors import CommunicationError, UsageError
 from hpctrain.reduce.autotune.decision import MEASURED_SHARE
-from hpctrain.reduce.autotune.link_speed import Candidate, Cost, LinkFloor, Measurement
+from hpctrain.reduce.autotune.link_speed import Candidate, LinkFloor, Measurement, TimeBySize
 from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
-from hpctrain.reduce.contract.bucket_reducer import LONGEST_WAIT_CROWDED_S, BucketReducer, run_to_end
+from hpctrain.reduce.contract.bucket_reducer import LONGEST_WAIT_OVERSUBSCRIBED_S, BucketReducer, run_to_end
 from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline
 from hpctrain.reduce.wire_formats import ELEMENT_BYTES
 
@@ -170,7 +170,7 @@ def calibrate(
     if compute is not None:
         for one in running:
             one.pipeline = ReductionPipeline(
-                one.reducer.reduce, device=device, longest_wait_s=LONGEST_WAIT_CROWDED_S
+                one.reducer.reduce, device=device, longest_wait_s=LONGEST_WAIT_OVERSUBSCRIBED_S
             )
     contest = _Contest(running, trials=trials, device=device, notes=notes, floor=floor)
     # Trials during computation are long, and there may be time for only one size: start with that of a small bucket.
@@ -207,7 +207,7 @@ class _Running:
         self.reducer.close()
 
     def fitted_s(self, num_bytes: int) -> float:
-        return Cost.fit(self.measured).at(num_bytes)
+        return TimeBySize.fit(self.measured).at(num_bytes)
 
     def expected_s(self, num_bytes: int) -> float:
         """Returns an upper estimate of the time of a larger size, in seconds."""

@@ -91,7 +91,7 @@ class CalibrationKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class StoredCalibration:
     """Results of one calibration, convertible to and from JSON. seconds: duration of the calibration."""
 
     measurements: tuple[Measurement, ...]
@@ -106,7 +106,7 @@ class Kept:
         }
 
     @classmethod
-    def from_json(cls, value: Any) -> Kept:
+    def from_json(cls, value: Any) -> StoredCalibration:
         """Restores what `as_json` returned. Raises ValueError for anything else."""
         if not isinstance(value, dict) or not {"measurements", "levels", "seconds"} <= value.keys():
             raise ValueError("not a calibration: fields are missing")
@@ -125,7 +125,7 @@ class CachedTrials:
     why: why there is none; "" if there is no file or no entry.
     """
 
-    kept: Kept | None
+    kept: StoredCalibration | None
     why: str = ""
 
 
@@ -144,7 +144,7 @@ def read_calibration(path: Path, *, key: CalibrationKey) -> CachedTrials:
             others = differences if not others else min(others, differences, key=len)
             continue
         try:
-            kept = Kept.from_json(entry["found"])
+            kept = StoredCalibration.from_json(entry["found"])
             unknown = {m.candidate for m in kept.measurements} - set(key.candidates)
             if unknown:
                 raise ValueError(
@@ -158,7 +158,7 @@ def read_calibration(path: Path, *, key: CalibrationKey) -> CachedTrials:
     )
 
 
-def write_calibration(path: Path, *, key: CalibrationKey, kept: Kept) -> None:
+def write_calibration(path: Path, *, key: CalibrationKey, kept: StoredCalibration) -> None:
     """Adds or replaces the entry for `key`, and keeps the other entries. The file is replaced atomically.
 
     May raise OSError.
@@ -244,7 +244,7 @@ class TrialResults:
     seconds: float = 0.0
     load: str = "none"
 
-    def settle(
+    def choose(
         self, *, gradient_bytes: int, bucket_bytes: int | None = None, overlap: bool = True
     ) -> AutoChoice:
         """Chooses wire format, bucket size and algorithm for a model with `gradient_bytes` of gradients. Pure.
@@ -334,7 +334,7 @@ def find_choice(
     for text in looked.notes:
         note(text)
     if looked.kept is not None:
-        kept, source = Kept.from_json(looked.kept), looked.source
+        kept, source = StoredCalibration.from_json(looked.kept), looked.source
     else:
         kept, notes = _measure(
             world, make=make, candidates=candidates, topology=topology, device=device, under_load=under_load,
@@ -382,7 +382,7 @@ def _measure(
     under_load: bool,
     budget_s: float,
     clock: Callable[[], float],
-) -> tuple[Kept, list[str]]:
+) -> tuple[StoredCalibration, list[str]]:
     began = clock()
     levels = measure_levels(world, topology, device=device, clock=clock)
     levels_s = clock() - began
@@ -391,19 +391,19 @@ def _measure(
         compute=MatrixProducts() if under_load else None, budget_s=budget_s, clock=clock,
     )  # fmt: skip
     seconds = levels_s + found.seconds
-    kept = Kept(measurements=found.measurements, levels=levels, seconds=seconds)
+    kept = StoredCalibration(measurements=found.measurements, levels=levels, seconds=seconds)
     # Through JSON, as if read from a file, so that this run and one that reads the file make the same choice.
     mine = {"kept": kept.as_json(), "notes": list(found.notes)}
     of_rank_0 = broadcast_json(world, mine)
-    return Kept.from_json(of_rank_0["kept"]), of_rank_0["notes"]
+    return StoredCalibration.from_json(of_rank_0["kept"]), of_rank_0["notes"]
 
 
-def _write(world: World, paths: Sequence[Path], *, key: CalibrationKey, kept: Kept) -> list[str]:
+def _write(world: World, paths: Sequence[Path], *, key: CalibrationKey, kept: StoredCalibration) -> list[str]:
     texts: list[str] = on_rank_0(world, lambda: _try_to_write(paths, key=key, kept=kept))
     return texts
 
 
-def _try_to_write(paths: Sequence[Path], *, key: CalibrationKey, kept: Kept) -> list[str]:
+def _try_to_write(paths: Sequence[Path], *, key: CalibrationKey, kept: StoredCalibration) -> list[str]:
     """Writes the files. Returns notes on files that cannot be written, for which a resumed run must measure again."""
     notes = []
     for path in paths:

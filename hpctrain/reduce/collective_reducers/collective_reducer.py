@@ -1,7 +1,7 @@
 """Sums buckets by a backend's collective operations: flat, by slices, or in two levels.
 
 These reducers work with every backend, on the backend's device. If its operations only block, one bucket is in flight
-at a time. `EngineReducer` makes its own schedule instead.
+at a time. `AllReduceReducer` makes its own schedule instead.
 
 The bytes that collective operations send between nodes are computed for a ring over the ranks in order, in which each
 rank sends only to its successor. A backend may use another algorithm, but none sends fewer bytes per rank, so
@@ -35,7 +35,7 @@ from hpctrain.storage import split_evenly
 from hpctrain.topology import Topology
 
 
-class StartSum(Protocol):
+class StartAllReduce(Protocol):
     """Signature of `Collective.start_all_reduce`."""
 
     def __call__(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]: ...
@@ -69,7 +69,7 @@ class CastSum:
 
     def __init__(
         self,
-        start: StartSum,
+        start: StartAllReduce,
         *,
         wire: str,
         backend: str,
@@ -158,7 +158,7 @@ class BucketPiece:
         return [codec.num_bytes(self.numel(owner), dtype=dtype) for owner in owners]
 
 
-def pieces_of(numel: int, *, num_ranks: int, piece_elems: int = PIECE_ELEMS) -> list[BucketPiece]:
+def split_bucket(numel: int, *, num_ranks: int, piece_elems: int = PIECE_ELEMS) -> list[BucketPiece]:
     """Splits a bucket into pieces of at most `piece_elems` elements; an empty bucket has none. Pure."""
     pieces = []
     for begin in range(0, numel, piece_elems):
@@ -232,7 +232,9 @@ class SliceSum:
         if self._residuals is not None:
             self._residuals.add_to(host, bucket)
             lost = torch.empty_like(host)
-        for piece in pieces_of(bucket.numel, num_ranks=self._comm.num_ranks, piece_elems=self._piece_elems):
+        for piece in split_bucket(
+            bucket.numel, num_ranks=self._comm.num_ranks, piece_elems=self._piece_elems
+        ):
             self._sum_piece(piece, host, lost=lost)
         if host is not memory:
             memory.copy_(host)
@@ -494,9 +496,9 @@ class CollectiveReducer(StepEnd):
         if finish is not None:
             finish()
 
-    def settle(self, *, applied: bool, rescale: float) -> None:
+    def end_step(self, *, applied: bool, rescale: float) -> None:
         if self._residuals is not None:
-            self._residuals.settle(applied=applied, rescale=rescale)
+            self._residuals.end_step(applied=applied, rescale=rescale)
 
     def bytes_sent(self) -> int:
         return self._sums.bytes_sent

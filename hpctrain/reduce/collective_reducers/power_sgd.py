@@ -137,7 +137,7 @@ class LowRankReducer(StepEnd):
     Each bucket needs two all_reduce operations in the bucket's dtype. They block, so buckets are reduced one after
     another. The result is deterministic, and bitwise equal on every rank if the ranks' processors and libraries are
     the same, since each rank orthonormalizes P itself. If a bucket is not finite on any rank, the result is not finite
-    on all, and the residuals do not change (`settle`). A parameter that no rank used keeps its residual.
+    on all, and the residuals do not change (`end_step`). A parameter that no rank used keeps its residual.
 
     Args:
         comm: Communicator used by this object only.
@@ -279,9 +279,9 @@ class LowRankReducer(StepEnd):
             num_bytes = message.numel() * message.element_size()
             self._bytes_sent += all_reduce_bytes(num_bytes, num_ranks=self._comm.num_ranks)
 
-    def settle(self, *, applied: bool, rescale: float) -> None:
+    def end_step(self, *, applied: bool, rescale: float) -> None:
         # The factors of a skipped step are kept too: they only start the next iteration, and any finite ones do.
-        self._residuals.settle(applied=applied and self._began, rescale=rescale)
+        self._residuals.end_step(applied=applied and self._began, rescale=rescale)
         self._steps += int(self._began)  # no step if only the loss scale changed
         self._began = False
 

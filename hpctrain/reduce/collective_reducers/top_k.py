@@ -101,7 +101,7 @@ class TopKReducer(StepEnd):
     Each bucket needs one all_gather, with one message per rank. It blocks, so buckets are reduced one after another.
     With N ranks, every rank receives 8 N fraction bytes per element (float32 values), compared to 8 (N-1)/N with a
     float32 ring: top-k is smaller if N fraction < 1. The result is deterministic, and bitwise equal on every rank. If
-    a bucket is not finite on any rank, the result is not finite on all, and the residuals do not change (`settle`). A
+    a bucket is not finite on any rank, the result is not finite on all, and the residuals do not change (`end_step`). A
     parameter that no rank used keeps its residual.
 
     Args:
@@ -244,8 +244,8 @@ class TopKReducer(StepEnd):
     def _count(self, num_bytes: int) -> None:
         self._bytes_sent += num_bytes if self._elsewhere else 0
 
-    def settle(self, *, applied: bool, rescale: float) -> None:
-        self._residuals.settle(applied=applied and self._began, rescale=rescale)
+    def end_step(self, *, applied: bool, rescale: float) -> None:
+        self._residuals.end_step(applied=applied and self._began, rescale=rescale)
         self._steps += int(self._began)  # no step if only the loss scale changed
         self._began = False
 

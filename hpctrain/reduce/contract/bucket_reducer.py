@@ -66,7 +66,7 @@ class InBackground(Protocol):
 class KeepsState(Protocol):
     """What is kept from step to step, such as residuals of error feedback, and saved in a checkpoint."""
 
-    def settle(self, *, applied: bool, rescale: float) -> None:
+    def end_step(self, *, applied: bool, rescale: float) -> None:
         """Ends the step for error feedback: the values of the step count as sent only if it was applied.
 
         Not collective.
@@ -229,7 +229,7 @@ SHORTEST_WAIT_S = 20e-6
 LONGEST_WAIT_S = 200e-6
 # If there are more ranks than cores, a poll takes processor time from a rank that computes, and the reaction to a
 # message has to wait for the core anyway.
-LONGEST_WAIT_CROWDED_S = 2e-3
+LONGEST_WAIT_OVERSUBSCRIBED_S = 2e-3
 # A caller with nothing else to do first spins for this long: the kernel rounds the shortest sleep up to about 70 us,
 # and a rank that sleeps while the last one arrives delays that one in turn.
 SPIN_S = 500e-6

@@ -16,7 +16,7 @@ from hpctrain.comm import Collective, broadcast_json
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket, completed_order
 from hpctrain.reduce.contract.bucket_reducer import (
-    LONGEST_WAIT_CROWDED_S,
+    LONGEST_WAIT_OVERSUBSCRIBED_S,
     LONGEST_WAIT_S,
     BucketReducer,
     InBackground,
@@ -27,14 +27,14 @@ from hpctrain.reduce.contract.bucket_reducer import (
 from hpctrain.reduce.contract.step_end import all_reduced
 from hpctrain.reduce.contract.updater import ReductionObserver
 from hpctrain.reduce.data_parallel.bucket_filling import PlannedBuckets
-from hpctrain.reduce.data_parallel.gradient_buckets import ran_twice
+from hpctrain.reduce.data_parallel.gradient_memory import ran_twice
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
 from hpctrain.reduce.data_parallel.parameter_checks import (
     ParameterChecks,
     check_open,
-    check_options,
+    check_updater_options,
 )
-from hpctrain.reduce.data_parallel.reduction_thread import InFlight, ReductionPipeline
+from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline, TimeInFlight
 from hpctrain.reduce.data_parallel.updater_base import StepSums, UpdaterBase
 
 
@@ -59,7 +59,7 @@ class AllReduceUpdater(UpdaterBase):
         max_in_flight: Maximum number of reductions in flight.
         overlap: False to reduce in `step`, on the calling thread; only reductions that a thread outside Python
             continues (`InBackground`) then still start within backward.
-        crowded: True if there are more ranks than cores; polls for progress are then further apart.
+        oversubscribed: True if there are more ranks than cores; polls for progress are then further apart.
         model: Model that computes with the parameters, to notice if its parameters are replaced.
 
     Raises:
@@ -83,7 +83,7 @@ class AllReduceUpdater(UpdaterBase):
         clip_norm: float | None = None,
         max_in_flight: int = 4,
         overlap: bool = True,
-        crowded: bool = False,
+        oversubscribed: bool = False,
         model: torch.nn.Module | None = None,
     ) -> None:
         super().__init__(
@@ -93,7 +93,7 @@ class AllReduceUpdater(UpdaterBase):
         self._reducer = reducer
         self._distributed = comm.num_ranks > 1
         reducer.keep_squares()
-        check_options(self._parameters, clip_norm=clip_norm, max_in_flight=max_in_flight)
+        check_updater_options(self._parameters, clip_norm=clip_norm, max_in_flight=max_in_flight)
         self._checks = ParameterChecks(optimizer, self._parameters, model=model)
         self._pipeline: ReductionPipeline | None = None
         self._planned = PlannedBuckets(
@@ -106,7 +106,7 @@ class AllReduceUpdater(UpdaterBase):
                 device=self._planned.device,
                 max_in_flight=max_in_flight,
                 overlap=overlap,
-                longest_wait_s=LONGEST_WAIT_CROWDED_S if crowded else LONGEST_WAIT_S,
+                longest_wait_s=LONGEST_WAIT_OVERSUBSCRIBED_S if oversubscribed else LONGEST_WAIT_S,
                 in_background=reducer.in_background if isinstance(reducer, InBackground) else None,
             )
         self._overlap = overlap
@@ -132,7 +132,7 @@ class AllReduceUpdater(UpdaterBase):
         self._planned.memory.scale(1.0 / self._summed_scale)
         self._summed_scale = 1.0
         fits = self._planned.memory.copy_out()
-        self._planned.memory.give_out()
+        self._planned.memory.set_gradients()
         self._synchronized = True
         if self.step_watch is not None and not (fits and 0 <= self._planned.squares.of_all() < math.inf):
             # A GradScaler will skip this step, without a word. Later the next forward may have begun, whose backward
@@ -173,14 +173,14 @@ class AllReduceUpdater(UpdaterBase):
         if not self._planned.memory.copy_out():
             return False
         if not self._synchronized:
-            self._planned.memory.give_out()
+            self._planned.memory.set_gradients()
         self._optimizer.step()
         return True
 
     def _end_step(self, summed: StepSums, *, applied: bool, accepted: bool, rescale: float) -> None:
         self._drop_gradients()
         self._planned.memory.forget(applied=applied)
-        self._reducer.settle(applied=applied, rescale=rescale)
+        self._reducer.end_step(applied=applied, rescale=rescale)
         summed.times = self._clock.times(self.buckets, update_s=time.perf_counter() - summed.update_from)
         if summed.order_is_new and accepted:  # after a backward that failed half-way, the order is not known
             seen = completed_order(self._planned.filling.ready, num_parameters=len(self._parameters))
@@ -247,7 +247,7 @@ class AllReduceUpdater(UpdaterBase):
         if self._distributed:
             result_of(self._reducer.finish(np.zeros(1), comm=self._comm))
         self._planned.memory.forget(applied=False)
-        self._reducer.settle(applied=False, rescale=1.0)
+        self._reducer.end_step(applied=False, rescale=1.0)
         self._begin_step()
 
     def _check_before_sum(self) -> None:
@@ -268,9 +268,9 @@ class AllReduceUpdater(UpdaterBase):
         if self._pipeline is not None:
             self._pipeline.wait()
 
-    def _finish_reduction(self, numbers: Numbers) -> tuple[Reduced, InFlight]:
+    def _finish_reduction(self, numbers: Numbers) -> tuple[Reduced, TimeInFlight]:
         """Submits the remaining buckets, waits for all of them, and sums `numbers`. Collective."""
-        none = InFlight(0.0, 0.0)
+        none = TimeInFlight(0.0, 0.0)
         if self._synchronized:
             self._planned.memory.take_changes()
         if self._pipeline is None:  # one rank: its gradients are the sums

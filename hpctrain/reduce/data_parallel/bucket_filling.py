@@ -12,7 +12,7 @@ from hpctrain.reduce.contract.bucket_plan import Bucket, Milestone, milestones, 
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.reduce.contract.step_end import GradientSquares
 from hpctrain.reduce.contract.updater import BackwardTimes
-from hpctrain.reduce.data_parallel.gradient_buckets import (
+from hpctrain.reduce.data_parallel.gradient_memory import (
     GradientMemory,
     describe_gradient,
     one_device,

@@ -11,7 +11,7 @@ from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.step_end import check_clip_norm
 
 
-class Kind(NamedTuple):
+class GradientKind(NamedTuple):
     """The properties for which the memory of a parameter's gradient was planned."""
 
     shape: torch.Size
@@ -19,7 +19,7 @@ class Kind(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, parameter: torch.Tensor) -> Kind:
+    def of(cls, parameter: torch.Tensor) -> GradientKind:
         return cls(parameter.shape, parameter.dtype, parameter.device)
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ def trainable(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
-def check_options(
+def check_updater_options(
     parameters: Sequence[torch.nn.Parameter], *, clip_norm: float | None, max_in_flight: int = 1
 ) -> None:
     """Raises UsageError for options that an updater cannot work with. parameters: those that are trained."""
@@ -63,7 +63,7 @@ class ParameterChecks:
     ) -> None:
         self._optimizer = optimizer
         self._parameters = list(parameters)
-        self._kinds = [Kind.of(parameter) for parameter in parameters]
+        self._kinds = [GradientKind.of(parameter) for parameter in parameters]
         self._model = model
         trained = set(map(id, parameters))
         modules = model.named_modules() if model is not None else ()
@@ -106,7 +106,7 @@ class ParameterChecks:
             ):
                 raise UsageError(
                     f"parameter {number} of the optimizer was {kind} when the updater was made and is "
-                    f"{Kind.of(parameter)} now: convert or move the model (double(), half(), to()) before "
+                    f"{GradientKind.of(parameter)} now: convert or move the model (double(), half(), to()) before "
                     "session.distributed_optimizer, or close this updater and make a new optimizer and updater"
                 )
 

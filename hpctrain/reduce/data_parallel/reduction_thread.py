@@ -25,7 +25,7 @@ class _Submitted:
     filled: torch.cuda.Event | None
 
 
-class InFlight(NamedTuple):
+class TimeInFlight(NamedTuple):
     """Seconds with at least one reduction in flight.
 
     total_s: all of them.
@@ -107,7 +107,7 @@ class ReductionPipeline:
             self._submitted.append(item)
             self._condition.notify_all()
 
-    def wait(self) -> InFlight:
+    def wait(self) -> TimeInFlight:
         """Waits until all submitted reductions have ended. Returns the seconds with at least one of them in flight."""
         waits_since = time.perf_counter()
         if self._thread is None and self._has_work():
@@ -124,7 +124,7 @@ class ReductionPipeline:
             raise error
         if reduced is not None:
             torch.cuda.current_stream(self._device).wait_event(reduced)
-        return InFlight(busy_s, max(0.0, busy_s - (time.perf_counter() - waits_since)))
+        return TimeInFlight(busy_s, max(0.0, busy_s - (time.perf_counter() - waits_since)))
 
     def wait_until(self, done: Callable[[], bool]) -> None:
         """Waits until `done()` returns True, while other reductions continue. Only with `overlap`.

@@ -13,12 +13,12 @@ from hpctrain.comm import Collective
 from hpctrain.distributed import all_reduce_sparse
 from hpctrain.errors import GradientsInUse, UsageError
 from hpctrain.reduce.contract.step_end import square_of_all
-from hpctrain.reduce.data_parallel.gradient_buckets import PendingGradient, ran_twice
+from hpctrain.reduce.data_parallel.gradient_memory import PendingGradient, ran_twice
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
 from hpctrain.reduce.data_parallel.parameter_checks import (
     ParameterChecks,
     check_open,
-    check_options,
+    check_updater_options,
 )
 from hpctrain.reduce.data_parallel.updater_base import StepSums, UpdaterBase
 
@@ -53,7 +53,7 @@ class SparseUpdater(UpdaterBase):
         model: torch.nn.Module | None = None,
     ) -> None:
         super().__init__(optimizer, comm=comm, loss_scale=loss_scale or LossScale(), clip_norm=clip_norm)
-        check_options(self._parameters, clip_norm=clip_norm)
+        check_updater_options(self._parameters, clip_norm=clip_norm)
         self._checks = ParameterChecks(optimizer, self._parameters, model=model)
         self._pending = [PendingGradient(parameter) for parameter in self._parameters]
         self._held: dict[int, torch.Tensor] = {}

@@ -20,7 +20,7 @@ from hpctrain.reduce.contract.bucket_reducer import KeepsState, Shapes, StateTen
 from hpctrain.reduce.contract.step_end import check_divide_by, clip_factor, divisor
 from hpctrain.reduce.contract.updater import Accepts, BackwardTimes, ReductionObserver, StepOutcome
 from hpctrain.reduce.data_parallel.bucket_filling import BackwardClock
-from hpctrain.reduce.data_parallel.gradient_buckets import asks_for_gradients, refuse_grad_scaler
+from hpctrain.reduce.data_parallel.gradient_memory import asks_for_gradients, refuse_grad_scaler
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
 from hpctrain.reduce.data_parallel.parameter_checks import check_open, trainable
 from hpctrain.reduce.watch.step_watch import Watched, watched
@@ -235,7 +235,7 @@ class UpdaterBase(Watched, ABC):
             keeper.load_state(tensors or {}, shapes)
             if self._scale.value != saved["value"]:
                 # Residuals are in the unit of the buckets: gradients times the loss scale at the time of saving.
-                keeper.settle(applied=False, rescale=self._scale.value / saved["value"])
+                keeper.end_step(applied=False, rescale=self._scale.value / saved["value"])
 
     def close(self) -> bool:
         """See `DistributedOptimizer.close`. A second call does nothing more."""

@@ -1,1 +1,1 @@
-"""The engine reducer: buckets in memory shared by a node's ranks, chunked messages between nodes, compiled sums."""
+"""Buckets in memory shared by a node's ranks, summed there by compiled code, and by chunked messages between nodes."""

@@ -1,5 +1,5 @@
 /* Sums of the buckets of a node's ranks in one pass over memory, and the claiming of pieces by ranks. See summation.py and
-   engine_reducer.py. */
+   all_reduce_reducer.py. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -116,7 +116,7 @@ done:
     return result;
 }
 
-/* Indices of a rank's flags, one cache line apart, as in shared_buckets.py; results of take(), as in engine_reducer.py. */
+/* Indices of a rank's flags, one cache line apart, as in shared_buckets.py; results of take(), as in all_reduce_reducer.py. */
 enum { FILLED = 0, SUMMED = 8, NUM_FLAGS = 16 };
 enum { WAITS = 0, GOT_ON = 1, ENDED = 2 };
 
@@ -215,8 +215,8 @@ done:
 
 static PyMethodDef methods[] = {
     {"add", add, METH_VARARGS, "add(parts, into, num_squared, factor): see hpctrain.reduce.shared_memory.summation."},
-    {"fill", fill, METH_VARARGS, "fill(flags, count): publishes the elements written before; see hpctrain.reduce.shared_memory.engine_reducer."},
-    {"take", take, METH_VARARGS, "take(parts, flags, claimed, squares, local, before, piece_elems, num_squared, factor): see hpctrain.reduce.shared_memory.engine_reducer."},
+    {"fill", fill, METH_VARARGS, "fill(flags, count): publishes the elements written before; see hpctrain.reduce.shared_memory.all_reduce_reducer."},
+    {"take", take, METH_VARARGS, "take(parts, flags, claimed, squares, local, before, piece_elems, num_squared, factor): see hpctrain.reduce.shared_memory.all_reduce_reducer."},
     {NULL, NULL, 0, NULL},
 };
 

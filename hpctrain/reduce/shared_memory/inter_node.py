@@ -126,7 +126,7 @@ def direct(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
             )
     yield from wire.until(pending)
     if own_bytes:
-        sum_in_order(own, arriving, mine=mine, codec=wire.codec)
+        add_slices_in_order(own, arriving, mine=mine, codec=wire.codec)
         data = wire.scratch(own_bytes)
         wire.feedback.encode_sum(own, out=data)
         leaving = []
@@ -139,7 +139,9 @@ def direct(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
         deliver(source, data)
 
 
-def sum_in_order(own: torch.Tensor, arriving: dict[int, torch.Tensor], *, mine: int, codec: Codec) -> None:
+def add_slices_in_order(
+    own: torch.Tensor, arriving: dict[int, torch.Tensor], *, mine: int, codec: Codec
+) -> None:
     """Adds the encoded slices of the other nodes to `own`, in node order.
 
     So the result does not depend on which node sums.
@@ -271,7 +273,7 @@ class LossyPart:
 
 
 @final
-class EngineLosses:
+class InterNodeResiduals:
     """This rank's encoding errors (residuals) between nodes, in gradient space (see `hpctrain.reduce.codecs`).
 
     buckets: all buckets of the plan.
@@ -288,9 +290,9 @@ class EngineLosses:
         wide = any(bucket.dtype is torch.float64 for bucket in buckets)
         self._dtype = torch.float64 if wide else torch.float32
 
-    def settle(self, *, applied: bool, rescale: float) -> None:
+    def end_step(self, *, applied: bool, rescale: float) -> None:
         for part in self._parts:
-            part.feedback.settle(applied=applied, rescale=rescale)
+            part.feedback.end_step(applied=applied, rescale=rescale)
 
     def state(self) -> list[StateTensor]:
         """Returns blocks of a tensor of shape (nodes + 1, num_elems), float32 or float64.

@@ -43,7 +43,7 @@ def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Functions of `_add.c`. `fill` and `take` have no numpy version; `engine_reducer.py` explains them."""
+    """Functions of `_add.c`. `fill` and `take` have no numpy version; `all_reduce_reducer.py` explains them."""
 
     add: Add
     fill: Callable[[Counts, int], None]

@@ -10,7 +10,7 @@ import torch
 from hpctrain.comm import NUM_TAGS, Collective, Pending, Transport, is_true_everywhere
 from hpctrain.reduce.codecs import Codec
 from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
-from hpctrain.reduce.shared_memory.inter_node import ChunkMemory, EngineLosses
+from hpctrain.reduce.shared_memory.inter_node import ChunkMemory, InterNodeResiduals
 from hpctrain.reduce.shared_memory.shared_buckets import NodeMemory, TwoLevelPlace
 from hpctrain.topology import Topology
 
@@ -45,7 +45,7 @@ class TransportReducer(ABC):
         self._algorithm = algorithm
         self._codec = codec
         self._keeps_losses = feedback and not codec.exact and levels.num_nodes > 1
-        self._losses: EngineLosses | None = None  # belongs to the current plan
+        self._losses: InterNodeResiduals | None = None  # belongs to the current plan
         self._memory = NodeMemory(transport, place=self._place)
         self._scratch = ChunkMemory()
         self._next_tag = 0
@@ -64,13 +64,13 @@ class TransportReducer(ABC):
         """Returns the payload bytes that this rank has sent to other nodes so far. Not collective."""
         return self._bytes_sent
 
-    def settle(self, *, applied: bool, rescale: float) -> None:
-        """See `KeepsState.settle`."""
+    def end_step(self, *, applied: bool, rescale: float) -> None:
+        """See `KeepsState.end_step`."""
         if self._losses is not None:
-            self._losses.settle(applied=applied, rescale=rescale)
+            self._losses.end_step(applied=applied, rescale=rescale)
 
     def state(self) -> list[StateTensor]:
-        """See `EngineLosses.state`; empty without error feedback."""
+        """See `InterNodeResiduals.state`; empty without error feedback."""
         return self._losses.state() if self._losses is not None else []
 
     def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:

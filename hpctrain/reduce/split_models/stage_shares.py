@@ -17,9 +17,9 @@ import torch
 from hpctrain.comm import Collective
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import plan_buckets
-from hpctrain.reduce.data_parallel.gradient_buckets import describe_gradient
-from hpctrain.reduce.sharded.owned_parts import OwnedParts, ParameterCopies, check_shardable
-from hpctrain.reduce.sharded.shard_plan import ShardPlan
+from hpctrain.reduce.data_parallel.gradient_memory import describe_gradient
+from hpctrain.reduce.zero.bucket_division import BucketDivision
+from hpctrain.reduce.zero.owned_parts import OwnedParts, ParameterCopies, check_zero_optimizer
 
 _UNIT_BYTES = 25_000_000  # size of the gradients that are copied and summed at once
 
@@ -44,7 +44,7 @@ class StageShares:
         self._replicas = replicas
         self._parameters = parameters
         buckets = plan_buckets([describe_gradient(p) for p in parameters], bucket_bytes=_UNIT_BYTES)
-        self._plan = plan = ShardPlan.of(buckets, num_ranks=replicas.num_ranks, unit_bytes=_UNIT_BYTES)
+        self._plan = plan = BucketDivision.of(buckets, num_ranks=replicas.num_ranks, unit_bytes=_UNIT_BYTES)
         self._copies = ParameterCopies(parameters, plan=plan, rank=replicas.rank)
         self._owned = OwnedParts(optimizer, parameters, plan=plan, rank=replicas.rank)
         self._gathered = [self._copies.gathered(number) for number in range(len(plan.units))]
@@ -85,7 +85,7 @@ class StageShares:
         Collective over the replicas. Returns the seconds that the gathering took.
         """
         self._owned.scale(factor)
-        self._owned.give_out(self._used)
+        self._owned.set_gradients(self._used)
         self._owned.step()
         began = time.perf_counter()
         for gathered in self._gathered:
@@ -113,7 +113,7 @@ class StageShares:
 
 def check_stage(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
     """Raises UsageError for an optimizer or parameters that `StageShares` cannot divide."""
-    check_shardable(optimizer, parameters)
+    check_zero_optimizer(optimizer, parameters)
     if any(parameter.dtype is torch.float16 for parameter in parameters):
         raise UsageError(
             "a parameter of a pipeline is float16, in which a summed gradient may overflow: keep parameters in float32 "

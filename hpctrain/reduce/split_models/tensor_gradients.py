@@ -18,7 +18,7 @@ from hpctrain.distributed import (
     sharded_as,
 )
 from hpctrain.errors import UsageError
-from hpctrain.reduce.sharded.shard_plan import BucketProgress
+from hpctrain.reduce.zero.bucket_division import BucketProgress
 
 # A bucket is a 32nd of the gradients, within these bounds. The sum of the last one starts when backward has ended.
 _LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 1_000_000, 25_000_000

@@ -23,7 +23,7 @@ def check_num_ranks(identity: RankIdentity, *, ranks: int | None) -> None:
         )
 
 
-def set_threads(asked: int | None, share: Fraction) -> None:
+def set_torch_threads(asked: int | None, share: Fraction) -> None:
     """Sets the number of torch's threads: `asked`, else OMP_NUM_THREADS, else this rank's share of its cores."""
     if asked is not None:
         torch.set_num_threads(asked)

@@ -50,7 +50,7 @@ _END = signal.Signals(int(ExitCode.LAUNCH))
 
 
 @final
-class LastWords:
+class ExitNotice:
     """Prints `words` to stderr if this process ends inside the `with` block, or stays in it for `timeout_s` seconds.
 
     After `timeout_s` seconds the process is also ended, with the exit code of a failed launch, even if it is blocked.
@@ -64,7 +64,7 @@ class LastWords:
         self._libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
         self._libc.signal.restype = ctypes.c_void_p
 
-    def __enter__(self) -> LastWords:
+    def __enter__(self) -> ExitNotice:
         leave = ctypes.cast(self._libc._exit, ctypes.c_void_p)
         self._handler_before = self._libc.signal(int(_END), leave)
         arguments = [str(os.getpid()), str(self._timeout_s), str(int(_END))]

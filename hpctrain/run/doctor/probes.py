@@ -16,7 +16,7 @@ from hpctrain.comm import probe_horovod, probe_mpi4py
 from hpctrain.errors import LaunchError
 from hpctrain.launch import (
     RankIdentity,
-    find_library,
+    find_yield_library,
     identify,
     in_effect,
     read_surroundings,
@@ -50,7 +50,7 @@ def inspect_rank(
         "launcher": _launcher(environ, hostname),
         "start": start,
         "cores": probe_cores(environ),
-        "yielding": {"library": find_library(), "in_effect": in_effect()},
+        "yielding": {"library": find_yield_library(), "in_effect": in_effect()},
         "mpi": probe_mpi4py(),
         "horovod": probe_horovod(),
         "hdf5": _hdf5(),
@@ -65,7 +65,7 @@ def inspect_rank(
     }
 
 
-def identity_of(facts: Mapping[str, Any]) -> RankIdentity | None:
+def identity_from(facts: Mapping[str, Any]) -> RankIdentity | None:
     """Returns the RankIdentity in the launcher's facts; None if the launcher's variables contradict each other."""
     launcher = facts["launcher"]
     return None if "error" in launcher else RankIdentity(**launcher)

@@ -35,12 +35,12 @@ from hpctrain.run.experiments.measuring.probes import (
 )
 from hpctrain.run.experiments.measuring.samples import SampleFacts
 from hpctrain.run.experiments.measuring.trace import (
-    Comparison,
     Failure,
     Residual,
     RunTrace,
+    TrialComparison,
     collinearity,
-    compare,
+    compare_traces,
     merge,
     with_losses,
 )
@@ -192,13 +192,13 @@ class Experiments:
 
     def _compared(
         self, reference: Ran, other: Ran, *, samples: bool = True, from_step: int = 1
-    ) -> Comparison:
+    ) -> TrialComparison:
         """Compares two trials on each rank, and merges the results."""
-        mine = compare(
+        mine = compare_traces(
             reference.trace, other.trace, tolerance=self._tolerance, samples=samples, from_step=from_step
         )
         return merge(
-            [Comparison.of_json(value) for value in all_gather_json(self._session.world, mine.as_json())]
+            [TrialComparison.of_json(value) for value in all_gather_json(self._session.world, mine.as_json())]
         )
 
     def _draws(self, trace: RunTrace) -> list[str]:
@@ -213,7 +213,7 @@ class Experiments:
         stop = self._steps // 2
         first = stop + 1
 
-        def resumed(carried: str | None = None) -> tuple[Ran, Comparison]:
+        def resumed(carried: str | None = None) -> tuple[Ran, TrialComparison]:
             ran = self._run(Conditions(stop_at=stop, carried=carried))
             return ran, self._compared(
                 one, ran, from_step=first if len(ran.trace.steps) <= self._steps - stop else 1

@@ -17,12 +17,12 @@ import torch
 from hpctrain.data import Batch
 from hpctrain.distributed import is_sharded, pipeline_of, split_of
 from hpctrain.errors import UsageError
-from hpctrain.run.experiments.causes.decide import decide
+from hpctrain.run.experiments.causes.decide import find_causes
 from hpctrain.run.experiments.causes.findings import CheckReport
 from hpctrain.run.experiments.measuring.own_state import variables_of_module
 from hpctrain.run.experiments.measuring.samples import as_fields, row_hashes, rows_not_finite
 from hpctrain.run.experiments.observe import Experiments
-from hpctrain.run.experiments.subject import Rows, Setting, scratch_folder
+from hpctrain.run.experiments.subject import BatchRows, Setting, scratch_folder
 from hpctrain.run.experiments.trials import sum_exactly
 from hpctrain.topology import Axis
 from hpctrain.train import Stateful, check_also, seed_generators
@@ -81,7 +81,7 @@ def check_loop(session: Any, build: Build, *, steps: int, show: bool, scratch: P
     with scratch_folder(scratch, comm=session.world) as folder:
         subject = LoopSubject(build, name=name, scratch=folder)
         observations = Experiments(subject, session, steps=steps, say=say).observe()
-    report = CheckReport(name=name, observations=observations, findings=decide(observations))
+    report = CheckReport(name=name, observations=observations, findings=find_causes(observations))
     if session.rank == 0 and show:
         print("\n".join(report.lines()), flush=True)
     return report
@@ -199,11 +199,11 @@ class LoopTrial:
     def _cast(self, batch: Any) -> Any:
         return _mapped(batch, lambda t: t.double() if self._double and t.is_floating_point() else t)
 
-    def rows(self, batch: Any) -> Rows:
+    def rows(self, batch: Any) -> BatchRows:
         fields = as_fields(batch)
         num_rows = next((len(t) for t in fields.values() if t.dim()), 0)
         indices = batch.indices if isinstance(batch, Batch) else None
-        return Rows(
+        return BatchRows(
             indices=None if indices is None else [int(i) for i in indices[:num_rows]],
             hashes=row_hashes(fields, num_rows), not_finite=rows_not_finite(fields, num_rows),
         )  # fmt: skip

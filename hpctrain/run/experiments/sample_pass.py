@@ -12,7 +12,7 @@ from hpctrain.comm import all_gather_json
 from hpctrain.run.experiments.measuring.own_state import GeneratorWatch
 from hpctrain.run.experiments.measuring.samples import SampleFacts, repeats, repeats_beyond
 from hpctrain.run.experiments.measuring.trace import RunTrace
-from hpctrain.run.experiments.subject import Rows, Trial
+from hpctrain.run.experiments.subject import BatchRows, Trial
 from hpctrain.run.experiments.trials import Trials, closable
 
 # The number of batches of an epoch that are read; the others are assumed to be like them.
@@ -113,9 +113,9 @@ def pass_over_samples(
     )  # fmt: skip
 
 
-def _read(trial: Trial, epoch: int, most: int) -> tuple[list[Rows], bool]:
+def _read(trial: Trial, epoch: int, most: int) -> tuple[list[BatchRows], bool]:
     """Reads up to `most` batches of an epoch. Returns their rows, and whether these are all."""
-    found: list[Rows] = []
+    found: list[BatchRows] = []
     with closing(closable(trial.batches(epoch))) as batches:
         for batch in itertools.islice(batches, most):
             found.append(trial.rows(batch))
@@ -123,15 +123,15 @@ def _read(trial: Trial, epoch: int, most: int) -> tuple[list[Rows], bool]:
     return found, complete
 
 
-def _names(rows: Sequence[Rows]) -> list[int]:
+def _names(rows: Sequence[BatchRows]) -> list[int]:
     return [name for batch in rows for name in batch.names()]
 
 
-def _hashes(rows: Sequence[Rows]) -> list[int]:
+def _hashes(rows: Sequence[BatchRows]) -> list[int]:
     return [hashed for batch in rows for hashed in batch.hashes]
 
 
-def _content(rows: Sequence[Rows]) -> dict[int, int]:
+def _content(rows: Sequence[BatchRows]) -> dict[int, int]:
     return dict(zip(_names(rows), _hashes(rows), strict=True))
 
 
@@ -157,7 +157,7 @@ class OwnRandom:
     draws: Sequence[str] = ()
 
 
-def _own_random(trials: Trials, whole: Sequence[Rows], *, may_compare: bool) -> OwnRandom:
+def _own_random(trials: Trials, whole: Sequence[BatchRows], *, may_compare: bool) -> OwnRandom:
     """Reads epoch 0 twice in a new trial, and compares it with `whole`, which another trial has read. Collective.
 
     may_compare: whether samples without numbers are the same in each reading of the epoch, except for their order.
@@ -177,7 +177,9 @@ def _own_random(trials: Trials, whole: Sequence[Rows], *, may_compare: bool) -> 
     )  # fmt: skip
 
 
-def _contents_apart(first: Sequence[Rows], second: Sequence[Rows], *, may_compare: bool) -> list[int]:
+def _contents_apart(
+    first: Sequence[BatchRows], second: Sequence[BatchRows], *, may_compare: bool
+) -> list[int]:
     """Returns the samples whose content differs between two readings."""
     if not first or not second:
         return []

@@ -19,7 +19,7 @@ from hpctrain.train import Stateful
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
+class BatchRows:
     """The samples of a batch on one rank, by row.
 
     Attributes:
@@ -68,7 +68,7 @@ class Trial(Protocol):
     def step(self, batch: Any, *, micro_batches: int = 1) -> float:
         """Trains one step. Returns the mean loss of this rank's samples; see `Subject.loss_is_share`."""
 
-    def rows(self, batch: Any) -> Rows: ...
+    def rows(self, batch: Any) -> BatchRows: ...
 
     def part(self, batch: Any, rows: Sequence[int]) -> Any:
         """Returns some rows of a batch. A row may occur several times."""

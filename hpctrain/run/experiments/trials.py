@@ -15,7 +15,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from hpctrain.checkpoint import SaveOptions, Saving
+from hpctrain.checkpoint import CheckpointSave, SaveOptions
 from hpctrain.comm import Monitored, SerialWorld, raise_together
 from hpctrain.distributed import is_sharded
 from hpctrain.errors import CheckpointError, HpctrainError
@@ -306,7 +306,7 @@ class Trials:
     def _save(self, trial: Trial, state: TrainingState, folder: Path, *, step: int) -> None:
         trial.updater.wait_for_parameters()
         captured = state.capture(Position(step=step), comm=trial.session.world, identity={})
-        Saving.begin(
+        CheckpointSave.begin(
             captured, directory=folder, step=step, comm=trial.session.world, options=SaveOptions()
         ).finish()
 

@@ -11,7 +11,7 @@ from typing import get_args
 
 import torch
 
-from hpctrain.distributed import Checkpointing, ParallelPlan, Shard, TensorPlan
+from hpctrain.distributed import ParallelPlan, Recomputation, ShardKind, TensorPlan
 from hpctrain.errors import RecipeError
 from hpctrain.reduce import (
     AUTO,
@@ -19,7 +19,7 @@ from hpctrain.reduce import (
     NCCL_ALGORITHMS,
     SHARDED_ALGORITHMS,
     Algorithm,
-    Means,
+    Capabilities,
     ReductionNeeds,
     describe_gradient,
     encodes_every_value,
@@ -36,7 +36,7 @@ from hpctrain.run.memory.layouts import (
     FAMILY_KEYS,
     family_of,
     is_same_way,
-    name_of,
+    layout_name,
     waiting,
     ways_to_split,
     with_micro_batches,
@@ -80,11 +80,11 @@ class Way:
 
     @property
     def name(self) -> str:
-        return name_of(self.plan)
+        return layout_name(self.plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class LayoutMemory:
     """A way with a number of micro-batches, and the memory that a rank then needs."""
 
     way: Way
@@ -101,14 +101,14 @@ class Fit:
         return waiting(self.way.plan, micro_batches=self.micro_batches)
 
 
-def usual_fit(way: Way) -> Fit | None:
+def usual_fit(way: Way) -> LayoutMemory | None:
     """Returns the way with its first choice of micro-batches; None if a run would refuse it."""
     if way.needs is None or not way.choices:
         return None
-    return Fit(way=way, micro_batches=way.choices[0], needs=way.needs(way.choices[0]))
+    return LayoutMemory(way=way, micro_batches=way.choices[0], needs=way.needs(way.choices[0]))
 
 
-def fit_of(way: Way, *, memory: int) -> Fit | None:
+def fit_of(way: Way, *, memory: int) -> LayoutMemory | None:
     """Returns the way with the fewest micro-batches that fit into `memory` bytes; None if none do or it is refused."""
     usual, needs = usual_fit(way), way.needs
     if usual is None or needs is None or usual.needs.total <= memory:
@@ -118,10 +118,10 @@ def fit_of(way: Way, *, memory: int) -> Fit | None:
     place = bisect_left(others, True, key=lambda parts: needs(parts).total <= memory)
     if place == len(others):
         return None
-    return Fit(way=way, micro_batches=others[place], needs=needs(others[place]))
+    return LayoutMemory(way=way, micro_batches=others[place], needs=needs(others[place]))
 
 
-def first_that_fits(ways: Iterable[Way], *, memory: int) -> Fit | None:
+def first_that_fits(ways: Iterable[Way], *, memory: int) -> LayoutMemory | None:
     """Returns the first way that fits into `memory` bytes, with more micro-batches if necessary; None if none does."""
     fits = (fit_of(way, memory=memory) for way in ways)
     return next((fit for fit in fits if fit is not None), None)
@@ -153,12 +153,12 @@ def _best(ways: Sequence[Way], *, memory: int | None) -> Way:
     return chosen.way if chosen is not None else min(usual, key=_least).way
 
 
-def _least(fit: Fit) -> int:
+def _least(fit: LayoutMemory) -> int:
     assert fit.way.needs is not None
     return fit.way.needs(fit.way.choices[-1]).total
 
 
-def cost_of(fit: Fit) -> str:
+def describe_cost(fit: LayoutMemory) -> str:
     """Returns what the way costs besides messages as text, such as `computes a third more; waits 27 %`."""
     plan, costs = fit.way.plan, []
     again = COMPUTED_AGAIN[plan.activation_checkpointing]
@@ -177,7 +177,7 @@ def cost_of(fit: Fit) -> str:
     return "; ".join(costs)
 
 
-def recipe_lines(fit: Fit, *, micro_batches: int) -> list[str]:
+def recipe_lines(fit: LayoutMemory, *, micro_batches: int) -> list[str]:
     """Returns the lines to write into the recipe; [] if it needs neither [parallel] nor other micro-batches.
 
     micro_batches: the number in the recipe's section [data].
@@ -199,7 +199,7 @@ def recipe_lines(fit: Fit, *, micro_batches: int) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
+class MemoryEstimates:
     """All ways to split a recipe's model, in the order in which to try them.
 
     Attributes:
@@ -217,7 +217,7 @@ class MemoryPlan:
     run: RunSizes
     ways: tuple[Way, ...]
     memory: int | None
-    chosen: Fit | None
+    chosen: LayoutMemory | None
     notes: tuple[str, ...]
 
 
@@ -228,7 +228,7 @@ def plan_memory(
     num_ranks: int,
     ranks_per_node: int | None = None,
     memory: int | None = None,
-) -> MemoryPlan:
+) -> MemoryEstimates:
     """Returns what each way to split the recipe's model needs on `num_ranks` ranks.
 
     The model is counted on the meta device. Its activations are measured on this process's CPU with training data, if
@@ -292,7 +292,7 @@ def plan_memory(
         update_at_once=on_gpu,
     )
     ways = tuple(_way(plan, verdict, own, sizes, run) for plan, verdict in zip(plans, verdicts, strict=True))
-    return MemoryPlan(
+    return MemoryEstimates(
         own=own,
         topology=topology,
         device="cuda" if on_gpu else "cpu",
@@ -348,11 +348,11 @@ def _check_some(verdicts: Sequence[Verdict]) -> None:
         raise RecipeError(verdicts[0].refused)
 
 
-def _savings(judge: Judge) -> list[Checkpointing]:
+def _savings(judge: Judge) -> list[Recomputation]:
     """Returns the kinds of activation checkpointing that the model supports."""
     return [
         saving
-        for saving in get_args(Checkpointing)
+        for saving in get_args(Recomputation)
         if saving == "none" or not judge.of_model(ParallelPlan(activation_checkpointing=saving))
     ]
 
@@ -364,7 +364,7 @@ def _data_of(recipe: Recipe, topology: Topology, *, note: Callable[[str], None])
 
 def _reductions(
     recipe: Recipe, model: torch.nn.Module, topology: Topology, *, on_gpu: bool
-) -> Mapping[Shard, ReductionNeeds]:
+) -> Mapping[ShardKind, ReductionNeeds]:
     """Returns the memory of the reductions that FSDP2 does not do. Refused settings are replaced by the usual ones."""
     asked = reduction_plan(recipe)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -372,20 +372,20 @@ def _reductions(
     buckets = plan_buckets([describe_gradient(p) for p in trained], bucket_bytes=bucket_bytes)
     usual = Algorithm.FLAT if on_gpu else Algorithm.HIERARCHICAL
     algorithm = usual if asked.algorithm == AUTO else parse_algorithm(asked.algorithm)
-    means = Means(
+    capabilities = Capabilities(
         backend="mpi", topology=topology, messages=True, device="cuda" if on_gpu else "cpu",
         nccl=algorithm if on_gpu and algorithm in NCCL_ALGORITHMS else None,
     )  # fmt: skip
     wire = "fp32" if asked.wire == AUTO else asked.wire
-    found: dict[Shard, ReductionNeeds] = {
-        "none": reduction_needs(buckets, algorithm=algorithm, wire=wire, means=means)
+    found: dict[ShardKind, ReductionNeeds] = {
+        "none": reduction_needs(buckets, algorithm=algorithm, wire=wire, capabilities=capabilities)
     }
-    kinds: tuple[Shard, Shard] = ("optimizer", "gradients")
+    kinds: tuple[ShardKind, ShardKind] = ("optimizer", "gradients")
     for shard in kinds:
         found[shard] = scatter_needs(
             buckets, keeps_gradients=shard == "optimizer", parameter_bytes=sum(p.nbytes for p in trained),
             algorithm=asked.algorithm, wire=wire if encodes_every_value(wire) else "fp32", bucket_bytes=bucket_bytes,
-            means=means,
+            capabilities=capabilities,
         )  # fmt: skip
     return found
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from hpctrain.data import Batch
 from hpctrain.distributed import (
-    Checkpointing,
     ParallelPlan,
+    Recomputation,
     TensorPlan,
     checkpoint_activations,
     repeated_blocks,
@@ -121,13 +121,13 @@ def gradients_dropped(model: torch.nn.Module) -> Iterator[None]:
 
 
 def measure_activations(
-    make_runner: Callable[[Checkpointing], TaskRunner],
+    make_runner: Callable[[Recomputation], TaskRunner],
     batch: Batch,
     *,
-    ways: Iterable[Checkpointing],
+    ways: Iterable[Recomputation],
     memory: int,
     sizes: Sequence[int] = (),
-) -> dict[Checkpointing, dict[int, int]]:
+) -> dict[Recomputation, dict[int, int]]:
     """Returns, for each kind of activation checkpointing, the peak bytes for two numbers of samples.
 
     A batch with one sample gives one number. The first samples of `batch` are used. Unless `sizes` gives the numbers,
@@ -135,7 +135,7 @@ def measure_activations(
     expected to take less than `memory` bytes; the two largest numbers are then used for the other kinds. make_runner:
     creates a runner with a new model.
     """
-    measured: dict[Checkpointing, dict[int, int]] = {}
+    measured: dict[Recomputation, dict[int, int]] = {}
     for way in ways:
         runner = make_runner(way)
         found: dict[int, int] = {}
@@ -413,7 +413,7 @@ def measure_forward_backward(
     batch: Batch,
     *,
     sizes: ModelSizes,
-    savings: Sequence[Checkpointing],
+    savings: Sequence[Recomputation],
     plans: Sequence[ParallelPlan],
     besides: int,
     note: Callable[[str], None],
@@ -438,7 +438,7 @@ def measure_forward_backward(
         return Measured()
     makers = _Makers(recipe, make_task)
 
-    def lines(measured: Mapping[Checkpointing, Mapping[int, int]]) -> dict[Checkpointing, Activations]:
+    def lines(measured: Mapping[Recomputation, Mapping[int, int]]) -> dict[Recomputation, Activations]:
         return {saving: line_through(found, besides=besides) for saving, found in measured.items()}
 
     try:
@@ -483,13 +483,13 @@ def measure_forward_backward(
 
 
 def _layers(
-    make_runner: Callable[[Checkpointing], TaskRunner],
+    make_runner: Callable[[Recomputation], TaskRunner],
     makers: _Makers,
     batch: Batch,
     *,
-    savings: Sequence[Checkpointing],
+    savings: Sequence[Recomputation],
     sizes: Sequence[int],
-) -> dict[Checkpointing, LayerActivations]:
+) -> dict[Recomputation, LayerActivations]:
     """Returns the memory of the layers that the task names for pipelines."""
     found = {}
     for saving in savings:
@@ -517,7 +517,7 @@ class _Makers:
         self._recipe = recipe
         self._make_task = make_task
 
-    def runner(self, saving: Checkpointing, *, split_as: ParallelPlan | None = None) -> TaskRunner:
+    def runner(self, saving: Recomputation, *, split_as: ParallelPlan | None = None) -> TaskRunner:
         """Returns a runner with a new model, or with the part of it that one rank of a tensor group holds."""
         seed_generators(derive_seed(self._recipe.run.seed, "model"))
         task = self._make_task()

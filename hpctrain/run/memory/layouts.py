@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from hpctrain.distributed import Checkpointing, ParallelPlan, Schedule, Shard, TensorPlan, Within
+from hpctrain.distributed import ParallelPlan, PipelineSchedule, Recomputation, ShardKind, TensorPlan, Within
 from hpctrain.topology import Topology
 
 # The share of all computing that backward repeats; for `selective` it is unknown, but small.
-COMPUTED_AGAIN: dict[Checkpointing, float | None] = {"none": 0.0, "selective": None, "blocks": 1 / 3}
+COMPUTED_AGAIN: dict[Recomputation, float | None] = {"none": 0.0, "selective": None, "blocks": 1 / 3}
 # The keys of [parallel] in which ways differ, but for the number of micro-batches; and those in which ways differ of
 # which a table shows more than one.
 FAMILY_KEYS = ("shard", "shard_within", "tensor", "sequence", "offload", "pipeline")
@@ -48,7 +48,7 @@ def ways_to_split(
                          tensor_plan=tensor_plan, sequence=sequence)
             for tensor in tensor_sizes(topology)
             for shard, within in _split_shards(topology, tensor=tensor)
-            for saving in get_args(Checkpointing)
+            for saving in get_args(Recomputation)
             for sequence in ((False, True) if splits_sequences(tensor_plan) else (False,))
         ]  # fmt: skip
     pipelines = [(size, 1) for size in pipeline_sizes(topology)] if in_stages else []
@@ -58,14 +58,14 @@ def ways_to_split(
             shard_within=within, tensor=tensor, tensor_plan=(tensor_plan or {}) if tensor > 1 else {},
         )
         for size, tensor in (*pipelines, *stages_of_parts)
-        for saving in get_args(Checkpointing)
+        for saving in get_args(Recomputation)
         for shard, within in _stage_shards(topology, pipeline=size, tensor=tensor)
         for schedule in _schedules(saving)
     ]  # fmt: skip
     if offload and topology.num_ranks > 1:
         found += [
             ParallelPlan(shard="parameters", activation_checkpointing=saving, offload=True)
-            for saving in get_args(Checkpointing)
+            for saving in get_args(Recomputation)
         ]
     return found
 
@@ -88,8 +88,8 @@ def splits_sequences(tensor_plan: TensorPlan) -> bool:
 
 def _sharded(topology: Topology) -> list[ParallelPlan]:
     several = topology.num_ranks > 1
-    whole: list[Shard] = ["none", "optimizer", "gradients"] if several else ["none"]
-    savings: list[Checkpointing] = ["none", "selective", "blocks"]
+    whole: list[ShardKind] = ["none", "optimizer", "gradients"] if several else ["none"]
+    savings: list[Recomputation] = ["none", "selective", "blocks"]
     found = [
         ParallelPlan(shard=shard, activation_checkpointing=saving) for saving in savings for shard in whole
     ]
@@ -105,9 +105,9 @@ def _sharded(topology: Topology) -> list[ParallelPlan]:
     return found
 
 
-def _split_shards(topology: Topology, *, tensor: int) -> list[tuple[Shard, Within]]:
+def _split_shards(topology: Topology, *, tensor: int) -> list[tuple[ShardKind, Within]]:
     """Returns how parameters can be sharded over the ranks that hold the same parts of layers."""
-    found: list[tuple[Shard, Within]] = [("none", "world")]
+    found: list[tuple[ShardKind, Within]] = [("none", "world")]
     if topology.num_ranks > tensor:
         sizes = set(map(len, topology.ranks_by_node))
         if topology.num_nodes > 1 and len(sizes) == 1 and min(sizes) > tensor:
@@ -116,9 +116,9 @@ def _split_shards(topology: Topology, *, tensor: int) -> list[tuple[Shard, Withi
     return found
 
 
-def _stage_shards(topology: Topology, *, pipeline: int, tensor: int) -> list[tuple[Shard, Within]]:
+def _stage_shards(topology: Topology, *, pipeline: int, tensor: int) -> list[tuple[ShardKind, Within]]:
     """Returns what of a stage can be sharded over its data-parallel ranks, and whether within nodes."""
-    found: list[tuple[Shard, Within]] = [("none", "world")]
+    found: list[tuple[ShardKind, Within]] = [("none", "world")]
     replicas = topology.num_ranks // (pipeline * tensor)
     if replicas == 1:
         return found
@@ -131,7 +131,7 @@ def _stage_shards(topology: Topology, *, pipeline: int, tensor: int) -> list[tup
     return [*found, ("parameters", "world")]
 
 
-def _schedules(saving: Checkpointing) -> tuple[Schedule, ...]:
+def _schedules(saving: Recomputation) -> tuple[PipelineSchedule, ...]:
     # `gpipe` waits as long as `1f1b` and keeps more; the others wait less, keep more and send more.
     if saving == "selective":
         return ("1f1b", "interleaved", "gpipe")
@@ -188,7 +188,7 @@ def waiting(plan: ParallelPlan, *, micro_batches: int) -> float:
     return others / (plan.stages_per_rank * micro_batches + others)
 
 
-def name_of(plan: ParallelPlan) -> str:
+def layout_name(plan: ParallelPlan) -> str:
     """Returns a short name, such as `parameters within node, tensor 2, blocks` or `pipeline 4 1f1b, optimizer`."""
     sharded = plan.shard + (" within node" if plan.shard_within == "node" else "")
     if plan.pipeline > 1:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.distributed import ParallelPlan, TensorPlan, check_plan, divide
+from hpctrain.distributed import ParallelPlan, TensorPlan, check_plan, divide_into_stages
 from hpctrain.errors import HpctrainError
 from hpctrain.run.memory.layouts import (
     KEYS,
@@ -168,7 +168,7 @@ class Judge:
         return document
 
     def _find_stages(self, number: int) -> None:
-        found = divide(self.model, self.layers(), num_stages=number)
+        found = divide_into_stages(self.model, self.layers(), num_stages=number)
         ends = accumulate(map(len, found.layers), initial=0)
         self.stages[number] = StageSizes(
             layers=tuple(range(begin, end) for begin, end in pairwise(ends)), stage_of=found.first_stage

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.distributed import ParallelPlan
 from hpctrain.run.memory.calculate import (
-    Fit,
-    MemoryPlan,
+    LayoutMemory,
+    MemoryEstimates,
     Way,
     best_of_families,
-    cost_of,
+    describe_cost,
     fit_of,
     recipe_lines,
     usual_fit,
@@ -27,7 +27,7 @@ SCHEMA = "hpctrain.plan/2"
 _SIZES = ("parameters", "gradients", "optimizer", "reduction", "activations", "other", "at once")
 
 
-def memory_table(plan: MemoryPlan, *, every: bool = False) -> Table:
+def memory_table(plan: MemoryEstimates, *, every: bool = False) -> Table:
     """Returns a table with one row per way, with the number of micro-batches with which it fits.
 
     GB, as everywhere in hpctrain, are 10^9 bytes. every: whether all ways are listed; otherwise, of ways that differ
@@ -54,7 +54,7 @@ def memory_table(plan: MemoryPlan, *, every: bool = False) -> Table:
     return table
 
 
-def _cells(way: Way, plan: MemoryPlan) -> Iterator[str]:
+def _cells(way: Way, plan: MemoryEstimates) -> Iterator[str]:
     fit = fit_of(way, memory=plan.memory) if plan.memory is not None else None
     shown = fit or usual_fit(way)
     assert shown is not None
@@ -70,16 +70,16 @@ def _cells(way: Way, plan: MemoryPlan) -> Iterator[str]:
         yield "no" if fit is None else "yes"
     yield in_decimal_units(needs.sent.total)
     yield in_decimal_units(needs.sent.between_nodes)
-    yield cost_of(shown)
+    yield describe_cost(shown)
 
 
-def _title(plan: MemoryPlan) -> str:
+def _title(plan: MemoryEstimates) -> str:
     place = plan.topology.describe() + (" with GPUs" if plan.device == "cuda" else " with CPUs")
     each = "" if plan.memory is None else f", {in_decimal_units(plan.memory)} for each rank"
     return f"{plan.model.num_elements:,} parameters, batches of {plan.run.global_batch} samples, on {place}{each}"
 
 
-def memory_lines(plan: MemoryPlan) -> list[str]:
+def memory_lines(plan: MemoryEstimates) -> list[str]:
     """Returns lines about assumptions and refusals, and the lines for the recipe if the memory is known."""
     lines = ["* as the recipe is now", *(f"note: {note}" for note in plan.notes)]
     lines += _refusals(plan.ways)
@@ -94,7 +94,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     return [*lines, *_recommendation(plan, plan.chosen)]
 
 
-def _recommendation(plan: MemoryPlan, chosen: Fit) -> Iterator[str]:
+def _recommendation(plan: MemoryEstimates, chosen: LayoutMemory) -> Iterator[str]:
     way, is_split = chosen.way, plan.own != ParallelPlan()
     own = plan.own.micro_batches if plan.own.pipeline > 1 else plan.run.micro_batches
     if way.is_current and chosen.micro_batches == own:
@@ -134,7 +134,7 @@ def _refusals(ways: Iterable[Way]) -> Iterator[str]:
         yield f"{', '.join(names[:3])}{more}: refused: {reason}"
 
 
-def memory_document(plan: MemoryPlan) -> dict[str, Any]:
+def memory_document(plan: MemoryEstimates) -> dict[str, Any]:
     """Returns the plan as JSON values. All sizes are in bytes."""
     run = plan.run
     return {
@@ -154,7 +154,7 @@ def memory_document(plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def _chosen_document(fit: Fit, plan: MemoryPlan) -> dict[str, Any]:
+def _chosen_document(fit: LayoutMemory, plan: MemoryEstimates) -> dict[str, Any]:
     return {
         "way": fit.way.name,
         "micro_batches": fit.micro_batches,
@@ -163,7 +163,7 @@ def _chosen_document(fit: Fit, plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def _way_document(way: Way, plan: MemoryPlan) -> dict[str, Any]:
+def _way_document(way: Way, plan: MemoryEstimates) -> dict[str, Any]:
     split: dict[str, Any] = {
         "way": way.name,
         "is_current": way.is_current,
@@ -188,5 +188,5 @@ def _way_document(way: Way, plan: MemoryPlan) -> dict[str, Any]:
         "sent": int(needs.sent.total),
         "sent_between_nodes": int(needs.sent.between_nodes),
         "waiting": shown.waiting,
-        "costs": cost_of(shown),
+        "costs": describe_cost(shown),
     }

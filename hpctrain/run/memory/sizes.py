@@ -11,7 +11,7 @@ from typing import final
 
 import numpy as np
 
-from hpctrain.distributed import Checkpointing, ParallelPlan, Shard
+from hpctrain.distributed import ParallelPlan, Recomputation, ShardKind
 from hpctrain.reduce import ReductionNeeds, Sent, gathered_in_a_ring
 from hpctrain.topology import ParallelMesh, Topology
 
@@ -230,8 +230,8 @@ class MeasuredPart:
     """
 
     ranks: int
-    whole: Mapping[Checkpointing, Activations]
-    layers: Mapping[Checkpointing, LayerActivations] = field(default_factory=dict)
+    whole: Mapping[Recomputation, Activations]
+    layers: Mapping[Recomputation, LayerActivations] = field(default_factory=dict)
     messages: TensorMessages | None = None
 
     def of_one(self, whole: Activations, part: Activations, *, tensor: int) -> Activations:
@@ -261,8 +261,8 @@ class Measured:
         sequence: The measurements with split layers and split sequences.
     """
 
-    whole: Mapping[Checkpointing, Activations] = field(default_factory=dict)
-    layers: Mapping[Checkpointing, LayerActivations] = field(default_factory=dict)
+    whole: Mapping[Recomputation, Activations] = field(default_factory=dict)
+    layers: Mapping[Recomputation, LayerActivations] = field(default_factory=dict)
     split: MeasuredPart | None = None
     sequence: MeasuredPart | None = None
 
@@ -349,7 +349,7 @@ class RunSizes:
     topology: Topology
     global_batch: int
     micro_batches: int = 1
-    reductions: Mapping[Shard, ReductionNeeds]
+    reductions: Mapping[ShardKind, ReductionNeeds]
     sharded_sum: tuple[str, str] = ("auto", "fp32")
     measured: Measured = Measured()
     stages: Mapping[int, StageSizes] = field(default_factory=dict)

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from pydantic import Field, model_validator
 
-from hpctrain.distributed import Checkpointing, ParallelPlan, Schedule, Shard, TensorPlan, Within
+from hpctrain.distributed import ParallelPlan, PipelineSchedule, Recomputation, ShardKind, TensorPlan, Within
 from hpctrain.errors import UsageError
 from hpctrain.reduce import AUTO, CODEC_WIRES, SHARDED_ALGORITHMS, encodes_every_value, listed_wires
-from hpctrain.run.recipe.sections import Section
+from hpctrain.run.recipe.sections import RecipeSection
 
 
-class ParallelSection(Section):
+class ParallelSection(RecipeSection):
     """How the model is split over the ranks; see guides/parallelism.md."""
 
-    shard: Shard = Field(
+    shard: ShardKind = Field(
         "none",
         description="`none`: every rank holds the whole model and optimizer. `optimizer`: each rank holds a part "
         "of the optimizer state (ZeRO-1). `gradients`: also a part of the gradients (ZeRO-2); not "
@@ -28,7 +28,7 @@ class ParallelSection(Section):
         description="`world`: sharded over all ranks. `node`: sharded over the ranks of each node, with a replica "
         "on each node (HSDP): more memory, less traffic between nodes.",
     )
-    activation_checkpointing: Checkpointing = Field(
+    activation_checkpointing: Recomputation = Field(
         "none",
         description="`blocks`: forward keeps only the inputs of each repeated block of the model, and backward "
         "computes the block again: less memory, a third more computation. `selective`: results of "
@@ -60,7 +60,7 @@ class ParallelSection(Section):
         'parallel, or share a stage by `tensor`, `shard = "parameters"` or `shard = "optimizer"`. The task needs the '
         "method `pipeline_layers`.",
     )
-    schedule: Schedule = Field(
+    schedule: PipelineSchedule = Field(
         "1f1b",
         description="Order of the stages' forward and backward, by torch.distributed.pipelining. `gpipe`: the "
         "forward of all micro-batches first. `1f1b`: forward and backward alternate, so that fewer "

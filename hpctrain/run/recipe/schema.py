@@ -18,7 +18,7 @@ from hpctrain.run.recipe.sections import (
     CheckpointSection,
     GuardsSection,
     LimitsSection,
-    Section,
+    RecipeSection,
     StopSection,
     StragglersSection,
     TelemetrySection,
@@ -26,7 +26,7 @@ from hpctrain.run.recipe.sections import (
 from hpctrain.run.recipe.slurm_schema import SlurmSection
 
 
-class RunSection(Section):
+class RunSection(RecipeSection):
     """The run: its length, files, backend, device and precision."""
 
     directory: str = Field(description="Run directory: records, metrics, checkpoints. Shared by all nodes.")
@@ -76,7 +76,7 @@ class RunSection(Section):
     )
 
 
-class TaskSection(Section):
+class TaskSection(RecipeSection):
     """The task: model, loss and metrics."""
 
     target: str = Field(
@@ -86,7 +86,7 @@ class TaskSection(Section):
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the class.")
 
 
-class DataSection(Section):
+class DataSection(RecipeSection):
     """Training and evaluation data."""
 
     train: str = Field(description="Dataset directory made by `hpctrain data pack`.")
@@ -213,7 +213,7 @@ class DataSection(Section):
 OF_NAMED_OPTIMIZERS = frozenset({"name", "momentum", "betas", "weight_decay"})
 
 
-class OptimizerSection(Section):
+class OptimizerSection(RecipeSection):
     """Optimizer and learning-rate schedule."""
 
     name: Literal["sgd", "adam", "adamw", "lars", "lamb"] = Field(
@@ -294,7 +294,7 @@ class OptimizerSection(Section):
         return self
 
 
-class ReductionSection(Section):
+class ReductionSection(RecipeSection):
     """Reduction of gradients over the ranks."""
 
     algorithm: Literal[
@@ -342,7 +342,7 @@ class ReductionSection(Section):
         return wire
 
 
-class Recipe(Section):
+class Recipe(RecipeSection):
     """A complete recipe."""
 
     run: RunSection

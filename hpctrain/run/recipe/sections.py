@@ -12,7 +12,7 @@ from hpctrain.scaling import parse_trace_steps
 # Base class of the sections of a recipe.
 
 
-class Section(BaseModel):
+class RecipeSection(BaseModel):
     """The base of all sections: immutable, without unknown keys and implicit type conversions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -24,7 +24,7 @@ class Section(BaseModel):
 DEFAULT_JUMP_Z = 20.0
 
 
-class GuardsSection(Section):
+class GuardsSection(RecipeSection):
     """What a run does when it diverges or runs out of memory; see runbooks/f5-divergence.md and f6-out-of-memory.md."""
 
     loss_jump_z: float | None = Field(
@@ -87,7 +87,7 @@ class GuardsSection(Section):
 # Section [limits] of the recipe.
 
 
-class LimitsSection(Section):
+class LimitsSection(RecipeSection):
     """Time limits of the parts of a run, for a rank that waits for others; see runbooks/f3-hang-or-lost-rank.md."""
 
     derive: bool = Field(
@@ -128,7 +128,7 @@ class LimitsSection(Section):
 # Section [stop] of the recipe.
 
 
-class StopSection(Section):
+class StopSection(RecipeSection):
     """When the run stops before its last step, with its state saved and exit code 75; see guides/stopping.md."""
 
     signals: list[SignalName] = Field(
@@ -161,7 +161,7 @@ class StopSection(Section):
 # Section [stragglers] of the recipe.
 
 
-class StragglersSection(Section):
+class StragglersSection(RecipeSection):
     """Ranks, nodes and links that are slower than the others: how they are found; see guides/stragglers.md."""
 
     find: bool = Field(
@@ -198,7 +198,7 @@ class StragglersSection(Section):
 # Schema of the recipe's section [telemetry].
 
 
-class TelemetrySection(Section):
+class TelemetrySection(RecipeSection):
     """Progress, metrics and evaluation."""
 
     progress_every_s: float = Field(5.0, gt=0, description="Time between rank 0's progress lines, s.")
@@ -293,7 +293,7 @@ class TelemetrySection(Section):
 # Section [checkpoint] of the recipe.
 
 
-class CheckpointSection(Section):
+class CheckpointSection(RecipeSection):
     """When the state is saved, and how. It is also saved at the end and when the run is asked to stop."""
 
     every_steps: int | None = Field(None, ge=1, description="Steps between saves.")

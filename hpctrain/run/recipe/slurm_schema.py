@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from hpctrain.run.recipe.sections import Section
+from hpctrain.run.recipe.sections import RecipeSection
 
 # Options of sbatch that have a key of their own here; `options` may not set them a second time.
 KEY_OF_OPTION = {
@@ -65,7 +65,7 @@ _TIME = re.compile(
 _ARRAY = r"^\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?$"
 
 
-class SlurmSection(Section):
+class SlurmSection(RecipeSection):
     """The batch job that `hpctrain slurm` makes of the recipe, see guides/slurm.md. `hpctrain train` ignores it."""
 
     nodes: int = Field(1, ge=1, description="Number of nodes.")

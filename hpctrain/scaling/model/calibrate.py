@@ -16,8 +16,8 @@ from hpctrain.errors import UsageError
 from hpctrain.reduce import share_of_float32
 from hpctrain.scaling.model.costs import ALGORITHMS, cost_of
 from hpctrain.scaling.model.machine import Layout, Link, Machine, Node
-from hpctrain.scaling.model.predict import Scenario, Setup, step_of
-from hpctrain.scaling.model.workload import RunRecords, Workload, read_run, workload_of
+from hpctrain.scaling.model.predict import Scenario, Setup, step_seconds
+from hpctrain.scaling.model.workload import RunRecords, Workload, read_workload, workload_of
 
 # Fits the constants of a machine to measured all-reduces, by least squares. Pure; needs scipy.
 
@@ -196,7 +196,7 @@ def _too_long(measured: Sequence[MeasuredStep], slowdown: float) -> bool:
 
 def _predicted_s(one: MeasuredStep, slowdown: float) -> float:
     workload = replace(one.scenario.workload, overlap_slowdown=slowdown, input_s=0.0, checkpoint_s=0.0)
-    return step_of(replace(one.scenario, workload=workload), one.layout).step_s
+    return step_seconds(replace(one.scenario, workload=workload), one.layout).step_s
 
 
 # A calibrated model.
@@ -208,7 +208,7 @@ Of = Callable[[Scenario, Layout], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
+class ModelCalibration:
     """fit: of the machine. node: without the fitted constants. run: whose workload and settings are predicted.
     link_bytes_per_s: nominal rate of the links for which is predicted. compute_error: relative standard error of the
     computation's time. notes: what a reader of the predictions has to know."""
@@ -221,7 +221,7 @@ class Calibration:
     compute_error: float
     notes: tuple[str, ...] = ()
 
-    def with_scenario(self, scenario: Scenario) -> Calibration:
+    def with_scenario(self, scenario: Scenario) -> ModelCalibration:
         return replace(self, scenario=scenario)
 
     def shifted(self, logs: Mapping[str, float]) -> Scenario:
@@ -241,13 +241,13 @@ class Calibration:
         return (*self.fit.names, "compute"), covariance
 
 
-def relative_error(calibration: Calibration, layout: Layout, *, of: Of | None = None) -> float:
+def relative_error(calibration: ModelCalibration, layout: Layout, *, of: Of | None = None) -> float:
     """Returns the relative standard error of a prediction, of the step's time unless `of` says otherwise.
 
     To first order in the constants' errors, and with the residual of the fit for the share of the step that waits for
     communication.
     """
-    value = of or (lambda scenario, at: step_of(scenario, at).step_s)
+    value = of or (lambda scenario, at: step_seconds(scenario, at).step_s)
     names, covariance = calibration.errors
     slopes = np.array([
         (
@@ -257,21 +257,21 @@ def relative_error(calibration: Calibration, layout: Layout, *, of: Of | None = 
         / (2 * STEP_OF_DIFFERENCE)
         for name in names
     ])  # fmt: skip
-    step = step_of(calibration.scenario, layout)
+    step = step_seconds(calibration.scenario, layout)
     model = calibration.fit.residual * step.exposed_s / step.step_s
     return math.sqrt(float(slopes @ covariance @ slopes) + model**2)
 
 
-def interval(calibration: Calibration, layout: Layout) -> tuple[float, float]:
+def interval(calibration: ModelCalibration, layout: Layout) -> tuple[float, float]:
     """Returns the lower and upper end of the step's seconds at a confidence of 90 %."""
-    step_s = step_of(calibration.scenario, layout).step_s
+    step_s = step_seconds(calibration.scenario, layout).step_s
     error = TWO_SIDED_90 * relative_error(calibration, layout)
     return step_s * math.exp(-error), step_s * math.exp(error)
 
 
-def calibrate(
+def calibrate_model(
     sources: Sequence[Path], *, link_bytes_per_s: float | None = None, cores_shared_by: int = 1
-) -> Calibration:
+) -> ModelCalibration:
     """Reads documents of `hpctrain bench allreduce --json` and run directories, and fits the model.
 
     Of the run directories the one with the fewest ranks gives the workload; others on one node with the same batch
@@ -281,7 +281,7 @@ def calibrate(
     UsageError.
     """
     documents = [json.loads(_read(path)) for path in sources if path.is_file()]
-    runs = sorted((read_run(path) for path in sources if path.is_dir()), key=lambda run: run.ranks)
+    runs = sorted((read_workload(path) for path in sources if path.is_dir()), key=lambda run: run.ranks)
     if not documents or not runs:
         raise UsageError(
             "--calibration needs a document of `hpctrain bench allreduce --json` and the directory of a training run "
@@ -314,7 +314,7 @@ def calibrate(
         machine=machine_of(fit.values, node=node, link_bytes_per_s=rate), workload=workload, setup=setup
     )
     steps = sum(map(len, alone.compute_s))
-    return Calibration(
+    return ModelCalibration(
         fit=fit, node=node, scenario=scenario, run=alone, link_bytes_per_s=rate,
         # Of a median of n lognormal times; runs of the same program differ by a percent or two besides.
         compute_error=math.hypot(1.2533 * workload.sigma / math.sqrt(steps), 0.02), notes=tuple(notes),
@@ -351,7 +351,7 @@ def _overlap_slowdown(
     return overlap_slowdown(measured)
 
 
-def calibration_record(calibration: Calibration) -> dict[str, Any]:
+def calibration_record(calibration: ModelCalibration) -> dict[str, Any]:
     """Returns constants, standard errors and workload as JSON."""
     workload, fit = calibration.scenario.workload, calibration.fit
     return {

@@ -19,13 +19,13 @@ from hpctrain.errors import UsageError
 from hpctrain.reduce import ALGORITHM_NAMES, AUTO, find_wire
 from hpctrain.scaling.model.machine import Layout, Machine, wire_share
 
-# Of the engine, see `hpctrain/reduce/shared_memory/engine_reducer.py`: bytes of a chunk, chunks in flight at once.
+# Of the engine, see `hpctrain/reduce/shared_memory/all_reduce_reducer.py`: bytes of a chunk, chunks in flight at once.
 CHUNK_BYTES = 4 << 19
 IN_FLIGHT = 4
 # Of NCCL's ring between nodes: latencies of sums of at least this size for each rank count 1.9 times.
 NCCL_PLATEAU_BYTES, NCCL_PLATEAU = 4096, 1.9
 ALGORITHMS = tuple(name for name in ALGORITHM_NAMES if name != AUTO)
-ENGINE = ("ring", "direct", "hierarchical", "hierarchical-ring")
+OWN_ALGORITHMS = ("ring", "direct", "hierarchical", "hierarchical-ring")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ NOTHING = Cost(total_s=0.0, link_s=0.0, cpu_s=0.0, sent_bytes=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class ChunkCost:
     """What one chunk of a bucket needs. alone_s: its time if no other is in flight. link_s, cpu_s: for which it
     occupies the node's link, and each rank. sent_bytes: from each node. rounds: messages that wait for each other.
     apart_s: the part of cpu_s before the first message and after the last one."""
@@ -66,7 +66,7 @@ class Chunk:
 
 
 def actual_algorithm(algorithm: str, layout: Layout, *, wire: str) -> str:
-    """Returns the algorithm that runs where `algorithm` is asked for, as `hpctrain.reduce.decide` says."""
+    """Returns the algorithm that runs where `algorithm` is asked for, as `hpctrain.reduce.choose_algorithm` says."""
     if algorithm not in ALGORITHMS:
         raise UsageError(f"the algorithm {algorithm!r} has no cost: choose among {', '.join(ALGORITHMS)}")
     if layout.ranks == 1:
@@ -93,14 +93,14 @@ def _sent_as_bytes(wire: str) -> bool:
 def cost_of(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, machine: Machine) -> Cost:
     """Returns the cost of reducing `num_bytes` of float32 gradients. Raises UsageError for an unknown name.
 
-    The engine's algorithms work on chunks, up to `IN_FLIGHT` at once: the resource that is busiest limits, or the time
-    of a chunk alone if latency does.
+    hpctrain's own algorithms work on chunks, up to `IN_FLIGHT` at once: the resource that is busiest limits, or the
+    time of a chunk alone if latency does.
     """
     if layout.ranks == 1 or num_bytes <= 0:
         return NOTHING
     runs = actual_algorithm(algorithm, layout, wire=wire)
-    machine = (machine.for_engine() if runs in ENGINE else machine).crowded(layout)
-    if runs not in ENGINE:
+    machine = (machine.for_own_algorithms() if runs in OWN_ALGORITHMS else machine).oversubscribed(layout)
+    if runs not in OWN_ALGORITHMS:
         return _library(runs, num_bytes, wire=wire, layout=layout, machine=machine)
     num_chunks = math.ceil(num_bytes / CHUNK_BYTES)
     machine = machine.exchanging(exchanges_at_once(runs, layout) * min(num_chunks, IN_FLIGHT))
@@ -136,8 +136,8 @@ def exchanges_at_once(algorithm: str, layout: Layout) -> int:
     return per_node * (layout.nodes - 1 if two_levels else layout.ranks - per_node)
 
 
-def chunk_of(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, machine: Machine) -> Chunk:
-    """Returns what a chunk of `num_bytes` needs in one of the engine's algorithms."""
+def chunk_of(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, machine: Machine) -> ChunkCost:
+    """Returns what a chunk of `num_bytes` needs in one of hpctrain's own algorithms."""
     per_node, share = layout.ranks_per_node, wire_share(wire)
     if algorithm == "ring":
         return _ring_chunk(num_bytes, layout.ranks, share=share, layout=layout, machine=machine)
@@ -149,14 +149,14 @@ def chunk_of(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, mac
         (per_node - 1) * part / node.sum_bytes_per_s
     )
     if layout.nodes == 1:
-        return Chunk(
+        return ChunkCost(
             alone_s=2 * machine.local.latency_s + within_s, link_s=0.0, cpu_s=within_s, sent_bytes=0.0
         )
     # The carriers of a node share its link.
     shared = machine.with_rate(machine.network.bytes_per_s / per_node)
     exchange = _ring_chunk if algorithm == "hierarchical-ring" else _direct_chunk
     between = exchange(part, layout.nodes, share=share, layout=Layout(layout.nodes, 1), machine=shared)
-    return Chunk(
+    return ChunkCost(
         alone_s=2 * machine.local.latency_s + within_s + between.alone_s,
         link_s=between.link_s,
         cpu_s=within_s + between.cpu_s,
@@ -166,7 +166,9 @@ def chunk_of(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, mac
     )
 
 
-def _direct_chunk(num_bytes: float, count: int, *, share: float, layout: Layout, machine: Machine) -> Chunk:
+def _direct_chunk(
+    num_bytes: float, count: int, *, share: float, layout: Layout, machine: Machine
+) -> ChunkCost:
     """2 a + 2 (N - 1) o + 2 R (N - R)/N n w b; as many bytes to move, encode, add and decode.
 
     The link begins with the first message that is ready, so of link and processor the slower one counts.
@@ -187,10 +189,10 @@ def _direct_chunk(num_bytes: float, count: int, *, share: float, layout: Layout,
     latency_s = max(network.latency_s if elsewhere else 0.0, local.latency_s if near else 0.0)
     first_s, last_s = cpu_s / others, link_s / max(1, per_node * elsewhere)
     alone_s = 2 * latency_s + max(link_s + first_s, cpu_s + last_s)
-    return Chunk(alone_s=alone_s, link_s=link_s, cpu_s=cpu_s, sent_bytes=sent, rounds=2)
+    return ChunkCost(alone_s=alone_s, link_s=link_s, cpu_s=cpu_s, sent_bytes=sent, rounds=2)
 
 
-def _ring_chunk(num_bytes: float, count: int, *, share: float, layout: Layout, machine: Machine) -> Chunk:
+def _ring_chunk(num_bytes: float, count: int, *, share: float, layout: Layout, machine: Machine) -> ChunkCost:
     """2 (N - 1) (a + o + n/N w b).
 
     Where neighbours are on other nodes at some hops only, a round takes as long as the busiest hop is occupied, or
@@ -215,7 +217,7 @@ def _ring_chunk(num_bytes: float, count: int, *, share: float, layout: Layout, m
         stays_s = max(far_work, far_link)
         # At the ends of its way round the ring a message waits for a far hop that is still occupied.
         alone_s = max(rounds * mean_s + max(0.0, stays_s - near_s), rounds * stays_s + far_s - stays_s)
-    return Chunk(
+    return ChunkCost(
         alone_s=alone_s,
         rounds=rounds,
         link_s=rounds * far_link if far_share > 0 else 0.0,
@@ -241,7 +243,7 @@ def _library(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, mac
     return _added_up(way, polls=not machine.node.offloaded)
 
 
-def _quickest(num_bytes: float, *, share: float, layout: Layout, machine: Machine) -> Chunk:
+def _quickest(num_bytes: float, *, share: float, layout: Layout, machine: Machine) -> ChunkCost:
     if machine.node.offloaded:
         return _nccl_ring(num_bytes, share=share, layout=layout, machine=machine)
     ways = (
@@ -251,7 +253,7 @@ def _quickest(num_bytes: float, *, share: float, layout: Layout, machine: Machin
     return min(ways, key=lambda way: way.alone_s)
 
 
-def _nccl_ring(num_bytes: float, *, share: float, layout: Layout, machine: Machine) -> Chunk:
+def _nccl_ring(num_bytes: float, *, share: float, layout: Layout, machine: Machine) -> ChunkCost:
     """NCCL's own model of its ring: latencies of all steps, and the bytes at the rate of the slower kind of hop.
 
     Source: NCCL, src/graph/tuning.cc, ncclTopoTuneModel and ncclTopoGetAlgoTime.
@@ -264,13 +266,13 @@ def _nccl_ring(num_bytes: float, *, share: float, layout: Layout, machine: Machi
     if far and num_bytes * share >= layout.ranks * NCCL_PLATEAU_BYTES:
         latency_s *= NCCL_PLATEAU
     alone_s = latency_s + machine.network.per_message_s + each_bytes / min(rates)
-    return Chunk(
+    return ChunkCost(
         alone_s=alone_s, link_s=each_bytes / machine.network.bytes_per_s if far else 0.0, cpu_s=0.0,
         sent_bytes=each_bytes if far else 0.0,
     )  # fmt: skip
 
 
-def _doubling(num_bytes: float, *, halves: bool, share: float, layout: Layout, machine: Machine) -> Chunk:
+def _doubling(num_bytes: float, *, halves: bool, share: float, layout: Layout, machine: Machine) -> ChunkCost:
     """Recursive doubling: log2 N (a + n w b). halves: Rabenseifner's, 2 log2 N a + 2 (N - 1)/N n w b.
 
     Partners at the distance 1, 2, 4, ..., so the first log2 R exchanges stay within the node. A number of ranks that
@@ -300,7 +302,7 @@ def _doubling(num_bytes: float, *, halves: bool, share: float, layout: Layout, m
             waits_s -= min(through_s, moving_s)
         else:
             waits_s += times * moved / link.bytes_per_s
-    return Chunk(alone_s=waits_s + link_s + cpu_s, link_s=link_s, cpu_s=cpu_s, sent_bytes=sent)
+    return ChunkCost(alone_s=waits_s + link_s + cpu_s, link_s=link_s, cpu_s=cpu_s, sent_bytes=sent)
 
 
 def _in_levels(num_bytes: float, *, wire: str, layout: Layout, machine: Machine) -> Cost:
@@ -313,14 +315,14 @@ def _in_levels(num_bytes: float, *, wire: str, layout: Layout, machine: Machine)
     # The columns run at once: they share the node's link.
     shared = machine.with_rate(machine.network.bytes_per_s / per_node)
     column = _quickest(num_bytes / per_node, share=share, layout=Layout(layout.nodes, 1), machine=shared)
-    whole = Chunk(
+    whole = ChunkCost(
         alone_s=waits_s + cpu_s + column.alone_s, link_s=column.link_s, cpu_s=cpu_s + column.cpu_s,
         sent_bytes=per_node * column.sent_bytes,
     )  # fmt: skip
     return _added_up(whole, polls=not node.offloaded)
 
 
-def _added_up(chunk: Chunk, *, polls: bool) -> Cost:
+def _added_up(chunk: ChunkCost, *, polls: bool) -> Cost:
     """polls: a rank that waits keeps its core busy."""
     cpu_s = chunk.alone_s if polls else chunk.cpu_s
     return Cost(total_s=chunk.alone_s, link_s=chunk.link_s, cpu_s=cpu_s, sent_bytes=chunk.sent_bytes)

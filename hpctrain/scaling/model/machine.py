@@ -112,7 +112,7 @@ class Machine:
     local: Link
     node: Node
 
-    def crowding(self, layout: Layout) -> float:
+    def oversubscription(self, layout: Layout) -> float:
         """Returns by what factor work that all ranks do at once takes longer, since they outnumber the cores."""
         if self.node.offloaded:
             return 1.0
@@ -120,7 +120,7 @@ class Machine:
             1.0, layout.ranks_per_node * min(layout.nodes, self.node.cores_shared_by) / self.node.cores
         )
 
-    def for_engine(self) -> Machine:
+    def for_own_algorithms(self) -> Machine:
         """The same, with the engine's time for each message added to that of the links, and its share of turns."""
         extra_s, turns = self.node.engine_message_s, self.node.engine_turns
         network, local = (
@@ -129,9 +129,9 @@ class Machine:
         )
         return replace(self, network=network, local=local)
 
-    def crowded(self, layout: Layout) -> Machine:
-        """The same as each rank sees it: all that processors do takes longer by `crowding`."""
-        factor, node = self.crowding(layout), self.node
+    def oversubscribed(self, layout: Layout) -> Machine:
+        """The same as each rank sees it: all that processors do takes longer by `oversubscription`."""
+        factor, node = self.oversubscription(layout), self.node
         network, local = (
             replace(link, per_message_s=factor * link.per_message_s) for link in (self.network, self.local)
         )

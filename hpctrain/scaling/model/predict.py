@@ -136,7 +136,7 @@ class Step:
     checkpoint_s: float
 
 
-def step_of(scenario: Scenario, layout: Layout) -> Step:
+def step_seconds(scenario: Scenario, layout: Layout) -> Step:
     """Returns the seconds of a step of `layout`."""
     workload, setup = scenario.workload, scenario.setup
     machine = _slowest_links(scenario.machine, layout)
@@ -183,7 +183,7 @@ def step_of(scenario: Scenario, layout: Layout) -> Step:
 
 def predicted_efficiency(scenario: Scenario, layout: Layout, step: Step) -> float:
     """Returns samples/s of each rank, divided by those of one rank alone on the machine."""
-    return step_of(scenario, Layout(1, 1)).step_s / step.step_s
+    return step_seconds(scenario, Layout(1, 1)).step_s / step.step_s
 
 
 def binding(scenario: Scenario, layout: Layout) -> tuple[str, float]:
@@ -192,9 +192,10 @@ def binding(scenario: Scenario, layout: Layout) -> tuple[str, float]:
 
     Each resource is made infinitely fast in turn, and the step is predicted again.
     """
-    before = step_of(scenario, layout).step_s
+    before = step_seconds(scenario, layout).step_s
     saved = {
-        name: 1 - step_of(without(scenario), layout).step_s / before for name, without in RESOURCES.items()
+        name: 1 - step_seconds(without(scenario), layout).step_s / before
+        for name, without in RESOURCES.items()
     }
     name = max(saved, key=lambda key: saved[key])
     return (name, saved[name]) if saved[name] >= BINDS_FROM else ("computation", 0.0)
@@ -239,7 +240,7 @@ def _cores_s(machine: Machine, workload: Workload, layout: Layout, *, comm_s: fl
         return 0.0
     ranks = layout.ranks_per_node * min(layout.nodes, node.cores_shared_by)
     busy = _compute_factor(machine, workload, layout) / max(1.0, node.threads * ranks / node.cores)
-    comm_s /= machine.crowding(layout)
+    comm_s /= machine.oversubscription(layout)
     return ranks * (node.threads * busy * workload.compute_s + comm_s) / node.cores
 
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.reduce import WIRE_FORMATS
 from hpctrain.scaling.model.calibrate import (
     TWO_SIDED_90,
-    Calibration,
+    ModelCalibration,
     calibration_record,
     interval,
     relative_error,
 )
 from hpctrain.scaling.model.costs import actual_algorithm
 from hpctrain.scaling.model.machine import Layout, wire_share
-from hpctrain.scaling.model.predict import Scenario, Step, binding, predicted_efficiency, step_of
+from hpctrain.scaling.model.predict import Scenario, Step, binding, predicted_efficiency, step_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,7 +52,7 @@ def advice(scenario: Scenario, layout: Layout) -> list[Advice]:
 
 
 def _samples_per_s(scenario: Scenario, layout: Layout) -> float:
-    return scenario.workload.samples / step_of(scenario, layout).step_s
+    return scenario.workload.samples / step_seconds(scenario, layout).step_s
 
 
 def _changes(scenario: Scenario, layout: Layout) -> Iterator[tuple[str, Scenario, str]]:
@@ -72,7 +72,9 @@ def _changes(scenario: Scenario, layout: Layout) -> Iterator[tuple[str, Scenario
             if size <= workload.gradient_bytes
         ]
         if sizes:
-            size, best = min((make() for make in sizes), key=lambda pair: step_of(pair[1], layout).step_s)
+            size, best = min(
+                (make() for make in sizes), key=lambda pair: step_seconds(pair[1], layout).step_s
+            )
             yield f"bucket_mb = {size / 1e6:.3g}", best, ""
     yield (
         "twice the batch per rank",
@@ -129,18 +131,20 @@ class PredictedRow:
         }  # fmt: skip
 
 
-def predicted_rows(calibration: Calibration, layouts: Sequence[Layout]) -> list[PredictedRow]:
+def predicted_rows(calibration: ModelCalibration, layouts: Sequence[Layout]) -> list[PredictedRow]:
     """Returns the prediction for each layout: step time, efficiency, their intervals, and what binds."""
     return [_row(calibration, layout) for layout in layouts]
 
 
-def _row(calibration: Calibration, layout: Layout) -> PredictedRow:
+def _row(calibration: ModelCalibration, layout: Layout) -> PredictedRow:
     scenario = calibration.scenario
-    step = step_of(scenario, layout)
+    step = step_seconds(scenario, layout)
     low_s, high_s = interval(calibration, layout)
     efficiency = predicted_efficiency(scenario, layout, step)
     error = TWO_SIDED_90 * relative_error(
-        calibration, layout, of=lambda shifted, at: predicted_efficiency(shifted, at, step_of(shifted, at))
+        calibration,
+        layout,
+        of=lambda shifted, at: predicted_efficiency(shifted, at, step_seconds(shifted, at)),
     )
     binds, saved = binding(scenario, layout)
     return PredictedRow(
@@ -151,7 +155,7 @@ def _row(calibration: Calibration, layout: Layout) -> PredictedRow:
     )  # fmt: skip
 
 
-def prediction_document(calibration: Calibration, rows: Sequence[PredictedRow]) -> dict[str, Any]:
+def prediction_document(calibration: ModelCalibration, rows: Sequence[PredictedRow]) -> dict[str, Any]:
     """JSON document of `--json`; docs/guides/predicting.md describes its fields."""
     return {
         "schema": SCHEMA,
@@ -162,7 +166,7 @@ def prediction_document(calibration: Calibration, rows: Sequence[PredictedRow]) 
     }
 
 
-def prediction_table(calibration: Calibration, rows: Sequence[PredictedRow], *, title: str) -> Table:
+def prediction_table(calibration: ModelCalibration, rows: Sequence[PredictedRow], *, title: str) -> Table:
     """Returns the predictions as a table for the terminal, one line a layout."""
     from rich.table import Table
 

@@ -177,7 +177,7 @@ class RunRecords:
         return fmean(median(times) for times in self.compute_s)
 
 
-def read_run(directory: Path) -> RunRecords:
+def read_workload(directory: Path) -> RunRecords:
     """Reads a run directory of `hpctrain train`. Raises UsageError if it lacks what a prediction needs."""
     run = RunDirectory(directory)
     environment, records = run.environment(), list(run.all_records())

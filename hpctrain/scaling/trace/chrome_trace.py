@@ -18,7 +18,7 @@ from hpctrain.telemetry import read_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TraceSpan:
     """A named interval. `begin_s` and `end_s` are in seconds since 1970 by rank 0's clock.
 
     bucket: the bucket whose reduction it is; None: a span of the main thread.
@@ -37,7 +37,7 @@ class RankTrace:
 
     rank: int
     node: str
-    spans: tuple[Span, ...]
+    spans: tuple[TraceSpan, ...]
     error_s: float
 
 
@@ -83,7 +83,7 @@ def _on_rank_0s_clock(records: Sequence[dict[str, Any]], *, epoch_s: float) -> R
         return clock_s + float(np.interp(clock_s, at_s, offsets_s)) + epoch_s
 
     spans = tuple(
-        Span(
+        TraceSpan(
             step=record["step"], name=record["name"], begin_s=shared(record["begin_s"]),
             end_s=shared(record["end_s"]), bucket=record.get("bucket"),
         )
@@ -151,7 +151,7 @@ def _rank_events(trace: RankTrace, *, zero_s: float) -> Iterable[dict[str, Any]]
         yield _event(span, rank=trace.rank, row=row + 1, zero_s=zero_s)
 
 
-def _event(span: Span, *, rank: int, row: int, zero_s: float) -> dict[str, Any]:
+def _event(span: TraceSpan, *, rank: int, row: int, zero_s: float) -> dict[str, Any]:
     number = {} if span.bucket is None else {"bucket": span.bucket}
     return {
         "ph": "X", "name": span.name, "cat": "main" if row == _MAIN else "reduction", "pid": rank, "tid": row,

@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import final
 
 from hpctrain.checkpoint import (
-    Advice,
+    CheckpointRequests,
+    CheckpointSave,
     Costs,
+    IntervalAdvice,
     Saver,
-    SaveRequests,
     SaveResult,
-    Saving,
     State,
     saving_into,
     verify,
@@ -68,9 +68,9 @@ class Checkpointing:
         records: RecordWriter,
         say: Callable[[str], None],
         clock: StepClock,
-        requests: SaveRequests,
+        requests: CheckpointRequests,
         saved_step: int | None = None,
-        begin: Callable[..., Saving] | None = None,
+        begin: Callable[..., CheckpointSave] | None = None,
     ) -> None:
         self._policy = policy
         self._comm = comm
@@ -193,7 +193,7 @@ class Checkpointing:
 
     # ------------------------------------------------------------------ when one is committed
 
-    def _advice(self) -> Advice | None:
+    def _advice(self) -> IntervalAdvice | None:
         if self._policy.failures_per_day is None:
             return None
         return self._costs.advice(failures_per_day=self._policy.failures_per_day)

@@ -17,10 +17,10 @@ from hpctrain.errors import LaunchError, OutOfMemory
 from hpctrain.reduce import StepOutcome
 from hpctrain.resilience import (
     Divergence,
+    free_memory,
     give_back_freed_memory,
     give_back_once,
     num_parts,
-    release,
     shortage,
 )
 from hpctrain.telemetry import RecordWriter, write_json
@@ -214,7 +214,7 @@ class MemoryGuard:
                 self._end(error, asked=asked, where="forward and backward")
             self._shortage = asked
         # Only here: the error's traceback held the activations.
-        release()
+        free_memory()
         give_back_freed_memory()
         return 0.0
 

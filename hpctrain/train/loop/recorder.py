@@ -14,7 +14,7 @@ from hpctrain.data import Batch, BlockChecker, Loader, sample_sum, show_sample_s
 from hpctrain.reduce import BackwardTimes, StepOutcome
 from hpctrain.telemetry import EnergyMeter, RecordWriter, StepClock, tell
 from hpctrain.train.loop.settings import LoopSettings, Totals
-from hpctrain.train.loop.stopping import Stopped
+from hpctrain.train.loop.stopping import EndReason
 from hpctrain.train.state.training_state import Position, Resumed
 
 # Reports the damaged blocks that this rank's loaders have found: in its records, and the first ones on
@@ -183,7 +183,7 @@ class RunRecorder:
         self.records = records
         self.clock = StepClock()
         self.final_quality: Mapping[str, float] = {}
-        self._stopped: Stopped | None = None
+        self._stopped: EndReason | None = None
         self._world = world
         self._counts_samples = counts_samples
         self._settings = settings
@@ -317,7 +317,7 @@ class RunRecorder:
         if self._damage is not None:
             self._damage.write(step=step)
 
-    def stopped(self, position: Position, *, stopped: Stopped, verified: bool) -> None:
+    def stopped(self, position: Position, *, stopped: EndReason, verified: bool) -> None:
         self._stopped = stopped
         self.records.write({
             "kind": "stopped", "time": time.time(), "reason": stopped.reason, "time_left_s": stopped.time_left_s,

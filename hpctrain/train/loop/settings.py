@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint import FIRST_AFTER_S, Advice, Retention, SaveMode, SaveOptions, WhenBusy
+from hpctrain.checkpoint import FIRST_AFTER_S, IntervalAdvice, Retention, SaveMode, SaveOptions, WhenBusy
 from hpctrain.train.state.training_state import Position
 
 
@@ -36,7 +36,7 @@ class CheckpointPolicy:
         """Returns True after every `every_steps`-th step."""
         return self.every_steps is not None and step % self.every_steps == 0
 
-    def due_by_time(self, seconds_since_last: float, *, advice: Advice | None = None) -> bool:
+    def due_by_time(self, seconds_since_last: float, *, advice: IntervalAdvice | None = None) -> bool:
         """Returns True if a save is due by time.
 
         advice: the interval computed from the cost of the saves so far; None if none was measured yet.

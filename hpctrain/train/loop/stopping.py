@@ -8,7 +8,7 @@ from typing import final
 
 from hpctrain.comm import Collective, all_gather_distinct, describe_ranks, on_rank_0
 from hpctrain.errors import ExitCode
-from hpctrain.resilience import StopPlan, StopRequest, WallClock
+from hpctrain.resilience import StopRequest, TimeToStop, WallClock
 
 # Reading a checkpoint back must leave the ranks time to end.
 _VERIFY_AT_MOST_S = 60.0
@@ -16,7 +16,7 @@ _LEAVING_TAKES_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stopped:
+class EndReason:
     """Why a run stopped, the same on every rank.
 
     `time_left_s` is the time until its limit; None if no limit is known.
@@ -27,7 +27,7 @@ class Stopped:
 
 
 @final
-class Stopping:
+class EarlyEnd:
     """Decides when the run stops.
 
     The ranks agree through the sums of a step: each contributes `votes`, `agreed` reads them.
@@ -44,7 +44,7 @@ class Stopping:
         request: StopRequest,
         *,
         comm: Collective,
-        plan: StopPlan,
+        plan: TimeToStop,
         clock: WallClock | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -55,16 +55,16 @@ class Stopping:
         self._say = say
         self._time_was_up = False
 
-    def say_news(self) -> None:
+    def print_time_limit_changes(self) -> None:
         """Prints the time at which the run must end, when it becomes known or changes. Not collective."""
         if self._clock is not None and (news := self._clock.news()) is not None:
             self._say(news)
 
     def votes(self, *, num_saves: int = 1, evaluates: bool = False) -> dict[str, float]:
-        """Returns this rank's contributions to the sums of a step; see `StopPlan.needed_s`. Not collective."""
+        """Returns this rank's contributions to the sums of a step; see `TimeToStop.needed_s`. Not collective."""
         time_up = False
         if self._clock is not None:
-            self.say_news()
+            self.print_time_limit_changes()
             left_s = self._clock.time_left_s()
             time_up = self.plan.must_stop(left_s, num_saves=num_saves, evaluates=evaluates)
         return {"stop": float(self._request.requested), "time_up": float(time_up)}
@@ -93,7 +93,7 @@ class Stopping:
 
         return bool(on_rank_0(self._comm, has_time))
 
-    def why(self) -> Stopped:
+    def why(self) -> EndReason:
         """Returns why the run stops: the signals and the ranks that received them, or the time limit. Collective."""
         names, name_of_rank = all_gather_distinct(self._comm, self._request.signal_name)
         reasons = []
@@ -104,7 +104,7 @@ class Stopping:
         source, left_s = on_rank_0(self._comm, self._left)
         if self._time_was_up:
             reasons.append(source)
-        return Stopped(reason=", ".join(reasons), time_left_s=left_s)
+        return EndReason(reason=", ".join(reasons), time_left_s=left_s)
 
     def _left(self) -> tuple[str | None, float | None]:
         if self._clock is None or self._clock.end is None:

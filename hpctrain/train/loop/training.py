@@ -14,7 +14,7 @@ from typing import Any, final
 
 from hpctrain.checkpoint import State
 from hpctrain.comm import RULES, Collective, Section, SectionLimits, broadcast_tensors, in_section
-from hpctrain.data import Batch, Batches, Loader
+from hpctrain.data import Batch, EpochIterator, Loader
 from hpctrain.distributed import pipeline_of
 from hpctrain.errors import CheckpointError, DataError, DivergedError, StoppedEarly, UsageError
 from hpctrain.reduce import StepOutcome
@@ -24,12 +24,12 @@ from hpctrain.train.loop.evaluate import agreed_batches, evaluate
 from hpctrain.train.loop.guards import Guards
 from hpctrain.train.loop.recorder import RunRecorder
 from hpctrain.train.loop.settings import LoopSettings, Totals
-from hpctrain.train.loop.stopping import Stopping
+from hpctrain.train.loop.stopping import EarlyEnd
 from hpctrain.train.state.training_state import FiniteCheck, Resumed, TrainingState
 from hpctrain.train.task.loss_weights import LOSS_WEIGHT, with_mean_loss
 from hpctrain.train.task.schedule import LR_SCALE, Schedule, set_lr
 from hpctrain.train.task.task_runner import Runner
-from hpctrain.train.watch import WINDOW_ENDS, DataFaults, EfficiencyWatch, StepTrace, StragglerWatch
+from hpctrain.train.watch import WINDOW_ENDS, DataFaults, EfficiencyWatch, StepTracer, StragglerWatch
 
 # How long the sections of a run's steps take: agreed through the sums of the steps, for the time limits of
 # waits.
@@ -161,11 +161,11 @@ class Training:
         comm: Collective,
         checkpoints: Checkpointing,
         recorder: RunRecorder,
-        stopping: Stopping,
+        stopping: EarlyEnd,
         guards: Guards,
         stragglers: StragglerWatch | None,
         efficiency: EfficiencyWatch,
-        trace: StepTrace,
+        trace: StepTracer,
         times: SectionTimes,
         identity: Mapping[str, Any],
         resumed: Resumed,
@@ -200,7 +200,7 @@ class Training:
             self._run()
 
     def _run(self) -> None:
-        self._stopping.say_news()
+        self._stopping.print_time_limit_changes()
         self._recorder.training_begins(self._position, micro_batches=self._guards.memory.num_parts)
         self._trace.after_step(self._position.step)
         self._recorder.clock.lap()
@@ -234,7 +234,7 @@ class Training:
 
     # ------------------------------------------------------------------ one step
 
-    def _train_on(self, batches: Batches) -> None:
+    def _train_on(self, batches: EpochIterator) -> None:
         """Trains to the end of the epoch or run, or until it is rolled back. Collective."""
         self._is_usual = False
         for batch in self._times.batches(self._agreed(batches)):
@@ -247,7 +247,7 @@ class Training:
             self._guards.balance.epoch_ended(self._position.epoch, step=self._position.step)
         self._position = self._position.next_epoch()
 
-    def _agreed(self, batches: Batches) -> Iterable[Batch]:
+    def _agreed(self, batches: EpochIterator) -> Iterable[Batch]:
         """Yields the batches.
 
         If data are checked for damage, the ranks first exchange what each has skipped. Collective.

@@ -14,7 +14,7 @@ from hpctrain.checkpoint import (
     Checkpoint,
     Item,
     Regions,
-    Shard,
+    TensorShard,
     decode,
     element_items,
     encode,
@@ -40,12 +40,12 @@ def saved_by_stage(model: torch.nn.Module, item: Item) -> Item | None:
     Shards of split tensors and all other items are returned unchanged, as is everything without a pipeline.
     """
     pipeline, (kind, _, path) = pipeline_of(model), item.name.partition("/")
-    if pipeline is None or kind not in _OF_PARAMETERS or isinstance(item, Shard):
+    if pipeline is None or kind not in _OF_PARAMETERS or isinstance(item, TensorShard):
         return item
     if not pipeline.saves(path.split(SEPARATOR)[0]):
         return None
     shape = tuple(item.tensor.shape)
-    return Shard(name=item.name, tensor=item.tensor, global_shape=shape, offset=(0,) * len(shape))
+    return TensorShard(name=item.name, tensor=item.tensor, global_shape=shape, offset=(0,) * len(shape))
 
 
 def is_elsewhere(model: torch.nn.Module, name: str) -> bool:

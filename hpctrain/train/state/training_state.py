@@ -17,8 +17,8 @@ from hpctrain.checkpoint import (
     Item,
     Regions,
     Replicated,
-    Shard,
     State,
+    TensorShard,
     is_checkpoint,
     load,
     load_newest_good,
@@ -143,7 +143,7 @@ class TrainingState:
         for name, row in capture_generators(device_of(self.model)).items():
             shape = (comm.num_ranks, row.numel())
             items.append(
-                Shard(
+                TensorShard(
                     name=f"{_GENERATORS}{name}", tensor=row[None], global_shape=shape, offset=(comm.rank, 0)
                 )
             )
@@ -359,12 +359,12 @@ def _position_in(document: Mapping[str, Any]) -> Position:
     return Position(**found)
 
 
-def _saved(held: StateTensor) -> Replicated | Shard:
+def _saved(held: StateTensor) -> Replicated | TensorShard:
     """Converts a tensor of the updater to a checkpoint item: replicated if the rank holds all of it, else a shard."""
     name = f"{_UPDATER}{held.name}"
     if tuple(held.tensor.shape) == held.global_shape:
         return Replicated(name=name, tensor=held.tensor)
-    return Shard(name=name, tensor=held.tensor, global_shape=held.global_shape, offset=held.offset)
+    return TensorShard(name=name, tensor=held.tensor, global_shape=held.global_shape, offset=held.offset)
 
 
 def _under(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
@@ -380,7 +380,7 @@ def _value_of_rank_0(item: Item, *, rank: int) -> Item | None:
     if not isinstance(item, FromRank0) or SEPARATOR not in item.name:
         return item
     shape = tuple(item.tensor.shape)
-    whole = Shard(name=item.name, tensor=item.tensor, global_shape=shape, offset=(0,) * len(shape))
+    whole = TensorShard(name=item.name, tensor=item.tensor, global_shape=shape, offset=(0,) * len(shape))
     return whole if rank == 0 else None
 
 

@@ -10,12 +10,12 @@ from typing import Any, TypeAlias, final
 
 import torch
 
-from hpctrain.checkpoint import SEPARATOR, SaveOptions, Saving, header_of, model_items
+from hpctrain.checkpoint import SEPARATOR, CheckpointSave, SaveOptions, header_of, model_items
 from hpctrain.comm import Collective, agreed
 from hpctrain.data import ORDER_NAME, Loader, Sequential
 from hpctrain.distributed import is_sharded, pipeline_of
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.reduce import AllReduceUpdater, ScatterUpdater, ShardedUpdater, SparseUpdater
+from hpctrain.reduce import AllReduceUpdater, SparseUpdater, SplitModelUpdater, ZeroUpdater
 from hpctrain.topology import Axis
 from hpctrain.train.state.also import Stateful, check_also, check_same_on_ranks
 from hpctrain.train.state.optimizer_state import Options, options_of, parameters_outside
@@ -43,7 +43,7 @@ def data_identity(loader: Loader, *, fingerprint: str | None) -> dict[str, Any]:
 # The trainings of a session.
 
 
-SessionUpdater: TypeAlias = AllReduceUpdater | ScatterUpdater | ShardedUpdater | SparseUpdater
+SessionUpdater: TypeAlias = AllReduceUpdater | ZeroUpdater | SplitModelUpdater | SparseUpdater
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -180,7 +180,7 @@ class Trainings:
         )
         self._note_scheduler(updater, also)
         check_same_on_ranks(saved.document.get("also", {}), comm=self._world)
-        saving = Saving.begin(
+        saving = CheckpointSave.begin(
             saved, directory=directory, step=position.step, comm=self._world, options=options or SaveOptions()
         )
         return saving.finish().path

@@ -30,7 +30,7 @@ class PipelineRunner:
     Args:
         rows: The samples per micro-batch. A smaller micro-batch is padded, so that all have one shape; its loss covers
             its samples only.
-        scaled: A function that multiplies a loss by its weight, as `ShardedUpdater.scaled` does.
+        scaled: A function that multiplies a loss by its weight, as `SplitModelUpdater.scaled` does.
         dtype: As for `TaskRunner`.
         autocast: As for `TaskRunner`.
         counts_samples: As for `TaskRunner`.

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
-from hpctrain.checkpoint import Replicated, Shard, State, load, save
+from hpctrain.checkpoint import Replicated, State, TensorShard, load, save
 from hpctrain.checkpoint.format.metadata import SEAL_BYTES, Seal, decode_metadata, decode_seal, encode_seal
 from hpctrain.checkpoint.loading.check_structure import content_places, hash_structure
 from hpctrain.checkpoint.operations.maintenance import verify
@@ -69,7 +69,7 @@ def make_good(directory: Path, *, files: int) -> Path:
                 Replicated(name="bias", tensor=torch.randn(41, generator=generator).to(torch.bfloat16)),
                 Replicated(name="step", tensor=torch.tensor(17)),
                 Replicated(name="empty", tensor=torch.empty(0, 3)),
-                Shard(
+                TensorShard(
                     name="rows", tensor=whole[3 * world.rank : 3 * world.rank + 3], global_shape=(9, 50),
                     offset=(3 * world.rank, 0),
                 ),

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint import Replicated, Shard, State, load_newest_good
+from hpctrain.checkpoint import Replicated, State, TensorShard, load_newest_good
 from hpctrain.checkpoint.saving.background import HostBuffers
-from hpctrain.checkpoint.saving.save import SaveOptions, Saving, save
+from hpctrain.checkpoint.saving.save import CheckpointSave, SaveOptions, save
 from hpctrain.comm.backends.serial_world import SerialWorld
 
 NUM_RANKS = 2
@@ -43,7 +43,7 @@ def state_at(step: int, rank: int, *, num_elems: int = NUM_ELEMS) -> State:
     return State(
         items=[
             Replicated(name="w", tensor=torch.arange(num_elems, dtype=torch.float32) + step),
-            Shard(name="rows", tensor=rows, global_shape=(NUM_RANKS, num_elems // 2), offset=(rank, 0)),
+            TensorShard(name="rows", tensor=rows, global_shape=(NUM_RANKS, num_elems // 2), offset=(rank, 0)),
         ],
         document={"step": step},
     )
@@ -70,7 +70,7 @@ def save_state(
         return
     options = SaveOptions(keep=keep, files=files, engine=engine, page_cache=way.page_cache)
     with ThreadPoolExecutor(1) as executor:
-        saving = Saving.begin(
+        saving = CheckpointSave.begin(
             state, directory=directory, step=step, comm=comm, options=options, buffers=HostBuffers(),
             executor=executor,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from typing import Any
 import h5py
 import torch
 
-from hpctrain.checkpoint import Replicated, Shard, State, load_newest_good, save
+from hpctrain.checkpoint import Replicated, State, TensorShard, load_newest_good, save
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first, partial_files
 from hpctrain.checkpoint.operations.maintenance import verify
 from hpctrain.comm.backends.serial_world import SerialWorld
@@ -38,7 +38,7 @@ def state_at(step: int, rank: int) -> State:
     return State(
         items=[
             Replicated(name="w", tensor=torch.arange(400_000, dtype=torch.float32) + step),
-            Shard(name="rows", tensor=rows, global_shape=(NUM_RANKS, 200_000), offset=(rank, 0)),
+            TensorShard(name="rows", tensor=rows, global_shape=(NUM_RANKS, 200_000), offset=(rank, 0)),
         ],
         document={"step": step},
     )

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.checkpoint import Replicated, Shard, State, load, open_checkpoint, save
+from hpctrain.checkpoint import Replicated, State, TensorShard, load, open_checkpoint, save
 from hpctrain.checkpoint.engines import engine_choice
 from hpctrain.checkpoint.engines.engine_choice import choose_engine
 from hpctrain.checkpoint.engines.engine_name import Engine
 from hpctrain.checkpoint.engines.write_batch import ByteRange
-from hpctrain.checkpoint.engines.write_engines import write_direct, write_together
+from hpctrain.checkpoint.engines.write_engines import write_collectively, write_direct
 from hpctrain.comm.collectives.agreement import agreed
 from hpctrain.comm.watchdog.monitored_world import Monitored
 from hpctrain.errors import CheckpointError, HpctrainError
@@ -109,7 +109,7 @@ def write_every_pattern(comm: Any, directory: Path) -> list[str]:
             if engine == "direct":
                 write_direct(paths[number], byte_ranges)
             else:
-                write_together(
+                write_collectively(
                     paths[number], byte_ranges, comm=comm, batch_bytes=batch_bytes,
                     groups=[[comm.members[r] for r in members] for members in files],
                 )  # fmt: skip
@@ -138,7 +138,7 @@ def _saved_by_columns(world: Any, directory: Path) -> dict[str, list[str]]:
     mine = torch.arange(3000)[:, None] * 1000 + world.rank * columns + torch.arange(columns)
     state = State(
         items=[
-            Shard(name="matrix", tensor=mine.to(torch.int32), global_shape=(3000, world.num_ranks * columns),
+            TensorShard(name="matrix", tensor=mine.to(torch.int32), global_shape=(3000, world.num_ranks * columns),
                   offset=(0, world.rank * columns)),
             Replicated(name="vector", tensor=torch.arange(100_000)),
         ],
@@ -172,7 +172,7 @@ def _errors(world: Any, directory: Path) -> dict[str, str]:
         if failing:
             byte_ranges = _failing(byte_ranges)
         try:
-            agreed(world, lambda: write_together(path, byte_ranges, comm=world, batch_bytes=20_000))
+            agreed(world, lambda: write_collectively(path, byte_ranges, comm=world, batch_bytes=20_000))
         except HpctrainError as error:
             return f"{type(error).__name__}: {error}"
         return "nothing"

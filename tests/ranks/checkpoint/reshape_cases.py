@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint import Shard, load, save
+from hpctrain.checkpoint import TensorShard, load, save
 from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 
 
@@ -29,7 +29,7 @@ def load_all(world: Any, paths: list[str]) -> int:
         for name, tensor in whole.items():
             assert same_bits(tensor, tensors[name]), (path, name)
         state = state_of(world.rank, world.num_ranks, tensors=tensors)
-        shards = [item for item in state.items if isinstance(item, Shard)]
+        shards = [item for item in state.items if isinstance(item, TensorShard)]
         regions = {shard.name: (shard.offset, tuple(shard.tensor.shape)) for shard in shards}
         _, parts = load(path, comm=world, regions=regions)
         for name, (offset, shape) in regions.items():

@@ -9,7 +9,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpctrain.checkpoint import Shard, load_newest_good, save
+from hpctrain.checkpoint import TensorShard, load_newest_good, save
 from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 
 
@@ -21,7 +21,7 @@ def load_others_and_save(world: Any, directory: str) -> dict[str, Any]:
     """
     expected = whole_tensors()
     state = state_of(world.rank, world.num_ranks)
-    shards = [item for item in state.items if isinstance(item, Shard)]
+    shards = [item for item in state.items if isinstance(item, TensorShard)]
     names = sorted(path.name for path in Path(directory).iterdir() if not path.name.endswith("auto"))
     world.barrier()
     for name in names:

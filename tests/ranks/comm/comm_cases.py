@@ -15,7 +15,7 @@ import torch
 
 from hpctrain.comm import Monitored, World, all_gather_json, make_two_level, open_world
 from hpctrain.errors import CommunicationError, DataError, HpctrainError
-from hpctrain.reduce.factory import ReductionPlan
+from hpctrain.reduce.factory import ReductionRequest
 from hpctrain.run.session import init
 from hpctrain.topology import Topology
 from tests.sessions import session_over
@@ -294,7 +294,7 @@ def horovod_in_a_session(world: World) -> dict[str, Any]:
     horovod = importlib.import_module("horovod.torch")
     found: dict[str, Any] = {}
     for algorithm in ("hierarchical", "auto", "flat"):
-        reduction = session.reductions.make(ReductionPlan(algorithm=algorithm), gradient_bytes=4096)
+        reduction = session.reductions.make(ReductionRequest(algorithm=algorithm), gradient_bytes=4096)
         found[algorithm] = [reduction.algorithm.partition(":")[0], horovod.is_initialized()]
     session.close()
     found["closed"] = horovod.is_initialized()

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from hpctrain.launch.yielding import find_library
+from hpctrain.launch.yielding import find_yield_library
 from tests.ranks_launcher import is_open_mpi, run_command
 
 CPUS = sorted(os.sched_getaffinity(0))
 pytestmark = [
     pytest.mark.launches,
-    pytest.mark.skipif(find_library() is None, reason="hpctrain/launch/_yield_by_sleep.c was not compiled"),
+    pytest.mark.skipif(
+        find_yield_library() is None, reason="hpctrain/launch/_yield_by_sleep.c was not compiled"
+    ),
     pytest.mark.skipif(not is_open_mpi(), reason="only Open MPI yields like this"),
     pytest.mark.skipif(shutil.which("taskset") is None, reason="no taskset"),
 ]
@@ -47,7 +49,7 @@ def test_four_ranks_of_hpctrain_launch_share_two_cores(tmp_path: Path) -> None:
     assert [rank["sums"] for rank in found] == [[10.0]] * 4
     assert all(rank["mapped"] for rank in found)
     assert not [note for rank in found for note in rank["notes"] if "share" in note]
-    assert f"LD_PRELOAD={find_library()}" in result.stderr
+    assert f"LD_PRELOAD={find_yield_library()}" in result.stderr
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="one CPU")
@@ -66,7 +68,7 @@ def test_an_own_script_under_plain_mpirun_gets_a_note_with_the_cure(tmp_path: Pa
     assert [rank["mapped"] for rank in found] == [False] * 3
     (note,) = [note for note in found[0]["notes"] if "share" in note]
     assert "3 ranks share" in note
-    assert f"`hpctrain launch`, or set LD_PRELOAD={find_library()} for the ranks" in note
+    assert f"`hpctrain launch`, or set LD_PRELOAD={find_yield_library()} for the ranks" in note
     assert note in result.stdout + result.stderr
 
 

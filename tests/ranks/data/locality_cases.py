@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpctrain.checkpoint.engines.write_engines import write_together
+from hpctrain.checkpoint.engines.write_engines import write_collectively
 from hpctrain.comm import on_rank_0
 from hpctrain.data import Dataset, EpochOrder, Loader, index_files
 from hpctrain.data.locality.collective_dataset import CollectiveDataset
@@ -175,7 +175,7 @@ def over_two_gib(world: Any, directory: str) -> None:
     offset = on_rank_0(world, lambda: _allocate(path))
     mine, count = (0, ROWS) if world.rank == 0 else (ROWS, 1)
     rows = np.repeat(np.arange(mine, mine + count, dtype=np.int64).astype(np.uint8), ROW_BYTES)
-    write_together(path, [(offset + mine * ROW_BYTES, rows.data)], comm=world)
+    write_collectively(path, [(offset + mine * ROW_BYTES, rows.data)], comm=world)
     del rows
     index_files(Path(directory) / "index", files=[str(path)], fields="x=/x", comm=world)
     together = CollectiveDataset.open(world, Dataset.open(Path(directory) / "index"))

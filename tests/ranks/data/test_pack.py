@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.backends.serial_world import SerialWorld
-from hpctrain.data import Dataset, Existing, pack_arrays, verify
+from hpctrain.data import Dataset, Existing, pack_arrays, verify_dataset
 from hpctrain.data.packing.pack import PackOptions, pack_documents, pack_iterator
 from hpctrain.errors import DataError, UsageError
 from tests.ranks_launcher import run_command, run_ranks
@@ -78,7 +78,7 @@ def test_any_number_of_ranks_packs_the_same_files_fails_together_and_goes_on(tmp
     outputs = run_ranks(3, pack_everything, str(together)).outputs
     for name in ("arrays", "text", "iterator"):
         assert digest(together / name) == digest(alone / name)
-        assert verify(together / name) == []
+        assert verify_dataset(together / name) == []
     assert Dataset.open(together / "iterator").gather(np.arange(120))["x"][[0, 19, 20, -1]].tolist() == [
         [1, 0], [1, 19], [2, 0], [3, 59],
     ]  # fmt: skip

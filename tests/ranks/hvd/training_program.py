@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import hpctrain.hvd as hvd
 from hpctrain.errors import UsageError
-from hpctrain.hvd import gradient_buckets
+from hpctrain.hvd import gradient_reduction
 
 STEPS, SAMPLES, WIDTH = 12, 12, 8
 RELATIVE = 1e-12
@@ -368,7 +368,7 @@ def refused(function: Callable[[], object]) -> None:
 
 def main() -> None:
     hvd.init(timeout_s=300)
-    gradient_buckets.BUCKET_BYTES = 2048  # several buckets
+    gradient_reduction.BUCKET_BYTES = 2048  # several buckets
     for case in (averages, of_a_process_set, adasum, joined, guards, gradients_in_use):
         case()
     hvd.shutdown()

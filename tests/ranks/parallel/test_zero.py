@@ -94,7 +94,7 @@ def test_any_layout_continues_any_other(
 def test_error_feedback_goes_on_in_another_layout(
     launches: dict[int, list[dict[str, Any]]], ranks: int, saved: str
 ) -> None:
-    """That no error is lost is in `test_scatter_feedback.py`; trajectories in int8 soon differ."""
+    """That no error is lost is in `test_zero_feedback.py`; trajectories in int8 soon differ."""
     whole = launches[1][0]["later"]["steps"]
     for found in launches[ranks]:
         losses = [step[0] for step in found[f"{saved} continued"]["steps"]]

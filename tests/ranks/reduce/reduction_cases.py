@@ -17,7 +17,7 @@ from hpctrain.reduce.algorithms import NCCL_ALGORITHMS, Algorithm
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import result_of, run_to_end
 from hpctrain.reduce.factory import ReducerMaker
-from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
+from hpctrain.reduce.shared_memory.all_reduce_reducer import AllReduceReducer
 from hpctrain.reduce.wire_formats import CODEC_WIRES
 from hpctrain.topology import Topology
 from tests.uneven_ranks import fill_and_sum
@@ -92,7 +92,7 @@ def _sum(
         for buffer in buffers:
             mark.update(buffer.numpy().tobytes())
         marks.append(mark.hexdigest())
-        reducer.settle(applied=False, rescale=1.0)  # what int8 has lost would change the second sums
+        reducer.end_step(applied=False, rescale=1.0)  # what int8 has lost would change the second sums
     for number, buffer in enumerate(buffers):
         if buffer.numel():
             exact, largest = exact_of(number, num_ranks=world.num_ranks, dtype=dtype)
@@ -107,7 +107,7 @@ def uneven(world: World) -> int:
     """On one node, every rank at its own speed, with another plan in the same memory half way; wrong sums."""
     maker = ReducerMaker(world, topology=Topology.from_node_names(["a"] * world.num_ranks))
     reducer = maker.make(Algorithm.HIERARCHICAL, wire="fp32")
-    assert isinstance(reducer, EngineReducer)
+    assert isinstance(reducer, AllReduceReducer)
     reducer.keep_squares()
     pace = random.Random(world.rank)
     wrong = 0

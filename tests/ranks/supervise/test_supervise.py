@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.supervise import Cause
+from hpctrain.supervise import AttemptEnd
 from tests.ranks_launcher import Launched, run_command, start_command
 from tests.supervised_runs import attempts, causes, write_recipe
 
@@ -74,7 +74,7 @@ def test_ctrl_c_ends_all_ranks_with_their_state_saved_and_starts_nothing_again(w
         assert result.returncode == 75, result.stderr
         assert set(launched.processes()) <= {launched.process.pid}
     (attempt,) = attempts(where)
-    assert attempt.cause is Cause.CANCELLED
+    assert attempt.cause is AttemptEnd.CANCELLED
     assert attempt.steps_lost == 0
     assert "the state is saved" in attempt.reason
 
@@ -88,18 +88,18 @@ def test_a_supervisor_that_was_killed_leaves_no_ranks_and_the_next_one_completes
         launched.process.wait()
     run_command(None, supervise(where, steps=10), cwd=where, timeout_s=300, expect=0)
     killed, finished = attempts(where)
-    assert killed.cause is Cause.UNKNOWN
+    assert killed.cause is AttemptEnd.UNKNOWN
     assert killed.ended is not None
     assert killed.checkpoint_step is not None
     assert killed.checkpoint_step >= 5
-    assert (finished.cause, finished.decision) == (Cause.FINISHED, "end: finished")
+    assert (finished.cause, finished.decision) == (AttemptEnd.FINISHED, "end: finished")
 
 
 def test_a_start_that_takes_too_long_falls_back_to_requeue(where: Path) -> None:
     argv = supervise(where, options=("--start-within-s", "1"))
     result = run_command(None, argv, cwd=where, timeout_s=300, expect=75)
     (attempt,) = attempts(where)
-    assert attempt.cause is Cause.HANG
+    assert attempt.cause is AttemptEnd.HANG
     assert attempt.decision.startswith("requeue")
     assert "training had not begun 1 s after the launch" in result.stderr
 

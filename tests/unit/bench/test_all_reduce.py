@@ -34,7 +34,7 @@ from hpctrain.bench.all_reduce.run import (
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.errors import UsageError
-from hpctrain.reduce.algorithms import Algorithm, Means
+from hpctrain.reduce.algorithms import Algorithm, Capabilities
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.reduce.factory import ReducerMaker
 from hpctrain.topology import Topology
@@ -176,7 +176,7 @@ def test_of_horovods_own_sums_one_is_named_to_horovod_and_two_are_refused() -> N
 
 
 def test_what_horovod_was_started_for_is_measured_under_its_name_alone() -> None:
-    means = Means(backend="horovod", topology=TWO_NODES, messages=True, nccl=Algorithm.NCCL_TORUS)
+    means = Capabilities(backend="horovod", topology=TWO_NODES, messages=True, nccl=Algorithm.NCCL_TORUS)
     check_runs(Algorithm.NCCL_TORUS, wire="fp32", means=means)
     with pytest.raises(UsageError, match="nccl-torus would run instead"):
         check_runs(Algorithm.FLAT, wire="fp32", means=means)

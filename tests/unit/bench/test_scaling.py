@@ -17,8 +17,7 @@ from hpctrain.bench.scaling.measure import check_samples, summarize_run
 from hpctrain.bench.scaling.sweep import (
     PlannedRun,
     ScalingDocument,
-    cells_of,
-    check_resumable,
+    check_same_sweep,
     check_settings,
     plan_runs,
     ranks_of_nodes,
@@ -26,6 +25,7 @@ from hpctrain.bench.scaling.sweep import (
     remaining_runs,
     scaling_lines,
     scaling_table,
+    sweep_cells,
 )
 from hpctrain.bench.step.plan import StepCell
 from hpctrain.cli.bench.group import bench_app
@@ -62,8 +62,8 @@ def test_each_round_has_every_size_once_and_more_rounds_keep_the_order() -> None
 
 
 def test_strong_shares_the_batch_and_weak_gives_each_rank_one() -> None:
-    assert [cell.global_batch for cell in cells_of(settings(), batch=64)] == [64, 64, 64]
-    assert [cell.global_batch for cell in cells_of(settings(mode="weak"), batch=64)] == [64, 128, 256]
+    assert [cell.global_batch for cell in sweep_cells(settings(), batch=64)] == [64, 64, 64]
+    assert [cell.global_batch for cell in sweep_cells(settings(mode="weak"), batch=64)] == [64, 128, 256]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_sweep_is_resumed_only_as_it_was_begun() -> None:
         "settings": settings(repeats=8), "recipe": recipe().model_dump(mode="json"), "commit": "abc",
         "machine": before.machine,
     }  # fmt: skip
-    check_resumable(before, **same)
+    check_same_sweep(before, **same)
     changes: list[tuple[dict[str, Any], str]] = [
         ({"settings": settings(steps=9)}, "settings.steps"),
         ({"settings": settings(mode="weak")}, "settings.mode"),
@@ -115,7 +115,7 @@ def test_a_sweep_is_resumed_only_as_it_was_begun() -> None:
     ]
     for change, words in changes:
         with pytest.raises(UsageError, match=words):
-            check_resumable(before, **{**same, **change})
+            check_same_sweep(before, **{**same, **change})
 
 
 # ---- samples

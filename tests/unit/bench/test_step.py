@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hpctrain.bench.step.measure import StepRow, rows_of, runs_as_json, step_table
+from hpctrain.bench.step.measure import StepRow, rows_of_runs, runs_as_json, step_table
 from hpctrain.bench.step.plan import (
-    Scaling,
+    ScalingKind,
     StepAsked,
     StepCell,
     cells_of,
@@ -22,15 +22,17 @@ from hpctrain.bench.step.plan import (
     parse_ranks,
     recipe_of,
 )
-from hpctrain.bench.step.run import StepRun, read_run
+from hpctrain.bench.step.run import StepRun, read_step_records
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.run import Recipe, load_recipe, parse_recipe
 from hpctrain.run.recipe.load import to_toml
 
-BOTH = (Scaling.STRONG, Scaling.WEAK)
+BOTH = (ScalingKind.STRONG, ScalingKind.WEAK)
 
 
-def asked(ranks: tuple[int, ...] = (1, 2, 4), modes: tuple[Scaling, ...] = BOTH, **changes: int) -> StepAsked:
+def asked(
+    ranks: tuple[int, ...] = (1, 2, 4), modes: tuple[ScalingKind, ...] = BOTH, **changes: int
+) -> StepAsked:
     return StepAsked(ranks=ranks, modes=modes, **{"steps": 4, "warmup_steps": 2, "repeats": 2, **changes})  # type: ignore[arg-type]
 
 
@@ -64,7 +66,7 @@ def test_strong_shares_the_batch_and_weak_gives_each_rank_one() -> None:
 def test_a_batch_that_cannot_be_shared_is_refused_before_anything_runs() -> None:
     with pytest.raises(UsageError, match="4 ranks cannot share the recipe's global batch of 3"):
         cells_of(asked(), batch=3)
-    assert len(cells_of(asked(modes=(Scaling.WEAK,)), batch=3)) == 3
+    assert len(cells_of(asked(modes=(ScalingKind.WEAK,)), batch=3)) == 3
 
 
 def test_every_round_runs_every_cell_once_in_an_order_of_its_own() -> None:
@@ -115,14 +117,14 @@ def test_efficiency_is_the_rate_of_a_rank_against_one_rank() -> None:
         for (n, b), s in cells.items()
         for _ in range(2)
     ]
-    rows = {(row.mode, row.cell.num_ranks): row for row in rows_of(what, runs, batch=64)}
-    assert rows[Scaling.STRONG, 1].efficiency == 1 == rows[Scaling.WEAK, 1].efficiency
-    assert rows[Scaling.STRONG, 2].samples_per_s.median == pytest.approx(800)
-    assert rows[Scaling.STRONG, 2].efficiency == pytest.approx(0.1 / 0.08 / 2)
-    assert rows[Scaling.WEAK, 2].efficiency == pytest.approx(0.1 / 0.125)
-    assert rows[Scaling.WEAK, 2].exposed_share.median == pytest.approx(0.25)
-    assert rows[Scaling.WEAK, 2].exposed_s.median == pytest.approx(0.25 * 0.125)
-    assert rows[Scaling.WEAK, 2].step_s.count == 8
+    rows = {(row.mode, row.cell.num_ranks): row for row in rows_of_runs(what, runs, batch=64)}
+    assert rows[ScalingKind.STRONG, 1].efficiency == 1 == rows[ScalingKind.WEAK, 1].efficiency
+    assert rows[ScalingKind.STRONG, 2].samples_per_s.median == pytest.approx(800)
+    assert rows[ScalingKind.STRONG, 2].efficiency == pytest.approx(0.1 / 0.08 / 2)
+    assert rows[ScalingKind.WEAK, 2].efficiency == pytest.approx(0.1 / 0.125)
+    assert rows[ScalingKind.WEAK, 2].exposed_share.median == pytest.approx(0.25)
+    assert rows[ScalingKind.WEAK, 2].exposed_s.median == pytest.approx(0.25 * 0.125)
+    assert rows[ScalingKind.WEAK, 2].step_s.count == 8
     assert_shown(list(rows.values()))
     documents = runs_as_json(runs)
     assert [d["environment"] is not None for d in documents] == [True, False] * 3
@@ -139,9 +141,9 @@ def assert_shown(rows: list[StepRow]) -> None:
 
 
 def test_without_one_rank_the_least_number_is_the_baseline() -> None:
-    what = asked(ranks=(2, 4), modes=(Scaling.STRONG,))
+    what = asked(ranks=(2, 4), modes=(ScalingKind.STRONG,))
     runs = [run_of(StepCell(num_ranks=n, global_batch=64), step_s=s) for n, s in ((2, 0.1), (4, 0.1))]
-    row = rows_of(what, runs, batch=64)[1]
+    row = rows_of_runs(what, runs, batch=64)[1]
     assert (row.baseline_ranks, row.efficiency) == (2, pytest.approx(0.5))
 
 
@@ -159,7 +161,7 @@ def write_records(directory: Path, *, ranks: int, steps: int) -> None:
 
 def test_a_step_takes_as_long_as_its_slowest_rank_and_warm_up_does_not_count(tmp_path: Path) -> None:
     write_records(tmp_path, ranks=2, steps=5)
-    run = read_run(tmp_path, StepCell(num_ranks=2, global_batch=7), first_step=3, last_step=5)
+    run = read_step_records(tmp_path, StepCell(num_ranks=2, global_batch=7), first_step=3, last_step=5)
     assert run.step_s == (4, 5, 6)
     assert run.exposed_s == (0.25, 0.25, 0.25)
     assert run.samples == (7, 7, 7)
@@ -169,14 +171,14 @@ def test_a_step_takes_as_long_as_its_slowest_rank_and_warm_up_does_not_count(tmp
 def test_records_that_are_not_there_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     write_records(tmp_path, ranks=2, steps=5)
     with pytest.raises(LaunchError, match="--scratch a folder that all nodes share"):
-        read_run(tmp_path, StepCell(num_ranks=3, global_batch=7), first_step=3, last_step=5)
+        read_step_records(tmp_path, StepCell(num_ranks=3, global_batch=7), first_step=3, last_step=5)
     with pytest.raises(LaunchError, match="rank 0 did not record step 6"):
-        read_run(tmp_path, StepCell(num_ranks=2, global_batch=7), first_step=3, last_step=6)
+        read_step_records(tmp_path, StepCell(num_ranks=2, global_batch=7), first_step=3, last_step=6)
 
 
 def test_ranks_and_modes_are_lists() -> None:
     assert parse_ranks("4, 1,2,2") == (1, 2, 4)
-    assert parse_modes("weak,strong,weak") == (Scaling.WEAK, Scaling.STRONG)
+    assert parse_modes("weak,strong,weak") == (ScalingKind.WEAK, ScalingKind.STRONG)
     for text in ("", "0", "1,,2", "one", "-1", "1.5"):
         with pytest.raises(UsageError, match="1,2,4"):
             parse_ranks(text)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint import Replicated, Shard, State, save
+from hpctrain.checkpoint import Replicated, State, TensorShard, save
 from hpctrain.checkpoint.format.dtypes import byte_view
 from hpctrain.comm.backends.threads_world import run_threads
 
@@ -64,7 +64,7 @@ SHARDED = ("rows", "columns", "grid", "held_by_one")
 def state_of(rank: int, num_ranks: int, *, tensors: dict[str, torch.Tensor] | None = None) -> State:
     """What `rank` of `num_ranks` hands over of `whole_tensors()`."""
     tensors = whole_tensors() if tensors is None else tensors
-    items: list[Replicated | Shard] = [
+    items: list[Replicated | TensorShard] = [
         Replicated(name=name, tensor=tensor) for name, tensor in tensors.items() if name not in SHARDED
     ]
     if rank % 2:
@@ -73,7 +73,9 @@ def state_of(rank: int, num_ranks: int, *, tensors: dict[str, torch.Tensor] | No
     def add(name: str, index: tuple[slice, ...]) -> None:
         tensor = tensors[name]
         offset = tuple(s.start or 0 for s in index)
-        items.append(Shard(name=name, tensor=tensor[index], global_shape=tuple(tensor.shape), offset=offset))
+        items.append(
+            TensorShard(name=name, tensor=tensor[index], global_shape=tuple(tensor.shape), offset=offset)
+        )
 
     rows = tensors["rows"].shape[0]
     add("rows", (slice(rank * rows // num_ranks, (rank + 1) * rows // num_ranks), slice(0, 7), slice(0, 3)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.checkpoint import Shard, load
+from hpctrain.checkpoint import TensorShard, load
 from hpctrain.comm.backends.threads_world import run_threads
 from tests.unit.checkpoint.states import same_bits, save_by_threads, small_tensors, state_of
 
@@ -39,7 +39,7 @@ def test_what_any_number_of_ranks_saved_is_loaded_bit_for_bit(saved: list[Path],
 
     def load_all(world: Any) -> int:
         state = state_of(world.rank, world.num_ranks, tensors=expected)
-        shards = {item.name: item for item in state.items if isinstance(item, Shard)}
+        shards = {item.name: item for item in state.items if isinstance(item, TensorShard)}
         regions = {name: (shard.offset, tuple(shard.tensor.shape)) for name, shard in shards.items()}
         for path in saved:
             checkpoint, found = load(path, comm=world, regions=regions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpctrain.checkpoint import Shard, element_items
+from hpctrain.checkpoint import TensorShard, element_items
 from hpctrain.distributed import element_shard, forget_elements, hold_elements
 
 
@@ -34,7 +34,7 @@ def test_saved_boxes_are_the_whole_and_each_rank_reads_its_part_of_it(name: str)
                 shard = hold_elements(parameter, begin=begin, end=end)
                 items = element_items("moment", shard.part.detach().clone(), shard=shard)
                 for item in items if end > begin else []:
-                    assert isinstance(item, Shard)
+                    assert isinstance(item, TensorShard)
                     assert item.global_shape == parameter.shape
                     box = tuple(slice(o, o + n) for o, n in zip(item.offset, item.tensor.shape, strict=True))
                     assert whole[box].isnan().all()
@@ -62,6 +62,6 @@ def test_what_belongs_to_the_parameter_as_a_whole_is_saved_by_the_first_owner() 
     step = torch.tensor(4.0)
     first, second = hold_elements(parameter, begin=0, end=9), hold_elements(parameter, begin=9, end=35)
     (item,) = element_items("step", step, shard=first)
-    assert isinstance(item, Shard)
+    assert isinstance(item, TensorShard)
     assert item.global_shape == ()
     assert element_items("step", step, shard=second) == []

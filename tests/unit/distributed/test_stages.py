@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hpctrain.distributed import ParallelPlan
-from hpctrain.distributed.pipeline import check_held_by_layers, divide, release_others
+from hpctrain.distributed.pipeline import check_held_by_layers, divide_into_stages, release_others
 from hpctrain.errors import UsageError
 
 
@@ -20,19 +20,19 @@ def make_model(blocks: int = 4) -> nn.Sequential:
 
 def test_blocks_are_divided_evenly_and_other_layers_are_at_the_ends() -> None:
     model = make_model(4)
-    stages = divide(model, list(model), num_stages=2)
+    stages = divide_into_stages(model, list(model), num_stages=2)
     assert [[list(model).index(layer) for layer in stage] for stage in stages.layers] == [
         [0, 1, 2],
         [3, 4, 5, 6],
     ]
-    assert divide(model, list(model), num_stages=4).num_stages == 4
+    assert divide_into_stages(model, list(model), num_stages=4).num_stages == 4
     assert stages.first_stage["0.weight"] == 0
     assert stages.first_stage["6.bias"] == 1
 
 
 def test_a_rank_keeps_its_stages_under_the_names_of_the_whole_model() -> None:
     model, whole = make_model(4), make_model(4)
-    release_others(model, divide(model, list(model), num_stages=4), own=[1, 3])
+    release_others(model, divide_into_stages(model, list(model), num_stages=4), own=[1, 3])
     names = [name for name, _ in whole.named_parameters() if name.split(".")[0] in ("2", "4", "5", "6")]
     assert [name for name, _ in model.named_parameters()] == names
     assert list(model.state_dict()) == names
@@ -68,7 +68,7 @@ def test_what_cannot_be_divided_is_refused(
 ) -> None:
     model = make_model(4)
     with pytest.raises(UsageError, match=says):
-        divide(model, layers(model), num_stages=num_stages)
+        divide_into_stages(model, layers(model), num_stages=num_stages)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hpctrain.comm.backends.serial_world import SerialWorld
-from hpctrain.hvd import gradient_buckets
-from hpctrain.hvd.gradient_buckets import GradientReduction, Settings
+from hpctrain.hvd import gradient_reduction
+from hpctrain.hvd.gradient_reduction import GradientReduction, Settings
 from hpctrain.hvd.group import Group
 from hpctrain.hvd.reductions import Compression
 
@@ -27,7 +27,7 @@ def plan(tensors: list[torch.Tensor], **settings: object) -> list[list[int]]:
 
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 400)
+    monkeypatch.setattr(gradient_reduction, "BUCKET_BYTES", 400)
 
 
 def test_buckets_are_in_the_order_of_backward_and_of_limited_size() -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from hpctrain.errors import LaunchError
-from hpctrain.launch import Launcher, LaunchPlan, Machine, plan_launch
+from hpctrain.launch import Launcher, LaunchPlan, LocalMachine, plan_launch
 from hpctrain.launch.command import read_hosts
 from hpctrain.launch.placement import (
     Mpirun,
@@ -23,12 +23,14 @@ OPEN_MPI_5 = Mpirun(path="/usr/bin/mpirun", family=MpirunFamily.OPEN_MPI_5, vers
 HYDRA = Mpirun(path="/usr/bin/mpiexec", family=MpirunFamily.HYDRA, version="Hydra 4.0.2")
 SRUN = Srun(path="/usr/bin/srun", mpi_types=("pmix", "none", "cray_shasta", "pmi2", "pmix_v4"))
 LIBRARY = "/site/hpctrain/launch/_yield_by_sleep.so"
-MACHINE = Machine(num_cores=8, num_cpus=8, yield_library=LIBRARY, is_root=False, mpirun=OPEN_MPI_4, srun=None)
+MACHINE = LocalMachine(
+    num_cores=8, num_cpus=8, yield_library=LIBRARY, is_root=False, mpirun=OPEN_MPI_4, srun=None
+)
 CLUSTER = dataclasses.replace(MACHINE, srun=SRUN)
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_CPUS_PER_NODE": "8(x2)"}
 
 
-def plan(num_ranks: int = 4, machine: Machine = MACHINE, **options: object) -> LaunchPlan:
+def plan(num_ranks: int = 4, machine: LocalMachine = MACHINE, **options: object) -> LaunchPlan:
     options.setdefault("environ", {})
     return plan_launch(["python", "train.py"], num_ranks=num_ranks, machine=machine, **options)  # type: ignore[arg-type]
 

@@ -8,10 +8,10 @@ import pytest
 
 from hpctrain.launch.cores import RankCores
 from hpctrain.launch.yielding import (
-    describe_crowd,
-    find_library,
+    describe_oversubscription,
+    find_yield_library,
     in_effect,
-    may_starve,
+    lacks_yield_library,
     restart_environment,
 )
 
@@ -68,28 +68,28 @@ def test_any_other_rank_runs_as_it_is(
 def test_ranks_that_may_starve_are_told_the_cure() -> None:
     crowd = [RankCores(host="a", cpus=frozenset({0, 1}), cores=frozenset({0, 1}))] * 3
     alone = [RankCores(host="b", cpus=frozenset({0}), cores=frozenset({0}))]
-    text = describe_crowd(crowd + alone, may_starve=[True] * 4)
+    text = describe_oversubscription(crowd + alone, lacks_library=[True] * 4)
     assert text is not None
     assert "3 ranks share 2 cores of a" in text
     assert "hpctrain launch" in text
     assert "LD_PRELOAD=" in text
-    assert describe_crowd(crowd + alone, may_starve=[False] * 4) is None
-    assert describe_crowd(crowd[:2] + alone, may_starve=[True] * 3) is None
+    assert describe_oversubscription(crowd + alone, lacks_library=[False] * 4) is None
+    assert describe_oversubscription(crowd[:2] + alone, lacks_library=[True] * 3) is None
 
 
 def test_a_library_counts_once_it_is_mapped() -> None:
-    assert may_starve("7f libopen-pal.so.40\n")
-    assert not may_starve("7f libopen-pal.so.40\n7e /site/_yield_by_sleep.so\n")
-    assert not may_starve("7f libmpich.so.12\n")
+    assert lacks_yield_library("7f libopen-pal.so.40\n")
+    assert not lacks_yield_library("7f libopen-pal.so.40\n7e /site/_yield_by_sleep.so\n")
+    assert not lacks_yield_library("7f libmpich.so.12\n")
     assert in_effect("7e /site/_yield_by_sleep.so\n")
     assert not in_effect()
 
 
 def test_a_path_that_ld_preload_cannot_hold_is_no_library(tmp_path: Path) -> None:
-    assert find_library(tmp_path) is None
+    assert find_yield_library(tmp_path) is None
     for name in ("good", "of a user"):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "_yield_by_sleep.so").touch()
-    assert find_library(tmp_path / "good") == str(tmp_path / "good" / "_yield_by_sleep.so")
-    assert find_library(tmp_path / "of a user") is None
+    assert find_yield_library(tmp_path / "good") == str(tmp_path / "good" / "_yield_by_sleep.so")
+    assert find_yield_library(tmp_path / "of a user") is None

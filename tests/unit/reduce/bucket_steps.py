@@ -80,7 +80,7 @@ class Steps:
             finite = finite and bool(memory[: bucket.num_gradients].isfinite().all())
         self.outputs.append(sums)
         self.flags.append(flags)
-        self.reducer.settle(applied=finite, rescale=rescale)
+        self.reducer.end_step(applied=finite, rescale=rescale)
 
     def run(self, gradients: Gradients, *, first: int = 0, count: int) -> Steps:
         for step in range(first, first + count):

@@ -202,7 +202,7 @@ class ErrorFeedbackCases:
         def rank(world: World) -> bool:
             steps = Steps.of(world, self.make, buckets=buckets_of()).run(GRADIENTS, count=2)
             unscaled = steps.state()["residual"].tensor.clone()
-            steps.reducer.settle(applied=False, rescale=0.5)
+            steps.reducer.end_step(applied=False, rescale=0.5)
             return bool(unscaled.any()) and torch.equal(steps.state()["residual"].tensor, unscaled * 0.5)
 
         assert on_ranks(2, rank) == [True, True]
@@ -211,7 +211,7 @@ class ErrorFeedbackCases:
         def rank(world: World) -> bool:
             steps = Steps.of(world, self.make, buckets=buckets_of()).run(GRADIENTS, count=2)
             before = {name: t.tensor.clone() for name, t in steps.state().items() if name != "residual"}
-            steps.reducer.settle(applied=False, rescale=0.5)
+            steps.reducer.end_step(applied=False, rescale=0.5)
             after = steps.state()
             return bool(before) and all(torch.equal(after[name].tensor, before[name]) for name in before)
 

@@ -7,13 +7,13 @@ import torch
 
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
-from hpctrain.reduce.algorithms import Algorithm, Means
+from hpctrain.reduce.algorithms import Algorithm, Capabilities
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import run_to_end
 from hpctrain.reduce.factory import ReducerMaker
 from hpctrain.reduce.needs import ReductionNeeds, reduction_needs, scatter_needs, sharded_sum
-from hpctrain.reduce.sharded.scatter_reducer import Gathered
-from hpctrain.reduce.sharded.shard_plan import ShardPlan
+from hpctrain.reduce.zero.bucket_division import BucketDivision
+from hpctrain.reduce.zero.zero_reducer import Gathered
 from hpctrain.topology import Topology
 
 SPECS = [GradientSpec(numel, torch.float32, shape) for numel, shape in
@@ -27,8 +27,8 @@ def topology_of(names: str) -> Topology:
 
 
 def needs(names: str, algorithm: Algorithm, wire: str) -> ReductionNeeds:
-    means = Means(backend="threads", topology=topology_of(names), messages=True)
-    return reduction_needs(BUCKETS, algorithm=algorithm, wire=wire, means=means)
+    capabilities = Capabilities(backend="threads", topology=topology_of(names), messages=True)
+    return reduction_needs(BUCKETS, algorithm=algorithm, wire=wire, capabilities=capabilities)
 
 
 @pytest.mark.parametrize("names", ["ab", "aabb", "abc", "aabbcc"])
@@ -107,10 +107,10 @@ UNIT_BYTES = 200_000
 def of_owners(
     names: str, *, wire: str = "fp32", algorithm: str = "auto", keeps: bool = True
 ) -> ReductionNeeds:
-    means = Means(backend="threads", topology=topology_of(names), messages=True)
+    capabilities = Capabilities(backend="threads", topology=topology_of(names), messages=True)
     return scatter_needs(
         BUCKETS, keeps_gradients=keeps, parameter_bytes=4 * ELEMENTS, algorithm=algorithm, wire=wire,
-        bucket_bytes=UNIT_BYTES, means=means,
+        bucket_bytes=UNIT_BYTES, capabilities=capabilities,
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def of_owners(
 def test_a_sharded_optimizer_sends_to_other_nodes_what_its_reducer_counts(names: str, wire: str) -> None:
     def rank_main(world: World) -> int:
         reducer = ReducerMaker(world, topology=topology_of(names)).make_scatter("auto", wire=wire)
-        plan = ShardPlan.of(BUCKETS, num_ranks=world.num_ranks, unit_bytes=UNIT_BYTES)
+        plan = BucketDivision.of(BUCKETS, num_ranks=world.num_ranks, unit_bytes=UNIT_BYTES)
         outs = [torch.zeros(shares[world.rank].numel) for shares in plan.shares]
         parameters = [
             Gathered(num_bytes=[4 * part.numel for part in unit.parts], read=lambda out: None, write=lambda *_: None)
@@ -156,10 +156,10 @@ def test_gradients_that_are_sharded_have_room_for_a_few_units() -> None:
     assert all_of_them.buckets == pytest.approx(4 * ELEMENTS, rel=1e-3)
     assert few.buckets == min(all_of_them.buckets, few.buckets)
     many = plan_buckets([GradientSpec(50_000, torch.float32)] * 40, bucket_bytes=UNIT_BYTES)
-    means = Means(backend="threads", topology=topology_of("ab"), messages=True)
+    capabilities = Capabilities(backend="threads", topology=topology_of("ab"), messages=True)
     found = scatter_needs(
         many, keeps_gradients=False, parameter_bytes=0, algorithm="auto", wire="fp32",
-        bucket_bytes=UNIT_BYTES, means=means,
+        bucket_bytes=UNIT_BYTES, capabilities=capabilities,
     )  # fmt: skip
     assert found.buckets == 2 * 200_000
     assert of_owners("ab", wire="int8").residuals == pytest.approx(2 * 4 * ELEMENTS, rel=1e-3)

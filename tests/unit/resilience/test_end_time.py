@@ -13,7 +13,7 @@ from hpctrain.resilience import EndTime, WallClock
 from hpctrain.resilience.wall_clock import (
     SlurmAnswer,
     ask_again_after_s,
-    ask_slurm,
+    ask_job_end,
     ends_known_at_start,
     job_to_ask_about,
     parse_deadline,
@@ -111,7 +111,7 @@ def test_what_squeue_should_not_print_is_a_problem_in_words(text: str, problem: 
 
 def test_without_squeue_the_problem_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert ask_slurm("7") == SlurmAnswer(problem="squeue cannot be run: No such file or directory")
+    assert ask_job_end("7") == SlurmAnswer(problem="squeue cannot be run: No such file or directory")
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from hpctrain.resilience import RecentTimes, StopPlan
+from hpctrain.resilience import RecentTimes, TimeToStop
 
 
 def plan_of(
     *, steps: Sequence[float], saves: Sequence[float] = (), margin_s: float = 10.0, **options: float
-) -> StopPlan:
-    plan = StopPlan(margin_s=margin_s, **options)
+) -> TimeToStop:
+    plan = TimeToStop(margin_s=margin_s, **options)
     for seconds in steps:
         plan.steps.add(seconds)
     for seconds in saves:

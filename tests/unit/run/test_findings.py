@@ -13,7 +13,7 @@ import pytest
 from hpctrain.launch import RankCores
 from hpctrain.run.doctor.finding import Finding, Severity, worst_severity
 from hpctrain.run.doctor.merge_findings import judge_rank, merge_findings
-from hpctrain.run.doctor.probes import identity_of, inspect_rank
+from hpctrain.run.doctor.probes import identity_from, inspect_rank
 
 MPIRUN = {
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -233,7 +233,7 @@ def test_a_control_groups_limit_is_compared_with_the_threads(facts: list[dict[st
 def test_contradictory_variables_are_a_fact_and_not_an_exception(tmp_path: Path) -> None:
     environ = {**MPIRUN, "OMPI_COMM_WORLD_RANK": "9"}
     facts = inspect_rank(run_directory=tmp_path, environ=environ, hostname="host")
-    assert identity_of(facts) is None
+    assert identity_from(facts) is None
     assert of_topic(merge_findings([facts]), "launcher")[0].level is Severity.PROBLEM
 
 

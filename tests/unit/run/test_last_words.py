@@ -13,8 +13,8 @@ import hpctrain
 # Loaded by its path: the package around it would load torch, for seconds.
 SCRIPT = """
 import ctypes, os, runpy, signal, sys, time
-LastWords = runpy.run_path(sys.argv[1])["LastWords"]
-with LastWords("what I knew", timeout_s=float(sys.argv[3])):
+ExitNotice = runpy.run_path(sys.argv[1])["ExitNotice"]
+with ExitNotice("what I knew", timeout_s=float(sys.argv[3])):
     exec(sys.argv[2])
 print("came back")
 """

@@ -64,7 +64,7 @@ CROWDED = {
     "two ranks on two cores": (Case(nodes="aa", cores=[{0, 1}] * 2), False),
     "three ranks on two cores": (Case(nodes="aaa", cores=[{0, 1}] * 3), True),
     "more threads than cores": (Case(nodes="aa", cores=[{0, 1}] * 2, num_threads=2), True),
-    "a node is crowded, another is not": (Case(nodes="aab", cores=[{0}, {0}, {0}]), True),
+    "a node is oversubscribed, another is not": (Case(nodes="aab", cores=[{0}, {0}, {0}]), True),
     "two nodes of one rank": (Case(nodes="ab", cores=[{0}, {0}]), False),
     "nodes made up on one machine": (Case(nodes="ab", hosts="xx", cores=[{0}, {0}]), True),
 }
@@ -84,7 +84,7 @@ def test_ranks_know_whether_they_outnumber_their_cores(
     def on_rank(world: World) -> bool:
         here.rank = world.rank
         session = session_over(world, nodes=case.nodes, device=case.device)
-        found = session.reductions.crowded()
+        found = session.reductions.oversubscribed()
         session.close()
         return found
 

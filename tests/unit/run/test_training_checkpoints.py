@@ -19,7 +19,7 @@ from hpctrain.checkpoint.retention.policy import advise
 from hpctrain.checkpoint.saving.saver import FILE_NAME
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.errors import CheckpointError, RecipeError, StoppedEarly
-from hpctrain.resilience import SaveSignal, StopRequest
+from hpctrain.resilience import CheckpointSignal, StopRequest
 from hpctrain.run import parse_recipe
 from hpctrain.run.initial_state import renamed
 from hpctrain.telemetry import read_records
@@ -147,7 +147,7 @@ def test_a_file_in_the_run_directory_asks_for_a_checkpoint(where: Path) -> None:
 
 
 def test_a_signal_asks_for_a_checkpoint(where: Path) -> None:
-    save_signal = SaveSignal().install()
+    save_signal = CheckpointSignal().install()
     try:
         task = Classifier({4: lambda: os.kill(os.getpid(), signal.SIGUSR2)})
         run(where, task, save_signal=save_signal)
@@ -157,7 +157,7 @@ def test_a_signal_asks_for_a_checkpoint(where: Path) -> None:
 
 
 def test_what_was_asked_for_waits_where_others_are_skipped(where: Path) -> None:
-    save_signal = SaveSignal().install()
+    save_signal = CheckpointSignal().install()
     try:
         task = Classifier({4: lambda: os.kill(os.getpid(), signal.SIGUSR2)})
         section = {"every_steps": 3, "when_busy": "skip", "keep": 9, **BACKGROUND}

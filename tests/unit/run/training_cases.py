@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hpctrain.comm import World
 from hpctrain.comm.backends.serial_world import SerialWorld
-from hpctrain.resilience import SaveSignal, StopRequest
+from hpctrain.resilience import CheckpointSignal, StopRequest
 from hpctrain.run import parse_recipe
 from hpctrain.run.training import Resume, carry_out
 from hpctrain.train.task.task import Task as TrainTask
@@ -64,7 +64,7 @@ def run(
     resume: str = "auto",
     world: World | None = None,
     nodes: Sequence[str] | None = None,
-    save_signal: SaveSignal | None = None,
+    save_signal: CheckpointSignal | None = None,
     **sections: dict[str, Any],
 ) -> dict[str, Any]:
     document: dict[str, dict[str, Any]] = {

@@ -56,7 +56,7 @@ def simulate_reduction(
     arrivals = np.zeros(layout.ranks) if arrival_s is None else np.asarray(arrival_s, dtype=np.float64)
     if runs == "flat":
         return _library(num_bytes, wire=wire, layout=layout, machine=machine, arrivals=arrivals)
-    machine = machine.for_engine()
+    machine = machine.for_own_algorithms()
     elements = math.ceil(num_bytes / ELEMENT_BYTES)
     counts = _split(elements, math.ceil(num_bytes / CHUNK_BYTES))
     machine = machine.exchanging(exchanges_at_once(runs, layout) * min(len(counts), IN_FLIGHT))
@@ -157,7 +157,8 @@ class _Hop:
     def of(cls, layout: Layout, machine: Machine, *, two_levels: bool, wire: str) -> _Hop:
         return cls(
             network=machine.network, local=machine.local, layout=layout, two_levels=two_levels,
-            sharing=layout.ranks_per_node if two_levels else 1, crowd=machine.crowding(layout), share=wire_share(wire),
+            sharing=layout.ranks_per_node if two_levels else 1, crowd=machine.oversubscription(layout),
+            share=wire_share(wire),
             machine=machine,
         )  # fmt: skip
 

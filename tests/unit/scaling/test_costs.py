@@ -35,7 +35,7 @@ from hpctrain.scaling import (
     rebucketed,
     slowest_factor,
     spread_of_times,
-    step_of,
+    step_seconds,
 )
 from hpctrain.scaling.model.calibrate import USUAL, machine_of
 
@@ -122,7 +122,7 @@ def test_backward_is_longer_by_the_work_of_what_is_reduced_meanwhile() -> None:
     none_left = replace(SCENARIO, machine=replace(MACHINE, node=replace(MACHINE.node, cores=1)))
     layout = Layout(8, 1)
     work_s = cost_of("hierarchical", 100e6, wire="fp32", layout=layout, machine=MACHINE).cpu_s
-    longer_s = step_of(none_left, layout).step_s - step_of(SCENARIO, layout).step_s
+    longer_s = step_seconds(none_left, layout).step_s - step_seconds(SCENARIO, layout).step_s
     assert 0.5 * work_s < longer_s <= 1.01 * work_s
 
 
@@ -134,7 +134,7 @@ def test_a_rank_that_waits_in_the_library_keeps_its_core_from_backward() -> None
         cost_of("flat", bucket.num_bytes, wire="fp32", layout=layout, machine=one_core).total_s
         for bucket in WORKLOAD.buckets
     )
-    assert step_of(scenario, layout).step_s == pytest.approx(WORKLOAD.compute_s + sums_s, rel=0.01)
+    assert step_seconds(scenario, layout).step_s == pytest.approx(WORKLOAD.compute_s + sums_s, rel=0.01)
 
 
 def test_a_wire_whose_bytes_depend_on_the_gradients_is_refused() -> None:
@@ -167,7 +167,7 @@ def test_buckets_are_cut_anew_without_losing_bytes_or_order() -> None:
 def test_a_step_is_never_shorter_than_computation_or_communication() -> None:
     for nodes in (1, 2, 16, 1024):
         layout = Layout(nodes, 2)
-        step = step_of(SCENARIO, layout)
+        step = step_seconds(SCENARIO, layout)
         link_s = cost_of("hierarchical", 100e6, wire="fp32", layout=layout, machine=MACHINE).link_s
         assert step.step_s >= max(WORKLOAD.compute_s, link_s)
         assert 0 < predicted_efficiency(SCENARIO, layout, step) <= 1
@@ -175,13 +175,13 @@ def test_a_step_is_never_shorter_than_computation_or_communication() -> None:
 
 def test_without_overlap_a_step_is_longer() -> None:
     after = replace(SCENARIO, setup=replace(SCENARIO.setup, overlap=False))
-    assert step_of(after, Layout(8, 1)).step_s > 1.2 * step_of(SCENARIO, Layout(8, 1)).step_s
+    assert step_seconds(after, Layout(8, 1)).step_s > 1.2 * step_seconds(SCENARIO, Layout(8, 1)).step_s
 
 
 def test_slower_computation_is_found_again_from_steps_whose_reductions_overlap() -> None:
     slower = replace(SCENARIO, workload=replace(WORKLOAD, overlap_slowdown=1.4))
     measured = [
-        MeasuredStep(scenario=SCENARIO, layout=layout, seconds=step_of(slower, layout).step_s)
+        MeasuredStep(scenario=SCENARIO, layout=layout, seconds=step_seconds(slower, layout).step_s)
         for layout in (Layout(2, 1), Layout(2, 2))
     ]
     assert overlap_slowdown(measured) == pytest.approx(1.4, rel=1e-3)
@@ -189,8 +189,8 @@ def test_slower_computation_is_found_again_from_steps_whose_reductions_overlap()
     assert overlap_slowdown(quicker) == overlap_slowdown([]) == 1.0
     # One rank reduces nothing, and where all cores of one node are taken reductions begin after backward.
     full = replace(slower, machine=replace(MACHINE, node=replace(MACHINE.node, cores=2)))
-    assert step_of(slower, Layout(1, 1)).step_s == WORKLOAD.compute_s
-    assert step_of(full, Layout(1, 2)) == step_of(replace(full, workload=WORKLOAD), Layout(1, 2))
+    assert step_seconds(slower, Layout(1, 1)).step_s == WORKLOAD.compute_s
+    assert step_seconds(full, Layout(1, 2)) == step_seconds(replace(full, workload=WORKLOAD), Layout(1, 2))
 
 
 def _changed(name: str) -> Scenario:
@@ -235,7 +235,7 @@ def test_advice_is_what_the_model_gives_with_the_change() -> None:
     slow = replace(SCENARIO, machine=MACHINE.with_rate(2e8), setup=Setup(algorithm="direct"))
     found = {one.change: one.gain for one in advice(slow, Layout(8, 4))}
     fp16 = replace(slow, setup=replace(slow.setup, wire="fp16"))
-    before, after = step_of(slow, Layout(8, 4)).step_s, step_of(fp16, Layout(8, 4)).step_s
+    before, after = step_seconds(slow, Layout(8, 4)).step_s, step_seconds(fp16, Layout(8, 4)).step_s
     assert found["wire = fp16"] == pytest.approx(before / after - 1)
     assert found["algorithm = hierarchical"] > 1
     assert found["twice the network bandwidth"] > 0.5

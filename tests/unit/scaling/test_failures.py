@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.scaling import Job, daly_interval, expected_share, simulate_job, sweep, young_interval
+from hpctrain.scaling import SimulatedJob, daly_interval, expected_share, simulate_job, sweep, young_interval
 
 HOUR_S = 3600.0
-JOB = Job(
+JOB = SimulatedJob(
     nodes=100, node_hours_between_failures=2000, interval_s=HOUR_S, save_s=60.0, spares=10_000, repair_s=0.0,
     detect_s=0.0, restart_s=120.0, queue_s=0.0,
 )  # fmt: skip

@@ -16,7 +16,7 @@ from hpctrain.scaling import (
     Setup,
     Workload,
     predicted_efficiency,
-    step_of,
+    step_seconds,
 )
 from tests.unit.scaling.networks import gradients_of, inception_v3, resnet, vgg16
 
@@ -90,7 +90,7 @@ def _scenario(
 
 
 def efficiency(scenario: Scenario, layout: Layout) -> float:
-    return predicted_efficiency(scenario, layout, step_of(scenario, layout))
+    return predicted_efficiency(scenario, layout, step_seconds(scenario, layout))
 
 
 @pytest.mark.parametrize(

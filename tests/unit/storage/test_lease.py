@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.storage import InUseError, Lease, Place, check_claim, claim, release
+from hpctrain.storage import InUseError, Lease, LeaseLocation, check_lease, release_lease, take_lease
 from hpctrain.storage.lease import Holder
 
 HOLDING = (
@@ -53,13 +53,13 @@ def test_a_process_that_runs_is_named_and_one_that_ended_is_not_waited_for(
     tmp_path: Path, other: Other
 ) -> None:
     with pytest.raises(InUseError, match=f"in use by another run: process {other.pid} on .*, since 20"):
-        Lease.take(Place.within(tmp_path))
+        Lease.take(LeaseLocation.within(tmp_path))
     other.send_signal(signal.SIGSTOP)  # suspended is not ended
     with pytest.raises(InUseError, match="in use by another run"):
-        Lease.take(Place.within(tmp_path))
+        Lease.take(LeaseLocation.within(tmp_path))
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
-    Lease.take(Place.within(tmp_path)).release()
+    Lease.take(LeaseLocation.within(tmp_path)).release()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -76,7 +76,7 @@ def test_of_many_that_come_at_once_one_gets_it(tmp_path: Path) -> None:
 
     def take() -> None:
         try:
-            found.append(Lease.take(Place.within(tmp_path)))
+            found.append(Lease.take(LeaseLocation.within(tmp_path)))
         except InUseError as error:
             refused.append(error)
 
@@ -86,7 +86,7 @@ def test_of_many_that_come_at_once_one_gets_it(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert (len(found), len(refused)) == (1, 7)
-    assert Place.within(tmp_path).newest() == 2
+    assert LeaseLocation.within(tmp_path).newest() == 2
     found[0].release()
 
 
@@ -94,7 +94,7 @@ def test_one_of_another_machine_that_is_not_renewed_is_taken_over_after_a_while(
     elsewhere = replace(Holder.of_this_process("0" * 16), host="elsewhere", boot="b", job="12")
     pretend(tmp_path, elsewhere)
     lines: list[str] = []
-    Lease.take(Place.within(tmp_path), say=lines.append, lost_after_s=0.2, poll_s=0.05).release()
+    Lease.take(LeaseLocation.within(tmp_path), say=lines.append, lost_after_s=0.2, poll_s=0.05).release()
     (line,) = lines
     assert f"in use by process {os.getpid()} on elsewhere (Slurm job 12), since" in line
     assert "waiting for up to 0 s to see whether it still runs" in line
@@ -106,7 +106,9 @@ def test_the_second_lease_of_a_process_that_is_lost_is_taken_over_at_once(tmp_pa
     for place, lost_after_s in ((tmp_path / "run", 0.1), (tmp_path / "checkpoints", 3000.0)):
         place.mkdir()
         pretend(place, elsewhere)
-        Lease.take(Place.within(place), say=lines.append, lost_after_s=lost_after_s, poll_s=0.05).release()
+        Lease.take(
+            LeaseLocation.within(place), say=lines.append, lost_after_s=lost_after_s, poll_s=0.05
+        ).release()
     assert len(lines) == 1
 
 
@@ -115,7 +117,7 @@ def test_one_of_another_machine_that_is_renewed_is_respected(tmp_path: Path) -> 
     pretend(tmp_path, elsewhere)
     with pytest.raises(InUseError, match=r"in use by another run: process .* on elsewhere"):
         Lease.take(
-            Place.within(tmp_path),
+            LeaseLocation.within(tmp_path),
             say=lambda _: pretend(tmp_path, elsewhere, renewals=1),
             lost_after_s=60.0,
             poll_s=0.05,
@@ -171,63 +173,63 @@ def test_a_process_that_proc_hides_is_not_taken_for_ended(
 def test_a_process_that_comes_back_after_its_successor_has_ended_sees_that_it_has_lost_the_lease(
     tmp_path: Path, job: str
 ) -> None:
-    claim(tmp_path)
+    take_lease(tmp_path)
     first = json.loads((tmp_path / ".lease-00000001").read_text())["holder"]
     pretend(tmp_path, replace(Holder.from_json(first), host="elsewhere", job=job))
     successor = Lease.take(
-        Place.within(tmp_path), lost_after_s=0.1, poll_s=0.05,
+        LeaseLocation.within(tmp_path), lost_after_s=0.1, poll_s=0.05,
         environ={"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": "1"},
     )  # fmt: skip
     successor.release()
     with pytest.raises(InUseError, match="was taken over by process"):
-        check_claim(tmp_path)
-    release(tmp_path)
+        check_lease(tmp_path)
+    release_lease(tmp_path)
     lines: list[str] = []
-    Lease.take(Place.within(tmp_path), say=lines.append).release()  # at once
-    assert (lines, Place.within(tmp_path).newest()) == ([], 3)
+    Lease.take(LeaseLocation.within(tmp_path), say=lines.append).release()  # at once
+    assert (lines, LeaseLocation.within(tmp_path).newest()) == ([], 3)
 
 
 def test_a_listing_that_misses_the_newest_lease_gives_nobody_a_second_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A directory that changes while it is listed may be listed without its newest file."""
-    holder = Lease.take(Place.within(tmp_path))
+    holder = Lease.take(LeaseLocation.within(tmp_path))
     os.rename(tmp_path / ".lease-00000001", tmp_path / ".lease-00000004")
-    real, missed = Place.newest, [0]
-    monkeypatch.setattr(Place, "newest", lambda place: missed.pop() if missed else real(place))
+    real, missed = LeaseLocation.newest, [0]
+    monkeypatch.setattr(LeaseLocation, "newest", lambda place: missed.pop() if missed else real(place))
     with pytest.raises(InUseError, match="in use by another run"):
-        Lease.take(Place.within(tmp_path))
+        Lease.take(LeaseLocation.within(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == [".lease-00000004"]
     holder.release()
 
 
 def test_one_that_was_taken_over_is_noticed_and_left_alone(tmp_path: Path) -> None:
-    claim(tmp_path)
-    claim(tmp_path)
+    take_lease(tmp_path)
+    take_lease(tmp_path)
     pretend(tmp_path, replace(Holder.of_this_process("1" * 16), host="elsewhere"), number=2)
     with pytest.raises(InUseError, match=r"was taken over by process .* on elsewhere"):
-        check_claim(tmp_path)
-    release(tmp_path)
-    assert Place.within(tmp_path).newest() == 2
+        check_lease(tmp_path)
+    release_lease(tmp_path)
+    assert LeaseLocation.within(tmp_path).newest() == 2
 
 
 def test_a_directory_made_again_is_claimed_again(tmp_path: Path) -> None:
     place = tmp_path / "run"
     place.mkdir()
-    claim(place)
+    take_lease(place)
     for path in place.iterdir():
         path.unlink()
     place.rmdir()
     place.mkdir()
-    claim(place)
-    assert Place.within(place).newest() == 1
-    release(place)
+    take_lease(place)
+    assert LeaseLocation.within(place).newest() == 1
+    release_lease(place)
 
 
 def test_a_lease_that_cannot_be_read_is_watched_too(tmp_path: Path) -> None:
     (tmp_path / ".lease-00000005").write_text("")
     lines: list[str] = []
-    Lease.take(Place.within(tmp_path), say=lines.append, lost_after_s=0.1, poll_s=0.05).release()
+    Lease.take(LeaseLocation.within(tmp_path), say=lines.append, lost_after_s=0.1, poll_s=0.05).release()
     assert "a process that cannot be read" in lines[0]
 
 
@@ -237,7 +239,7 @@ def test_what_killed_processes_were_writing_is_removed_by_the_next_one(tmp_path:
     for number in (1, 20, 21, 22):  # 22: of one that is just beginning
         (tmp_path / f".lease-{number:08d}.{number:016x}").touch()
     (tmp_path / ".lease-of-a-house").touch()
-    lease = Lease.take(Place.within(tmp_path))
+    lease = Lease.take(LeaseLocation.within(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".lease-00000021", f".lease-00000021.{21:016x}", f".lease-00000022.{22:016x}", ".lease-of-a-house",
     ]  # fmt: skip
@@ -249,17 +251,17 @@ def test_an_empty_lease_is_watched_for_a_shorter_time(
 ) -> None:
     monkeypatch.setattr("hpctrain.storage.lease.EMPTY_AFTER_S", 0.1)
     (tmp_path / ".lease-00000005").write_text("")
-    Lease.take(Place.within(tmp_path), lost_after_s=3000.0, poll_s=0.05).release()
+    Lease.take(LeaseLocation.within(tmp_path), lost_after_s=3000.0, poll_s=0.05).release()
     assert [path.name for path in tmp_path.iterdir()] == [".lease-00000006"]  # its process may still run
 
 
 def test_beside_a_directory_whose_content_is_listed(tmp_path: Path) -> None:
     place = tmp_path / "checkpoints"
     place.mkdir()
-    claim(place, beside=True)
-    claim(tmp_path)  # another one
+    take_lease(place, beside=True)
+    take_lease(tmp_path)  # another one
     assert list(place.iterdir()) == []
     assert {path.name for path in tmp_path.glob(".*")} == {".checkpoints.lease-00000001", ".lease-00000001"}
-    release(place, beside=True)
-    release(tmp_path)
+    release_lease(place, beside=True)
+    release_lease(tmp_path)
     assert not list(tmp_path.glob(".*"))

@@ -11,13 +11,13 @@ from hpctrain.comm import World
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.stragglers import (
-    Cause,
-    Limits,
     Links,
     LinkWatch,
     NodeLink,
     Quantity,
+    SlowCause,
     SlowPair,
+    SlowRankLimits,
     lines_of,
     measure_links,
     measure_ranks,
@@ -94,7 +94,7 @@ class Run:
     """A run of windows of which each has a communication floor and links that a probe would find."""
 
     def __init__(self, num_nodes: int = 4) -> None:
-        self.watch = LinkWatch(topology(num_nodes), limits=Limits(windows=3))
+        self.watch = LinkWatch(topology(num_nodes), limits=SlowRankLimits(windows=3))
         self.num_probes = 0
         self.lines: list[str] = []
 
@@ -129,7 +129,7 @@ def test_a_link_that_is_slow_from_the_start_is_named_if_it_costs_time() -> None:
     run = Run()
     run.windows(3, floor_ms=150, step_ms=250, found=ONE_SLOW)
     assert [slow.nodes for slow in run.watch.named] == [("node2",)]
-    assert run.watch.named[0].cause is Cause.NETWORK
+    assert run.watch.named[0].cause is SlowCause.NETWORK
     run = Run()
     run.windows(30, floor_ms=5, found=ONE_SLOW)
     assert (run.lines, run.num_probes) == ([], 1)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
-from hpctrain.stragglers import COLUMNS, Cause, Change, Limits, SlowRanks, WindowTimes, lines_of
+from hpctrain.stragglers import COLUMNS, Change, SlowCause, SlowRankLimits, SlowRanks, WindowTimes, lines_of
 from hpctrain.topology import Topology
 
 Numbers = NDArray[np.float64]
@@ -44,10 +44,11 @@ def observed(watch: SlowRanks, windows: Iterable[Numbers]) -> list[tuple[int, Ch
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 64])
 @pytest.mark.parametrize(
-    ("column", "cause"), [("input", Cause.INPUT), ("compute", Cause.COMPUTE), ("other", Cause.OTHER)]
+    ("column", "cause"),
+    [("input", SlowCause.INPUT), ("compute", SlowCause.COMPUTE), ("other", SlowCause.OTHER)],
 )
 def test_a_slow_rank_is_named_once_with_its_cause_and_once_when_it_ends(
-    num_ranks: int, column: str, cause: Cause
+    num_ranks: int, column: str, cause: SlowCause
 ) -> None:
     healthy = window(num_ranks)
     slow = with_slow(healthy, ranks=[1], column=column, seconds=0.03)
@@ -108,7 +109,10 @@ def test_two_slow_ranks_of_different_nodes_and_causes_are_named_apart() -> None:
     slow = with_slow(window(16), ranks=[5], column="compute", seconds=0.03)
     slow = with_slow(slow, ranks=[9], column="input", seconds=0.02)
     changes = observed(SlowRanks(topology(16)), [slow] * 4)
-    assert [(c.slow.ranks, c.slow.cause) for _, c in changes] == [((5,), Cause.COMPUTE), ((9,), Cause.INPUT)]
+    assert [(c.slow.ranks, c.slow.cause) for _, c in changes] == [
+        ((5,), SlowCause.COMPUTE),
+        ((9,), SlowCause.INPUT),
+    ]
 
 
 def test_a_difference_of_less_than_a_tenth_of_the_step_or_of_2_ms_is_not_named() -> None:
@@ -120,7 +124,7 @@ def test_a_difference_of_less_than_a_tenth_of_the_step_or_of_2_ms_is_not_named()
         SlowRanks(topology(4)), [with_slow(short, ranks=[1], column="compute", seconds=0.0015)] * 9
     )
     assert observed(
-        SlowRanks(topology(4), limits=Limits(min_excess=0.05)),
+        SlowRanks(topology(4), limits=SlowRankLimits(min_excess=0.05)),
         [with_slow(window(4), ranks=[1], column="compute", seconds=0.004)] * 9,
     )
 
@@ -142,7 +146,7 @@ def test_a_rank_whose_part_of_a_checkpoint_takes_longer_is_named_after_three_sav
     saves = [2.0, 2.1, 9.0, 1.9]
     windows = [window(4), window(4, save=saves), window(4), window(4), *[window(4, save=saves)] * 2]
     changes = observed(SlowRanks(topology(4)), windows)
-    assert [(n, c.slow.ranks, c.slow.cause) for n, c in changes] == [(5, (2,), Cause.CHECKPOINT)]
+    assert [(n, c.slow.ranks, c.slow.cause) for n, c in changes] == [(5, (2,), SlowCause.CHECKPOINT)]
     assert changes[0][1].slow.value == 9.0
     assert not observed(SlowRanks(topology(4)), [window(4, save=[0.1, 0.1, 0.25, 0.1])] * 9)  # 0.15 s more
 

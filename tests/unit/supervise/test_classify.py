@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.launch import RankFailure
-from hpctrain.supervise.classify import Cause, Evidence, classify
+from hpctrain.supervise.classify import AttemptEnd, Evidence, classify
 from hpctrain.supervise.supervisor import LogLines
 
 LOGS = sorted((Path(__file__).parents[2] / "fixtures" / "failures").glob("*.log"))
@@ -50,15 +50,15 @@ def test_the_cause_of_a_recorded_failure_is_named(path: Path) -> None:
 def test_there_are_enough_logs_and_each_cause_has_some() -> None:
     headers = [read_log(path)[1] for path in LOGS]
     assert len(headers) >= 30
-    assert {header["cause"] for header in headers} == {cause.value for cause in Cause} - {"finished"}
+    assert {header["cause"] for header in headers} == {cause.value for cause in AttemptEnd} - {"finished"}
     assert all(header["source"] for header in headers)
     assert sum(header["source"].startswith("recorded") for header in headers) >= 15
 
 
 def test_ranks_that_saved_when_they_were_ended_for_a_late_start_are_a_hang() -> None:
-    assert classify(Evidence(exit_code=75, overdue_s=300.0)).cause is Cause.HANG
+    assert classify(Evidence(exit_code=75, overdue_s=300.0)).cause is AttemptEnd.HANG
     # A signal to the supervisor meanwhile is what the user wants.
-    assert classify(Evidence(exit_code=75, overdue_s=300.0, signals=["SIGINT"])).cause is Cause.CANCELLED
+    assert classify(Evidence(exit_code=75, overdue_s=300.0, signals=["SIGINT"])).cause is AttemptEnd.CANCELLED
 
 
 @pytest.mark.parametrize("signals", [(), ("SIGTERM",)])
@@ -66,7 +66,7 @@ def test_sigterm_is_a_preemption_where_slurm_says_so_and_else_somebodys_wish(
     signals: tuple[str, ...],
 ) -> None:
     lines = ["hpctrain: stopped after step 40 of 100 (SIGTERM); the state is saved"]
-    for preempted, cause in ((True, Cause.PREEMPTION), (False, Cause.CANCELLED)):
+    for preempted, cause in ((True, AttemptEnd.PREEMPTION), (False, AttemptEnd.CANCELLED)):
         evidence = Evidence(exit_code=75, lines=lines, signals=signals, preempted=preempted)
         assert classify(evidence).cause is cause
 
@@ -87,16 +87,16 @@ def test_of_hydras_ranks_the_one_is_named_that_the_launch_has_found(ends: str) -
         (None, "a rank was ended by signal 9 (SIGKILL: often ", "n018"),
     ):
         found = classify(Evidence(exit_code=139, lines=lines, failure=failure))
-        assert found.cause is Cause.LOST_RANK
+        assert found.cause is AttemptEnd.LOST_RANK
         assert found.reason.startswith(said)
         assert found.nodes == (node,)
     said_nothing = classify(Evidence(exit_code=1, lines=["NameError: name"], failure=first))
-    assert said_nothing.cause is not Cause.LOST_RANK  # Hydra has said nothing of a signal
+    assert said_nothing.cause is not AttemptEnd.LOST_RANK  # Hydra has said nothing of a signal
 
 
 def test_0_is_a_finished_run_whatever_was_printed() -> None:
     found = classify(Evidence(exit_code=0, lines=["srun: error: hpct0: task 1: Killed"]))
-    assert found.cause is Cause.FINISHED
+    assert found.cause is AttemptEnd.FINISHED
 
 
 def test_the_same_error_has_the_same_fingerprint_and_another_has_another() -> None:
@@ -104,7 +104,7 @@ def test_the_same_error_has_the_same_fingerprint_and_another_has_another() -> No
         lines = [f"hpctrain: rank 1 on hpct0: Traceback (most recent call last):\n{text}".splitlines()]
         lines = [*lines[0], "hpctrain: rank 1 ends the run (exit code 1), so that no other rank waits for it"]
         found = classify(Evidence(exit_code=1, lines=lines))
-        assert found.cause is Cause.USER_ERROR
+        assert found.cause is AttemptEnd.USER_ERROR
         return found.error
 
     assert error("ValueError: bad sample 17 at 0x7f00") == error("ValueError: bad sample 4711 at 0x7fab")

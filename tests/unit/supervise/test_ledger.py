@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import LaunchError
-from hpctrain.supervise.classify import Cause
+from hpctrain.supervise.classify import AttemptEnd
 from hpctrain.supervise.ledger import Attempt, Ledger, effective_time, read_attempts
 
 FIRST = Attempt(
     number=1, job="12", allocation=0, nodes=("hpct0", "hpct1"), ranks=4, began=1000.0, training_began=1010.0,
     lost_at=1110.0, ended=1115.0, first_step=0, last_step=100, checkpoint_step=80, steps_gained=80, steps_lost=20,
-    exit_code=137, cause=Cause.LOST_RANK, reason="rank 3 was killed", blamed=("hpct1",), decision="restart: lost rank",
+    exit_code=137, cause=AttemptEnd.LOST_RANK, reason="rank 3 was killed", blamed=("hpct1",),
+    decision="restart: lost rank",
 )  # fmt: skip
 SECOND = replace(
     FIRST, number=2, began=1120.0, training_began=1130.0, lost_at=None, ended=1230.0, first_step=80, last_step=180,
-    checkpoint_step=180, steps_gained=100, steps_lost=0, exit_code=0, cause=Cause.FINISHED, blamed=(),
+    checkpoint_step=180, steps_gained=100, steps_lost=0, exit_code=0, cause=AttemptEnd.FINISHED, blamed=(),
 )  # fmt: skip
 
 

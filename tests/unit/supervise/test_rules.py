@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from hpctrain.supervise.classify import Cause
+from hpctrain.supervise.classify import AttemptEnd
 from hpctrain.supervise.ledger import Attempt
 from hpctrain.supervise.rules import (
     Action,
-    Limits,
+    RestartLimits,
     choose_nodes,
     decide,
     excluded_nodes,
@@ -22,7 +22,7 @@ from hpctrain.supervise.rules import (
 HOUR_S = 3600.0
 
 
-def attempts(*ends: tuple[Cause, int], **more: Any) -> list[Attempt]:
+def attempts(*ends: tuple[AttemptEnd, int], **more: Any) -> list[Attempt]:
     """One job's attempts, each with its cause and the step of the newest checkpoint at its end."""
     return [
         Attempt(
@@ -47,110 +47,118 @@ def attempts(*ends: tuple[Cause, int], **more: Any) -> list[Attempt]:
 @pytest.mark.parametrize(
     ("cause", "action"),
     [
-        (Cause.FINISHED, Action.END),
-        (Cause.CANCELLED, Action.END),
-        (Cause.WALL_CLOCK, Action.REQUEUE),
-        (Cause.PREEMPTION, Action.REQUEUE),
-        (Cause.LOST_NODE, Action.RESTART),
-        (Cause.LOST_RANK, Action.RESTART),
-        (Cause.OUT_OF_MEMORY, Action.RESTART),
-        (Cause.HANG, Action.RESTART),
-        (Cause.DATA, Action.RESTART),
-        (Cause.CHECKPOINT, Action.RESTART),
-        (Cause.DISK_FULL, Action.RESTART),
-        (Cause.USER_ERROR, Action.RESTART),
-        (Cause.UNKNOWN, Action.RESTART),
+        (AttemptEnd.FINISHED, Action.END),
+        (AttemptEnd.CANCELLED, Action.END),
+        (AttemptEnd.WALL_CLOCK, Action.REQUEUE),
+        (AttemptEnd.PREEMPTION, Action.REQUEUE),
+        (AttemptEnd.LOST_NODE, Action.RESTART),
+        (AttemptEnd.LOST_RANK, Action.RESTART),
+        (AttemptEnd.OUT_OF_MEMORY, Action.RESTART),
+        (AttemptEnd.HANG, Action.RESTART),
+        (AttemptEnd.DATA, Action.RESTART),
+        (AttemptEnd.CHECKPOINT, Action.RESTART),
+        (AttemptEnd.DISK_FULL, Action.RESTART),
+        (AttemptEnd.USER_ERROR, Action.RESTART),
+        (AttemptEnd.UNKNOWN, Action.RESTART),
     ],
 )
-def test_each_cause_alone_has_its_action(cause: Cause, action: Action) -> None:
-    assert decide(attempts((cause, 10)), limits=Limits()).action is action
+def test_each_cause_alone_has_its_action(cause: AttemptEnd, action: Action) -> None:
+    assert decide(attempts((cause, 10)), limits=RestartLimits()).action is action
 
 
 def test_a_command_that_cannot_be_carried_out_is_not_tried_again() -> None:
-    (only,) = attempts((Cause.USER_ERROR, 0))
+    (only,) = attempts((AttemptEnd.USER_ERROR, 0))
     usage = replace(only, exit_code=2)
-    assert decide([usage], limits=Limits()).action is Action.GIVE_UP
+    assert decide([usage], limits=RestartLimits()).action is Action.GIVE_UP
 
 
 def test_the_same_user_error_a_second_time_ends_it_whatever_came_between() -> None:
     same = attempts(
-        (Cause.USER_ERROR, 10), (Cause.LOST_RANK, 20), (Cause.USER_ERROR, 30), error="KeyError: 'x'"
+        (AttemptEnd.USER_ERROR, 10),
+        (AttemptEnd.LOST_RANK, 20),
+        (AttemptEnd.USER_ERROR, 30),
+        error="KeyError: 'x'",
     )
-    decision = decide(same, limits=Limits())
+    decision = decide(same, limits=RestartLimits())
     assert decision.action is Action.GIVE_UP
     assert "user error" in decision.reason
 
 
 def test_memory_that_ran_out_ends_it_the_second_time_only_where_it_will_come_again() -> None:
-    killed = attempts((Cause.OUT_OF_MEMORY, 10), (Cause.OUT_OF_MEMORY, 20))
-    assert decide(killed, limits=Limits()).action is Action.RESTART
+    killed = attempts((AttemptEnd.OUT_OF_MEMORY, 10), (AttemptEnd.OUT_OF_MEMORY, 20))
+    assert decide(killed, limits=RestartLimits()).action is Action.RESTART
     indivisible = [replace(attempt, error="a micro-batch of one sample") for attempt in killed]
-    assert decide(indivisible, limits=Limits()).action is Action.GIVE_UP
+    assert decide(indivisible, limits=RestartLimits()).action is Action.GIVE_UP
 
 
 def test_only_what_a_smaller_micro_batch_may_help_begins_again_with_one() -> None:
-    (killed,) = attempts((Cause.OUT_OF_MEMORY, 10))
+    (killed,) = attempts((AttemptEnd.OUT_OF_MEMORY, 10))
     assert needs_smaller_micro_batches(replace(killed, exit_code=137))
     assert not needs_smaller_micro_batches(replace(killed, exit_code=8))
-    (lost,) = attempts((Cause.LOST_RANK, 10))
+    (lost,) = attempts((AttemptEnd.LOST_RANK, 10))
     assert not needs_smaller_micro_batches(replace(lost, exit_code=137))
 
 
 def test_another_user_error_is_tried_again() -> None:
-    first, second = attempts((Cause.USER_ERROR, 10), (Cause.USER_ERROR, 20))
+    first, second = attempts((AttemptEnd.USER_ERROR, 10), (AttemptEnd.USER_ERROR, 20))
     first = replace(first, error="KeyError: 'x'")
     second = replace(second, error="KeyError: 'y'")
-    assert decide([first, second], limits=Limits()).action is Action.RESTART
+    assert decide([first, second], limits=RestartLimits()).action is Action.RESTART
 
 
 def test_three_restarts_without_a_newer_checkpoint_end_it() -> None:
-    vain = [(Cause.LOST_RANK, 40)]
-    assert decide(attempts(*vain * 3), limits=Limits()).action is Action.RESTART
+    vain = [(AttemptEnd.LOST_RANK, 40)]
+    assert decide(attempts(*vain * 3), limits=RestartLimits()).action is Action.RESTART
     assert restarts_without_progress(attempts(*vain * 4)) == 3
-    assert decide(attempts(*vain * 4), limits=Limits()).action is Action.GIVE_UP
+    assert decide(attempts(*vain * 4), limits=RestartLimits()).action is Action.GIVE_UP
 
 
 def test_a_newer_checkpoint_makes_the_count_begin_anew() -> None:
-    ends = [(Cause.LOST_RANK, step) for step in (40, 40, 40, 50, 50)]
+    ends = [(AttemptEnd.LOST_RANK, step) for step in (40, 40, 40, 50, 50)]
     assert restarts_without_progress(attempts(*ends)) == 1
-    assert decide(attempts(*ends), limits=Limits()).action is Action.RESTART
+    assert decide(attempts(*ends), limits=RestartLimits()).action is Action.RESTART
 
 
 def test_a_job_whose_time_limit_is_too_short_for_a_checkpoint_is_not_queued_for_ever() -> None:
-    assert decide(attempts(*[(Cause.WALL_CLOCK, 0)] * 4), limits=Limits()).action is Action.GIVE_UP
+    assert (
+        decide(attempts(*[(AttemptEnd.WALL_CLOCK, 0)] * 4), limits=RestartLimits()).action is Action.GIVE_UP
+    )
 
 
 def test_more_restarts_than_allowed_in_one_allocation_queue_the_job_again() -> None:
-    ends = [(Cause.LOST_RANK, 10 * number) for number in range(1, 5)]
-    limits = Limits(max_restarts=3)
+    ends = [(AttemptEnd.LOST_RANK, 10 * number) for number in range(1, 5)]
+    limits = RestartLimits(max_restarts=3)
     assert decide(attempts(*ends[:3]), limits=limits).action is Action.RESTART
     decision = decide(attempts(*ends), limits=limits)
     assert decision.action is Action.REQUEUE
     assert "--max-restarts" in decision.reason
     # The next allocation of the job has its own count.
-    last = replace(attempts(*ends, (Cause.LOST_RANK, 50))[-1], allocation=1)
+    last = replace(attempts(*ends, (AttemptEnd.LOST_RANK, 50))[-1], allocation=1)
     assert decide([*attempts(*ends), last], limits=limits).action is Action.RESTART
 
 
 def test_a_launch_in_which_training_never_began_falls_back_to_requeue() -> None:
-    (only,) = attempts((Cause.HANG, 0))
+    (only,) = attempts((AttemptEnd.HANG, 0))
     late = replace(only, training_began=None)
-    assert decide([late], limits=Limits()).action is Action.REQUEUE
+    assert decide([late], limits=RestartLimits()).action is Action.REQUEUE
     blamed = replace(late, blamed=("a",))
-    assert decide([blamed], limits=Limits()).action is Action.RESTART
+    assert decide([blamed], limits=RestartLimits()).action is Action.RESTART
 
 
 def test_attempts_of_an_earlier_job_do_not_count() -> None:
     before = [
-        replace(attempt, job="11") for attempt in attempts(*[(Cause.USER_ERROR, 0)] * 3, error="KeyError")
+        replace(attempt, job="11")
+        for attempt in attempts(*[(AttemptEnd.USER_ERROR, 0)] * 3, error="KeyError")
     ]
-    now = attempts((Cause.USER_ERROR, 0), error="KeyError")
-    assert decide([*before, *now], limits=Limits()).action is Action.RESTART
+    now = attempts((AttemptEnd.USER_ERROR, 0), error="KeyError")
+    assert decide([*before, *now], limits=RestartLimits()).action is Action.RESTART
 
 
 def test_a_node_is_excluded_when_its_budget_is_used_up_and_comes_back() -> None:
-    limits = Limits(node_budget=2, exclude_for_s=HOUR_S)
-    failed = attempts((Cause.LOST_NODE, 10), (Cause.LOST_RANK, 20), (Cause.USER_ERROR, 30), blamed=("b",))
+    limits = RestartLimits(node_budget=2, exclude_for_s=HOUR_S)
+    failed = attempts(
+        (AttemptEnd.LOST_NODE, 10), (AttemptEnd.LOST_RANK, 20), (AttemptEnd.USER_ERROR, 30), blamed=("b",)
+    )
     assert excluded_nodes(failed[:1], limits=limits, now=300.0) == {}
     # The user error does not count; the second failure ended at 250 s.
     assert excluded_nodes(failed, limits=limits, now=300.0) == {"b": 250.0 + HOUR_S}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from hpctrain.comm.interface.remote_memory import SHARED_MEMORY
-from hpctrain.comm.watchdog.board.rank_status import Activity, GroupPosition, Placement, RankPosition
+from hpctrain.comm.watchdog.board.rank_status import Activity, GroupPosition, RankNodes, RankPosition
 from hpctrain.storage import replace_file
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class WatchFolders:
     rank: int
     shared: Path
     local: Path
-    placement: Placement
+    placement: RankNodes
 
     @property
     def node(self) -> int:
@@ -274,7 +274,7 @@ def local_parent() -> Path:
     return Path(tempfile.gettempdir())
 
 
-def identity_of(directory: Path) -> str:
+def node_identity(directory: Path) -> str:
     """Returns a text that is equal for ranks of a node that see the same directory and processes.
 
     This is so for ranks in one container, for example.
@@ -299,7 +299,7 @@ def make_local_folder(path: Path) -> LocalFolder:
     for other in path.parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's
             if time.time() > other.stat().st_mtime + _ABANDONED_AFTER_S:
-                LocalFolder(other).leave()
+                LocalFolder(other).release()
     path.mkdir(mode=0o700)
     return LocalFolder(path)
 
@@ -318,7 +318,7 @@ class LocalFolder:
         with contextlib.suppress(OSError):  # a filesystem without locks: then no process removes it
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Ends the hold, and removes the folder if no other rank holds it."""
         if self._fd is None:
             return
@@ -362,7 +362,7 @@ def take_over_path(directory: Path) -> Path:
     return directory / "taken-over"
 
 
-def claim(path: Path) -> bool:
+def create_exclusively(path: Path) -> bool:
     """Creates an empty file; returns False if it exists. Of several callers, exactly one gets True. Raises OSError."""
     try:
         path.open("xb").close()
@@ -398,7 +398,7 @@ def announce_from_node(ending: Ending, *, shared: Path, local: Path, after_s: fl
     after_s: seconds to wait for another node's announcement, which the leader copies to `local`.
     """
     found = wait_for_ending(local, within_s=after_s)
-    if found is None and not claim(local / "announcing"):
+    if found is None and not create_exclusively(local / "announcing"):
         found = wait_for_ending(local, within_s=_ANOTHER_ASKS_S)
     if found is None:  # also if the rank that asks does not come back
         found = announce_ending(ending, directory=shared)

@@ -31,8 +31,8 @@ from hpctrain.comm.watchdog.board.node_files import (
 from hpctrain.comm.watchdog.board.rank_status import (
     Activity,
     ComparisonSchedule,
-    Mismatch,
     Positions,
+    SignatureMismatch,
     activities,
     find_mismatch,
     find_waiting,
@@ -59,7 +59,7 @@ class NodeLeader:
         since: float,
         interval_s: float,
         is_alarmed: Callable[[], bool],
-        mismatch: Callable[[Mismatch], None],
+        mismatch: Callable[[SignatureMismatch], None],
     ) -> None:
         """Prepares for leading; writes nothing yet.
 

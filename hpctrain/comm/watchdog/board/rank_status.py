@@ -138,7 +138,7 @@ class RankPosition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class RankNodes:
     """The node of each rank.
 
     node_of_rank: index of the node, by rank.
@@ -161,19 +161,19 @@ class Placement:
         return sorted({self.node_of_rank[rank] for rank in ranks})
 
 
-def place_ranks(
+def nodes_of_ranks(
     host_of_rank: Sequence[int], *, names: Sequence[str], topology: Topology | None = None
-) -> Placement:
+) -> RankNodes:
     """Returns the placement of ranks on hosts; each host is split into the nodes of `topology`, if one is given.
 
     host_of_rank: index of the host, by rank.
     names: name of each host.
     """
     if topology is None:
-        return Placement(node_of_rank=host_of_rank, node_names=names)
+        return RankNodes(node_of_rank=host_of_rank, node_names=names)
     pairs = list(zip(topology.node_of_rank, host_of_rank, strict=True))
     number_of = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
-    return Placement(
+    return RankNodes(
         node_of_rank=[number_of[pair] for pair in pairs],
         node_names=[topology.node_names[node] for node, _ in number_of],
     )
@@ -217,7 +217,7 @@ class Absence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class HangEvidence:
     """What a rank that ends the run has found in the files of all nodes.
 
     cut: lines of `hpctrain.comm.watchdog.host_probe.find_cut`.
@@ -238,7 +238,7 @@ def find_absent(
     positions: Positions,
     *,
     members: Sequence[int],
-    placement: Placement,
+    placement: RankNodes,
     group: str,
     sequence: int,
     now: float,
@@ -301,7 +301,7 @@ def find_silent(
     positions: Positions,
     *,
     ranks: Sequence[int],
-    placement: Placement,
+    placement: RankNodes,
     now: float,
     usual_silence_s: float,
     waited_s: float,
@@ -440,7 +440,7 @@ def find_hung(
     *,
     now: Positions,
     idle: IdleSince,
-    placement: Placement,
+    placement: RankNodes,
     answers: Mapping[str, bool],
     group: str,
     waited_s: float,
@@ -543,7 +543,7 @@ def _progress_of(place: GroupPosition) -> tuple[int, float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
+class SignatureMismatch:
     """Ranks in one operation of `group` that have different signatures.
 
     ranks: all ranks in the operation.
@@ -556,7 +556,9 @@ class Mismatch:
     text: str
 
 
-def find_mismatch(positions: Mapping[int, RankPosition], *, decided: Collection[str] = ()) -> Mismatch | None:
+def find_mismatch(
+    positions: Mapping[int, RankPosition], *, decided: Collection[str] = ()
+) -> SignatureMismatch | None:
     """Returns the first operation whose ranks have different signatures; None if there is none.
 
     The most frequent signature counts as correct, and in a tie that of the lowest rank. A tie is reported only if all
@@ -585,5 +587,5 @@ def find_mismatch(positions: Mapping[int, RankPosition], *, decided: Collection[
             f"ranks called number {sequence} of {group} with different arguments: {', '.join(different[:8])}, "
             f"where {num_usual} of {len(signatures)} have {usual}"
         )
-        return Mismatch(group=group, sequence=sequence, ranks=tuple(signatures), text=text)
+        return SignatureMismatch(group=group, sequence=sequence, ranks=tuple(signatures), text=text)
     return None

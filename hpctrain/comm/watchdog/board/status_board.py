@@ -28,7 +28,7 @@ from hpctrain.comm.watchdog.board.node_files import (
     announce_from_node,
     call,
     call_path,
-    claim,
+    create_exclusively,
     position_path,
     quietly,
     read_ending,
@@ -43,8 +43,8 @@ from hpctrain.comm.watchdog.board.rank_status import (
     COMPARE_AT_MOST_AFTER_S,
     Absence,
     EarlyLimits,
-    Finding,
     GroupPosition,
+    HangEvidence,
     IdleSince,
     Positions,
     RankPosition,
@@ -159,7 +159,7 @@ class PositionReader:
         here: str,
         reached: Mapping[str, bool],
         within_s: float,
-    ) -> Finding:
+    ) -> HangEvidence:
         """Returns which ranks have not started the operation of `track`.
 
         If all have, it returns the silent ranks outside the group.
@@ -177,7 +177,7 @@ class PositionReader:
         cut = find_cut({**positions.reached, here: known}, here=here)
         unread = [self._folders.placement.node_names[node] for node in positions.unread_nodes]
         if track is None:
-            return Finding(cut=cut, unread=unread)
+            return HangEvidence(cut=cut, unread=unread)
         absent = self.absent(track, positions) or find_silent(
             positions,
             ranks=sorted(set(world) - set(track.members)),
@@ -188,7 +188,7 @@ class PositionReader:
         )
         waiting = find_waiting(positions, members=track.members, group=track.group, sequence=track.sequence)
         stacks = find_stacks(positions, absent=absent, waiting=waiting)
-        return Finding(cut=cut, absent=absent, waiting=waiting, unread=unread, stacks=stacks)
+        return HangEvidence(cut=cut, absent=absent, waiting=waiting, unread=unread, stacks=stacks)
 
 
 # The status board.
@@ -301,7 +301,7 @@ class Board:
         """Stops the thread and leaves the node's folder."""
         self._over.set()
         with self._writing:
-            self._hold.leave()
+            self._hold.release()
 
     # ---- this rank's file
 
@@ -338,7 +338,7 @@ class Board:
         )
         write_position(position, local=self._local)
 
-    def leave(self) -> None:
+    def announce_exit(self) -> None:
         """Publishes that this rank is ready to exit: it has printed its report, or need not print one."""
         self._leaving = True
         self.publish()
@@ -476,7 +476,7 @@ class Board:
                 f"other ranks wait for rank {self.rank} on {self._reach.here}; its threads are at"
             )
 
-    def find(self, track: Track | None, *, within_s: float) -> Finding:
+    def find(self, track: Track | None, *, within_s: float) -> HangEvidence:
         """Returns what the files of all nodes show about the operation of `track`; see `PositionReader.find`."""
         return self._reader.find(
             track, world=self._tracks()[0].members, here=self._reach.here, reached=self._reach.found,
@@ -533,9 +533,9 @@ class Board:
         asks = node < REPORTING_RANKS or node == self.folders.placement.node_of_rank[ending.rank]
         return (
             asks
-            and claim(take_over_path(self._local))
+            and create_exclusively(take_over_path(self._local))
             and not reported_path(self._shared).exists()
-            and claim(take_over_path(self._shared))
+            and create_exclusively(take_over_path(self._shared))
         )
 
     def all_leave(self) -> bool:

@@ -11,7 +11,13 @@ from hpctrain.run.experiments.causes.decide_parts import (
     division_findings,
     resumption_findings,
 )
-from hpctrain.run.experiments.causes.findings import Cause, Finding, describe, in_percent_or_power, seen
+from hpctrain.run.experiments.causes.findings import (
+    Cause,
+    LikelyCause,
+    describe_difference,
+    in_percent_or_power,
+    seen,
+)
 from hpctrain.run.experiments.causes.observations import Drift, Observations
 
 _ORDER = list(Cause)
@@ -22,12 +28,12 @@ _CAUSES_OF_ERRORS = {
 }
 
 
-def decide(seen_: Observations) -> list[Finding]:
+def find_causes(seen_: Observations) -> list[LikelyCause]:
     """Returns the causes, the most probable first; [] if everything that was compared is equal."""
     if seen_.refused is not None:
         text = "the run ends with an error, on 1 rank already"
         return [
-            Finding(
+            LikelyCause(
                 cause=cause_of_error(seen_.refused),
                 is_difference=True,
                 text=text,
@@ -49,27 +55,27 @@ def decide(seen_: Observations) -> list[Finding]:
     found += _steps_left_out(seen_, found)
     found += [*_precision(seen_, found), *_poisoned(seen_)]
     found += _unexplained(seen_, found)
-    unique: dict[Cause, Finding] = {}
+    unique: dict[Cause, LikelyCause] = {}
     for finding in found:
         if finding.cause not in unique or (finding.is_difference and not unique[finding.cause].is_difference):
             unique[finding.cause] = finding
     return sorted(unique.values(), key=lambda f: (not f.is_difference, f.is_potential, _ORDER.index(f.cause)))
 
 
-def _idle(seen_: Observations) -> Iterator[Finding]:
+def _idle(seen_: Observations) -> Iterator[LikelyCause]:
     """Yields a finding if no step was applied. All runs are then equal because none of them trains."""
     if not seen_.is_idle:
         return
     steps = seen_.again.steps
     if seen_.not_finite:
         text = f"none of the {steps} steps was applied on any number of ranks, so nothing was compared: "
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.NOT_APPLIED, is_difference=True, text=text + seen_.not_finite[0], evidence=seen_.not_finite[1:],
             advice="correct what is not finite, or train on other samples: steps whose gradients are not finite are "
                 "skipped",
         )  # fmt: skip
         return
-    yield Finding(
+    yield LikelyCause(
         cause=Cause.NOT_APPLIED, is_difference=True,
         text=f"none of the {steps} steps was applied on any number of ranks, so nothing was compared: the optimizer "
         "was not called, though losses and gradients are finite",
@@ -77,7 +83,7 @@ def _idle(seen_: Observations) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _steps_left_out(seen_: Observations, found: list[Finding]) -> Iterator[Finding]:
+def _steps_left_out(seen_: Observations, found: list[LikelyCause]) -> Iterator[LikelyCause]:
     """Yields a finding about steps that are applied in some runs only, or in no run."""
     if seen_.is_idle:
         return
@@ -85,7 +91,7 @@ def _steps_left_out(seen_: Observations, found: list[Finding]) -> Iterator[Findi
         if comparison.failure is not None or comparison.applied == comparison.expected:
             continue
         if not any(f.is_difference for f in found):
-            yield Finding(
+            yield LikelyCause(
                 cause=Cause.NOT_FINITE, is_difference=True,
                 text=f"{what}: {comparison.applied} of {comparison.steps} steps were applied, and "
                 f"{comparison.expected} in the run that it is compared with",
@@ -97,33 +103,33 @@ def _steps_left_out(seen_: Observations, found: list[Finding]) -> Iterator[Findi
     if seen_.again.applied < seen_.again.steps:
         reasons = f": {seen_.not_finite[0]}" if seen_.not_finite else ""
         text = f"{seen_.again.steps - seen_.again.applied} of {seen_.again.steps} steps were skipped, alike in all runs"
-        yield Finding(cause=Cause.NOT_FINITE, is_difference=False, text=text + reasons)
+        yield LikelyCause(cause=Cause.NOT_FINITE, is_difference=False, text=text + reasons)
     elif seen_.not_finite:
         text = f"all steps were applied, though {'; '.join(seen_.not_finite)}"
-        yield Finding(cause=Cause.NOT_FINITE, is_difference=False, text=text)
+        yield LikelyCause(cause=Cause.NOT_FINITE, is_difference=False, text=text)
     elif seen_.no_gradients:
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.NOT_APPLIED, is_difference=False,
             text="all gradients are 0 in every step: the loss does not depend on the parameters, or its gradient "
             "vanishes",
         )  # fmt: skip
 
 
-def _one_process(seen_: Observations) -> Iterator[Finding]:
+def _one_process(seen_: Observations) -> Iterator[LikelyCause]:
     samples = seen_.samples
     if seen_.again.equal or samples.content_changes or samples.order_changes:
         return
     evidence = seen("1 rank, the same run again", seen_.again)
     if seen_.fresh_generators:
         names = ", ".join(seen_.fresh_generators[:3])
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.OWN_RANDOM, is_difference=True,
             text=f"two runs with the same seed differ: {names} begins each run in a different state",
             evidence=evidence,
             advice="seed it from the run's seed, or use the generators of torch, numpy or Python, which the run seeds",
         )  # fmt: skip
         return
-    yield Finding(
+    yield LikelyCause(
         cause=Cause.NOT_DETERMINISTIC, is_difference=True,
         text="two runs of one process with the same seed, parameters and samples differ",
         evidence=evidence,
@@ -132,7 +138,7 @@ def _one_process(seen_: Observations) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _ranks(seen_: Observations) -> Iterator[Finding]:
+def _ranks(seen_: Observations) -> Iterator[LikelyCause]:
     """Yields causes that make ranks differ from each other or sums go wrong."""
     apart = not seen_.ranks.equal or not seen_.ranks_again.equal
     if seen_.tampered is not None and apart:
@@ -140,7 +146,7 @@ def _ranks(seen_: Observations) -> Iterator[Finding]:
         again = (
             [] if seen_.ranks_again.equal else seen(f"{seen_.num_ranks} ranks, repeated", seen_.ranks_again)
         )
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.GRADIENTS, is_difference=True,
             text=f"in step {step} the gradients that the optimizer gets are not proportional to the sum of those that "
                 f"backward computed on the ranks: {residual.tensor} is off by "
@@ -159,7 +165,7 @@ def _ranks(seen_: Observations) -> Iterator[Finding]:
         yield _refused(seen_, failure)
 
 
-def _drift(seen_: Observations) -> Iterator[Finding]:
+def _drift(seen_: Observations) -> Iterator[LikelyCause]:
     drift = seen_.drift
     assert drift is not None
     ranks = ", ".join(map(str, drift.ranks[:4]))
@@ -176,13 +182,13 @@ def _drift(seen_: Observations) -> Iterator[Finding]:
             else ""
         )
         name = "learning rate" if drift.name == "lr" else f"option {drift.name}"
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.LEARNING_RATE if drift.name == "lr" else Cause.OPTIMIZER, is_difference=True,
             text=f"{what} have a different {name} in step {drift.step}{values}", evidence=evidence,
             advice=_SAME_FOR_SCHEDULERS if drift.name == "lr" else "set it on all ranks alike",
         )  # fmt: skip
     elif drift.phase == "optimizer":
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.OPTIMIZER, is_difference=True,
             text=f"{what} have the same parameters, gradients and options before the optimizer's step {drift.step}, "
                 f"but a different {drift.name} after it",
@@ -190,7 +196,7 @@ def _drift(seen_: Observations) -> Iterator[Finding]:
             advice="an optimizer that draws random numbers needs a generator that is the same on all ranks",
         )  # fmt: skip
     elif drift.phase == "forward":
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.DRIFT, is_difference=True,
             text=f"parameter {drift.name} differs between {what} when the optimizer is called in step "
             f"{drift.step}, though "
@@ -203,16 +209,16 @@ def _drift(seen_: Observations) -> Iterator[Finding]:
         where = (
             "when the training is built" if drift.phase == "built" else f"after the sum of step {drift.step}"
         )
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.GRADIENTS if drift.phase == "gradient" else Cause.DRIFT, is_difference=True,
             text=f"{drift.phase} {drift.name} differs between {what} {where}", evidence=evidence,
             advice="compute it on all ranks alike",
         )  # fmt: skip
 
 
-def _schedules(apart: Drift) -> Finding:
+def _schedules(apart: Drift) -> LikelyCause:
     values = f": {apart.values[0]:.40} and {apart.values[1]:.40}" if apart.values else ""
-    return Finding(
+    return LikelyCause(
         cause=Cause.LEARNING_RATE, is_difference=True,
         text=f"after {apart.step} steps the schedulers of rank 0 and rank {apart.ranks[0]} hold a different "
             f"{apart.name}{values}: sooner or later they will set different learning rates",
@@ -228,14 +234,14 @@ def cause_of_error(failure: str) -> Cause:
     return _CAUSES_OF_ERRORS.get(failure.partition(":")[0], Cause.REFUSED)
 
 
-def _refused(seen_: Observations, failure: str) -> Finding:
+def _refused(seen_: Observations, failure: str) -> LikelyCause:
     """Returns the finding about an error that only the run on several ranks raises."""
     evidence = (
         seen(seen_.ranks_against_one, seen_.ranks)
         if seen_.ranks.failure
         else seen("repeated", seen_.ranks_again)
     )
-    return Finding(
+    return LikelyCause(
         cause=cause_of_error(failure),
         is_difference=True,
         text=f"the run on {seen_.num_ranks} ranks ends with an error that the run on 1 rank does not have",
@@ -244,7 +250,7 @@ def _refused(seen_: Observations, failure: str) -> Finding:
     )
 
 
-def _options(seen_: Observations) -> Iterator[Finding]:
+def _options(seen_: Observations) -> Iterator[LikelyCause]:
     """Yields a finding about optimizer options that are equal on all ranks of a run but differ between runs."""
     runs = {
         f"on {seen_.num_ranks} ranks": (seen_.ranks, "give the optimizer the same options on every number of ranks"),
@@ -261,7 +267,7 @@ def _options(seen_: Observations) -> Iterator[Finding]:
         by_parts = comparison is not seen_.ranks
         cause = Cause.ACCUMULATION if by_parts else Cause.LEARNING_RATE if is_rate else Cause.OPTIMIZER
         name = option.tensor.replace("lr ", "the learning rate ", 1) if is_rate else f"option {option.tensor}"
-        yield Finding(
+        yield LikelyCause(
             cause=cause, is_difference=True, text=(
                 f"in step {option.step} {name} {what} differs from that of the "
                 "run on 1 rank"
@@ -271,7 +277,7 @@ def _options(seen_: Observations) -> Iterator[Finding]:
         return
 
 
-def _evaluation(seen_: Observations) -> Iterator[Finding]:
+def _evaluation(seen_: Observations) -> Iterator[LikelyCause]:
     facts = seen_.evaluation
     if facts is None:
         return
@@ -294,20 +300,20 @@ def _evaluation(seen_: Observations) -> Iterator[Finding]:
             "evaluation draws random numbers although the model is in evaluation mode (such as dropout without "
             "`training=self.training`)"
         )  # fmt: skip
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.EVALUATION, is_difference=True, text=text, evidence=evidence,
             advice="leave the mode to the run, which calls model.eval(); pass training=self.training to "
             "functional dropout",
         )  # fmt: skip
     elif facts.modes:
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.EVALUATION, is_difference=True,
             text=f"evaluation leaves modules in a different mode: {', '.join(list(facts.modes)[:4])}",
             advice="leave the mode to the run",
         )  # fmt: skip
     elif seen_.evaluation_apart:
         name, relative = max(seen_.evaluation_apart.items(), key=lambda item: item[1])
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.METRICS, is_difference=True,
             text=f"metric {name} of the same parameters and samples differs between 1 rank and {seen_.num_ranks}, by "
             f"{in_percent_or_power(relative)}",
@@ -316,7 +322,7 @@ def _evaluation(seen_: Observations) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _precision(seen_: Observations, found: list[Finding]) -> Iterator[Finding]:
+def _precision(seen_: Observations, found: list[LikelyCause]) -> Iterator[LikelyCause]:
     if not seen_.low_precision or not seen_.double:
         return
     differs = any(not c.equal for c in seen_.compared().values()) and not any(f.is_difference for f in found)
@@ -324,7 +330,7 @@ def _precision(seen_: Observations, found: list[Finding]) -> Iterator[Finding]:
         f"{entry.module or 'the loss'}: {entry.operation} gives {entry.dtype}"
         for entry in seen_.low_precision[:4]
     ]
-    yield Finding(
+    yield LikelyCause(
         cause=Cause.FLOAT32, is_difference=seen_.asks_double or differs,
         text=f"the model computes in float64, but {seen_.low_precision[0].module or 'its loss'} computes in "
         f"{seen_.low_precision[0].dtype}"
@@ -333,12 +339,12 @@ def _precision(seen_: Observations, found: list[Finding]) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _poisoned(seen_: Observations) -> Iterator[Finding]:
+def _poisoned(seen_: Observations) -> Iterator[LikelyCause]:
     if seen_.samples.not_finite and not seen_.poisoned:
         fields = [
             f"field {name} of samples {list(rows)[:3]}" for name, rows in seen_.samples.not_finite.items()
         ]
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.NOT_FINITE,
             is_difference=False,
             text=f"not finite: {'; '.join(fields)}; steps on them are skipped, or the task handles them",
@@ -348,7 +354,7 @@ def _poisoned(seen_: Observations) -> Iterator[Finding]:
             f"field {name} is not finite in samples {list(rows)[:3]}"
             for name, rows in seen_.samples.not_finite.items()
         ]
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.BUFFER_NOT_FINITE, is_difference=True, is_potential=not bad,
             text=f"after a batch with NaN, whose step is skipped, {', '.join(list(seen_.poisoned)[:4])} is not "
             "finite and "
@@ -359,7 +365,7 @@ def _poisoned(seen_: Observations) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _unexplained(seen_: Observations, found: list[Finding]) -> Iterator[Finding]:
+def _unexplained(seen_: Observations, found: list[LikelyCause]) -> Iterator[LikelyCause]:
     if any(f.is_difference for f in found):
         return
     for what, comparison in seen_.compared().items():
@@ -371,7 +377,7 @@ def _unexplained(seen_: Observations, found: list[Finding]) -> Iterator[Finding]
         evidence = [line for name, other in seen_.compared().items() for line in seen(name, other)]
         buffer = comparison.first.get("buffer")
         if buffer is not None and "micro" in what and seen_.ranks.equal:
-            yield Finding(
+            yield LikelyCause(
                 cause=Cause.BUFFER, is_difference=seen_.splits,
                 text=f"forward changes buffer {buffer.tensor} each time that it is called, and so more often in a step "
                 "of several micro-batches" + ("" if seen_.splits else " (this recipe has none)"),
@@ -380,21 +386,21 @@ def _unexplained(seen_: Observations, found: list[Finding]) -> Iterator[Finding]
             if not seen_.splits:
                 continue  # a note
         elif first is not None and first.kind == "buffer":
-            yield Finding(
+            yield LikelyCause(
                 cause=Cause.BUFFER, is_difference=True,
-                text=f"{what}: {describe(first)}: it is computed from the samples of one rank or "
+                text=f"{what}: {describe_difference(first)}: it is computed from the samples of one rank or "
                 "part", evidence=evidence,
                 advice="sum what it is computed from over the ranks",
             )  # fmt: skip
         elif "micro" in what and seen_.ranks.equal:
             yield accumulation(
-                f"{what}: {describe(first) if first else comparison.failure}, though the loss of a batch is the mean "
-                "of those of its parts: the step does something for each micro-batch that must be done once per "
-                "step, such as clipping, weight decay or the optimizer's step",
+                f"{what}: {describe_difference(first) if first else comparison.failure}, though the loss of a batch is "
+                "the mean of those of its parts: the step does something for each micro-batch that must be done once "
+                "per step, such as clipping, weight decay or the optimizer's step",
                 evidence,
             )
         else:
-            yield Finding(
+            yield LikelyCause(
                 cause=Cause.UNKNOWN, is_difference=True, text=f"{what} differs, and no experiment explains it",
                 evidence=evidence,
             )  # fmt: skip

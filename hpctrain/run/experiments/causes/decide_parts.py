@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from hpctrain.run.experiments.causes.findings import Cause, Finding, in_percent_or_power, seen
+from hpctrain.run.experiments.causes.findings import Cause, LikelyCause, in_percent_or_power, seen
 from hpctrain.run.experiments.causes.observations import Observations
 from hpctrain.run.experiments.measuring.probes import MEAN, MIXED, SUM, WEIGHTED, WHOLE, LossFacts
 from hpctrain.run.experiments.measuring.samples import SampleFacts
@@ -12,7 +12,7 @@ from hpctrain.run.experiments.measuring.samples import SampleFacts
 # Decides which causes in the data explain the differences. Pure.
 
 
-def data_findings(observed: Observations) -> Iterator[Finding]:
+def data_findings(observed: Observations) -> Iterator[LikelyCause]:
     samples, ranks = observed.samples, observed.num_ranks
     if samples.content_changes or samples.order_changes:
         yield _own_random(observed)
@@ -28,7 +28,7 @@ def data_findings(observed: Observations) -> Iterator[Finding]:
         if not samples.is_numbered:
             return  # samples are known by their content
     elif samples.content_by_rank:
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.DATA_BY_RANK, is_difference=True,
             text="the ranks read different contents for the same samples, such as "
                 f"{list(samples.content_by_rank)[:3]}",
@@ -37,7 +37,7 @@ def data_findings(observed: Observations) -> Iterator[Finding]:
         )  # fmt: skip
     elif samples.content_by_share:
         shown = f" such as {list(samples.content_by_share)[:3]}" if samples.is_numbered else ""
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.DATA_BY_RANK, is_difference=True,
             text=f"samples{shown} have different contents on {ranks} ranks than in one process: it depends on the "
                 "rank, or on which samples are read together",
@@ -46,7 +46,7 @@ def data_findings(observed: Observations) -> Iterator[Finding]:
         )  # fmt: skip
     yield from _repeats(observed)
     if samples.history:
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.DATA_ORDER, is_difference=True,
             text="an epoch's samples depend on what was read before it: they differ between an epoch that is read "
                 "first and one that follows an epoch left early",
@@ -55,7 +55,7 @@ def data_findings(observed: Observations) -> Iterator[Finding]:
                 "that is left",
         )  # fmt: skip
     if samples.same_every_epoch:
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.DATA_ORDER, is_difference=True,
             text="epochs 0 and 1 have the same shuffled order: the sampler ignores the epoch",
             evidence=["the samples of both epochs, in order"],
@@ -64,7 +64,7 @@ def data_findings(observed: Observations) -> Iterator[Finding]:
     is_known = samples.content_by_rank or samples.content_by_share or samples.repeated
     if samples.other_steps and not is_known:
         counts = f": {samples.num_rank_rows} samples on all ranks, {samples.num_rows} in one process"
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.DATA_ORDER, is_difference=True,
             text=f"in step {samples.other_steps} all ranks together get different samples from one process"
             + (counts if samples.num_rank_rows != samples.num_rows else ""),
@@ -79,7 +79,7 @@ def _resumes_equal(observed: Observations) -> bool:
     return observed.resumed is None or observed.resumed.plain.equal
 
 
-def _own_random(observed: Observations) -> Finding:
+def _own_random(observed: Observations) -> LikelyCause:
     """Returns the finding that content or order of samples depends on a generator that the run does not seed."""
     samples = observed.samples
     found = list(samples.content_changes or samples.content_unstable)[:3]
@@ -100,7 +100,7 @@ def _own_random(observed: Observations) -> Finding:
         if own
         else f"{of} depends on random numbers without a seed, the time or other state of its own"
     )
-    return Finding(
+    return LikelyCause(
         cause=Cause.OWN_RANDOM, is_difference=True, text=f"{text}: {why}",
         advice="draw random numbers from a generator that is seeded with seed, epoch and sample number: in a transform "
             "context.generator(row), in a sampler one of seed and epoch",
@@ -114,7 +114,7 @@ def _times(repeated: Mapping[str, int], samples: SampleFacts) -> str:
     return ": " + ", ".join(f"{name} ({times} times)" for name, times in list(repeated.items())[:3])
 
 
-def _repeats(observed: Observations) -> Iterator[Finding]:
+def _repeats(observed: Observations) -> Iterator[LikelyCause]:
     samples, ranks = observed.samples, observed.num_ranks
     if observed.repeats_intended:
         return
@@ -122,7 +122,7 @@ def _repeats(observed: Observations) -> Iterator[Finding]:
     is_padding = 0 < extra < ranks and not samples.missing
     if samples.repeated_one and not samples.has_equal:
         shown = _times(samples.repeated_one, samples)
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.REPEATED, is_difference=True,
             text=f"one process gets samples more than once in an epoch{shown}",
             evidence=[f"{len(samples.repeated_one)} of {samples.num_seen} samples are repeated"],
@@ -131,20 +131,20 @@ def _repeats(observed: Observations) -> Iterator[Finding]:
     elif samples.repeated and not is_padding:
         shown = _times(samples.repeated, samples)
         missing = f", and {samples.missing} samples of the epoch on none" if samples.missing else ""
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.REPEATED, is_difference=True,
             text=f"the {ranks} ranks get the same samples{shown}{missing}",
             evidence=[f"{len(samples.repeated)} samples on more than one rank, or more often than in one process"],
             advice="give the sampler num_replicas = session.world_size and rank = session.rank",
         )  # fmt: skip
     elif is_padding:
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.REPEATED, is_difference=False,
             text=f"the sampler repeats {extra} sample{'s' if extra > 1 else ''} so that all ranks have equally many",
             advice="metrics over such an epoch count them twice",
         )  # fmt: skip
     elif samples.repeated_one:
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.REPEATED, is_difference=False,
             text=f"{len(samples.repeated_one)} samples have the content of others: the data hold equal samples, or the "
             "sampler repeats the same ones in each epoch",
@@ -158,7 +158,7 @@ def _repeats(observed: Observations) -> Iterator[Finding]:
 _A_BATCH_AND_ITS_THIRDS = "a batch and its thirds"
 
 
-def division_findings(seen_: Observations) -> Iterator[Finding]:
+def division_findings(seen_: Observations) -> Iterator[LikelyCause]:
     """Yields causes that make the result depend on how the samples are divided."""
     by_ranks = not seen_.ranks.equal and seen_.ranks.failure is None
     by_parts = seen_.micro is not None and not seen_.micro.equal
@@ -181,7 +181,7 @@ def division_findings(seen_: Observations) -> Iterator[Finding]:
     yield from _randomness(seen_)
 
 
-def _of_sums(seen_: Observations, loss: LossFacts, evidence: list[str]) -> Finding | None:
+def _of_sums(seen_: Observations, loss: LossFacts, evidence: list[str]) -> LikelyCause | None:
     """Returns the finding that a sum over parts or ranks has a wrong factor or wrong weights."""
     if loss.mixes is not None:
         return None
@@ -205,14 +205,14 @@ def _of_sums(seen_: Observations, loss: LossFacts, evidence: list[str]) -> Findi
     return None
 
 
-def _of_the_loss(loss: LossFacts, evidence: list[str], *, matters: bool) -> Finding | None:
+def _of_the_loss(loss: LossFacts, evidence: list[str], *, matters: bool) -> LikelyCause | None:
     """Returns the finding that the loss is not a mean over samples.
 
     `matters`: whether this training divides its batches.
     """
     if loss.mixes is not None:
         name, kind, relative = loss.mixes
-        return Finding(
+        return LikelyCause(
             cause=Cause.BATCH_STATISTICS, is_difference=matters,
             text=f"the outputs of {name} ({kind}) for a sample depend on the other samples that are computed with it"
             + ("" if matters else ", so that micro-batches differ (this recipe has none)"),
@@ -224,7 +224,7 @@ def _of_the_loss(loss: LossFacts, evidence: list[str], *, matters: bool) -> Find
             advice="reduction.sync_batch_norm = true (session.sync_batch_norm), or GroupNorm or LayerNorm",
         )  # fmt: skip
     if loss.kind == MIXED:
-        return Finding(
+        return LikelyCause(
             cause=Cause.LOSS_WEIGHTS, is_difference=matters,
             text="the loss is a sum of means over different things, such as over all samples and over those of one "
             "class",
@@ -239,7 +239,7 @@ def _of_the_loss(loss: LossFacts, evidence: list[str], *, matters: bool) -> Find
     if loss.kind == WEIGHTED and loss.weights is not None:
         a, b = loss.weights
         counted = "what the task's weights count" if loss.is_weighed else "samples"
-        return Finding(
+        return LikelyCause(
             cause=Cause.LOSS_WEIGHTS, is_difference=matters,
             text=f"the loss is a mean over something other than {counted} (such as tokens that are not padding)",
             evidence=[
@@ -252,7 +252,7 @@ def _of_the_loss(loss: LossFacts, evidence: list[str], *, matters: bool) -> Find
             "own, pass the rank's share of all counted elements as weight to updater.backward",
         )  # fmt: skip
     if loss.kind == WHOLE:
-        return Finding(
+        return LikelyCause(
             cause=Cause.BATCH_STATISTICS, is_difference=matters,
             text="the loss of a batch is not a mean over parts of it: it compares samples of the batch with each "
                 "other, or uses statistics of them",
@@ -263,8 +263,8 @@ def _of_the_loss(loss: LossFacts, evidence: list[str], *, matters: bool) -> Find
     return None
 
 
-def _of_own_gradients(evidence: list[str]) -> Finding:
-    return Finding(
+def _of_own_gradients(evidence: list[str]) -> LikelyCause:
+    return LikelyCause(
         cause=Cause.GRADIENTS, is_difference=True,
         text="the loss of a batch is the mean of the losses of its parts, and yet the gradient is not: each rank "
         "changes its gradients by what depends on its own samples, before they are summed",
@@ -293,18 +293,18 @@ def _factor(seen_: Observations) -> tuple[str, float] | None:
     return None
 
 
-def accumulation(text: str, evidence: list[str]) -> Finding:
+def accumulation(text: str, evidence: list[str]) -> LikelyCause:
     """Returns the finding that the parts of a step are not weighted by their numbers of samples."""
-    return Finding(
+    return LikelyCause(
         cause=Cause.ACCUMULATION, is_difference=True, text=text, evidence=evidence,
         advice="return the mean over the samples, and weigh each part by its share of the batch "
         "(updater.backward(loss, weight=...)) when gradients are accumulated",
     )  # fmt: skip
 
 
-def _randomness(seen_: Observations) -> Iterator[Finding]:
+def _randomness(seen_: Observations) -> Iterator[LikelyCause]:
     if seen_.no_dropout and not seen_.draws_left:
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.RANDOM, is_difference=False,
             text="dropout draws different random numbers on each rank, as it should; numbers of ranks and "
                 "micro-batches were compared with dropout off",
@@ -317,7 +317,7 @@ def _randomness(seen_: Observations) -> Iterator[Finding]:
     differ = (seen_.drift is None and not seen_.ranks.equal) or (
         seen_.micro is not None and not seen_.micro.equal
     )
-    yield Finding(
+    yield LikelyCause(
         cause=Cause.RANDOM, is_difference=differ,
         text=f"training draws random numbers ({', '.join(seen_.draws_left)}) that are not dropout's, and each rank "
         "draws its own: runs on other numbers of ranks differ by them",
@@ -338,7 +338,7 @@ _DRAWN = "draw from those, or from a generator that is made of the seed and the 
 _OF_ONE_PROCESS = (Cause.NOT_DETERMINISTIC, Cause.OWN_RANDOM)
 
 
-def resumption_findings(seen_: Observations, known: set[Cause]) -> Iterator[Finding]:
+def resumption_findings(seen_: Observations, known: set[Cause]) -> Iterator[LikelyCause]:
     resumed = seen_.resumed
     if resumed is None or any(cause in known for cause in _OF_ONE_PROCESS):
         return
@@ -346,7 +346,7 @@ def resumption_findings(seen_: Observations, known: set[Cause]) -> Iterator[Find
     if not resumed.plain.equal:
         if resumed.with_generators is not None and resumed.with_generators.equal:
             names = ", ".join(list(seen_.own_generators)[:3])
-            yield Finding(
+            yield LikelyCause(
                 cause=Cause.OWN_RANDOM, is_difference=True,
                 text=f"the resumed run differs, and is equal once the state of {names} is carried over: "
                 "checkpoints have "
@@ -357,13 +357,13 @@ def resumption_findings(seen_: Observations, known: set[Cause]) -> Iterator[Find
         elif resumed.with_state is not None and resumed.with_state.equal:
             yield _own_state(seen_, evidence)
         elif (first := resumed.plain.earliest) is not None and first.kind == "samples":
-            yield Finding(
+            yield LikelyCause(
                 cause=Cause.DATA_ORDER, is_difference=True,
                 text="the resumed run gets different samples from the run that was not stopped", evidence=evidence,
                 advice="let the order be a function of seed and epoch, and begin at the saved position",
             )  # fmt: skip
         else:
-            yield Finding(
+            yield LikelyCause(
                 cause=Cause.OWN_STATE, is_difference=True,
                 text="the resumed run differs: something that training changes is not in the checkpoint, and was "
                 "not found "
@@ -371,7 +371,7 @@ def resumption_findings(seen_: Observations, known: set[Cause]) -> Iterator[Find
                 evidence=evidence, advice=f"{_KEPT}, or compute it from the step",
             )  # fmt: skip
     elif seen_.own_draws_matter:
-        yield Finding(
+        yield LikelyCause(
             cause=Cause.OWN_RANDOM, is_difference=True,
             text=f"training draws from {', '.join(list(seen_.own_generators)[:3])}, whose state is not in the "
             "checkpoint: checkpoints have only the generators of torch, numpy and Python",
@@ -384,7 +384,7 @@ def resumption_findings(seen_: Observations, known: set[Cause]) -> Iterator[Find
     elif seen_.ranks_resumed is not None and not seen_.ranks_resumed.equal and seen_.buffers_apart:
         names = ", ".join(seen_.buffers_apart[:3])
         if Cause.BATCH_STATISTICS not in known:
-            yield Finding(
+            yield LikelyCause(
                 cause=Cause.BUFFER, is_difference=True,
                 text=f"buffer {names} differs between the ranks, and training reads it: a checkpoint has rank 0's only",
                 evidence=seen(f"{seen_.num_ranks} ranks, stopped and resumed", seen_.ranks_resumed),
@@ -392,12 +392,12 @@ def resumption_findings(seen_: Observations, known: set[Cause]) -> Iterator[Find
             )  # fmt: skip
 
 
-def _own_state(seen_: Observations, evidence: list[str]) -> Finding:
+def _own_state(seen_: Observations, evidence: list[str]) -> LikelyCause:
     paths = {path: kind for path, kind in seen_.own_state.items() if kind != "generator"}
     names = ", ".join(list(paths)[:3])
     buffers = [path for path, kind in paths.items() if kind == "buffer"]
     in_optimizer = all(path.startswith("optimizer") for path in paths)
-    return Finding(
+    return LikelyCause(
         cause=Cause.OPTIMIZER if in_optimizer else Cause.BUFFER if buffers else Cause.OWN_STATE, is_difference=True,
         text=f"the resumed run differs, and is equal once {names} is carried over: it is not in the checkpoint",
         evidence=evidence,

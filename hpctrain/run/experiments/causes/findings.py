@@ -1,4 +1,4 @@
-"""`Finding`, a cause of differences with its evidence as text, and `CheckReport`, the result of a check."""
+"""`LikelyCause`, a cause of differences with its evidence as text, and `CheckReport`, the result of a check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from hpctrain.run.experiments.causes.observations import Observations
-from hpctrain.run.experiments.measuring.trace import Comparison, Difference
+from hpctrain.run.experiments.measuring.trace import FirstDifference, TrialComparison
 
 GUIDE = "docs/guides/check.md"
 
@@ -43,7 +43,7 @@ class Cause(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class LikelyCause:
     """A cause with its evidence.
 
     Attributes:
@@ -69,7 +69,7 @@ def in_percent_or_power(relative: float) -> str:
     return f"{100 * relative:.2g} %" if relative >= 1e-3 else f"{relative:.1e} (relative)"
 
 
-def describe(difference: Difference) -> str:
+def describe_difference(difference: FirstDifference) -> str:
     """Returns from which step and tensor on runs differ, and by how much, as text."""
     worst = (
         f", later up to {in_percent_or_power(difference.worst)}"
@@ -87,7 +87,7 @@ def describe(difference: Difference) -> str:
     return f"{what} differs {when}, by {in_percent_or_power(difference.relative)}{worst}"
 
 
-def seen(what: str, comparison: Comparison | None) -> list[str]:
+def seen(what: str, comparison: TrialComparison | None) -> list[str]:
     """Returns the evidence of a comparison as lines of text; [] if it was not made."""
     if comparison is None:
         return []
@@ -96,10 +96,10 @@ def seen(what: str, comparison: Comparison | None) -> list[str]:
     earliest = comparison.earliest
     if earliest is None:
         return [f"{what}: equal"]
-    lines = [f"{what}: {describe(earliest)}"]
+    lines = [f"{what}: {describe_difference(earliest)}"]
     loss = comparison.first.get("loss")
     if loss is not None and earliest.kind != "loss":
-        lines.append(f"{what}: {describe(loss)}")
+        lines.append(f"{what}: {describe_difference(loss)}")
     return lines
 
 
@@ -118,7 +118,7 @@ class CheckReport:
 
     name: str
     observations: Observations
-    findings: Sequence[Finding]
+    findings: Sequence[LikelyCause]
 
     @property
     def equal(self) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 
 from hpctrain.run.experiments.measuring.probes import EvaluationFacts, LossFacts, LowPrecision
 from hpctrain.run.experiments.measuring.samples import SampleFacts
-from hpctrain.run.experiments.measuring.trace import Comparison, Residual
+from hpctrain.run.experiments.measuring.trace import Residual, TrialComparison
 
-EQUAL = Comparison(first={}, worst=0.0)
+EQUAL = TrialComparison(first={}, worst=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,9 +44,9 @@ class Resumptions:
         with_state: The same with all other values of the user that a checkpoint lacks carried over.
     """
 
-    plain: Comparison = EQUAL
-    with_generators: Comparison | None = None
-    with_state: Comparison | None = None
+    plain: TrialComparison = EQUAL
+    with_generators: TrialComparison | None = None
+    with_state: TrialComparison | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,15 +95,15 @@ class Observations:
     tolerance: float
     double: bool
     asks_double: bool
-    again: Comparison = EQUAL
-    micro: Comparison | None = None
+    again: TrialComparison = EQUAL
+    micro: TrialComparison | None = None
     resumed: Resumptions | None = None
-    ranks: Comparison = EQUAL
-    ranks_again: Comparison = EQUAL
-    ranks_micro: Comparison | None = None
-    ranks_resumed: Comparison | None = None
-    whole: Comparison | None = None
-    reseeded: Comparison | None = None
+    ranks: TrialComparison = EQUAL
+    ranks_again: TrialComparison = EQUAL
+    ranks_micro: TrialComparison | None = None
+    ranks_resumed: TrialComparison | None = None
+    whole: TrialComparison | None = None
+    reseeded: TrialComparison | None = None
     no_dropout: bool = False
     draws: Sequence[str] = ()
     draws_left: Sequence[str] = ()
@@ -139,7 +139,7 @@ class Observations:
         found = [comparison for comparison in self.compared().values() if comparison.steps]
         return bool(found) and not any(comparison.applied or comparison.expected for comparison in found)
 
-    def compared(self) -> dict[str, Comparison]:
+    def compared(self) -> dict[str, TrialComparison]:
         """Returns the comparisons that were made, by a text that says what they compare."""
         ranks = f"{self.num_ranks} ranks"
         resumed = self.resumed.plain if self.resumed is not None else None

@@ -103,7 +103,7 @@ def set_generator(value: Any, state: Any) -> None:
         value.setstate(state)
 
 
-def draw(value: Any, times: int) -> None:
+def draw_numbers(value: Any, times: int) -> None:
     """Draws `times` numbers from a generator object."""
     for _ in range(times):
         if isinstance(value, torch.Generator):
@@ -132,7 +132,7 @@ _SAVED_OF_OPTIMIZERS = ("state", "param_groups", "defaults")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class ValueLocation:
     """Where a value is stored: in an attribute, as an entry of an object's `__dict__`, or in a dict or list.
 
     kind: `generator`, `buffer` (one that is not saved), `schedule` (a value of a learning rate scheduler) or `value`.
@@ -144,12 +144,12 @@ class Place:
     kind: str
 
 
-def find_places(roots: Mapping[str, Any]) -> dict[str, Place]:
+def find_places(roots: Mapping[str, Any]) -> dict[str, ValueLocation]:
     """Returns the values that are reachable from the user's objects and are not in a checkpoint, by path.
 
     roots: the user's objects by name. `model`, `optimizer` and the objects in `also` are in the checkpoint.
     """
-    found: dict[str, Place] = {}
+    found: dict[str, ValueLocation] = {}
     saved = _saved(roots)
     schedules: set[int] = set()
     seen: set[int] = set()
@@ -167,7 +167,7 @@ def find_places(roots: Mapping[str, Any]) -> dict[str, Place]:
             kind = (
                 "generator" if is_generator(value) else "schedule" if id(container) in schedules else "value"
             )
-            found[path] = Place(container=container, key=key, value=value, kind=kind)
+            found[path] = ValueLocation(container=container, key=key, value=value, kind=kind)
             continue
         if id(value) in seen or depth > _MAX_DEPTH:
             continue
@@ -182,7 +182,7 @@ def find_places(roots: Mapping[str, Any]) -> dict[str, Place]:
         elif isinstance(value, torch.nn.Module):
             for name in value._non_persistent_buffers_set:
                 buffer = value._buffers.get(name)
-                place = Place(container=value._buffers, key=name, value=buffer, kind="buffer")
+                place = ValueLocation(container=value._buffers, key=name, value=buffer, kind="buffer")
                 found[f"{path}.{name}"] = place
     return found
 
@@ -198,7 +198,7 @@ def stir(roots: Mapping[str, Any], times: int) -> None:
     """Draws `times` numbers from each of the user's own generators."""
     for place in find_places(roots).values():
         if place.kind == "generator":
-            draw(place.value, times)
+            draw_numbers(place.value, times)
 
 
 def _saved(roots: Mapping[str, Any]) -> set[int]:
@@ -353,7 +353,7 @@ class OwnState:
 
 
 def _parent(
-    path: str, places: Mapping[str, Place], roots: Mapping[str, Any]
+    path: str, places: Mapping[str, ValueLocation], roots: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str] | None:
     """Returns the container of the siblings of `path`, for attributes that the other trial does not have yet."""
     head, dot, name = path.rpartition(".")
@@ -368,17 +368,17 @@ def _parent(
     return None
 
 
-def _is_kept(place: Place) -> bool:
+def _is_kept(place: ValueLocation) -> bool:
     return not (
         isinstance(place.value, torch.Tensor) and place.value.requires_grad and not place.value.is_leaf
     )
 
 
-def _copied(place: Place) -> Any:
+def _copied(place: ValueLocation) -> Any:
     return generator_state(place.value) if place.kind == "generator" else copy.deepcopy(place.value)
 
 
-def _mark(place: Place) -> str:
+def _mark(place: ValueLocation) -> str:
     value = place.value
     if place.kind == "generator":
         return repr(generator_state(value))

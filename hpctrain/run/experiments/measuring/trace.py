@@ -12,14 +12,14 @@ import torch
 import xxhash
 
 from hpctrain.run.experiments.measuring.own_state import GeneratorWatch
-from hpctrain.run.experiments.subject import Rows, Trial
+from hpctrain.run.experiments.subject import BatchRows, Trial
 
 # The number of evenly spaced elements of a tensor that are kept for comparison; hashes cover all elements.
 MAX_KEPT = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class TensorSample:
     """Tensors at one moment, by name.
 
     values: up to MAX_KEPT elements of each, flat, float64. hashes: hashes of all bytes.
@@ -44,12 +44,12 @@ class StepTrace:
     """
 
     loss: float
-    rows: Rows
-    parameters_before: Kept | None = None
-    gradients: Kept | None = None
+    rows: BatchRows
+    parameters_before: TensorSample | None = None
+    gradients: TensorSample | None = None
     own_gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    parameters: Kept
-    buffers: Kept
+    parameters: TensorSample
+    buffers: TensorSample
     options: list[dict[str, Any]] = field(default_factory=list)
     draws: frozenset[str] = frozenset()
 
@@ -71,10 +71,10 @@ class Failure:
 class Unfinished:
     """The state after a step that ended with an error. `before`, `gradients` and `options` are as in `StepTrace`."""
 
-    before: Kept | None
-    gradients: Kept | None
+    before: TensorSample | None
+    gradients: TensorSample | None
     options: list[dict[str, Any]]
-    parameters: Kept
+    parameters: TensorSample
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,13 +84,13 @@ class RunTrace:
     initial: the parameters before the first step. unfinished: the state after the step that failed.
     """
 
-    initial: Kept
+    initial: TensorSample
     steps: list[StepTrace] = field(default_factory=list)
     failure: Failure | None = None
     unfinished: Unfinished | None = None
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor without its graph. A sharded tensor is gathered, for which all ranks must call it."""
     tensor = tensor.detach()
     gather = getattr(tensor, "full_tensor", None)
@@ -104,17 +104,17 @@ def sampled(tensor: torch.Tensor) -> torch.Tensor:
     return flat[:: max(1, stride)].to(device="cpu", dtype=torch.float64, copy=True)
 
 
-def keep(named: Iterable[tuple[str, torch.Tensor]]) -> Kept:
+def keep(named: Iterable[tuple[str, torch.Tensor]]) -> TensorSample:
     """Copies samples and hashes of tensors for later comparison."""
     values, hashes = {}, {}
     for name, tensor in named:
-        full = whole(tensor)
+        full = gather_whole(tensor)
         if full.is_complex():
             full = torch.view_as_real(full)
         values[name] = sampled(full)
         raw = full.to("cpu").contiguous().reshape(-1).view(torch.uint8)
         hashes[name] = xxhash.xxh3_64_intdigest(raw.numpy().data)
-    return Kept(values=values, hashes=hashes)
+    return TensorSample(values=values, hashes=hashes)
 
 
 class StepRecorder:
@@ -125,8 +125,8 @@ class StepRecorder:
         self._parameters = [(name, p) for name, p in trial.model.named_parameters() if p.requires_grad]
         self.trace = RunTrace(initial=keep(trial.model.named_parameters()))
         self._own: dict[str, torch.Tensor] = {}
-        self._before: Kept | None = None
-        self._gradients: Kept | None = None
+        self._before: TensorSample | None = None
+        self._gradients: TensorSample | None = None
         self._options: list[dict[str, Any]] = []
         self._handles: list[Any] = []
 
@@ -207,7 +207,7 @@ _NOISE_ALLOWED = 1e-7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class FirstDifference:
     """The first difference of one kind between two trials.
 
     Attributes:
@@ -225,7 +225,7 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class TrialComparison:
     """The comparison of a trial with a reference that it should equal.
 
     Attributes:
@@ -238,7 +238,7 @@ class Comparison:
         expected: The number of these steps in which the reference called the optimizer.
     """
 
-    first: Mapping[str, Difference]
+    first: Mapping[str, FirstDifference]
     worst: float
     factor: float | None = None
     failure: str | None = None
@@ -252,7 +252,7 @@ class Comparison:
         return not self.first and self.failure is None
 
     @property
-    def earliest(self) -> Difference | None:
+    def earliest(self) -> FirstDifference | None:
         """The difference in the earliest step, there in the value that is computed first; None if all is equal."""
         found = sorted(self.first.values(), key=lambda d: (d.step, KINDS.index(d.kind)))
         return found[0] if found else None
@@ -261,8 +261,8 @@ class Comparison:
         return {**asdict(self), "equal": self.equal}
 
     @classmethod
-    def of_json(cls, value: Mapping[str, Any]) -> Comparison:
-        first = {kind: Difference(**found) for kind, found in value["first"].items()}
+    def of_json(cls, value: Mapping[str, Any]) -> TrialComparison:
+        first = {kind: FirstDifference(**found) for kind, found in value["first"].items()}
         return cls(
             first=first, worst=value["worst"], factor=value["factor"], failure=value["failure"],
             failed_step=value["failed_step"], steps=value["steps"], applied=value["applied"],
@@ -273,7 +273,7 @@ class Comparison:
 class _Found:
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance
-        self.first: dict[str, Difference] = {}
+        self.first: dict[str, FirstDifference] = {}
         self.worst = 0.0
 
     def add(self, kind: str, step: int, tensor: str, *, absolute: float, scale: float) -> None:
@@ -286,16 +286,16 @@ class _Found:
         known = self.first.get(kind)
         if known is None or (known.step == step and relative > known.relative):
             worst = max(relative, known.worst if known else 0.0)
-            self.first[kind] = Difference(
+            self.first[kind] = FirstDifference(
                 kind=kind, step=step, tensor=tensor, relative=relative, absolute=absolute, worst=worst
             )
         elif relative > known.worst:
-            self.first[kind] = Difference(**{**asdict(known), "worst": relative})
+            self.first[kind] = FirstDifference(**{**asdict(known), "worst": relative})
 
 
-def compare(
+def compare_traces(
     reference: RunTrace, other: RunTrace, *, tolerance: float, samples: bool = True, from_step: int = 1
-) -> Comparison:
+) -> TrialComparison:
     """Compares two traces of one rank.
 
     Args:
@@ -335,7 +335,7 @@ def compare(
         _compare_kept(found, "buffer", number, theirs.buffers, mine.buffers, allowed=allowed)
     failure = other.failure if reference.failure is None else None
     same_steps = reference.steps[from_step - 1 : from_step - 1 + len(other.steps)]
-    return Comparison(
+    return TrialComparison(
         steps=len(other.steps), applied=sum(step.applied for step in other.steps),
         expected=sum(step.applied for step in same_steps),
         first=found.first, worst=found.worst, factor=factor,
@@ -362,8 +362,8 @@ def _compare_kept(
     found: _Found,
     kind: str,
     step: int,
-    reference: Kept,
-    other: Kept,
+    reference: TensorSample,
+    other: TensorSample,
     noisy: Mapping[str, torch.Tensor] | None = None,
     *,
     allowed: float = 0.0,
@@ -391,7 +391,7 @@ def _compare_kept(
 
 
 def _compare_gradients(
-    found: _Found, step: int, reference: Kept, other: Kept, noisy: dict[str, torch.Tensor]
+    found: _Found, step: int, reference: TensorSample, other: TensorSample, noisy: dict[str, torch.Tensor]
 ) -> None:
     scale = max((_largest(t) for t in reference.values.values()), default=0.0)
     for name, theirs in reference.values.items():
@@ -461,9 +461,9 @@ def collinearity(reference: Mapping[str, torch.Tensor], other: Mapping[str, torc
     )
 
 
-def merge(by_rank: Sequence[Comparison]) -> Comparison:
+def merge(by_rank: Sequence[TrialComparison]) -> TrialComparison:
     """Merges the comparisons of all ranks: the earliest difference of each kind, and the largest values."""
-    first: dict[str, Difference] = {}
+    first: dict[str, FirstDifference] = {}
     for found in by_rank:
         for kind, difference in found.first.items():
             known = first.get(kind)
@@ -472,10 +472,10 @@ def merge(by_rank: Sequence[Comparison]) -> Comparison:
                 continue
             chosen = min((known, difference), key=lambda d: (d.step, -d.relative))
             worst = max(known.worst, difference.worst)
-            first[kind] = Difference(**{**asdict(chosen), "worst": worst})
+            first[kind] = FirstDifference(**{**asdict(chosen), "worst": worst})
     failed = next((found for found in by_rank if found.failure is not None), None)
     factors = {found.factor for found in by_rank}
-    return Comparison(
+    return TrialComparison(
         first=first, worst=max(found.worst for found in by_rank), steps=max(found.steps for found in by_rank),
         applied=max(found.applied for found in by_rank), expected=max(found.expected for found in by_rank),
         factor=by_rank[0].factor if None not in factors else None,

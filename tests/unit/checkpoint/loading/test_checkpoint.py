@@ -15,8 +15,8 @@ from hypothesis import given, strategies as st
 from hpctrain.checkpoint import (
     Checkpoint,
     Replicated,
-    Shard,
     State,
+    TensorShard,
     load,
     load_newest_good,
     open_checkpoint,
@@ -25,7 +25,7 @@ from hpctrain.checkpoint import (
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.metadata import StoredExtent, StoredPiece
 from hpctrain.checkpoint.loading.check_structure import read_structure
-from hpctrain.checkpoint.loading.checkpoint import divide, units_of
+from hpctrain.checkpoint.loading.checkpoint import divide_units, units_of
 from hpctrain.checkpoint.loading.verified_content import element_runs_of, flat_start
 from hpctrain.checkpoint.operations.maintenance import verify
 from hpctrain.comm import Monitored
@@ -166,7 +166,7 @@ def test_every_unit_is_read_by_one_rank_of_the_node_and_shares_are_even(path: Pa
     assert len(units) > 8
     total_bytes, largest = sum(unit.num_bytes for unit in units), max(unit.num_bytes for unit in units)
     for num_ranks in (1, 2, 3, 7):
-        shares = divide(units, num_ranks=num_ranks)
+        shares = divide_units(units, num_ranks=num_ranks)
         assert [unit for rounds in shares for part in rounds for unit in part] == units
         for rounds in shares:
             held = sum(unit.num_bytes for part in rounds for unit in part)
@@ -212,10 +212,10 @@ def test_large_tensors_come_back_whole_and_may_be_written_to(tmp_path: Path) -> 
     grid = torch.arange(3_000_000, dtype=torch.float32).reshape(1000, 3000)
 
     def rank_main(world: World) -> Path:
-        items: list[Replicated | Shard] = [Replicated(name=n, tensor=t) for n, t in made.items()]
+        items: list[Replicated | TensorShard] = [Replicated(name=n, tensor=t) for n, t in made.items()]
         part = grid[:, 1500 * world.rank :][:, :1500]
         items.append(
-            Shard(name="grid", tensor=part, global_shape=(1000, 3000), offset=(0, 1500 * world.rank))
+            TensorShard(name="grid", tensor=part, global_shape=(1000, 3000), offset=(0, 1500 * world.rank))
         )
         return save(State(items=items), directory=tmp_path, step=1, comm=world, files=2).path
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import Replicated, State, load, load_newest_good, open_checkpoint, save
-from hpctrain.checkpoint.format.boxes import Box, runs_of, whole
+from hpctrain.checkpoint.format.boxes import Box, runs_of, whole_box
 from hpctrain.checkpoint.format.metadata import SEAL_BYTES
 from hpctrain.checkpoint.loading.check_structure import ContentFiles, content_places, read_structure
 from hpctrain.checkpoint.loading.verified_content import DamagedContentError, read_region
@@ -314,4 +314,4 @@ def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path: Path) -> None:
         ContentFiles([Path("/proc/self/mem")]) as files,
         pytest.raises(DamagedContentError, match=r"'w'.*cannot be read: Input/output error"),
     ):
-        read_region(files, tensor=tensor, region=whole(tensor.shape))
+        read_region(files, tensor=tensor, region=whole_box(tensor.shape))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.checkpoint import PartialLoad, Replicated, Shard, State, load_partial, load_weights, save
+from hpctrain.checkpoint import PartialLoad, Replicated, State, TensorShard, load_partial, load_weights, save
 from hpctrain.checkpoint.loading.check_structure import read_structure
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
@@ -29,13 +29,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = network().state_dict()  # not in the threads: they share a generator
 
     def rank_main(world: World) -> Path:
-        items: list[Replicated | Shard] = [
+        items: list[Replicated | TensorShard] = [
             Replicated(name=f"model/{name}", tensor=tensor) for name, tensor in weights.items()
         ]
         items.append(Replicated(name="optimizer/0.weight::exp_avg", tensor=torch.ones(4, 3)))
         first = 5 * world.rank
         items.append(
-            Shard(name="rows", tensor=rows[first : first + 5], global_shape=(10, 2), offset=(first, 0))
+            TensorShard(name="rows", tensor=rows[first : first + 5], global_shape=(10, 2), offset=(first, 0))
         )
         return save(State(items=items), directory=directory, step=1, comm=world, files=2).path
 

@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.checkpoint import Replicated, State, save
 from hpctrain.checkpoint.format.tensor_difference import Amount, Tolerance
-from hpctrain.checkpoint.operations.diff import Difference, compare, compare_documents
+from hpctrain.checkpoint.operations.diff import Difference, compare, compare_json
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.comm.interface.communicator import World
@@ -169,7 +169,7 @@ def test_entries_of_documents_are_named_by_their_path() -> None:
         "same": [1, None],
     }
     second = {"position": {"step": 51, "epoch": 1}, "groups": [{"lr": 0.2}], "new": None, "same": [1, None]}
-    found = {e.path: (e.first, e.second) for e in compare_documents(first, second)}
+    found = {e.path: (e.first, e.second) for e in compare_json(first, second)}
     assert found == {
         "groups[0].lr": ("0.1", "0.2"),
         "groups[1]": ("5", None),

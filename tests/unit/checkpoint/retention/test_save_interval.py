@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hpctrain.checkpoint.retention.policy import Costs, advise, daly_interval_s
-from hpctrain.checkpoint.saving.saver import FILE_NAME, SaveRequests, ask_for_save
+from hpctrain.checkpoint.saving.saver import FILE_NAME, CheckpointRequests, ask_for_save
 from hpctrain.errors import UsageError
-from hpctrain.resilience import SaveSignal
+from hpctrain.resilience import CheckpointSignal
 from hpctrain.telemetry import in_words
 
 
@@ -120,7 +120,7 @@ def test_a_cost_below_zero_is_refused() -> None:
 
 
 def test_the_file_asks_until_it_is_taken(tmp_path: Path) -> None:
-    requests = SaveRequests(run_directory=tmp_path, every_s=0)
+    requests = CheckpointRequests(run_directory=tmp_path, every_s=0)
     assert not requests.asked()
     (tmp_path / FILE_NAME).touch()
     assert requests.asked()
@@ -131,7 +131,7 @@ def test_the_file_asks_until_it_is_taken(tmp_path: Path) -> None:
 
 
 def test_the_directory_is_looked_at_no_more_often_than_said(tmp_path: Path) -> None:
-    requests = SaveRequests(run_directory=tmp_path, every_s=3600)
+    requests = CheckpointRequests(run_directory=tmp_path, every_s=3600)
     assert not requests.asked()
     (tmp_path / FILE_NAME).touch()
     assert not requests.asked()
@@ -139,9 +139,9 @@ def test_the_directory_is_looked_at_no_more_often_than_said(tmp_path: Path) -> N
 
 @pytest.mark.timing
 def test_a_signal_asks_once_also_where_it_reaches_the_ranks_at_different_moments() -> None:
-    save_signal = SaveSignal().install()
+    save_signal = CheckpointSignal().install()
     try:
-        requests = SaveRequests(run_directory=None, save_signal=save_signal, same_request_s=0.2)
+        requests = CheckpointRequests(run_directory=None, save_signal=save_signal, same_request_s=0.2)
         os.kill(os.getpid(), signal.SIGUSR2)
         assert requests.asked()
         requests.taken()
@@ -163,4 +163,4 @@ def test_asking_in_a_directory_that_is_no_runs_is_refused(tmp_path: Path) -> Non
         ask_for_save(tmp_path)
     (tmp_path / "recipe.toml").touch()
     assert ask_for_save(tmp_path) == tmp_path / FILE_NAME
-    assert SaveRequests(run_directory=tmp_path).asked()
+    assert CheckpointRequests(run_directory=tmp_path).asked()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from hpctrain.checkpoint import HostBuffers, Replicated, SaveOptions, Saving, State, load, save
+from hpctrain.checkpoint import CheckpointSave, HostBuffers, Replicated, SaveOptions, State, load, save
 from hpctrain.checkpoint.files.checkpoint_names import (
     finished_newest_first,
 )
@@ -94,7 +94,7 @@ def test_a_replica_of_another_kind_is_reported_in_a_later_save_too(tmp_path: Pat
                 tensors = [odd.get(i, tensor) for i, tensor in enumerate(tensors)]
             state = State(items=[Replicated(name=f"t{i}", tensor=tensor) for i, tensor in enumerate(tensors)])
             with ThreadPoolExecutor(1) as executor:
-                saving = Saving.begin(
+                saving = CheckpointSave.begin(
                     state, directory=tmp_path, step=step, comm=world, options=options,
                     buffers=HostBuffers() if how == "copied" else None,
                     executor=executor if how == "in the background" else None,
@@ -132,7 +132,7 @@ def test_a_state_that_cannot_be_saved_leaves_the_older_checkpoint_of_the_step(tm
         def save_it(odd: torch.Tensor) -> None:
             tensors = [torch.full((2048,), 1.0), torch.full((2048,), 2.0), odd]
             items = [Replicated(name=f"t{i}", tensor=tensor) for i, tensor in enumerate(tensors)]
-            Saving.begin(
+            CheckpointSave.begin(
                 State(items=items), directory=directory, step=1, comm=world, options=options
             ).finish()
 
@@ -162,7 +162,7 @@ def test_a_tensor_that_changes_while_it_is_saved_is_an_error(tmp_path: Path) -> 
                 late.set_exception(error)
             return late
 
-    begun = Saving.begin(state, directory=tmp_path, step=2, comm=world, executor=Later())
+    begun = CheckpointSave.begin(state, directory=tmp_path, step=2, comm=world, executor=Later())
     with pytest.raises(CheckpointError, match="changed during the save"):
         begun.finish()
     assert list(tmp_path.iterdir()) == [path]

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import (
+    CheckpointSave,
     HostBuffers,
     Replicated,
-    Saving,
-    Shard,
     State,
+    TensorShard,
     load,
     load_newest_good,
     open_checkpoint,
@@ -85,7 +85,7 @@ def test_each_rank_restores_only_its_shards_on_another_number_of_ranks(tmp_path:
     save_with(4, tmp_path)
 
     def rank_main(world: World) -> None:
-        shards = [item for item in state_of(world.rank, 3).items if isinstance(item, Shard)]
+        shards = [item for item in state_of(world.rank, 3).items if isinstance(item, TensorShard)]
         regions = {s.name: (s.offset, tuple(s.tensor.shape)) for s in shards if s.name != "grid"}
         restored = load_newest_good(tmp_path, comm=world, regions=regions)
         assert restored is not None
@@ -161,7 +161,7 @@ def test_every_dtype_of_torch_is_stored_bit_for_bit(tmp_path: Path) -> None:
 def test_the_place_of_a_shard_may_be_of_numpy_numbers(tmp_path: Path) -> None:
     def rank_main(world: World) -> Path:
         offset, shape = (np.int64(2 * world.rank),), (np.int32(4),)
-        shard = Shard(name="s", tensor=torch.full((2,), world.rank), global_shape=shape, offset=offset)  # type: ignore[arg-type]
+        shard = TensorShard(name="s", tensor=torch.full((2,), world.rank), global_shape=shape, offset=offset)  # type: ignore[arg-type]
         return save(State(items=[shard]), directory=tmp_path, step=1, comm=world).path
 
     _, tensors = load(run_threads(2, rank_main)[0], comm=SerialWorld())
@@ -202,7 +202,7 @@ def test_one_element_out_of_many_is_stored_whatever_its_stride(tmp_path: Path) -
     assert [tensor.stride()[-1] for tensor in tensors.values()] == [5, 5, 4]
     for buffers in (None, HostBuffers()):
         state = State(items=[Replicated(name=name, tensor=tensor) for name, tensor in tensors.items()])
-        saving = Saving.begin(state, directory=tmp_path, step=1, comm=SerialWorld(), buffers=buffers)
+        saving = CheckpointSave.begin(state, directory=tmp_path, step=1, comm=SerialWorld(), buffers=buffers)
         _, loaded = load(saving.finish().path, comm=SerialWorld())
         assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
@@ -277,18 +277,24 @@ def test_ranks_whose_states_differ_all_fail_and_name_the_tensor(tmp_path: Path) 
         return State(items=[Replicated(name="w", tensor=torch.ones(2, dtype=dtype))])
 
     def gap(world: World) -> State:
-        return State(items=[Shard(name="s", tensor=torch.ones(1), global_shape=(4,), offset=(world.rank,))])
+        return State(
+            items=[TensorShard(name="s", tensor=torch.ones(1), global_shape=(4,), offset=(world.rank,))]
+        )
 
     def outside(world: World) -> State:
-        return State(items=[Shard(name="s", tensor=torch.ones(2), global_shape=(3,), offset=(world.rank,))])
+        return State(
+            items=[TensorShard(name="s", tensor=torch.ones(2), global_shape=(3,), offset=(world.rank,))]
+        )
 
     def flat(world: World) -> State:
         offset = (world.rank,) if world.rank == 1 else (world.rank, 0)
-        return State(items=[Shard(name="s", tensor=torch.ones(1, 2), global_shape=(3, 2), offset=offset)])
+        return State(
+            items=[TensorShard(name="s", tensor=torch.ones(1, 2), global_shape=(3, 2), offset=offset)]
+        )
 
     def fraction(world: World) -> State:
         offset = 1.0 if world.rank == 1 else world.rank
-        return State(items=[Shard(name="s", tensor=torch.ones(1), global_shape=(3,), offset=(offset,))])  # type: ignore[arg-type]
+        return State(items=[TensorShard(name="s", tensor=torch.ones(1), global_shape=(3,), offset=(offset,))])  # type: ignore[arg-type]
 
     def document(world: World) -> State:
         return State(items=[], document={"seed": 1, "place": world.rank // 2})
@@ -342,5 +348,7 @@ def test_nothing_saved_is_none_and_an_explicit_path_must_exist(tmp_path: Path) -
 
 
 def test_sharded_names_are_really_sharded() -> None:
-    shards = {item.name for rank in range(4) for item in state_of(rank, 4).items if isinstance(item, Shard)}
+    shards = {
+        item.name for rank in range(4) for item in state_of(rank, 4).items if isinstance(item, TensorShard)
+    }
     assert shards == set(SHARDED)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.checkpoint import HostBuffers, Replicated, SaveOptions, Saving, State, load, save
+from hpctrain.checkpoint import CheckpointSave, HostBuffers, Replicated, SaveOptions, State, load, save
 from hpctrain.checkpoint.files.checkpoint_names import (
     finished_newest_first,
     folder_name,
@@ -32,7 +32,7 @@ def test_no_memory_for_the_copy_on_one_rank_is_an_error_on_all(tmp_path: Path) -
         if world.rank == 1:
             # The real thing, from torch: more than the machine has addresses for.
             buffers.take = lambda num_bytes, *, pinned=False: torch.empty(2**60, dtype=torch.uint8)  # type: ignore[method-assign]
-        saving = Saving.begin(
+        saving = CheckpointSave.begin(
             state_of(world.rank, 2), directory=tmp_path, step=1, comm=world, buffers=buffers
         )
         with pytest.raises(CheckpointError) as error:
@@ -99,7 +99,7 @@ def test_an_error_in_the_background_reaches_every_rank_and_leaves_nothing(tmp_pa
         gate = threading.Event()
         with ThreadPoolExecutor(1) as executor:
             executor.submit(gate.wait)
-            saving = Saving.begin(
+            saving = CheckpointSave.begin(
                 state, directory=tmp_path, step=1, comm=world, options=SaveOptions(files=2),
                 buffers=HostBuffers(), executor=executor,
             )  # fmt: skip
@@ -181,7 +181,7 @@ def test_a_rank_without_memory_for_the_copy_is_an_error_on_all_of_them(
                 buffers, "take", lambda num_bytes, **_: torch.empty(num_bytes, dtype=torch.uint8)
             )
         with ThreadPoolExecutor(1) as executor:
-            saving = Saving.begin(
+            saving = CheckpointSave.begin(
                 state_of(world.rank, 2),
                 directory=tmp_path,
                 step=1,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.checkpoint import HostBuffers, Replicated, SaveOptions, Saving, State, load, save
+from hpctrain.checkpoint import CheckpointSave, HostBuffers, Replicated, SaveOptions, State, load, save
 from hpctrain.checkpoint.files.checkpoint_names import (
     finished_newest_first,
     folder_name,
@@ -67,7 +67,7 @@ def test_a_state_that_changes_after_begin_is_saved_as_it_was(tmp_path: Path) -> 
     gate = threading.Event()
     with ThreadPoolExecutor(1) as executor:
         executor.submit(gate.wait)  # the work cannot begin before the state has changed
-        saving = Saving.begin(
+        saving = CheckpointSave.begin(
             state, directory=tmp_path, step=1, comm=world, buffers=buffers, executor=executor
         )
         assert not saving.ready()
@@ -95,7 +95,7 @@ def test_a_document_that_changes_after_begin_is_saved_as_it_was(tmp_path: Path) 
     gate = threading.Event()
     with ThreadPoolExecutor(1) as executor:
         executor.submit(gate.wait)
-        saving = Saving.begin(
+        saving = CheckpointSave.begin(
             state, directory=tmp_path, step=1, comm=SerialWorld(), buffers=HostBuffers(), executor=executor
         )
         losses.append(2.0)
@@ -133,7 +133,7 @@ def test_on_the_nodes_own_storage_no_older_one_is_deleted_before_all_have_the_ne
         directory = tmp_path / f"node{world.rank}"
         found = []
         for step, lost in ((1, False), (2, True), (3, False)):
-            saving = Saving.begin(
+            saving = CheckpointSave.begin(
                 state_of(world.rank, 2), directory=directory, step=step, comm=world, options=options
             )
             if lost and world.rank == 0:  # what it cannot be committed without

@@ -27,7 +27,7 @@ from hpctrain.checkpoint.tiers.partner_copy import (
     connect,
     greet,
     send_file,
-    send_message,
+    send_partner_message,
 )
 from hpctrain.errors import CheckpointError
 
@@ -321,7 +321,7 @@ def test_a_sender_that_dies_leaves_nothing(tmp_path: Path, source: Path) -> None
     store = store_of(tmp_path)
     with serving(store) as partner:
         connection = connect(partner, token=TOKEN, timeout_s=5, within_s=5)
-        send_message(connection, offer_of(source).to_json())
+        send_partner_message(connection, offer_of(source).to_json())
         connection.recv(1024)
         connection.sendall(bytes(1 << 20))
         connection.close()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.comm.watchdog.board.node_files import WatchFolders, make_node_folders
-from hpctrain.comm.watchdog.board.rank_status import GroupPosition, Placement, RankPosition
+from hpctrain.comm.watchdog.board.rank_status import GroupPosition, RankNodes, RankPosition
 from hpctrain.comm.watchdog.operation_state import Track
 from hpctrain.comm.watchdog.watcher import Watcher
 
@@ -21,7 +21,7 @@ def folders(directory: Path, *, rank: int, nodes: Sequence[int]) -> WatchFolders
     make_node_folders(directory / "watch", num_nodes=len(names))
     return WatchFolders(
         rank=rank, shared=directory / "watch", local=directory / f"local-{nodes[rank]}",
-        placement=Placement(node_of_rank=nodes, node_names=names),
+        placement=RankNodes(node_of_rank=nodes, node_names=names),
     )  # fmt: skip
 
 

@@ -17,15 +17,15 @@ from hpctrain.comm.watchdog.board.rank_status import (
     EarlyLimits,
     GroupPosition,
     IdleSince,
-    Placement,
     Positions,
+    RankNodes,
     RankPosition,
     activities,
     find_hung,
 )
 from tests.unit.comm.watchdog.rank_alone import position
 
-PLACEMENT = Placement(node_of_rank=[0, 0, 1, 1], node_names=["h0", "h1"])
+PLACEMENT = RankNodes(node_of_rank=[0, 0, 1, 1], node_names=["h0", "h1"])
 LIMITS = EarlyLimits(
     here_s=60.0, everywhere_s=300.0, of={"step": 60.0, "input": 300.0, "save": None, "": None}.get
 )

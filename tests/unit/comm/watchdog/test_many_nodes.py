@@ -21,7 +21,7 @@ from hpctrain.comm.watchdog.board.node_files import (
     reported_path,
     write_node,
 )
-from hpctrain.comm.watchdog.board.rank_status import Activity, Placement
+from hpctrain.comm.watchdog.board.rank_status import Activity, RankNodes
 from hpctrain.comm.watchdog.board.status_board import PositionReader
 from hpctrain.comm.watchdog.operation_state import Track
 from hpctrain.comm.watchdog.timeout_report import describe_finding
@@ -137,7 +137,7 @@ def test_statuses_of_ten_thousand_ranks_on_1250_nodes_are_read_and_folded_in_two
     num_ranks, now = 10_000, time.time()
     folders = WatchFolders(
         rank=0, shared=tmp_path, local=tmp_path / "local",
-        placement=Placement(
+        placement=RankNodes(
             node_of_rank=[rank // 8 for rank in range(num_ranks)], node_names=[f"node{node}" for node in range(1250)]
         ),
     )  # fmt: skip

@@ -126,11 +126,11 @@ def test_the_last_rank_that_leaves_removes_the_folder_of_its_node(tmp_path: Path
     write_position(position(0), local=path)
     assert path.stat().st_mode & 0o777 == 0o700
     for hold in holds[:-1]:
-        hold.leave()
+        hold.release()
         assert path.exists()
-    holds[-1].leave()
+    holds[-1].release()
     assert not path.exists()
-    holds[-1].leave()
+    holds[-1].release()
 
 
 def test_the_folder_of_killed_ranks_is_removed_by_a_later_run_and_that_of_others_is_not(
@@ -147,12 +147,12 @@ def test_the_folder_of_killed_ranks_is_removed_by_a_later_run_and_that_of_others
     young.mkdir()
     for path in (killed, alive):
         os.utime(path, (1.0, 1.0))
-    make_local_folder(local_folder(tmp_path, run="new", leader=0)).leave()
+    make_local_folder(local_folder(tmp_path, run="new", leader=0)).release()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "hpctrain-watch-alive-0",
         "hpctrain-watch-young-0",
     ]
-    hold.leave()
+    hold.release()
 
 
 def test_the_folder_is_in_the_nodes_memory() -> None:

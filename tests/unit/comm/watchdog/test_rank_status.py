@@ -9,15 +9,15 @@ import pytest
 
 from hpctrain.comm.watchdog.board.rank_status import (
     Absence,
-    Finding,
     GroupPosition,
-    Placement,
+    HangEvidence,
     Positions,
+    RankNodes,
     RankPosition,
     find_absent,
     find_silent,
     find_waiting,
-    place_ranks,
+    nodes_of_ranks,
 )
 from hpctrain.comm.watchdog.timeout_report import describe_finding
 from hpctrain.topology import Topology
@@ -26,21 +26,23 @@ from tests.unit.comm.watchdog.rank_alone import position
 pytestmark = pytest.mark.timing
 
 # Ranks 0 and 1 are on h0, 2 and 3 on h1, ...
-PAIRS = Placement(
+PAIRS = RankNodes(
     node_of_rank=[rank // 2 for rank in range(10_000)], node_names=[f"h{node}" for node in range(5000)]
 )
 
 
 def test_ranks_of_a_host_are_divided_as_the_topology_says_and_those_in_other_containers_too() -> None:
     hosts = [0, 0, 0, 1, 1]
-    assert place_ranks(hosts, names=["a", "b"]) == Placement(node_of_rank=hosts, node_names=["a", "b"])
+    assert nodes_of_ranks(hosts, names=["a", "b"]) == RankNodes(node_of_rank=hosts, node_names=["a", "b"])
     emulated = Topology.from_node_names(["a/0", "a/0", "a/1", "a/1", "a/2"], emulated=True)
-    found = place_ranks([0] * 5, names=["a"], topology=emulated)
-    assert found == Placement(node_of_rank=[0, 0, 1, 1, 2], node_names=["a/0", "a/1", "a/2"])
+    found = nodes_of_ranks([0] * 5, names=["a"], topology=emulated)
+    assert found == RankNodes(node_of_rank=[0, 0, 1, 1, 2], node_names=["a/0", "a/1", "a/2"])
     assert [found.ranks_on(node) for node in range(found.num_nodes)] == [[0, 1], [2, 3], [4]]
     # Ranks 0 and 1 of node a do not see each other's memory.
-    apart = place_ranks([0, 1, 2], names=["a", "a", "b"], topology=Topology.from_node_names(["a", "a", "b"]))
-    assert apart == Placement(node_of_rank=[0, 1, 2], node_names=["a", "a", "b"])
+    apart = nodes_of_ranks(
+        [0, 1, 2], names=["a", "a", "b"], topology=Topology.from_node_names(["a", "a", "b"])
+    )
+    assert apart == RankNodes(node_of_rank=[0, 1, 2], node_names=["a", "a", "b"])
 
 
 def absent(positions: Positions, *, sequence: int = 5, waited_s: float = 70.0) -> list[Absence]:
@@ -111,7 +113,7 @@ def test_the_ranks_of_a_silent_node_are_named_together() -> None:
 def test_of_a_node_whose_file_cannot_be_read_nothing_is_said_but_that() -> None:
     here = {rank: position(rank, sequence=5, written=100.0) for rank in (0, 1)}
     assert absent(Positions(by_rank=here, unread_nodes=[1])) == []
-    report = describe_finding(Finding(unread=["h1"]), waits=True, num_asked=0)
+    report = describe_finding(HangEvidence(unread=["h1"]), waits=True, num_asked=0)
     assert report == "the files of h1 cannot be read: what their ranks do is not known"
 
 
@@ -160,7 +162,7 @@ def test_ten_thousand_absences_are_folded() -> None:
         Positions(by_rank=by_rank, silent_nodes=silent), members=range(10_000), placement=PAIRS, group="world",
         sequence=5, now=100.0, usual_silence_s=5.0, waited_s=70.0,
     )  # fmt: skip
-    report = describe_finding(Finding(absent=found), waits=True, num_asked=0)
+    report = describe_finding(HangEvidence(absent=found), waits=True, num_asked=0)
     assert time.perf_counter() - start_s < 2
     assert sum(len(absence.ranks) for absence in found) == 10_000
     lines = report.splitlines()

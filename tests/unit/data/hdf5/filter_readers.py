@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.comm.backends.serial_world import SerialWorld
-from hpctrain.data import Dataset, verify
+from hpctrain.data import Dataset, verify_dataset
 from hpctrain.data.indexing.index_files import IndexReading, OldIndex, TokenRequest, index_files
 from hpctrain.data.integrity.read_checker import check_while_reading
 from hpctrain.data.locality.memory_store import MemoryStore
@@ -85,7 +85,7 @@ def sound(path: Path) -> None:
 
 
 def verified(path: Path) -> None:
-    assert verify(path.with_suffix(".hashed")) == []
+    assert verify_dataset(path.with_suffix(".hashed")) == []
 
 
 def staged(path: Path) -> None:

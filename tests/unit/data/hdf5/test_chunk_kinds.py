@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from h5py import h5d, h5p, h5s, h5t
 
-from hpctrain.data import Dataset, IndexReading, SampleIs, index_files, verify
+from hpctrain.data import Dataset, IndexReading, SampleIs, index_files, verify_dataset
 from hpctrain.data.hdf5.chunk_index import ChunkAccess, _Reader, read_chunk_access
 from hpctrain.data.hdf5.layout import RowReader, inspect
 
@@ -106,7 +106,7 @@ def test_chunks_are_read_as_hdf5_reads_them(tmp_path: Path, case: Case) -> None:
             dataset = Dataset.open(out, io=io)
             order = np.arange(len(wanted))[::-1]
             assert np.array_equal(dataset.gather(order)["x"], wanted[order]), (filtered, written, block)
-        assert not verify(out)
+        assert not verify_dataset(out)
 
 
 def test_more_chunks_than_are_looked_up_one_by_one(tmp_path: Path) -> None:
@@ -174,4 +174,4 @@ def test_contiguous_datasets_that_were_never_written_are_the_fill_value(
     assert (batch["x"] == 3).all()
     assert (batch["y"][2:4] == 1).all()
     assert (batch["y"][4:] == 3).all()
-    assert not verify(tmp_path / "out")
+    assert not verify_dataset(tmp_path / "out")

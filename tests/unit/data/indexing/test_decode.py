@@ -23,7 +23,7 @@ from hpctrain.data import (
     meanings_in_words,
     parse_field_paths,
     read_manifest,
-    verify,
+    verify_dataset,
 )
 from hpctrain.data.reading.dataset import read_column
 from hpctrain.errors import DataError, UsageError
@@ -189,7 +189,7 @@ def test_values_are_decoded_and_without_being_asked_there_is_one_warning(case: s
     np.testing.assert_array_equal(found, np.array(wanted, dtype))
     assert decoding_in_words(dataset.manifest, "x").startswith("decoded from")
     assert meanings_in_words(dataset.directory, dataset.manifest)["x"]
-    assert verify(tmp_path / "out") == []
+    assert verify_dataset(tmp_path / "out") == []
     finite = np.array(wanted, f8)[np.isfinite(np.array(wanted, f8))]
     if "x" in dataset.manifest.statistics and len(finite):
         assert dataset.manifest.statistics["x"].max == pytest.approx(finite.max(), rel=1e-6)

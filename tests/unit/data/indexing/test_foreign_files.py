@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data import Dataset, Loader, verify
+from hpctrain.data import Dataset, Loader, verify_dataset
 from hpctrain.data.indexing.index_files import IndexReading, index_files
 from hpctrain.data.indexing.request import SampleIs
 from hpctrain.errors import DataError
@@ -86,7 +86,7 @@ def test_the_datasets_of_h5pys_documentation(tmp_path: Path) -> None:
     assert batch["lists.length"].tolist() == [7, 0, 4, 4, 1]
     assert batch["m"].shape == (5, 2, 2)
     assert batch["half"].dtype == np.float16
-    assert verify(tmp_path / "index") == []
+    assert verify_dataset(tmp_path / "index") == []
 
 
 PANDAS = """
@@ -124,7 +124,7 @@ def test_pandas_fixed_format(pandas_files: Path, tmp_path: Path) -> None:
     assert batch["n"].tolist() == [[4], [1]]
     assert batch["flag"].astype(bool).tolist() == [[True], [True]]
     assert batch["row"].tolist() == [3, 0]
-    assert verify(tmp_path / "index") == []
+    assert verify_dataset(tmp_path / "index") == []
     with pytest.raises(DataError, match=r"pickled Python objects .*format='table'"):
         index_files(tmp_path / "b", files=[str(pandas_files / "objects.h5")], fields="x=/df/block0_values")
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
-from hpctrain.data import Dataset, read_manifest, verify
+from hpctrain.data import Dataset, read_manifest, verify_dataset
 from hpctrain.data.format.token_windows import split_windows
 from hpctrain.data.indexing.index_files import IndexPaths, IndexReading, OldIndex, TokenRequest, index_files
 from hpctrain.data.indexing.request import SampleIs, find_files, parse_field_paths
@@ -204,7 +204,7 @@ def test_a_boolean_keeps_its_hash_whatever_its_byte(tmp_path: Path) -> None:
     reading = {"samples": SampleIs.FILE, "reading": IndexReading.CONTENT}
     dataset = opened(tmp_path / "index", files=[str(tmp_path / "a.h5")], fields="x=/x", **reading)
     assert dataset.gather(np.arange(1))["x"].tolist() == [True]
-    assert verify(tmp_path / "index") == []
+    assert verify_dataset(tmp_path / "index") == []
 
 
 def test_soft_links_within_the_file_are_followed(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_token_streams_are_cut_into_windows(tmp_path: Path) -> None:
     windows = dataset.gather(np.arange(dataset.num_samples))["tokens"]
     starts = [*range(0, 42, 5), *range(200, 215, 5)]
     assert windows.tolist() == [list(range(start, start + 9)) for start in starts]
-    assert verify(tmp_path / "index") == []
+    assert verify_dataset(tmp_path / "index") == []
 
 
 def test_no_window_crosses_the_start_of_a_document(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_hashes_find_damage_and_statistics_are_of_the_content(tmp_path: Path) ->
     assert statistics["x"].mean == pytest.approx(IMAGES.mean(dtype=np.float64))
     assert statistics["x"].std == pytest.approx(IMAGES.std(dtype=np.float64))
     assert (statistics["y"].min, statistics["y"].max) == (0, 29)
-    assert verify(out) == []
+    assert verify_dataset(out) == []
     entry = read_manifest(out).shards[1]
     offset = entry.fields["y"].offset
     assert offset is not None
@@ -293,7 +293,7 @@ def test_hashes_find_damage_and_statistics_are_of_the_content(tmp_path: Path) ->
         file.seek(offset + 4 * 7)
         file.write(b"\xff")
     os.utime(names[1], ns=(0, entry.modified_ns or 0))
-    (damage,) = verify(out)
+    (damage,) = verify_dataset(out)
     assert (damage.field, damage.first_sample <= 7 <= damage.last_sample) == ("y", True)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hpctrain.data import Dataset, IndexReading, SampleIs, ValuesWarning, index_files, verify
+from hpctrain.data import Dataset, IndexReading, SampleIs, ValuesWarning, index_files, verify_dataset
 from hpctrain.errors import DataError
 from tests.unit.data.hdf5.h5py_reads import wanted
 from tests.unit.data.hdf5.random_attributes import Said, meant
@@ -73,8 +73,8 @@ def _outcome(path: Path, out: Path, *, number: int, make: Callable[..., DrawnFil
             )
         io = str(random.choice(["map", "read"]))
         dataset = Dataset.open(out, io=io, cache_bytes=int(random.choice([0, 1000, 1 << 24])))
-        if hashed and verify(out):
-            return "WRONG", f"{made.description}: a sound file is called damaged: {verify(out)[0]}"
+        if hashed and verify_dataset(out):
+            return "WRONG", f"{made.description}: a sound file is called damaged: {verify_dataset(out)[0]}"
         values = None if right is None else decoded(path, right, made.said)
         if decode == "cf" and values is not None:
             fault = differs_decoded(dataset, values, whole=whole)

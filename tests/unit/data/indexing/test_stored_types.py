@@ -12,7 +12,7 @@ import tables
 from h5py import h5d, h5p, h5s, h5t
 from numpy.typing import NDArray
 
-from hpctrain.data import Dataset, IndexReading, index_files, verify
+from hpctrain.data import Dataset, IndexReading, index_files, verify_dataset
 from hpctrain.data.hdf5.layout import has_numpys_bytes
 from hpctrain.errors import DataError
 
@@ -85,7 +85,7 @@ def test_numbers_are_read_as_h5py_reads_them(tmp_path: Path, name: str, chunked:
     index_files(tmp_path / "out", files=[str(tmp_path / "a.h5")], fields="x=/x", reading=IndexReading.CONTENT)
     dataset = Dataset.open(tmp_path / "out")
     assert np.array_equal(dataset.gather(np.array([5, 0, 3, 0]))["x"], wanted[[5, 0, 3, 0]])
-    assert not verify(tmp_path / "out")
+    assert not verify_dataset(tmp_path / "out")
     assert (dataset.manifest.shards[0].fields["x"].offset is None) == (chunked or name in CONVERTED)
 
 
@@ -129,7 +129,7 @@ def test_the_other_columns_of_a_table_with_times(tmp_path: Path) -> None:
     batch = Dataset.open(tmp_path / "out").gather(np.array([1, 0]))
     assert batch["a"].tolist() == [2.5, 1.5]
     assert batch["n"].tolist() == [[3, 4], [1, 2]]
-    assert not verify(tmp_path / "out")
+    assert not verify_dataset(tmp_path / "out")
     with pytest.raises(
         DataError, match=r"member 'when' of times \(H5T_TIME\) of 8 bytes.*other members can be"
     ):

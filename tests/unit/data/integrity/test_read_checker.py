@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hpctrain.data import (
     Dataset,
     read_manifest,
-    verify,
+    verify_dataset,
 )
 from hpctrain.data.integrity.read_checker import CheckMode, DamagedData, make_checker
 from hpctrain.errors import DataError
@@ -72,11 +72,11 @@ def test_500_damages_at_random_places_are_all_noticed(originals: Path, tmp_path:
             found = read_epoch(dataset, random)
         except DataError as caught:
             error = str(caught)  # the exception itself would keep the files open
-        # Bytes beside the chunks of a compressed shard are left to `verify`: what is read is right all the same.
+        # Bytes beside the chunks of a compressed shard are left to `verify_dataset`: what is read is right.
         if found is not None and path.parent.name == "compressed":
             harmless += 1
             np.testing.assert_array_equal(found, content[path.parent])
-            error = " ".join(damage.describe() for damage in verify(path.parent))
+            error = " ".join(damage.describe() for damage in verify_dataset(path.parent))
         if path.name not in error:
             unnoticed.append((trial, path.name, error))
         path.write_bytes(whole[path])

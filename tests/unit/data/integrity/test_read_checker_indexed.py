@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data import Dataset, read_manifest, verify
+from hpctrain.data import Dataset, read_manifest, verify_dataset
 from hpctrain.data.indexing.index_files import IndexReading, TokenRequest, index_files
 from hpctrain.data.indexing.request import SampleIs
 from hpctrain.data.integrity.read_checker import DamagedData, check_while_reading
@@ -50,7 +50,7 @@ def change(path: Path, name: str, *, at: tuple[int, ...], value: float) -> None:
 
 
 def damaged(dataset: Dataset) -> list[int]:
-    """Samples that cannot be read, one by one; `sound` and `verify` say the same."""
+    """Samples that cannot be read, one by one; `sound` and `verify_dataset` say the same."""
     assert dataset.checker is not None
     bad = []
     for sample in range(dataset.num_samples):
@@ -63,7 +63,7 @@ def damaged(dataset: Dataset) -> list[int]:
     starts = np.concatenate([[0], np.cumsum([shard.samples for shard in dataset.manifest.shards])])
     names = [shard.file for shard in dataset.manifest.shards]
     reported = set()
-    for found in verify(dataset.directory):
+    for found in verify_dataset(dataset.directory):
         first = starts[names.index(found.shard)]
         reported |= set(range(first + found.first_sample, first + found.last_sample + 1))
     assert sorted(reported) == bad
@@ -139,7 +139,7 @@ def test_an_index_without_hashes_cannot_be_checked(tmp_path: Path) -> None:
     index_files(tmp_path / "index", files=[str(tmp_path / "f.h5")], fields="x=/images")
     with pytest.raises(DataError, match="has no hashes, so it cannot be checked"):
         open_checked(tmp_path)
-    assert verify(tmp_path / "index") == []
+    assert verify_dataset(tmp_path / "index") == []
 
 
 def test_strings_have_no_hashes_and_are_read_as_they_are(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hpctrain.data import (
     EpochOrder,
     LastBatch,
     Loader,
-    Span,
+    PositionRange,
 )
 from hpctrain.data.integrity.read_checker import CheckMode, DamagedData, read_around_damage
 from hpctrain.data.order.epoch_order import plan_batch
@@ -102,7 +102,7 @@ def test_weights_of_what_is_left_add_up_to_one(images: Path) -> None:
 def test_damage_that_comes_and_goes_does_not_go_round_for_ever(images: Path) -> None:
     loader = Loader(open_checked(images), global_batch=4, on_damage="skip")
     plan = plan_batch(
-        EpochOrder(num_samples=SAMPLES), span=Span(0, 4), global_batch=4, last_batch=LastBatch.KEEP, rank=0,
+        EpochOrder(num_samples=SAMPLES), span=PositionRange(0, 4), global_batch=4, last_batch=LastBatch.KEEP, rank=0,
         num_ranks=1,
     )  # fmt: skip
     assert loader.checker is not None

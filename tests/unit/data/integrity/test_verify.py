@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.data import Damage, pack_arrays, pack_tokens, read_manifest, verify
+from hpctrain.data import Damage, pack_arrays, pack_tokens, read_manifest, verify_dataset
 from hpctrain.data.integrity.hashed_blocks import find_datasets, merge_damage
 from hpctrain.errors import DataError
 
@@ -36,7 +36,7 @@ def flip_bit(path: Path, *, offset: int, bit: int = 0) -> None:
 
 def test_a_whole_dataset_has_no_damage(dataset: Path) -> None:
     seen: list[tuple[int, int]] = []
-    assert verify(dataset, progress=lambda done, total: seen.append((done, total))) == []
+    assert verify_dataset(dataset, progress=lambda done, total: seen.append((done, total))) == []
     assert seen[-1] == (90 * (256 + 8), 90 * (256 + 8))
 
 
@@ -49,7 +49,7 @@ def test_every_flipped_bit_anywhere_in_a_file_is_found(original: Path, tmp_path:
         name = names[random.integers(len(names))]
         offset = int(random.integers((dataset / name).stat().st_size))
         flip_bit(dataset / name, offset=offset, bit=int(random.integers(8)))
-        damages = verify(dataset)
+        damages = verify_dataset(dataset)
         assert [d.shard for d in damages] == [name], (name, offset)
         shutil.rmtree(dataset)
 
@@ -76,7 +76,7 @@ def test_every_truncation_is_found(original: Path, tmp_path: Path) -> None:
         shutil.copytree(original, dataset)
         path = dataset / "shard-00001.h5"
         os.truncate(path, int(random.integers(path.stat().st_size)))
-        damages = verify(dataset)
+        damages = verify_dataset(dataset)
         assert [(d.shard, d.field, d.first_sample, d.last_sample) for d in damages] == [
             ("shard-00001.h5", None, 0, 34)
         ]
@@ -86,7 +86,7 @@ def test_every_truncation_is_found(original: Path, tmp_path: Path) -> None:
 def test_bytes_added_behind_a_shard_are_found(dataset: Path) -> None:
     with (dataset / "shard-00000.h5").open("ab") as file:
         file.write(b"more")
-    assert [d.reason for d in verify(dataset)] == ["the HDF5 headers differ from what was written"]
+    assert [d.reason for d in verify_dataset(dataset)] == ["the HDF5 headers differ from what was written"]
 
 
 def test_damage_names_shard_field_and_samples(dataset: Path) -> None:
@@ -94,7 +94,7 @@ def test_damage_names_shard_field_and_samples(dataset: Path) -> None:
     # Sample 9 lies in the block of samples 8 to 11.
     flip_bit(dataset / "shard-00001.h5", offset=stored.offset + 256 * 9)
     (dataset / "shard-00002.h5").unlink()
-    first, second = verify(dataset)
+    first, second = verify_dataset(dataset)
     assert first == Damage(
         shard="shard-00001.h5",
         field="image",
@@ -119,7 +119,7 @@ def test_damage_in_a_token_stream_names_every_window_that_holds_it(
     stored = manifest.shards[0].fields["tokens"]
     for token in (0, 33, 250, stored.num_bytes - 1):
         flip_bit(tmp_path / "shard-00000.h5", offset=stored.offset + token)
-        (damage,) = verify(tmp_path)
+        (damage,) = verify_dataset(tmp_path)
         block = range(token // 16 * 16, min(token // 16 * 16 + 16, stored.num_bytes))
         holding = [
             sample
@@ -128,7 +128,7 @@ def test_damage_in_a_token_stream_names_every_window_that_holds_it(
         ]
         assert (damage.first_sample, damage.last_sample) == (holding[0], holding[-1])
         flip_bit(tmp_path / "shard-00000.h5", offset=stored.offset + token)
-    assert verify(tmp_path) == []
+    assert verify_dataset(tmp_path) == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 200])
@@ -139,8 +139,8 @@ def test_the_ranks_together_find_what_one_rank_finds(dataset: Path, num_ranks: i
         for byte in (0, 1030, 2050, stored.num_bytes - 1):
             flip_bit(dataset / manifest.shards[shard].file, offset=stored.offset + byte)
     (dataset / "shard-00001.h5").unlink()
-    alone = verify(dataset)
-    parts = [verify(dataset, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    alone = verify_dataset(dataset)
+    parts = [verify_dataset(dataset, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
     assert merge_damage([damage for part in parts for damage in part]) == alone
     assert len(alone) == 5
 
@@ -148,7 +148,9 @@ def test_the_ranks_together_find_what_one_rank_finds(dataset: Path, num_ranks: i
 def test_each_byte_is_read_by_one_rank(dataset: Path) -> None:
     blocks: list[list[int]] = [[], [], []]
     for rank in range(3):
-        verify(dataset, rank=rank, num_ranks=3, progress=lambda done, _, seen=blocks[rank]: seen.append(done))
+        verify_dataset(
+            dataset, rank=rank, num_ranks=3, progress=lambda done, _, seen=blocks[rank]: seen.append(done)
+        )
     assert sum(seen[-1] for seen in blocks) == 90 * (256 + 8)
     counts = [len(seen) for seen in blocks]
     assert max(counts) - min(counts) <= 1

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.data import Blocks, Dataset, Loader, Shuffled, pack_arrays, pack_tokens
 from hpctrain.data.loading.prefetch import ReadAhead, read_ahead_for
-from hpctrain.data.order.epoch_order import Span
+from hpctrain.data.order.epoch_order import PositionRange
 from hpctrain.data.order.order_spec import BlockOrder
 
 
@@ -44,7 +44,7 @@ def test_a_loader_asks_once_for_each_window_and_one_window_ahead(
     )  # just written
     dataset = Dataset.open(tmp_path)
     loader = Loader(dataset, global_batch=20, order=Blocks(block_samples=10, window_blocks=2))
-    spans = [Span(first, first + 20) for first in range(0, 120, 20)]
+    spans = [PositionRange(first, first + 20) for first in range(0, 120, 20)]
     ahead = read_ahead_for(dataset, loader.order.for_epoch(0, num_samples=120, seed=0))
     assert ahead is not None
     totals = []

@@ -19,13 +19,13 @@ from hpctrain.data import (
     Weighted,
 )
 from hpctrain.data.loading.prefetch import EpochPlan
-from hpctrain.data.order.epoch_order import LastBatch, Order, Span, num_batches
+from hpctrain.data.order.epoch_order import LastBatch, Order, PositionRange, num_batches
 
 KINDS = ("shuffle", "sequential", "blocks", "stratified", "weighted", "fixed")
 ONCE = tuple(kind for kind in KINDS if kind != "weighted")  # every sample exactly once per epoch
 
 
-def batch_spans(order: Order, *, batch: int, last: LastBatch, start: int = 0) -> Iterator[Span]:
+def batch_spans(order: Order, *, batch: int, last: LastBatch, start: int = 0) -> Iterator[PositionRange]:
     """The positions of each global batch of an epoch, from `start` on."""
     count = num_batches(order.num_samples, global_batch=batch, last_batch=last, start=start)
     plan = EpochPlan(order=order, start=start, every=1, global_batch=batch, num_batches=count)

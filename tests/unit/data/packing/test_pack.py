@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from hpctrain.data import Dataset, EpochOrder, Existing, pack_arrays, pack_tokens, read_manifest, verify
+from hpctrain.data import (
+    Dataset,
+    EpochOrder,
+    Existing,
+    pack_arrays,
+    pack_tokens,
+    read_manifest,
+    verify_dataset,
+)
 from hpctrain.data.format.manifest import DTYPES
 from hpctrain.data.packing.pack import pack_source
 from hpctrain.errors import DataError, UsageError
@@ -97,7 +105,7 @@ def test_token_windows_are_the_windows_of_the_stream(
         assert manifest.attributes["stream_tokens"] == len(stream)
         found = dataset.gather(np.arange(dataset.num_samples))["tokens"]
         assert np.array_equal(found, np.stack([stream[s : s + window + 1] for s in starts]))
-        assert verify(directory) == []
+        assert verify_dataset(directory) == []
 
 
 def test_a_stream_shorter_than_a_window_is_refused(tmp_path: Path) -> None:

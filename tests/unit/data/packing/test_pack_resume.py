@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hpctrain.data import Dataset, Existing, pack_arrays, read_manifest, verify
+from hpctrain.data import Dataset, Existing, pack_arrays, read_manifest, verify_dataset
 from hpctrain.data.format.manifest_entries import Moments, moments_of
 from hpctrain.data.hdf5.filters import ChunkCodec, ShardCompression
 from hpctrain.data.packing.pack import PackOptions, pack_documents, pack_iterator
@@ -116,12 +116,12 @@ def test_compressed_shards_are_ordinary_hdf5_and_read_back_the_same(
     found = Dataset.open(tmp_path / "b").gather(order)
     for name, array in fields.items():
         assert np.array_equal(found[name], array[order])
-    assert verify(tmp_path / "b") == []
+    assert verify_dataset(tmp_path / "b") == []
     path = tmp_path / "b" / "shard-00002.h5"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    assert {damage.shard for damage in verify(tmp_path / "b")} == {"shard-00002.h5"}
+    assert {damage.shard for damage in verify_dataset(tmp_path / "b")} == {"shard-00002.h5"}
 
 
 def test_a_compressed_packing_can_be_resumed(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_documents_become_windows_and_their_starts_are_noted(
         assert any(
             set((starts + p).tolist()) == {b for b in begins if p <= b < p + len(tokens)} for p in places
         )
-    assert verify(directory) == []
+    assert verify_dataset(directory) == []
 
 
 def samples(start: int, stop: int) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ from hpctrain.data import Dataset, pack_arrays, pack_tokens
 from hpctrain.data.hdf5.filters import fletcher32
 from hpctrain.data.indexing.index_files import index_files
 from hpctrain.data.reading import chunked as sources
-from hpctrain.data.reading.field_reader import Chunk, ChunkCache, ChunkKey
+from hpctrain.data.reading.field_reader import ChunkCache, ChunkKey, DecodedChunk
 from hpctrain.errors import DataError, UsageError
 
 NUM_SAMPLES = 90
@@ -207,11 +207,11 @@ def test_threads_that_want_the_same_chunk_make_it_once() -> None:
     entered, go = threading.Event(), threading.Event()
     made: list[int] = []
 
-    def make() -> Chunk:
+    def make() -> DecodedChunk:
         entered.set()
         assert go.wait(300)
         made.append(1)
-        return Chunk(values=np.arange(10, dtype=np.uint8))
+        return DecodedChunk(values=np.arange(10, dtype=np.uint8))
 
     key, found = ChunkKey(0, "x", (0,)), []
     threads = [threading.Thread(target=lambda: found.append(cache.get_or_make(key, make))) for _ in range(3)]
@@ -229,13 +229,13 @@ def test_the_cache_drops_what_was_used_longest_ago_and_never_holds_more_than_it_
     cache = ChunkCache(capacity_bytes=25)
     keys = [ChunkKey(0, "x", (number,)) for number in range(4)]
     for key in (keys[0], keys[1], keys[0], keys[2]):
-        cache.get_or_make(key, lambda: Chunk(values=np.zeros(10, np.uint8)))
+        cache.get_or_make(key, lambda: DecodedChunk(values=np.zeros(10, np.uint8)))
     assert [cache.get(key) is not None for key in keys] == [True, False, True, False]
-    cache.get_or_make(keys[3], lambda: Chunk(values=np.zeros(26, np.uint8)))
+    cache.get_or_make(keys[3], lambda: DecodedChunk(values=np.zeros(26, np.uint8)))
     assert (cache.used_bytes, cache.get(keys[3])) == (20, None)
     with pytest.raises(OSError, match="once"):
         cache.get_or_make(keys[1], lambda: (_ for _ in ()).throw(OSError("once")))
-    assert cache.get_or_make(keys[1], lambda: Chunk(values=np.ones(1, np.uint8))).num_bytes == 1
+    assert cache.get_or_make(keys[1], lambda: DecodedChunk(values=np.ones(1, np.uint8))).num_bytes == 1
 
 
 def test_a_negative_cache_and_no_threads_are_refused(packed: Path) -> None:

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from hpctrain.data import Dataset, Verify, pack_arrays, pack_tokens, read_manifest, verify
+from hpctrain.data import Dataset, Verify, pack_arrays, pack_tokens, read_manifest, verify_dataset
 from hpctrain.data.format.manifest import _checksum
 from hpctrain.data.indexing.index_files import index_files
-from hpctrain.data.reading.field_reader import OpenFile, Task
+from hpctrain.data.reading.field_reader import OpenFile, ReadTask
 from hpctrain.errors import DataError, ExitCode
 
 NUM_SAMPLES = 100
@@ -86,7 +86,7 @@ def test_shards_repacked_by_h5repack_are_read_and_verified(packed: Path, options
     found = Dataset.open(packed).gather(indices)
     for name, array in arrays().items():
         assert np.array_equal(found[name], array[indices])
-    assert verify(packed) == []
+    assert verify_dataset(packed) == []
 
 
 @pytest.mark.skipif(shutil.which("h5repack") is None, reason="h5repack is not installed")
@@ -96,7 +96,7 @@ def test_a_repacked_token_stream_has_the_same_windows(tmp_path: Path) -> None:
     before = Dataset.open(tmp_path).gather(np.arange(500))["tokens"]
     repack(tmp_path, "-f", "GZIP=4")
     assert np.array_equal(Dataset.open(tmp_path).gather(np.arange(500))["tokens"], before)
-    assert verify(tmp_path) == []
+    assert verify_dataset(tmp_path) == []
 
 
 def test_shards_rewritten_big_endian_are_read_and_verified(packed: Path) -> None:
@@ -111,7 +111,7 @@ def test_shards_rewritten_big_endian_are_read_and_verified(packed: Path) -> None
     for name, array in arrays().items():
         assert found[name].dtype.isnative
         assert np.array_equal(found[name], array[indices])
-    assert verify(packed) == []
+    assert verify_dataset(packed) == []
 
 
 def test_a_shard_cut_short_after_opening_is_an_error_not_a_bus_error(packed: Path) -> None:
@@ -335,7 +335,7 @@ def test_more_files_than_may_be_open_are_read_rightly_whatever_is_opened_meanwhi
     dataset._max_open = 8
     run, opened = dataset._threads.run, []
 
-    def run_after_others_opened_files(tasks: Sequence[Task]) -> None:
+    def run_after_others_opened_files(tasks: Sequence[ReadTask]) -> None:
         opened.extend(OpenFile(tmp_path / f"{number:02}.h5") for number in range(num_files))
         run(tasks)
 

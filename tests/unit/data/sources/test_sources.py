@@ -14,7 +14,7 @@ from PIL import Image
 from hpctrain.data import Dataset, Manifest
 from hpctrain.data.hdf5.filters import ChunkCodec
 from hpctrain.data.packing.pack import pack_source
-from hpctrain.data.sources.numpy_files import Colour, parse_size
+from hpctrain.data.sources.numpy_files import Colour, parse_image_size
 from hpctrain.data.sources.registry import SourceOptions
 from hpctrain.data.sources.tables import parse_table_fields
 from hpctrain.data.sources.text import TextDocuments
@@ -60,7 +60,7 @@ def test_pictures_are_made_alike_only_when_asked(tmp_path: Path) -> None:
     Image.new("L", (30, 30), 77).save(root / "dog" / "a.jpg")
     with pytest.raises(DataError, match=r"a.jpg has 30x30 pixels, .* has 8x12: use --size"):
         pack(f"images:{root}", tmp_path / "out")
-    options = SourceOptions(image_size=parse_size("6x4"), colour=Colour.GREY)
+    options = SourceOptions(image_size=parse_image_size("6x4"), colour=Colour.GREY)
     _, found = pack(f"images:{root}", tmp_path / "small", options=options, shuffle=True, seed=5)
     assert found["image"].shape == (7, 1, 6, 4)
     assert sorted(found["label"].tolist()) == [0, 0, 0, 1, 1, 1, 1]
@@ -221,10 +221,10 @@ def test_fields_that_say_nothing_are_refused(text: str) -> None:
 
 
 def test_sizes_of_pictures() -> None:
-    assert parse_size("224x320") == (224, 320)
-    assert parse_size("96") == (96, 96)
+    assert parse_image_size("224x320") == (224, 320)
+    assert parse_image_size("96") == (96, 96)
     with pytest.raises(UsageError, match="--size 0x4"):
-        parse_size("0x4")
+        parse_image_size("0x4")
 
 
 def test_a_text_longer_than_a_shard_is_read_in_pieces_and_must_not_change(tmp_path: Path) -> None:

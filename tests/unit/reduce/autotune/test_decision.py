@@ -17,7 +17,7 @@ from hpctrain.reduce.autotune.decision import (
     measurements_from_json,
     measurements_to_json,
 )
-from hpctrain.reduce.autotune.link_speed import Candidate, Cost, Measurement
+from hpctrain.reduce.autotune.link_speed import Candidate, Measurement, TimeBySize
 from hpctrain.reduce.autotune.tune import TrialResults, bucket_sizes
 
 SIZES = st.integers(1, 1 << 26)
@@ -50,13 +50,13 @@ def test_the_choice_is_the_candidate_that_costs_least(measured: list[Measurement
 
 @given(POINTS, ANY_SIZE, ANY_SIZE)
 def test_a_larger_bucket_never_costs_less(points: list[tuple[int, float]], one: int, other: int) -> None:
-    cost = Cost.fit(points)
+    cost = TimeBySize.fit(points)
     assert cost.at(min(one, other)) <= cost.at(max(one, other)) * (1 + 1e-12)
 
 
 @given(POINTS)
 def test_a_fit_never_says_more_than_was_measured(points: list[tuple[int, float]]) -> None:
-    cost = Cost.fit(points)
+    cost = TimeBySize.fit(points)
     for size, seconds in points:
         assert cost.at(size) <= seconds * (1 + 1e-12)
     assert cost.slope > 0 or len({s for _, s in cost.points}) == 1
@@ -81,7 +81,7 @@ def test_a_time_that_is_none_is_refused(seconds: float) -> None:
 
 def test_straight_lines_are_found_again() -> None:
     points = [(m.num_bytes, m.seconds) for m in straight("flat", latency_s=1e-3, per_byte_s=2e-9)]
-    cost = Cost.fit(points)
+    cost = TimeBySize.fit(points)
     assert cost.latency_s == pytest.approx(1e-3)
     assert cost.slope == pytest.approx(2e-9)
     assert cost.at(1 << 26) == pytest.approx(1e-3 + (1 << 26) * 2e-9)
@@ -97,7 +97,7 @@ def test_quick_starters_are_chosen_for_small_buckets_and_fast_senders_for_large_
 
 
 def test_one_slow_trial_of_a_small_size_does_not_decide_over_larger_ones() -> None:
-    cost = Cost.fit([(1 << 12, 0.5), (1 << 15, 1e-3), (1 << 18, 2e-3)])
+    cost = TimeBySize.fit([(1 << 12, 0.5), (1 << 15, 1e-3), (1 << 18, 2e-3)])
     assert cost.at(1 << 12) == 1e-3
 
 
@@ -129,10 +129,10 @@ def test_the_faster_wire_and_its_fastest_algorithm_are_settled_for_the_models_bu
     exact = TrialResults(choice=Choice.of_measurements(measured), source="told")
     measured += [replace(m, wire="fp16", seconds=0.6 * m.seconds) for m in measured]
     both = TrialResults(choice=Choice.of_measurements(measured), source="told")
-    assert exact.settle(gradient_bytes=1000).candidate == Candidate("flat", "fp32")
-    assert exact.settle(gradient_bytes=10**6).candidate == Candidate("direct", "fp32")
-    assert both.settle(gradient_bytes=10**6).candidate == Candidate("direct", "fp16")
-    asked = both.settle(gradient_bytes=10**6, bucket_bytes=777)
+    assert exact.end_step(gradient_bytes=1000).candidate == Candidate("flat", "fp32")
+    assert exact.end_step(gradient_bytes=10**6).candidate == Candidate("direct", "fp32")
+    assert both.end_step(gradient_bytes=10**6).candidate == Candidate("direct", "fp16")
+    asked = both.end_step(gradient_bytes=10**6, bucket_bytes=777)
     assert (asked.candidate, asked.bucket_bytes) == (Candidate("flat", "fp16"), 777)
     assert {entry["wire"] for entry in asked.record()["candidates"]} == {"fp16"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.reduce.autotune.decision import Choice
-from hpctrain.reduce.autotune.link_speed import Candidate, Cost, LinkFloor, LinkSpeed, Measurement
+from hpctrain.reduce.autotune.link_speed import Candidate, LinkFloor, LinkSpeed, Measurement, TimeBySize
 from hpctrain.topology import Topology
 
 CLUSTER = Topology.from_node_names(["a", "a", "b", "b", "c", "c", "d", "d"])
@@ -112,7 +112,7 @@ def test_the_record_holds_the_times_as_measured_and_the_floor_beside_them() -> N
     assert by_name["direct"]["floor_seconds_per_byte"] == pytest.approx(1.5 / RATE)
     times = [(m.num_bytes, m.seconds) for m in found if m.algorithm == "direct"]
     assert [(at["bytes"], at["seconds"]) for at in by_name["direct"]["measured"]] == times
-    assert by_name["direct"]["seconds_per_byte"] == Cost.fit(times).slope
+    assert by_name["direct"]["seconds_per_byte"] == TimeBySize.fit(times).slope
     assert choice.fastest([2**20]) == two_level
 
 

@@ -65,7 +65,7 @@ class FakeReducer:
         self._clock.advance(self._cost(self._world.rank, self._sizes[number]))
         yield True
 
-    def settle(self, *, applied: bool, rescale: float) -> None: ...
+    def end_step(self, *, applied: bool, rescale: float) -> None: ...
 
     def bytes_sent(self) -> int:
         return 0

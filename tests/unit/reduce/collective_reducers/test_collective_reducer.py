@@ -10,7 +10,7 @@ import torch
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.reduce.collective_reducers.collective_reducer import CastSum, CollectiveReducer, pieces_of
+from hpctrain.reduce.collective_reducers.collective_reducer import CastSum, CollectiveReducer, split_bucket
 from tests import reducer_cases
 from tests.reducer_cases import (
     ALGORITHMS,
@@ -35,7 +35,7 @@ def test_sums_stay_within_the_wires_bound(names: str, algorithm: str, wire: str)
 def test_a_bucket_is_cut_into_pieces_with_an_owner_for_each_element() -> None:
     for numel in (0, 1, 2, 9, 10, 11, 25):
         for num_ranks in (1, 3, 4):
-            pieces = pieces_of(numel, num_ranks=num_ranks, piece_elems=10)
+            pieces = split_bucket(numel, num_ranks=num_ranks, piece_elems=10)
             covered = [e for p in pieces for r in range(num_ranks) for e in range(*p.offsets[r : r + 2])]
             assert covered == list(range(numel))
             assert all(p.offsets[-1] - p.offsets[0] <= 10 for p in pieces)
@@ -84,7 +84,7 @@ def test_what_is_fed_back_makes_the_sums_of_many_steps_right() -> None:
         errors = [torch.zeros(b.numel, dtype=torch.float64) for b in buckets_for()]
         for _ in range(40):
             step(reducer, memory, world, seed=0)  # the same gradients: rounding is the same without feedback
-            reducer.settle(applied=True, rescale=1.0)
+            reducer.end_step(applied=True, rescale=1.0)
             for error, bucket, values in zip(errors, buckets_for(), memory, strict=True):
                 error += values.double() - sum(gradients(rank, bucket).double() for rank in range(3))
         return max(
@@ -106,13 +106,13 @@ def test_a_skipped_step_leaves_what_was_fed_back_as_it_was() -> None:
         reducer = make(world, names="ab", algorithm="direct", wire="int8", feedback=True)
         memory = reducer.plan(buckets_for(), device=CPU)
         step(reducer, memory, world, seed=0)
-        reducer.settle(applied=True, rescale=1.0)
+        reducer.end_step(applied=True, rescale=1.0)
         before = reducer.state()[0].tensor.clone()
         for values in memory:
             values.fill_(float("inf"))
         reduce_all(reducer, memory)
         assert not memory[0].isfinite().all()
-        reducer.settle(applied=False, rescale=0.5)
+        reducer.end_step(applied=False, rescale=0.5)
         assert float(before.abs().max()) > 0
         return torch.equal(reducer.state()[0].tensor, before * 0.5)
 
@@ -131,7 +131,7 @@ def test_restored_on_as_many_ranks_the_next_step_gives_the_same_bits() -> None:
         first = make(world, names="aab", algorithm="direct", wire="int8", feedback=True)
         memory = first.plan(buckets_for(), device=CPU)
         step(first, memory, world, seed=0)
-        first.settle(applied=True, rescale=1.0)
+        first.end_step(applied=True, rescale=1.0)
         saved = {name: tensor.clone() for name, tensor in _whole_state(world, first).items()}
         step(first, memory, world, seed=1)
         second = make(world, names="aab", algorithm="direct", wire="int8", feedback=True)
@@ -149,7 +149,7 @@ def test_restored_on_other_ranks_nothing_of_what_was_fed_back_is_lost() -> None:
     def save(world: World) -> None:
         reducer = make(world, names="aabb", algorithm="direct", wire="int8", feedback=True)
         step(reducer, reducer.plan(buckets_for(), device=CPU), world, seed=0)
-        reducer.settle(applied=True, rescale=1.0)
+        reducer.end_step(applied=True, rescale=1.0)
         whole = _whole_state(world, reducer)
         if world.rank == 0:
             saved.update(whole)
@@ -170,7 +170,7 @@ def test_a_second_plan_keeps_what_was_fed_back() -> None:
     def case(world: World) -> None:
         reducer = make(world, names="ab", algorithm="direct", wire="int8", feedback=True)
         step(reducer, reducer.plan(buckets_for(), device=CPU), world, seed=0)
-        reducer.settle(applied=True, rescale=1.0)
+        reducer.end_step(applied=True, rescale=1.0)
         before = reducer.state()[0].tensor.clone()
         reducer.plan(buckets_for(bucket_bytes=100), device=CPU)
         assert float(before.abs().max()) > 0

@@ -12,7 +12,7 @@ from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.step_end import check_clip_norm, clip_factor
-from tests.unit.reduce.sharded.scatter_cases import Plan, make_updater
+from tests.unit.reduce.zero.zero_cases import Plan, make_updater
 
 GRADIENT = torch.tensor([3e-6, -4e-6, 0.0, 1e-6], dtype=torch.float64)
 

@@ -12,7 +12,7 @@ from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.errors import UsageError
 from hpctrain.reduce import AllReduceUpdater, BucketReducer, LowRankReducer, TopKReducer
-from tests.unit.reduce.sharded.scatter_cases import Plan, make_updater
+from tests.unit.reduce.zero.zero_cases import Plan, make_updater
 
 TOKENS = (5.0, 2.0, 0.0)
 

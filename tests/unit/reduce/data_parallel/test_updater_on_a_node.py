@@ -19,8 +19,8 @@ from hpctrain.reduce.algorithms import Algorithm
 from hpctrain.reduce.contract.bucket_plan import FLAG_GAP, Bucket
 from hpctrain.reduce.contract.bucket_reducer import Finishing, Numbers
 from hpctrain.reduce.factory import ReducerMaker
-from hpctrain.reduce.shared_memory import engine_reducer as engine_module, summation as add_module
-from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
+from hpctrain.reduce.shared_memory import all_reduce_reducer as engine_module, summation as add_module
+from hpctrain.reduce.shared_memory.all_reduce_reducer import AllReduceReducer
 from hpctrain.reduce.shared_memory.summation import add_in_numpy
 from hpctrain.topology import Topology
 from tests.unit.reduce.data_parallel.updater_cases import closeness, on_threads, plain_torch, train
@@ -95,7 +95,7 @@ def test_on_one_node_a_loss_scale_changes_no_bit(overlap: bool, clip_norm: float
     def case(world: World, *, wire: str) -> dict[str, Any]:
         maker = ReducerMaker(world, topology=Topology.from_node_names(["a"] * world.num_ranks))
         made = maker.make(Algorithm.HIERARCHICAL, wire=wire)
-        assert isinstance(made, EngineReducer)
+        assert isinstance(made, AllReduceReducer)
         reducer: Any = made if overlap else Impatient(made)
         parameters = large([50_000, 7, 5, 3])  # of the last two one is used on one rank, one on none
         updater = AllReduceUpdater(
@@ -141,7 +141,7 @@ class Impatient:
     What is written into a bucket after it was told of would be lost.
     """
 
-    def __init__(self, reducer: EngineReducer) -> None:
+    def __init__(self, reducer: AllReduceReducer) -> None:
         self._reducer = reducer
         self._buffers: list[torch.Tensor] = []
         self._taken: dict[int, torch.Tensor] = {}
@@ -215,7 +215,7 @@ def test_what_is_reported_to_be_there_is_there_and_is_not_written_again(micro_ba
     def case(world: World) -> list[torch.Tensor]:
         maker = ReducerMaker(world, topology=Topology.from_node_names(["a"] * world.num_ranks))
         made = maker.make(Algorithm.HIERARCHICAL, wire="fp32")
-        assert isinstance(made, EngineReducer)
+        assert isinstance(made, AllReduceReducer)
         reducer, parameters = Impatient(made), large(numels)
         updater = AllReduceUpdater(
             torch.optim.SGD(parameters, lr=0.1), comm=world.duplicate(), reducer=reducer, overlap=False

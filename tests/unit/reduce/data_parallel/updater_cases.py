@@ -75,9 +75,9 @@ class Watched:
         self.reduced.append(number)
         return self._reducer.reduce(number)
 
-    def settle(self, *, applied: bool, rescale: float) -> None:
+    def end_step(self, *, applied: bool, rescale: float) -> None:
         self.settled.append((applied, rescale))
-        self._reducer.settle(applied=applied, rescale=rescale)
+        self._reducer.end_step(applied=applied, rescale=rescale)
 
     def load_state(
         self, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]] | None = None

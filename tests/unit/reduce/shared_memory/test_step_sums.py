@@ -20,15 +20,15 @@ from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveRed
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer, Numbers, Reduced, result_of
 from hpctrain.reduce.contract.step_end import ROW_ELEMS
-from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
+from hpctrain.reduce.shared_memory.all_reduce_reducer import AllReduceReducer
 from hpctrain.reduce.shared_memory.shared_buckets import MAX_NUMBERS
 from hpctrain.reduce.shared_memory.summation import PIECE_ELEMS
-from tests.unit.reduce.shared_memory.engine_cases import CPU, engine, sum_all, topology_of, values_of
+from tests.unit.reduce.shared_memory.transport_cases import CPU, engine, sum_all, topology_of, values_of
 
 SIZES = [1, 2, 5, ROW_ELEMS - 1, ROW_ELEMS, 3 * ROW_ELEMS + 17, PIECE_ELEMS + 1, 4 * PIECE_ELEMS + ROW_ELEMS]
 
 
-def within(world: ThreadsWorld, *ranks_per_node: int, keep_squares: bool = True) -> EngineReducer:
+def within(world: ThreadsWorld, *ranks_per_node: int, keep_squares: bool = True) -> AllReduceReducer:
     reducer = engine(world, topology_of(ranks_per_node), algorithm=Algorithm.HIERARCHICAL)
     if keep_squares:
         reducer.keep_squares()

@@ -16,17 +16,17 @@ from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.reduce.algorithms import Algorithm
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, milestones, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import result_of
-from hpctrain.reduce.shared_memory import engine_reducer as engine_module, summation as add_module
-from hpctrain.reduce.shared_memory.engine_reducer import PIECE_ELEMS, EngineReducer
+from hpctrain.reduce.shared_memory import all_reduce_reducer as engine_module, summation as add_module
+from hpctrain.reduce.shared_memory.all_reduce_reducer import PIECE_ELEMS, AllReduceReducer
 from hpctrain.reduce.shared_memory.summation import COMPILED
 from tests.uneven_ranks import fill_and_sum
-from tests.unit.reduce.shared_memory.engine_cases import CPU, engine, topology_of, values_of
+from tests.unit.reduce.shared_memory.transport_cases import CPU, engine, topology_of, values_of
 
 compiled = pytest.mark.skipif(COMPILED is None, reason="hpctrain was installed without a compiler")
 SIZES = [0, 1, 1000, PIECE_ELEMS, PIECE_ELEMS + 1, 3 * PIECE_ELEMS, 7 * PIECE_ELEMS + 5]
 
 
-def within(world: ThreadsWorld) -> EngineReducer:
+def within(world: ThreadsWorld) -> AllReduceReducer:
     reducer = engine(world, topology_of((world.num_ranks,)), algorithm=Algorithm.HIERARCHICAL)
     reducer.keep_squares()
     return reducer

@@ -13,7 +13,7 @@ import torch
 from hpctrain.comm import World
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
-from hpctrain.distributed import ParallelPlan, Shard
+from hpctrain.distributed import ParallelPlan, ShardKind
 from hpctrain.errors import DivergedError
 from hpctrain.reduce import LossScale
 from hpctrain.reduce.watch.forward_buffers import ALWAYS_BYTES, SMALL_BYTES
@@ -212,7 +212,7 @@ def test_an_end_by_divergence_names_what_is_not_finite_in_the_model(session: Ses
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
-def test_on_three_ranks_of_which_one_has_an_infinite_sample(shard: Shard) -> None:
+def test_on_three_ranks_of_which_one_has_an_infinite_sample(shard: ShardKind) -> None:
     def of_rank(world: World) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[bool]]:
         with session_over(world) as session:
             model = session.parallelize(Model(), ParallelPlan(shard=shard))

@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
-from hpctrain.distributed import ParallelPlan, Shard
+from hpctrain.distributed import ParallelPlan, ShardKind
 from hpctrain.errors import ExitCode, RanksDiffer
 from hpctrain.reduce import AllReduceUpdater, CompareRanks
 from hpctrain.reduce.watch.rank_comparison import (
@@ -42,7 +42,7 @@ def net() -> torch.nn.Module:
 
 def drifts(
     meddle: Meddle, *, steps: int = STEPS, made: Callable[[], torch.nn.Module] = net, how: CompareRanks = "error",
-    shard: Shard = "none", optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    shard: ShardKind = "none", optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
 ) -> list[tuple[int, str, list[str]]]:  # fmt: skip
     """Returns of each rank the step in which it got the error (0: none), the error's text, and its notes."""
 
@@ -81,7 +81,7 @@ def nothing(session: Session, model: torch.nn.Module, updater: Any, step: int) -
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
-def test_ranks_that_do_the_same_are_left_alone(shard: Shard) -> None:
+def test_ranks_that_do_the_same_are_left_alone(shard: ShardKind) -> None:
     def schedule(session: Session, model: torch.nn.Module, updater: Any, step: int) -> None:
         updater.param_groups[0]["lr"] = 0.1 / step
 

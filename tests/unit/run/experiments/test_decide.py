@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.run.experiments.causes.decide import decide
+from hpctrain.run.experiments.causes.decide import find_causes
 from hpctrain.run.experiments.causes.findings import Cause, CheckReport
 from hpctrain.run.experiments.causes.observations import EQUAL, Drift, Observations, Resumptions
 from hpctrain.run.experiments.measuring.probes import EvaluationFacts, LossFacts, LowPrecision
 from hpctrain.run.experiments.measuring.samples import SampleFacts
-from hpctrain.run.experiments.measuring.trace import Comparison, Difference, Residual
+from hpctrain.run.experiments.measuring.trace import FirstDifference, Residual, TrialComparison
 
 SOUND = Observations(
     num_ranks=2, steps=4, tolerance=1e-12, double=True, asks_double=False, micro=EQUAL, resumed=Resumptions(),
@@ -21,17 +21,17 @@ SOUND = Observations(
 
 def apart(
     kind: str = "loss", step: int = 1, tensor: str = "the loss", *, factor: float | None = None
-) -> Comparison:
-    found = Difference(kind=kind, step=step, tensor=tensor, relative=0.02, absolute=0.01, worst=0.05)
-    return Comparison(first={kind: found}, worst=0.05, factor=factor)
+) -> TrialComparison:
+    found = FirstDifference(kind=kind, step=step, tensor=tensor, relative=0.02, absolute=0.01, worst=0.05)
+    return TrialComparison(first={kind: found}, worst=0.05, factor=factor)
 
 
 def causes(observations: Observations) -> list[Cause]:
-    return [finding.cause for finding in decide(observations) if finding.is_difference]
+    return [finding.cause for finding in find_causes(observations) if finding.is_difference]
 
 
 def test_nothing_is_found_where_all_is_equal() -> None:
-    assert decide(SOUND) == []
+    assert find_causes(SOUND) == []
 
 
 DIVIDED = replace(SOUND, ranks=apart(), micro=apart(), ranks_micro=apart())
@@ -108,21 +108,21 @@ CASES = {
     "an error of several ranks about gradients": (
         replace(
             SOUND,
-            ranks=Comparison(first={}, worst=0.0, failure="GradientsInUse: gradients were changed", failed_step=1),
+            ranks=TrialComparison(first={}, worst=0.0, failure="GradientsInUse: gradients were changed", failed_step=1),
         ),
         Cause.GRADIENTS,
     ),
     "a backward of several ranks that runs twice": (
         replace(
             SOUND,
-            ranks=Comparison(first={}, worst=0.0, failure="BackwardRanTwice: call no_sync", failed_step=2),
+            ranks=TrialComparison(first={}, worst=0.0, failure="BackwardRanTwice: call no_sync", failed_step=2),
         ),
         Cause.ACCUMULATION,
     ),
     "another error of several ranks": (
         replace(
             SOUND,
-            ranks=Comparison(first={}, worst=0.0, failure="ValueError: gradients changed", failed_step=2),
+            ranks=TrialComparison(first={}, worst=0.0, failure="ValueError: gradients changed", failed_step=2),
         ),
         Cause.REFUSED,
     ),
@@ -159,8 +159,8 @@ CASES = {
     "steps that are left out on several ranks": (
         replace(
             SOUND,
-            again=Comparison(first={}, worst=0.0, steps=4, applied=4, expected=4),
-            ranks=Comparison(first=apart("gradient").first, worst=1.0, steps=4, applied=0, expected=4),
+            again=TrialComparison(first={}, worst=0.0, steps=4, applied=4, expected=4),
+            ranks=TrialComparison(first=apart("gradient").first, worst=1.0, steps=4, applied=0, expected=4),
             not_finite=["rank 1, step 1: the loss (nan) is not finite"],
         ),
         Cause.NOT_FINITE,
@@ -241,8 +241,8 @@ def test_the_cause_is_named_first(name: str) -> None:
     assert causes(observations)[:1] == [cause]
 
 
-def left_out(applied: int) -> Comparison:
-    return Comparison(first={}, worst=0.0, steps=4, applied=applied, expected=applied)
+def left_out(applied: int) -> TrialComparison:
+    return TrialComparison(first={}, worst=0.0, steps=4, applied=applied, expected=applied)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_runs_without_a_step_that_was_applied_are_not_equal(not_finite: list[str
         SOUND, again=none, micro=none, resumed=Resumptions(plain=none), ranks=none, ranks_again=none, ranks_micro=none,
         ranks_resumed=none, not_finite=not_finite,
     )  # fmt: skip
-    found = decide(idle)
+    found = find_causes(idle)
     assert [f.cause for f in found if f.is_difference] == [Cause.NOT_APPLIED]
     assert all(line in f"{found[0].text} {found[0].evidence}" for line in not_finite)
     assert (
@@ -265,7 +265,7 @@ def test_runs_without_a_step_that_was_applied_are_not_equal(not_finite: list[str
 
 
 def test_steps_that_all_runs_leave_out_are_a_note() -> None:
-    found = decide(
+    found = find_causes(
         replace(SOUND, again=left_out(2), ranks=left_out(2), not_finite=["step 1: the loss (nan)"])
     )
     assert [(f.cause, f.is_difference) for f in found] == [(Cause.NOT_FINITE, False)]
@@ -274,7 +274,7 @@ def test_steps_that_all_runs_leave_out_are_a_note() -> None:
 
 
 def test_dropout_alone_is_no_difference() -> None:
-    found = decide(replace(SOUND, no_dropout=True, draws=["torch"]))
+    found = find_causes(replace(SOUND, no_dropout=True, draws=["torch"]))
     assert [(f.cause, f.is_difference) for f in found] == [(Cause.RANDOM, False)]
 
 
@@ -285,23 +285,23 @@ def test_float32_in_a_float32_recipe_is_a_note_unless_something_differs() -> Non
 
 
 def test_samples_that_fill_the_last_batch_are_a_note() -> None:
-    found = decide(replace(SOUND, samples=SampleFacts(repeated={"5": 2})))
+    found = find_causes(replace(SOUND, samples=SampleFacts(repeated={"5": 2})))
     assert [(f.cause, f.is_difference) for f in found] == [(Cause.REPEATED, False)]
 
 
 def test_equal_samples_of_the_data_are_a_note() -> None:
     samples = SampleFacts(num_seen=10, repeated_one={"7": 3}, has_equal=True)
     assert causes(replace(SOUND, samples=samples)) == []
-    assert [f.cause for f in decide(replace(SOUND, samples=samples))] == [Cause.REPEATED]
+    assert [f.cause for f in find_causes(replace(SOUND, samples=samples))] == [Cause.REPEATED]
     assert causes(replace(SOUND, samples=replace(samples, repeated={"3": 2, "4": 2}))) == [Cause.REPEATED]
 
 
 def test_samples_drawn_with_replacement_are_meant() -> None:
-    assert decide(replace(SOUND, repeats_intended=True, samples=SampleFacts(repeated={"5": 9}))) == []
+    assert find_causes(replace(SOUND, repeats_intended=True, samples=SampleFacts(repeated={"5": 9}))) == []
 
 
 def test_micro_batches_of_synchronised_batch_norm_are_a_note() -> None:
-    found = decide(
+    found = find_causes(
         replace(SOUND, micro=apart(), loss=LossFacts(kind="mean", mixes=("norm", "BatchNorm1d", 0.4)))
     )
     assert [(f.cause, f.is_difference) for f in found] == [(Cause.BATCH_STATISTICS, False)]
@@ -310,9 +310,11 @@ def test_micro_batches_of_synchronised_batch_norm_are_a_note() -> None:
 def test_a_buffer_that_each_forward_changes_is_a_note_without_micro_batches_and_a_cause_with_them() -> None:
     first = {**apart("loss").first, **apart("buffer", 1, "norm").first}
     observed = replace(
-        SOUND, micro=Comparison(first=first, worst=0.1), ranks_micro=Comparison(first=first, worst=0.1)
+        SOUND,
+        micro=TrialComparison(first=first, worst=0.1),
+        ranks_micro=TrialComparison(first=first, worst=0.1),
     )
-    assert [(f.cause, f.is_difference) for f in decide(observed)] == [(Cause.BUFFER, False)]
+    assert [(f.cause, f.is_difference) for f in find_causes(observed)] == [(Cause.BUFFER, False)]
     assert causes(replace(observed, splits=True)) == [Cause.BUFFER]
 
 
@@ -322,7 +324,7 @@ def test_a_cause_seen_in_the_run_comes_before_one_that_takes_other_data() -> Non
 
 
 def test_the_words_say_what_differs_by_how_much_and_from_which_step_on() -> None:
-    found = decide(replace(SOUND, ranks=apart("gradient", 3, "head.weight")))[0]
+    found = find_causes(replace(SOUND, ranks=apart("gradient", 3, "head.weight")))[0]
     assert any(
         "gradient head.weight differs from step 3 on, by 2 %, later up to 5 %" in line
         for line in found.evidence

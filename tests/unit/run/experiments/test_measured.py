@@ -27,12 +27,12 @@ from hpctrain.run.experiments.measuring.trace import (
     RunTrace,
     StepTrace,
     collinearity,
-    compare,
+    compare_traces,
     factor_between,
     keep,
 )
 from hpctrain.run.experiments.own_loop import _is_shuffled
-from hpctrain.run.experiments.subject import Rows
+from hpctrain.run.experiments.subject import BatchRows
 
 NUMBERS = TensorDataset(torch.arange(16))
 
@@ -52,7 +52,7 @@ def trace(*values: float, gradient: float = 1.0) -> RunTrace:
         gradients = keep([("weight", torch.tensor([gradient, 0.0], dtype=torch.float64))])
         steps.append(
             StepTrace(
-                loss=1.0, rows=Rows(indices=[0], hashes=[0]), gradients=gradients, parameters=keep(tensors),
+                loss=1.0, rows=BatchRows(indices=[0], hashes=[0]), gradients=gradients, parameters=keep(tensors),
                 buffers=keep([]),
             )
         )  # fmt: skip
@@ -60,7 +60,7 @@ def trace(*values: float, gradient: float = 1.0) -> RunTrace:
 
 
 def test_the_first_step_and_tensor_that_differ_are_found() -> None:
-    found = compare(trace(0.5, 0.25), trace(0.5, 0.375), tolerance=1e-12)
+    found = compare_traces(trace(0.5, 0.25), trace(0.5, 0.375), tolerance=1e-12)
     first = found.earliest
     assert first is not None
     assert (first.kind, first.step, first.tensor, first.absolute) == ("parameter", 2, "weight", 0.125)
@@ -68,8 +68,8 @@ def test_the_first_step_and_tensor_that_differ_are_found() -> None:
 
 def test_what_optimizers_make_of_a_gradient_that_is_only_rounding_is_not_compared() -> None:
     """The second element has no gradient; a difference of 1e-9 there is enlarged rounding, 1e-3 is not."""
-    assert compare(trace(0.5), trace(0.5 + 1e-9), tolerance=1e-12).equal
-    assert not compare(trace(0.5), trace(0.5 + 1e-3), tolerance=1e-12).equal
+    assert compare_traces(trace(0.5), trace(0.5 + 1e-9), tolerance=1e-12).equal
+    assert not compare_traces(trace(0.5), trace(0.5 + 1e-3), tolerance=1e-12).equal
 
 
 def test_running_statistics_may_follow_enlarged_rounding_and_nothing_else() -> None:
@@ -77,17 +77,17 @@ def test_running_statistics_may_follow_enlarged_rounding_and_nothing_else() -> N
         one, other = trace(0.5), trace(0.5 + enlarged)
         one.steps[0].buffers = keep([("mean", torch.ones(1, dtype=torch.float64))])
         other.steps[0].buffers = keep([("mean", torch.ones(1, dtype=torch.float64) + mean)])
-        assert compare(one, other, tolerance=1e-12).equal is equal
+        assert compare_traces(one, other, tolerance=1e-12).equal is equal
 
 
 def test_nan_in_the_same_place_is_equal() -> None:
-    assert compare(trace(float("nan")), trace(float("nan")), tolerance=1e-12).equal
-    assert not compare(trace(1.0), trace(float("nan")), tolerance=1e-12).equal
+    assert compare_traces(trace(float("nan")), trace(float("nan")), tolerance=1e-12).equal
+    assert not compare_traces(trace(1.0), trace(float("nan")), tolerance=1e-12).equal
 
 
 def test_a_resumed_run_is_compared_with_the_steps_that_it_repeats() -> None:
-    assert compare(trace(0.1, 0.2, 0.3), trace(0.3), tolerance=1e-12, from_step=3).equal
-    assert not compare(trace(0.1, 0.2, 0.3), trace(0.1), tolerance=1e-12, from_step=3).equal
+    assert compare_traces(trace(0.1, 0.2, 0.3), trace(0.3), tolerance=1e-12, from_step=3).equal
+    assert not compare_traces(trace(0.1, 0.2, 0.3), trace(0.1), tolerance=1e-12, from_step=3).equal
 
 
 def test_gradients_that_are_multiples_have_a_factor_and_others_do_not() -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from hpctrain.data import Batch
-from hpctrain.distributed import Checkpointing, checkpoint_activations
+from hpctrain.distributed import Recomputation, checkpoint_activations
 from hpctrain.train import TaskRunner
 from hpctrain.train.task.task import Fields
 
@@ -55,7 +55,7 @@ def batch_of(samples: int) -> Batch:
     return Batch(fields=fields, epoch=0, start=0, num_samples=samples, global_samples=samples)
 
 
-def runner_of(task: Task, saving: Checkpointing = "none") -> TaskRunner:
+def runner_of(task: Task, saving: Recomputation = "none") -> TaskRunner:
     model = task.build_model()
     if saving != "none":
         checkpoint_activations(model, saving)

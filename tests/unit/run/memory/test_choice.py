@@ -12,13 +12,13 @@ from hpctrain.distributed import ParallelPlan
 from hpctrain.run.memory.calculate import (
     Way,
     best_of_families,
-    cost_of,
+    describe_cost,
     first_that_fits,
     fit_of,
     recipe_lines,
     usual_fit,
 )
-from hpctrain.run.memory.layouts import micro_batch_choices, name_of, ways_to_split
+from hpctrain.run.memory.layouts import layout_name, micro_batch_choices, ways_to_split
 from hpctrain.run.memory.needs import needs_of
 from hpctrain.run.memory.sizes import Activations, Measured, RunSizes
 from tests.unit.run.memory.test_needs import PLAN, run_on, topology_of, transformer
@@ -27,7 +27,7 @@ MB = 10**6
 
 
 def names(num_ranks: int, ranks_per_node: int, **keys: Any) -> list[str]:
-    return [name_of(plan) for plan in ways_to_split(topology_of(num_ranks, ranks_per_node), **keys)]
+    return [layout_name(plan) for plan in ways_to_split(topology_of(num_ranks, ranks_per_node), **keys)]
 
 
 def test_whole_parameters_come_first_then_sharded_ones() -> None:
@@ -180,7 +180,7 @@ def test_costs_are_computing_again_and_waiting() -> None:
     def cost(name: str) -> str:
         fit = usual_fit(ways[name])
         assert fit is not None
-        return cost_of(fit)
+        return describe_cost(fit)
 
     assert cost("none") == cost("parameters") == ""
     assert cost("none, selective") == "computes a little more"
@@ -188,11 +188,13 @@ def test_costs_are_computing_again_and_waiting() -> None:
     fit = usual_fit(ways["none"])
     assert fit is not None
     piped = replace(ways["none"], plan=ParallelPlan(pipeline=4, micro_batches=4))
-    assert cost_of(replace(fit, way=piped, micro_batches=8)) == "waits 27%"
+    assert describe_cost(replace(fit, way=piped, micro_batches=8)) == "waits 27%"
     fewer = replace(ways["none"], plan=ParallelPlan(pipeline=4, micro_batches=4, schedule="zero-bubble"))
-    assert cost_of(replace(fit, way=fewer, micro_batches=8)) == "waits less than 16%"
+    assert describe_cost(replace(fit, way=fewer, micro_batches=8)) == "waits less than 16%"
     again = replace(fewer, plan=replace(fewer.plan, activation_checkpointing="blocks"))
-    assert cost_of(replace(fit, way=again, micro_batches=8)).startswith("computes blocks several times; ")
+    assert describe_cost(replace(fit, way=again, micro_batches=8)).startswith(
+        "computes blocks several times; "
+    )
 
 
 def test_the_lines_of_the_recipe_are_those_that_differ_from_the_usual() -> None:
@@ -224,7 +226,7 @@ def test_the_lines_of_the_recipe_have_sequences_and_offload() -> None:
         assert recipe_lines(replace(some, way=replace(some.way, plan=plan)), micro_batches=1) == lines
     needs = replace(some.needs, host=12 * MB)
     fit = replace(some, way=replace(some.way, plan=offloaded), needs=needs)
-    assert cost_of(fit) == "copies from 12 MB in host memory"
+    assert describe_cost(fit) == "copies from 12 MB in host memory"
 
 
 @pytest.mark.parametrize("of_data", [1, 4])

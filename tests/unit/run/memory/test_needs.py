@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from hpctrain.distributed import ParallelPlan
 from hpctrain.reduce import Algorithm, ReductionNeeds, gathered_in_a_ring
-from hpctrain.run.memory.layouts import name_of, ways_to_split
+from hpctrain.run.memory.layouts import layout_name, ways_to_split
 from hpctrain.run.memory.needs import Needs, needs_of
 from hpctrain.run.memory.sizes import (
     Activations,
@@ -379,7 +379,7 @@ def test_more_micro_batches_never_need_more_from_the_second_on(
     model = transformer(layers=layers, rows=rows)
     for plan in ways_to_split(run.topology, tensor_plan={**PLAN, "tokens": "sequence"}, offload=True):
         totals = [needs(plan, model, run, parts).total for parts in (2, 3, 5, 8, 64, 65)]
-        assert totals == sorted(totals, reverse=True), name_of(plan)
+        assert totals == sorted(totals, reverse=True), layout_name(plan)
         first = needs(plan, model, run)
         assert first.total >= first.parameters + first.optimizer + (first.activations or 0)
 

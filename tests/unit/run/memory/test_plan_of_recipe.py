@@ -17,7 +17,7 @@ from hpctrain.data import pack_arrays
 from hpctrain.distributed import ParallelPlan
 from hpctrain.errors import RecipeError
 from hpctrain.run import memory_document, memory_lines, memory_table, parse_recipe, plan_memory
-from hpctrain.run.memory.calculate import Fit
+from hpctrain.run.memory.calculate import LayoutMemory
 from hpctrain.run.memory.forward_backward import LiveBytes, counted_messages, leave_one_part, most_bytes
 from hpctrain.run.memory.sizes import TensorMessages
 from hpctrain.topology import ParallelMesh, Topology
@@ -296,9 +296,9 @@ def test_a_recipe_with_sequences_has_a_row_of_its_own(tokens: Path) -> None:
         "As the recipe is now, none, tensor 2, sequence, it fits too.",
     ]  # fmt: skip
     # The recommended lines keep it where it is what fits first.
-    own_fits = replace(found, chosen=Fit(way=own, micro_batches=1, needs=own.needs(1)))
+    own_fits = replace(found, chosen=LayoutMemory(way=own, micro_batches=1, needs=own.needs(1)))
     assert memory_lines(own_fits)[-1] == "It fits as it is."
-    more = replace(found, chosen=Fit(way=own, micro_batches=2, needs=own.needs(2)))
+    more = replace(found, chosen=LayoutMemory(way=own, micro_batches=2, needs=own.needs(2)))
     assert memory_lines(more)[-1].splitlines() != []
     assert "sequence = true" in memory_lines(more)
 

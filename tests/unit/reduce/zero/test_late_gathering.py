@@ -14,9 +14,9 @@ from torch import nn
 
 from hpctrain.comm import World, run_threads
 from hpctrain.errors import CommunicationError
-from hpctrain.reduce import ScatterUpdater
-from hpctrain.reduce.sharded.units_in_flight import ArrivingParameter, has_compiled
-from tests.unit.reduce.sharded.scatter_cases import Net, Plan, make_updater, net_of, samples, take_step
+from hpctrain.reduce import ZeroUpdater
+from hpctrain.reduce.zero.units_in_flight import ArrivingParameter, has_compiled
+from tests.unit.reduce.zero.zero_cases import Net, Plan, make_updater, net_of, samples, take_step
 
 PLAN = Plan(shard="gradients", layout="ab", bucket_bytes=1000, rare_at=())
 
@@ -36,12 +36,12 @@ class Held:
         yield from self._really(number)
 
 
-def on_two_ranks(case: Callable[[World, Net, ScatterUpdater, Held], Any], *, plan: Plan = PLAN) -> list[Any]:
+def on_two_ranks(case: Callable[[World, Net, ZeroUpdater, Held], Any], *, plan: Plan = PLAN) -> list[Any]:
     def on_a_rank(world: World) -> Any:
         net = net_of(plan.dtype)
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
         updater, reducer = make_updater(world, plan, optimizer)
-        assert isinstance(updater, ScatterUpdater)
+        assert isinstance(updater, ZeroUpdater)
         found = case(world, net, updater, Held(reducer))
         updater.close()
         reducer.close()
@@ -72,7 +72,7 @@ READS: dict[str, Callable[[Net], object]] = {
 
 @pytest.mark.parametrize("how", READS)
 def test_whatever_reads_a_parameter_waits_for_it(how: str) -> None:
-    def case(world: World, net: Net, updater: ScatterUpdater, held: Held) -> None:
+    def case(world: World, net: Net, updater: ZeroUpdater, held: Held) -> None:
         take_step(world, net, updater, PLAN, 0)
         assert isinstance(net.wide.weight, ArrivingParameter)
         assert isinstance(net.wide.weight, nn.Parameter)
@@ -90,7 +90,7 @@ def test_whatever_reads_a_parameter_waits_for_it(how: str) -> None:
 
 
 def test_what_reads_no_elements_does_not_wait() -> None:
-    def case(world: World, net: Net, updater: ScatterUpdater, held: Held) -> None:
+    def case(world: World, net: Net, updater: ZeroUpdater, held: Held) -> None:
         take_step(world, net, updater, PLAN, 0)
         for parameter in net.parameters():
             assert parameter.grad is None
@@ -106,7 +106,7 @@ def test_what_reads_no_elements_does_not_wait() -> None:
 
 
 def test_a_view_made_before_is_complete_after_waiting() -> None:
-    def case(world: World, net: Net, updater: ScatterUpdater, held: Held) -> None:
+    def case(world: World, net: Net, updater: ZeroUpdater, held: Held) -> None:
         view = net.wide.weight.detach()
         take_step(world, net, updater, PLAN, 0)
         threading.Timer(0.2, held.gate.set).start()
@@ -148,7 +148,7 @@ def test_parameters_are_gathered_in_the_order_of_forward() -> None:
 
 
 def test_training_goes_on_with_the_bits_of_a_step_that_waits() -> None:
-    def case(world: World, net: Net, updater: ScatterUpdater, held: Held) -> list[torch.Tensor]:
+    def case(world: World, net: Net, updater: ZeroUpdater, held: Held) -> list[torch.Tensor]:
         for step in range(4):
             held.gate.clear()
             take = threading.Timer(0.05, held.gate.set)
@@ -194,7 +194,7 @@ def test_an_error_of_a_gathering_is_raised_wherever_parameters_are_used_and_by_s
 
 
 def test_closing_waits_for_the_parameters() -> None:
-    def case(world: World, net: Net, updater: ScatterUpdater, held: Held) -> list[torch.Tensor]:
+    def case(world: World, net: Net, updater: ZeroUpdater, held: Held) -> list[torch.Tensor]:
         take_step(world, net, updater, PLAN, 0)
         threading.Timer(0.2, held.gate.set).start()
         updater.close()

@@ -1,4 +1,4 @@
-"""The engine reducer: two-level sums in shared memory and messages, chunk by chunk, with several chunks in flight.
+"""Two-level sums in shared memory and messages, chunk by chunk, with several chunks in flight.
 
 Buckets are in memory shared by the ranks of a node. With one node they are summed there. With several nodes, for each
 chunk a carrier sums its part over the buckets of its node's ranks, exchanges it with its counterparts
@@ -31,7 +31,7 @@ from hpctrain.reduce.contract.bucket_reducer import (
 )
 from hpctrain.reduce.contract.step_end import GradientSquares, all_reduced
 from hpctrain.reduce.shared_memory.inter_node import (
-    EngineLosses,
+    InterNodeResiduals,
     LossyPart,
     Part,
     Wire,
@@ -217,7 +217,7 @@ class _Carried:
 
 
 @final
-class EngineReducer(TransportReducer):
+class AllReduceReducer(TransportReducer):
     """`BucketReducer` over a transport. See `TransportReducer` for the other arguments.
 
     exchange: `direct` or `ring`, the exchange between the nodes of `levels`.
@@ -288,7 +288,7 @@ class EngineReducer(TransportReducer):
                 for planned in self._buckets
                 for part, feedback in zip(planned.parts, planned.feedback, strict=True)
             ]
-            self._losses = EngineLosses(buckets, parts, place=self._place, codec_name=self._codec.name)
+            self._losses = InterNodeResiduals(buckets, parts, place=self._place, codec_name=self._codec.name)
             # Errors are kept only if the parameters are the same (not in a calibration).
             if lost is not None and lost.numel() == self._losses.num_elems:
                 self._losses.take_over(lost)

@@ -14,7 +14,7 @@ from hpctrain.reduce.algorithms import Algorithm
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.shared_memory.shared_buckets import ElemRange, TwoLevelPlace, chunks_of, cut
 from hpctrain.topology import Topology
-from tests.unit.reduce.shared_memory.engine_cases import (
+from tests.unit.reduce.shared_memory.transport_cases import (
     CPU,
     LAYOUTS,
     OURS,

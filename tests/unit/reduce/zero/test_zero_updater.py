@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.comm import World, run_threads
 from hpctrain.errors import UsageError
-from tests.unit.reduce.sharded.scatter_cases import (
+from tests.unit.reduce.zero.zero_cases import (
     BATCH,
     LAYOUTS,
     SHARDED,

@@ -16,7 +16,7 @@ from typing import final
 import torch
 
 from hpctrain.reduce.contract.bucket_plan import Bucket
-from hpctrain.reduce.data_parallel.gradient_buckets import ran_twice
+from hpctrain.reduce.data_parallel.gradient_memory import ran_twice
 from hpctrain.reduce.shared_memory.shared_buckets import ElemRange, cut
 
 # Shares end at multiples of this within a parameter, so that the vectorized kernels of an optimizer treat each element
@@ -25,7 +25,7 @@ ALIGNMENT_ELEMS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ParameterSpan:
     """A run of contiguous elements of a parameter, and its place in a buffer.
 
     parameter: index of the parameter.
@@ -41,7 +41,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ReductionUnit:
     """The elements that are reduced and gathered at once.
 
     bucket: number of the bucket that they are from.
@@ -52,7 +52,7 @@ class Unit:
     bucket: int
     dtype: torch.dtype
     parts: tuple[ElemRange, ...]
-    spans: tuple[tuple[Span, ...], ...]  # for each rank
+    spans: tuple[tuple[ParameterSpan, ...], ...]  # for each rank
 
     @property
     def numel(self) -> int:
@@ -63,9 +63,9 @@ class Unit:
         """Position of each rank's part in the unit's memory, and the end of the last part."""
         return tuple(accumulate((part.numel for part in self.parts), initial=0))
 
-    def joined(self) -> list[Span]:
+    def joined(self) -> list[ParameterSpan]:
         """Returns the spans of all ranks; spans that are adjacent in a parameter are joined."""
-        found: list[Span] = []
+        found: list[ParameterSpan] = []
         for span in (span for spans in self.spans for span in spans):
             last = found[-1] if found else None
             if (
@@ -73,14 +73,14 @@ class Unit:
                 and last.parameter == span.parameter
                 and last.begin + last.numel == span.begin
             ):
-                found[-1] = Span(last.parameter, last.begin, last.numel + span.numel, last.place)
+                found[-1] = ParameterSpan(last.parameter, last.begin, last.numel + span.numel, last.place)
             else:
                 found.append(span)
         return found
 
 
 @dataclass(frozen=True, slots=True)
-class ShardPlan:
+class BucketDivision:
     """The division of the buckets over the ranks.
 
     buckets: the buckets.
@@ -90,7 +90,7 @@ class ShardPlan:
 
     buckets: tuple[Bucket, ...]
     shares: tuple[tuple[ElemRange, ...], ...]
-    units: tuple[Unit, ...]
+    units: tuple[ReductionUnit, ...]
 
     @classmethod
     def of(
@@ -100,7 +100,7 @@ class ShardPlan:
         num_ranks: int,
         unit_bytes: int,
         align_elems: int = ALIGNMENT_ELEMS,
-    ) -> ShardPlan:
+    ) -> BucketDivision:
         """Plans shares and units. unit_bytes: largest size of a unit's gradients, but at least one element per rank."""
         shares = tuple(shares_of(bucket, num_ranks=num_ranks, align_elems=align_elems) for bucket in buckets)
         units = [
@@ -110,7 +110,7 @@ class ShardPlan:
         ]
         return cls(tuple(buckets), shares, tuple(units))
 
-    def owned_by(self, rank: int) -> list[list[Span]]:
+    def owned_by(self, rank: int) -> list[list[ParameterSpan]]:
         """Returns for each bucket the spans that a rank owns, at most one per parameter.
 
         Their places are positions in the rank's share.
@@ -134,7 +134,9 @@ def shares_of(bucket: Bucket, *, num_ranks: int, align_elems: int) -> tuple[Elem
     return tuple(ElemRange(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True))
 
 
-def _units_of(number: int, bucket: Bucket, shares: Sequence[ElemRange], *, unit_bytes: int) -> Iterator[Unit]:
+def _units_of(
+    number: int, bucket: Bucket, shares: Sequence[ElemRange], *, unit_bytes: int
+) -> Iterator[ReductionUnit]:
     most_elems = max(1, unit_bytes // bucket.dtype.itemsize)
     num_units = max(1, -(-bucket.num_gradients // most_elems))
     by_rank = [cut(share, num_parts=num_units) for share in shares]
@@ -143,15 +145,15 @@ def _units_of(number: int, bucket: Bucket, shares: Sequence[ElemRange], *, unit_
         spans = tuple(
             tuple(_spans(bucket, part, place=place)) for part, place in zip(parts, places, strict=False)
         )
-        yield Unit(number, bucket.dtype, tuple(parts), spans)
+        yield ReductionUnit(number, bucket.dtype, tuple(parts), spans)
 
 
-def _spans(bucket: Bucket, part: ElemRange, *, place: int) -> Iterator[Span]:
+def _spans(bucket: Bucket, part: ElemRange, *, place: int) -> Iterator[ParameterSpan]:
     """Yields the parameters' elements within `part` of the bucket. place: position of its first element."""
     for slot in bucket.slots:
         begin, end = max(part.begin, slot.offset), min(part.end, slot.offset + slot.numel)
         if begin < end:
-            yield Span(slot.parameter, begin - slot.offset, end - begin, place + begin - part.begin)
+            yield ParameterSpan(slot.parameter, begin - slot.offset, end - begin, place + begin - part.begin)
 
 
 @final

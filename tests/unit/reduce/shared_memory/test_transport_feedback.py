@@ -11,7 +11,7 @@ from hpctrain.reduce.algorithms import Algorithm
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import StateTensor
 from hpctrain.topology import Topology
-from tests.unit.reduce.shared_memory.engine_cases import CPU, OURS, engine, sum_all, topology_of, values_of
+from tests.unit.reduce.shared_memory.transport_cases import CPU, OURS, engine, sum_all, topology_of, values_of
 
 SPECS = [GradientSpec(30, torch.float32), GradientSpec(700, torch.float32), GradientSpec(3, torch.float32)]
 
@@ -34,7 +34,7 @@ def feed(
                 values = values_of(world.rank, slot.numel, dtype=torch.float32, seed=slot.parameter)
                 buffer[slot.offset : slot.offset + slot.numel] = values
         sum_all(reducer, len(buckets))
-        reducer.settle(applied=True, rescale=1.0)
+        reducer.end_step(applied=True, rescale=1.0)
         space = torch.zeros(733)
         for bucket, buffer in zip(buckets, buffers, strict=True):
             for slot in bucket.slots:
@@ -118,7 +118,7 @@ def test_a_skipped_step_leaves_no_losses() -> None:
         (buffer,) = reducer.plan(plan_buckets(SPECS[:1], bucket_bytes=1000), device=CPU)
         buffer[:30] = torch.nan
         sum_all(reducer, 1)
-        reducer.settle(applied=False, rescale=0.5)
+        reducer.end_step(applied=False, rescale=0.5)
         lost = max(float(t.tensor.abs().max()) for t in reducer.state())
         reducer.close()
         return lost
@@ -135,7 +135,7 @@ def test_losses_survive_another_plan_of_buckets() -> None:
         for buffer in buffers:
             buffer.copy_(values_of(world.rank, buffer.numel(), dtype=torch.float32))
         sum_all(reducer, len(buffers))
-        reducer.settle(applied=True, rescale=1.0)
+        reducer.end_step(applied=True, rescale=1.0)
         before = [StateTensor(name=t.name, tensor=t.tensor.clone(), global_shape=t.global_shape, offset=t.offset)
                   for t in reducer.state()]  # fmt: skip
         reducer.plan(plan_buckets(SPECS, bucket_bytes=100), device=CPU)
@@ -182,7 +182,7 @@ def test_flags_are_not_fed_back() -> None:
             buffer.zero_()
             buffer[bucket.first_flag] = used
             sum_all(reducer, 1)
-            reducer.settle(applied=True, rescale=1.0)
+            reducer.end_step(applied=True, rescale=1.0)
         flag = float(buffer[bucket.first_flag])
         reducer.close()
         return flag

@@ -20,9 +20,9 @@ from hpctrain.distributed import (
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.step_end import square_of_all
 from hpctrain.reduce.contract.updater import check_optimizer
-from hpctrain.reduce.data_parallel.gradient_buckets import NOT_READABLE_SHARDED, PendingGradient
-from hpctrain.reduce.sharded.scatter_reducer import Gathered
-from hpctrain.reduce.sharded.shard_plan import ShardPlan, Span
+from hpctrain.reduce.data_parallel.gradient_memory import NOT_READABLE_SHARDED, PendingGradient
+from hpctrain.reduce.zero.bucket_division import BucketDivision, ParameterSpan
+from hpctrain.reduce.zero.zero_reducer import Gathered
 
 
 @final
@@ -38,7 +38,7 @@ class OwnedParts:
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[torch.nn.Parameter],
         *,
-        plan: ShardPlan,
+        plan: BucketDivision,
         rank: int,
     ) -> None:
         self._optimizer = optimizer
@@ -74,7 +74,7 @@ class OwnedParts:
         if factor != 1.0 and filled:
             torch._foreach_mul_(filled, factor)
 
-    def give_out(self, used: Sequence[bool]) -> bool:
+    def set_gradients(self, used: Sequence[bool]) -> bool:
         """Sets each part's `.grad` to the sum, in the part's dtype, or to None if no rank used the parameter.
 
         Returns False if a gradient overflows in that dtype (float16).
@@ -165,7 +165,7 @@ class OwnedParts:
                 )
 
 
-def check_shardable(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
+def check_zero_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
     """Raises UsageError for an optimizer or parameters whose elements a rank cannot update without the others."""
     check_optimizer(optimizer, layout="optimizer")
     for parameter in parameters:
@@ -197,7 +197,7 @@ class ParameterCopies:
     rank: this rank.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, plan: ShardPlan, rank: int) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, plan: BucketDivision, rank: int) -> None:
         self._parameters = parameters
         self._flats = [flat_view(parameter) for parameter in parameters]
         self._units = plan.units
@@ -275,17 +275,17 @@ class ParameterCopies:
             write=partial(self._write, spans),
         )
 
-    def _bytes_of(self, span: Span) -> int:
+    def _bytes_of(self, span: ParameterSpan) -> int:
         return span.numel * self._flats[span.parameter].element_size()
 
-    def _bytes(self, span: Span) -> torch.Tensor:
+    def _bytes(self, span: ParameterSpan) -> torch.Tensor:
         return self._flats[span.parameter][span.begin : span.begin + span.numel].view(torch.uint8)
 
-    def _read(self, spans: Sequence[Span], out: torch.Tensor) -> None:
+    def _read(self, spans: Sequence[ParameterSpan], out: torch.Tensor) -> None:
         for span, part in zip(spans, out.split([self._bytes_of(span) for span in spans]), strict=True):
             part.copy_(self._bytes(span))
 
-    def _write(self, spans: Sequence[Sequence[Span]], owner: int, data: torch.Tensor) -> None:
+    def _write(self, spans: Sequence[Sequence[ParameterSpan]], owner: int, data: torch.Tensor) -> None:
         of_owner = spans[owner]
         sizes = [self._bytes_of(span) for span in of_owner]
         for span, part in zip(of_owner, data.split(sizes), strict=True):

@@ -15,26 +15,26 @@ from hpctrain.comm import Collective, agreed, broadcast_json, is_true_everywhere
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket, plan_buckets
 from hpctrain.reduce.contract.updater import ReductionObserver
-from hpctrain.reduce.data_parallel.gradient_buckets import (
+from hpctrain.reduce.data_parallel.gradient_memory import (
     NOT_READABLE_SHARDED,
     describe_gradient,
     one_device,
     ran_twice,
 )
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
-from hpctrain.reduce.data_parallel.parameter_checks import check_options, trainable
+from hpctrain.reduce.data_parallel.parameter_checks import check_updater_options, trainable
 from hpctrain.reduce.data_parallel.updater_base import StepSums, UpdaterBase
-from hpctrain.reduce.sharded.owned_parts import OwnedParts, ParameterCopies, check_shardable
-from hpctrain.reduce.sharded.scatter_reducer import ScatterReducer
-from hpctrain.reduce.sharded.shard_plan import ALIGNMENT_ELEMS, BucketProgress, ShardPlan
-from hpctrain.reduce.sharded.units_in_flight import UnitsInFlight
+from hpctrain.reduce.zero.bucket_division import ALIGNMENT_ELEMS, BucketDivision, BucketProgress
+from hpctrain.reduce.zero.owned_parts import OwnedParts, ParameterCopies, check_zero_optimizer
+from hpctrain.reduce.zero.units_in_flight import UnitsInFlight
+from hpctrain.reduce.zero.zero_reducer import ZeroReducer
 
 # With ZeRO-2, a bucket is reduced in this many units, and there is memory for the units of two buckets.
 _UNITS_OF_A_BUCKET = 4
 
 
 @final
-class ScatterUpdater(UpdaterBase):
+class ZeroUpdater(UpdaterBase):
     """`DistributedOptimizer` that reduce-scatters gradients in backward and gathers updated parameters in forward.
 
     See `units_in_flight` for the gathering. The constructor is collective. A plain `loss.backward()` has weight
@@ -49,7 +49,7 @@ class ScatterUpdater(UpdaterBase):
         keeps_gradients: True (ZeRO-1): there is memory for all gradients, and backward waits for no other rank. False
             (ZeRO-2): there is memory for two buckets and this rank's share, and backward waits if the network is
             slower.
-        bucket_bytes, loss_scale, clip_norm, max_in_flight, overlap, crowded: See `AllReduceUpdater`.
+        bucket_bytes, loss_scale, clip_norm, max_in_flight, overlap, oversubscribed: See `AllReduceUpdater`.
         align_elems: Shares end at multiples of this number of elements within a parameter.
         model: Model that computes with the parameters. If it has scripted modules, `step` waits for all parameters; it
             also does without `overlap`, and in a process that has compiled something with `torch.compile`.
@@ -63,14 +63,14 @@ class ScatterUpdater(UpdaterBase):
         optimizer: torch.optim.Optimizer,
         *,
         comm: Collective,
-        reducer: ScatterReducer,
+        reducer: ZeroReducer,
         keeps_gradients: bool,
         bucket_bytes: int = 4_000_000,
         loss_scale: LossScale | None = None,
         clip_norm: float | None = None,
         max_in_flight: int = 4,
         overlap: bool = True,
-        crowded: bool = False,
+        oversubscribed: bool = False,
         align_elems: int = ALIGNMENT_ELEMS,
         model: torch.nn.Module | None = None,
     ) -> None:
@@ -81,13 +81,13 @@ class ScatterUpdater(UpdaterBase):
         self._reducer = reducer
 
         def check() -> None:
-            check_options(self._parameters, clip_norm=clip_norm, max_in_flight=max_in_flight)
+            check_updater_options(self._parameters, clip_norm=clip_norm, max_in_flight=max_in_flight)
             one_device(self._parameters)
-            check_shardable(optimizer, self._parameters)
+            check_zero_optimizer(optimizer, self._parameters)
 
         agreed(comm, check, os_error=UsageError)
         specs = [describe_gradient(p) for p in self._parameters]
-        self._plan = ShardPlan.of(
+        self._plan = BucketDivision.of(
             plan_buckets(specs, bucket_bytes=bucket_bytes), num_ranks=comm.num_ranks, align_elems=align_elems,
             unit_bytes=bucket_bytes if keeps_gradients else -(-bucket_bytes // _UNITS_OF_A_BUCKET),
         )  # fmt: skip
@@ -105,7 +105,7 @@ class ScatterUpdater(UpdaterBase):
         )
         self._units = UnitsInFlight(
             reducer, plan=self._plan, parameters=self._parameters, model=model,
-            max_in_flight=max_in_flight, overlap=overlap, crowded=crowded,
+            max_in_flight=max_in_flight, overlap=overlap, oversubscribed=oversubscribed,
         )  # fmt: skip
         self._begin_step()
         self._register_hooks(self._hook)
@@ -157,7 +157,7 @@ class ScatterUpdater(UpdaterBase):
 
     def _update(self, factor: float, summed: StepSums) -> bool:
         self._owned.scale(factor)
-        fits = self._owned.give_out(self._used)
+        fits = self._owned.set_gradients(self._used)
         if not (is_true_everywhere(self._comm, fits) if self._owned.may_overflow else fits):
             return False
         began = time.perf_counter()
@@ -171,7 +171,7 @@ class ScatterUpdater(UpdaterBase):
     def _end_step(self, summed: StepSums, *, applied: bool, accepted: bool, rescale: float) -> None:
         self._owned.forget()
         self._drop_gradients()
-        self._reducer.settle(applied=applied, rescale=rescale)
+        self._reducer.end_step(applied=applied, rescale=rescale)
         summed.times = self._clock.times(self.buckets, update_s=summed.update_s or 0.0)
         if summed.order_is_new and accepted:  # after a backward that failed half-way, the order is not known
             self._progress.order = broadcast_json(self._comm, self._progress.completed_order())
@@ -232,7 +232,7 @@ class ScatterUpdater(UpdaterBase):
         self._send_complete()
         self._units.wait()
         self._sum_numbers({})
-        self._reducer.settle(applied=False, rescale=1.0)
+        self._reducer.end_step(applied=False, rescale=1.0)
         self._begin_step()
         for parameter, gradient in zip(self._parameters, fresh, strict=True):
             parameter.grad = gradient

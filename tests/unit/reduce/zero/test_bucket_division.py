@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets
-from hpctrain.reduce.sharded.shard_plan import ALIGNMENT_ELEMS, ShardPlan, Span
+from hpctrain.reduce.zero.bucket_division import ALIGNMENT_ELEMS, BucketDivision, ParameterSpan
 
 NUMELS = [1, 300, 0, 64, 7, 5000, 129]
 
 
-def plan_of(num_ranks: int, *, align_elems: int, bucket_bytes: int = 2000) -> ShardPlan:
+def plan_of(num_ranks: int, *, align_elems: int, bucket_bytes: int = 2000) -> BucketDivision:
     specs = [GradientSpec(numel, torch.float32) for numel in NUMELS]
     buckets = plan_buckets(specs, bucket_bytes=bucket_bytes)
-    return ShardPlan.of(buckets, num_ranks=num_ranks, unit_bytes=bucket_bytes, align_elems=align_elems)
+    return BucketDivision.of(buckets, num_ranks=num_ranks, unit_bytes=bucket_bytes, align_elems=align_elems)
 
 
-def elements(spans: list[Span]) -> list[tuple[int, int]]:
+def elements(spans: list[ParameterSpan]) -> list[tuple[int, int]]:
     return [(s.parameter, element) for s in spans for element in range(s.begin, s.begin + s.numel)]
 
 

@@ -2,7 +2,7 @@
 
 Within a node the ranks read each other's gradients in shared memory. Between nodes a rank sends the sum of its node to
 the owner of each part, which adds the nodes' sums in their order. These are the same additions as those of
-`EngineReducer` with `direct`, so the sums have the same bits. With C nodes, each sends (C-1)/C of a unit's encoded
+`AllReduceReducer` with `direct`, so the sums have the same bits. With C nodes, each sends (C-1)/C of a unit's encoded
 bytes, and (C-1)/C of the bytes of its updated parameters; with one rank per node, C is the number of ranks.
 
 Source of the two levels: Jia et al. 2018, arXiv:1807.11205; of sharding the updates: Rajbhandari et al. 2020,
@@ -21,10 +21,10 @@ import torch
 from hpctrain.comm import Collective, Pending, Transport
 from hpctrain.reduce.codecs import Codec, CodecFeedback
 from hpctrain.reduce.contract.bucket_reducer import check_same_plan, until
-from hpctrain.reduce.sharded.shard_plan import ShardPlan, Unit
-from hpctrain.reduce.shared_memory.inter_node import EngineLosses, Loan, LossyPart, sum_in_order
+from hpctrain.reduce.shared_memory.inter_node import InterNodeResiduals, Loan, LossyPart, add_slices_in_order
 from hpctrain.reduce.shared_memory.summation import add
 from hpctrain.reduce.shared_memory.transport_reducer import TransportReducer
+from hpctrain.reduce.zero.bucket_division import BucketDivision, ReductionUnit
 from hpctrain.topology import Topology
 
 
@@ -52,7 +52,7 @@ class _Planned:
     feedback: error feedback by owner.
     """
 
-    unit: Unit
+    unit: ReductionUnit
     slot: int
     segments: list[torch.Tensor]
     out: torch.Tensor
@@ -61,7 +61,7 @@ class _Planned:
 
 
 @final
-class ScatterReducer(TransportReducer):
+class ZeroReducer(TransportReducer):
     """Sums units over all ranks, each part at its owner, and gathers the parameters that the owners have updated.
 
     Parameters are never encoded. See `TransportReducer` for the arguments.
@@ -105,7 +105,7 @@ class ScatterReducer(TransportReducer):
 
     def plan(
         self,
-        plan: ShardPlan,
+        plan: BucketDivision,
         *,
         num_slots: int,
         outs: Sequence[torch.Tensor],
@@ -148,9 +148,11 @@ class ScatterReducer(TransportReducer):
                 for planned in self._units
                 for owner, feedback in planned.feedback.items()
             ]
-            self._losses = EngineLosses(plan.buckets, parts, place=self._place, codec_name=self._codec.name)
+            self._losses = InterNodeResiduals(
+                plan.buckets, parts, place=self._place, codec_name=self._codec.name
+            )
 
-    def _feedback(self, unit: Unit) -> dict[int, CodecFeedback]:
+    def _feedback(self, unit: ReductionUnit) -> dict[int, CodecFeedback]:
         """Returns error feedback for the parts that this rank sends to their owners, and for its own part.
 
         The sum of its own part is not encoded.
@@ -218,7 +220,7 @@ class ScatterReducer(TransportReducer):
         memory.raise_flag(taken)
         yield from self._until_done(pending)
         if arriving:
-            sum_in_order(out, arriving, mine=self._place.node, codec=self._codec)
+            add_slices_in_order(out, arriving, mine=self._place.node, codec=self._codec)
         if planned.feedback:
             planned.feedback[mine].add_to(out, first=0)
         yield from until(lambda: memory.raised(taken, by=self._everyone))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpctrain.comm import World, run_threads
-from tests.unit.reduce.sharded.scatter_cases import Plan, make_updater, net_of, take_step
+from tests.unit.reduce.zero.zero_cases import Plan, make_updater, net_of, take_step
 
 NUM_ELEMS = 700
 

@@ -10,7 +10,7 @@ from hpctrain.comm.backends.threads_world import ThreadsWorld
 from hpctrain.reduce.algorithms import Algorithm
 from hpctrain.reduce.codecs import codec_named
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
-from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
+from hpctrain.reduce.shared_memory.all_reduce_reducer import AllReduceReducer
 from hpctrain.reduce.shared_memory.shared_buckets import one_rank_nodes
 from hpctrain.topology import Topology
 
@@ -50,9 +50,9 @@ def topology_of(ranks_per_node: tuple[int, ...]) -> Topology:
 def engine(
     world: ThreadsWorld, topology: Topology, *, algorithm: Algorithm, wire: str = "fp32", feedback: bool = False,
     chunk_elems: int = 64, in_flight: int = 3,
-) -> EngineReducer:  # fmt: skip
+) -> AllReduceReducer:  # fmt: skip
     two_levels = algorithm in (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING)
-    return EngineReducer(
+    return AllReduceReducer(
         world.transport(topology),
         comm=world.duplicate(),
         levels=topology if two_levels else one_rank_nodes(topology.num_ranks),

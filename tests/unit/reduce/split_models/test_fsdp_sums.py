@@ -7,7 +7,7 @@ import torch
 
 from hpctrain.comm import Traffic, World, make_two_level, run_threads
 from hpctrain.reduce import codec_named
-from hpctrain.reduce.sharded.gradient_reduction import RankOrderSum, TwoLevelSum
+from hpctrain.reduce.split_models.fsdp_sums import RankOrderSum, TwoLevelSum
 from hpctrain.topology import Topology
 
 # Of each value, times the number of ranks: see the codecs.

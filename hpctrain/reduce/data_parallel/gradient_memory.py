@@ -215,7 +215,7 @@ class GradientMemory:
     def put(self, index: int, *, factor: float) -> int:
         """Writes the parameter's gradient, times `factor`, into its bucket. Returns the number of the bucket.
 
-        Afterwards `.grad` cannot be used until `give_out`. A missing gradient is written as zeros.
+        Afterwards `.grad` cannot be used until `set_gradients`. A missing gradient is written as zeros.
         """
         parameter, place = self._parameters[index], self._places[index]
         gradient = parameter.grad
@@ -255,7 +255,7 @@ class GradientMemory:
         return any(p.grad is pending for p, pending in zip(self._parameters, self._pending, strict=True))
 
     def any_is_given(self) -> bool:
-        """Returns True if any parameter's `.grad` is the sum that `give_out` has set."""
+        """Returns True if any parameter's `.grad` is the sum that `set_gradients` has set."""
         return any(p.grad is not None and p.grad is self._sum_of(i) for i, p in enumerate(self._parameters))
 
     def complete(self, number: int) -> None:
@@ -277,7 +277,7 @@ class GradientMemory:
                 raise GradientsInUse(NOT_READABLE)
 
     def take_changes(self) -> None:
-        """Copies the gradients that the script has changed after `give_out` back into the buckets.
+        """Copies the gradients that the script has changed after `set_gradients` back into the buckets.
 
         A `.grad` that is another tensor is copied; a missing one counts as zeros.
         """
@@ -310,7 +310,7 @@ class GradientMemory:
                 finite.append(gradient.isfinite().all())
         return not finite or bool(torch.stack(finite).all())
 
-    def give_out(self) -> None:
+    def set_gradients(self) -> None:
         """Sets each `.grad` to the sum, or to None if no rank had a gradient. Call it after `copy_out`."""
         # All flags in one copy: on a GPU each read of a value waits for the device.
         summed = torch.cat([flags.float() for flags in self._flags]).tolist()

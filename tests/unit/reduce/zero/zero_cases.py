@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hpctrain.comm import World
-from hpctrain.reduce import AllReduceUpdater, ReducerMaker, ScatterUpdater, parse_algorithm
+from hpctrain.reduce import AllReduceUpdater, ReducerMaker, ZeroUpdater, parse_algorithm
 from hpctrain.topology import Topology
 
 # Nodes of the ranks, by rank; round robin in some, so that a node's ranks are not neighbours.
@@ -60,7 +60,7 @@ class Plan:
 
 def make_updater(
     world: World, plan: Plan, optimizer: torch.optim.Optimizer, *, model: nn.Module | None = None
-) -> tuple[AllReduceUpdater | ScatterUpdater, Any]:
+) -> tuple[AllReduceUpdater | ZeroUpdater, Any]:
     """Returns the updater of a plan, and its reducer. Collective."""
     topology = Topology.from_node_names(list(plan.layout))
     maker = ReducerMaker(world, topology=topology)
@@ -73,7 +73,7 @@ def make_updater(
     scatter = maker.make_scatter(plan.algorithm, wire=plan.wire)
     keeps = plan.shard == "optimizer"
     return (
-        ScatterUpdater(
+        ZeroUpdater(
             optimizer,
             reducer=scatter,
             keeps_gradients=keeps,
@@ -105,7 +105,7 @@ def share(world: World) -> slice:
 
 
 def take_step(
-    world: World, net: Net, updater: AllReduceUpdater | ScatterUpdater, plan: Plan, step: int
+    world: World, net: Net, updater: AllReduceUpdater | ZeroUpdater, plan: Plan, step: int
 ) -> tuple[float, float]:
     """Returns the loss of the global batch and the gradients' norm."""
     mine = samples(step, plan.dtype)[share(world)]

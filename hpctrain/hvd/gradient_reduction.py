@@ -17,14 +17,14 @@ from hpctrain.distributed import CollectiveWork
 from hpctrain.errors import GradientsInUse, UsageError
 from hpctrain.hvd.asynchronous import described, reduce_scaled, sparse_sum, start_all_reduce
 from hpctrain.hvd.errors import HorovodValueError, as_horovod_error
-from hpctrain.hvd.group import Group, dtype_name, reduction_of_zeros
+from hpctrain.hvd.group import Group, dtype_name_of, reduction_of_zeros
 from hpctrain.hvd.reductions import (
     JOINABLE,
     Average,
     Compressor,
     FP16Compressor,
+    HorovodOp,
     NoneCompressor,
-    ReduceOp,
     Sum,
 )
 from hpctrain.reduce import GradientSpec, PendingGradient, plan_buckets
@@ -51,7 +51,7 @@ class Settings:
         groups: Lists of parameters that are reduced together, or the number of groups to form.
     """
 
-    op: ReduceOp = Average
+    op: HorovodOp = Average
     compression: Compressor = NoneCompressor
     passes: int = 1
     prescale: float = 1.0
@@ -259,7 +259,7 @@ class GradientReduction:
 
         zeros = None
         if settings.op in JOINABLE and not apart:
-            zeros = reduction_of_zeros(settings.op, [(dtype_name(bucket.flat), sizes)])
+            zeros = reduction_of_zeros(settings.op, [(dtype_name_of(bucket.flat), sizes)])
         bucket.works = [group.run(self._what(bucket, apart), reduce, behind=True, zeros=zeros)]
         bucket.finish = finish
 
@@ -394,7 +394,7 @@ def _hook(reduction: weakref.ref[GradientReduction], number: int) -> Callable[[t
 
 
 def reduce_deltas(
-    named: Sequence[Named], deltas: Sequence[torch.Tensor], *, group: Group, compression: Any, op: ReduceOp
+    named: Sequence[Named], deltas: Sequence[torch.Tensor], *, group: Group, compression: Any, op: HorovodOp
 ) -> list[torch.Tensor]:
     """Returns the changes `deltas`, one tensor per parameter, reduced over the ranks. Collective."""
     sent = [compression.compress(delta) for delta in deltas]

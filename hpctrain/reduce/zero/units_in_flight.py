@@ -18,11 +18,11 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from hpctrain.reduce.contract.bucket_reducer import LONGEST_WAIT_CROWDED_S, LONGEST_WAIT_S, Backoff
+from hpctrain.reduce.contract.bucket_reducer import LONGEST_WAIT_OVERSUBSCRIBED_S, LONGEST_WAIT_S, Backoff
 from hpctrain.reduce.contract.updater import ReductionObserver
-from hpctrain.reduce.data_parallel.reduction_thread import InFlight, ReductionPipeline
-from hpctrain.reduce.sharded.scatter_reducer import ScatterReducer
-from hpctrain.reduce.sharded.shard_plan import ShardPlan
+from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline, TimeInFlight
+from hpctrain.reduce.zero.bucket_division import BucketDivision
+from hpctrain.reduce.zero.zero_reducer import ZeroReducer
 
 # Operations that do not read a parameter's elements.
 _WITHOUT_ELEMENTS = {
@@ -179,19 +179,19 @@ class UnitsInFlight:
     reducer: reducer that has memory for the plan.
     parameters: parameters of the plan.
     model: see `can_arrive_late`.
-    max_in_flight, overlap, crowded: see `AllReduceUpdater`.
+    max_in_flight, overlap, oversubscribed: see `AllReduceUpdater`.
     """
 
     def __init__(
         self,
-        reducer: ScatterReducer,
+        reducer: ZeroReducer,
         *,
-        plan: ShardPlan,
+        plan: BucketDivision,
         parameters: Sequence[torch.nn.Parameter],
         model: torch.nn.Module | None,
         max_in_flight: int,
         overlap: bool,
-        crowded: bool,
+        oversubscribed: bool,
     ) -> None:
         self._reducer = reducer
         self._plan = plan
@@ -205,14 +205,14 @@ class UnitsInFlight:
             device=torch.device("cpu"),  # the units' memory is on the host
             max_in_flight=max_in_flight,
             overlap=overlap,
-            longest_wait_s=LONGEST_WAIT_CROWDED_S if crowded else LONGEST_WAIT_S,
+            longest_wait_s=LONGEST_WAIT_OVERSUBSCRIBED_S if oversubscribed else LONGEST_WAIT_S,
         )
         self._arrivals = Arrivals(
             [[parameters[slot.parameter] for slot in bucket.slots] for bucket in plan.buckets],
             wait_until=self._pipeline.wait_until,
         )
         self._blocked_s = 0.0
-        self._earlier = InFlight(0.0, 0.0)  # waits within backward
+        self._earlier = TimeInFlight(0.0, 0.0)  # waits within backward
         if self._late:  # a process that exits earlier would leave others waiting for its parameters
             atexit.register(self.wait_for_parameters)
 
@@ -239,11 +239,11 @@ class UnitsInFlight:
         """Schedules the reduction of unit `number`, whose memory must be filled."""
         self._pipeline.submit(number)
 
-    def wait(self) -> InFlight:
+    def wait(self) -> TimeInFlight:
         """Waits for all pending operations. Returns the seconds since the last wait with any of them in flight."""
         waited, earlier = self._pipeline.wait(), self._earlier
-        self._earlier = InFlight(0.0, 0.0)
-        return InFlight(earlier.total_s + waited.total_s, earlier.hidden_s + waited.hidden_s)
+        self._earlier = TimeInFlight(0.0, 0.0)
+        return TimeInFlight(earlier.total_s + waited.total_s, earlier.hidden_s + waited.hidden_s)
 
     def gather(self, buckets: Sequence[int]) -> float:
         """Starts to gather the parameters of all buckets, in this order. Call it after `wait`.
@@ -278,7 +278,7 @@ class UnitsInFlight:
         return seconds + self._arrivals.take_waited_s()
 
     def observe(self, observer: ReductionObserver | None) -> None:
-        """See `ScatterUpdater.observe_reductions`."""
+        """See `ZeroUpdater.observe_reductions`."""
         self.wait_for_parameters()
         if observer is None:
             self._pipeline.observer = None

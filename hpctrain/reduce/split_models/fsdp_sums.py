@@ -21,8 +21,8 @@ from hpctrain.distributed import (
 )
 from hpctrain.errors import UsageError
 from hpctrain.reduce.codecs import Codec, codec_named
-from hpctrain.reduce.sharded.choices import SHARDED_ALGORITHMS
 from hpctrain.reduce.wire_formats import CODEC_WIRES, encodes_every_value
+from hpctrain.reduce.zero.choices import SHARDED_ALGORITHMS
 from hpctrain.storage import split_evenly
 from hpctrain.topology import Topology
 

@@ -28,7 +28,7 @@ from hpctrain.reduce.contract.step_end import (
     check_clip_norm,
     square_of_all,
 )
-from hpctrain.reduce.data_parallel.gradient_buckets import (
+from hpctrain.reduce.data_parallel.gradient_memory import (
     NOT_READABLE_SHARDED,
     NOT_READABLE_SPLIT,
     PendingGradient,
@@ -128,7 +128,7 @@ class HiddenGradients:
 
 
 @final
-class ShardedUpdater(UpdaterBase):
+class SplitModelUpdater(UpdaterBase):
     """`DistributedOptimizer` of a model of which each rank holds a part.
 
     FSDP2 sums gradients of sharded parameters within backward; `step` sums the remaining ones. Forward and backward
