@@ -172,7 +172,7 @@ class Run:
         self._training.stop()
 
     def turn(self, *, steps: int, settle: int, at_most_s: float) -> float:
-        """Continues the ranks for `end_step` steps that are not timed and `steps` that are; returns their samples/s.
+        """Continues the ranks for `settle` steps that are not timed and `steps` that are; returns their samples/s.
 
         at_most_s: time after which the turn ends with fewer steps, at least one. Raises RanksFailed.
         """
@@ -344,7 +344,7 @@ class Turns:
         )
 
     @property
-    def end_step(self) -> int:
+    def settle(self) -> int:
         """Number of steps after a start or a pause that are not timed."""
         return max(2, round(self._cell.steps * self._scale.share / 20))
 

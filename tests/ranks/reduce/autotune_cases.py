@@ -38,7 +38,7 @@ def choose_and_sum(world: World, directory: str, nodes: list[str], under_load: b
         )
         for _ in range(2)
     ]  # fmt: skip
-    auto = found[1].end_step(gradient_bytes=4 * sum(NUMELS), bucket_bytes=1_000_000)
+    auto = found[1].choose(gradient_bytes=4 * sum(NUMELS), bucket_bytes=1_000_000)
     reducer = make(*auto.candidate)
     buckets = plan_buckets([GradientSpec(n, torch.float32) for n in NUMELS], bucket_bytes=1)
     right: list[bool] = []

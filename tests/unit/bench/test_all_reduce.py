@@ -176,12 +176,14 @@ def test_of_horovods_own_sums_one_is_named_to_horovod_and_two_are_refused() -> N
 
 
 def test_what_horovod_was_started_for_is_measured_under_its_name_alone() -> None:
-    means = Capabilities(backend="horovod", topology=TWO_NODES, messages=True, nccl=Algorithm.NCCL_TORUS)
-    check_runs(Algorithm.NCCL_TORUS, wire="fp32", means=means)
+    capabilities = Capabilities(
+        backend="horovod", topology=TWO_NODES, messages=True, nccl=Algorithm.NCCL_TORUS
+    )
+    check_runs(Algorithm.NCCL_TORUS, wire="fp32", capabilities=capabilities)
     with pytest.raises(UsageError, match="nccl-torus would run instead"):
-        check_runs(Algorithm.FLAT, wire="fp32", means=means)
+        check_runs(Algorithm.FLAT, wire="fp32", capabilities=capabilities)
     with pytest.raises(UsageError, match="hierarchical would run instead"):
-        check_runs(Algorithm.NCCL_TORUS, wire="fp32", means=replace(means, nccl=None))
+        check_runs(Algorithm.NCCL_TORUS, wire="fp32", capabilities=replace(capabilities, nccl=None))
 
 
 def test_reasons_that_are_the_same_are_reported_once() -> None:

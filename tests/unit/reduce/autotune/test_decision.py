@@ -129,10 +129,10 @@ def test_the_faster_wire_and_its_fastest_algorithm_are_settled_for_the_models_bu
     exact = TrialResults(choice=Choice.of_measurements(measured), source="told")
     measured += [replace(m, wire="fp16", seconds=0.6 * m.seconds) for m in measured]
     both = TrialResults(choice=Choice.of_measurements(measured), source="told")
-    assert exact.end_step(gradient_bytes=1000).candidate == Candidate("flat", "fp32")
-    assert exact.end_step(gradient_bytes=10**6).candidate == Candidate("direct", "fp32")
-    assert both.end_step(gradient_bytes=10**6).candidate == Candidate("direct", "fp16")
-    asked = both.end_step(gradient_bytes=10**6, bucket_bytes=777)
+    assert exact.choose(gradient_bytes=1000).candidate == Candidate("flat", "fp32")
+    assert exact.choose(gradient_bytes=10**6).candidate == Candidate("direct", "fp32")
+    assert both.choose(gradient_bytes=10**6).candidate == Candidate("direct", "fp16")
+    asked = both.choose(gradient_bytes=10**6, bucket_bytes=777)
     assert (asked.candidate, asked.bucket_bytes) == (Candidate("flat", "fp16"), 777)
     assert {entry["wire"] for entry in asked.record()["candidates"]} == {"fp16"}
 

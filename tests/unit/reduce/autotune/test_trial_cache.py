@@ -157,7 +157,7 @@ def test_one_rank_or_one_candidate_measures_nothing() -> None:
 
     alone = run_threads(1, on_rank)[0]
     assert alone.source == "not measured: one rank"
-    assert alone.end_step(gradient_bytes=1000).candidate == CANDIDATES[0]
+    assert alone.choose(gradient_bytes=1000).candidate == CANDIDATES[0]
     together = run_threads(2, on_rank)[0]
     assert together.source == "not measured: no other algorithm is available"
-    assert together.end_step(gradient_bytes=10**9).candidate == CANDIDATES[1]
+    assert together.choose(gradient_bytes=10**9).candidate == CANDIDATES[1]
