@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 
-from hpctrain.comm import Collective, Transport, World, is_true_everywhere, make_two_level
+from hpctrain.comm import Collective, Transport, World, broadcast_json, is_true_everywhere, make_two_level
 from hpctrain.distributed import ShardKind, is_sharded, pipeline_of, shard_of, split_of
 from hpctrain.errors import CommunicationError, UsageError
 from hpctrain.reduce.algorithms import (
@@ -397,6 +397,8 @@ def make_reduction(
             reducer=reducer, wire=plan.wire, bucket_bytes=bucket_bytes, overlap=overlap, oversubscribed=oversubscribed,
             record=record,
         )  # fmt: skip
+    # Ranks with other models choose alike, and are told which one differs when the plans of their buckets are compared.
+    gradient_bytes = broadcast_json(world, gradient_bytes)
     measured = find_choice(
         world, make=lambda algorithm, wire: maker.make(Algorithm(algorithm), wire=wire),
         candidates=_candidates(plan, maker), topology=topology, device=device, files=plan.files, note=note,
