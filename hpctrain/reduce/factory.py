@@ -159,7 +159,7 @@ class ReducerMaker:
                 self._world.duplicate(), topology=self._topology, codec=codec_named(wire),
                 feedback=needs_feedback(wire),
             )  # fmt: skip
-        return self._engine(decision.algorithm, wire=wire)
+        return self._of_hpctrain(decision.algorithm, wire=wire)
 
     def make_sparse(self, wire: str, **options: Any) -> BucketReducer:
         """Makes the reducer of a wire format that does not encode every value. Collective. options: of its class."""
@@ -168,7 +168,7 @@ class ReducerMaker:
         )
         return reducer
 
-    def make_scatter(self, algorithm: str, *, wire: str) -> ZeroReducer:
+    def make_zero(self, algorithm: str, *, wire: str) -> ZeroReducer:
         """Makes the reducer of a sharded optimizer, in two levels or, with `direct`, in one. Collective.
 
         algorithm: a name, or `auto`; reports through `note` if it is another one. Raises UsageError on every rank for a
@@ -228,7 +228,7 @@ class ReducerMaker:
             world, topology=self._topology, wire=wire, name=algorithm.value, on_close=world.close
         )
 
-    def _engine(self, algorithm: Algorithm, *, wire: str) -> AllReduceReducer:
+    def _of_hpctrain(self, algorithm: Algorithm, *, wire: str) -> AllReduceReducer:
         ring = algorithm in (Algorithm.RING, Algorithm.HIERARCHICAL_RING)
         if COMPILED is None:
             self._note_once(
@@ -372,13 +372,13 @@ def make_reduction(
     )
     if shard != "none" and world.num_ranks > 1:
         wire = "fp32" if plan.wire == AUTO else plan.wire
-        scatter = maker.make_scatter(plan.algorithm, wire=wire)
+        zero = maker.make_zero(plan.algorithm, wire=wire)
         bucket_bytes = plan.bucket_bytes or DEFAULT_BUCKET_BYTES
         record = {
             "source": f"parallel.shard = {shard}", "wire": wire, "bucket_bytes": bucket_bytes, "overlap": overlap,
         }  # fmt: skip
         return Reduction(
-            reducer=scatter, wire=wire, bucket_bytes=bucket_bytes, overlap=overlap,
+            reducer=zero, wire=wire, bucket_bytes=bucket_bytes, overlap=overlap,
             oversubscribed=oversubscribed, record=record,
         )  # fmt: skip
     if AUTO not in (plan.algorithm, plan.wire):

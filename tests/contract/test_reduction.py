@@ -105,7 +105,7 @@ class TestShardedOptimizer(DistributedOptimizerContract):
             whole = maker.make(parse_algorithm("flat"), wire="fp32")
             return AllReduceUpdater(optimizer, comm=world.duplicate(), reducer=whole, bucket_bytes=100)
         return ZeroUpdater(
-            optimizer, comm=world.duplicate(), reducer=maker.make_scatter("auto", wire="fp32"), bucket_bytes=100,
+            optimizer, comm=world.duplicate(), reducer=maker.make_zero("auto", wire="fp32"), bucket_bytes=100,
             keeps_gradients=self.keeps_gradients, align_elems=1,
         )  # fmt: skip
 

@@ -118,7 +118,7 @@ def of_owners(
 @pytest.mark.parametrize("wire", ["fp32", "fp16", "int8"])
 def test_a_sharded_optimizer_sends_to_other_nodes_what_its_reducer_counts(names: str, wire: str) -> None:
     def rank_main(world: World) -> int:
-        reducer = ReducerMaker(world, topology=topology_of(names)).make_scatter("auto", wire=wire)
+        reducer = ReducerMaker(world, topology=topology_of(names)).make_zero("auto", wire=wire)
         plan = BucketDivision.of(BUCKETS, num_ranks=world.num_ranks, unit_bytes=UNIT_BYTES)
         outs = [torch.zeros(shares[world.rank].numel) for shares in plan.shares]
         parameters = [

@@ -70,7 +70,7 @@ def make_updater(
     if plan.shard == "none" or world.num_ranks == 1:
         reducer = maker.make(parse_algorithm(plan.algorithm), wire=plan.wire)
         return AllReduceUpdater(optimizer, reducer=reducer, **common), reducer
-    scatter = maker.make_scatter(plan.algorithm, wire=plan.wire)
+    scatter = maker.make_zero(plan.algorithm, wire=plan.wire)
     keeps = plan.shard == "optimizer"
     return (
         ZeroUpdater(
