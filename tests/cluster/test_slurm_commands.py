@@ -100,7 +100,7 @@ def test_a_run_is_followed_shrunk_resized_and_cancelled(cluster: Cluster, folder
     assert f"job {first} of runs/digits is RUNNING" in refused.stderr
 
     # Fewer nodes: the job gives one back.
-    assert "on 3 nodes of its own" in slurm(cluster, folder, "resize", "--nodes", "3").stdout
+    assert "to continue with 3 nodes" in slurm(cluster, folder, "resize", "--nodes", "3").stdout
     wait_for(lambda: "start 1: 3 ranks on hpct[0-2]" in output(folder), folder=folder)
     lines = output(folder).count("\nstep ")
     wait_for(trains(folder, num_lines=lines + 2), folder=folder)
