@@ -397,7 +397,7 @@ def make_reduction(
             reducer=reducer, wire=plan.wire, bucket_bytes=bucket_bytes, overlap=overlap, oversubscribed=oversubscribed,
             record=record,
         )  # fmt: skip
-    # Ranks with other models choose alike, and are told which one differs when the plans of their buckets are compared.
+    # All ranks choose for rank 0's model. If a rank has another one, comparing the plans of the buckets names it.
     gradient_bytes = broadcast_json(world, gradient_bytes)
     measured = find_choice(
         world, make=lambda algorithm, wire: maker.make(Algorithm(algorithm), wire=wire),

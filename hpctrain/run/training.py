@@ -342,7 +342,7 @@ def carry_out(
         return summary("finished")
     finally:
         release_lease(directory)
-        release_lease(checkpoint_directory(recipe), beside=True)
+        release_lease(checkpoint_directory(recipe), in_parent=True)
         if clock is not None:
             clock.close()
         sinks.close()

@@ -191,7 +191,7 @@ class LeaseLocation:
         return cls(directory, ".lease-", directory)
 
     @classmethod
-    def beside(cls, directory: Path) -> LeaseLocation:
+    def in_parent_of(cls, directory: Path) -> LeaseLocation:
         """Returns the place in the parent of the directory, or within it if the parent cannot be read and written."""
         folder = directory.parent
         if folder == directory or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
@@ -427,37 +427,37 @@ _lock = threading.Lock()
 
 
 def take_lease(
-    directory: Path, *, beside: bool = False, say: Callable[[str], object] = lambda text: None
+    directory: Path, *, in_parent: bool = False, say: Callable[[str], object] = lambda text: None
 ) -> None:
     """Takes the lease on an existing directory, or checks that this process still holds it.
 
-    With `beside` the file of the lease is in the parent of the directory, for directories whose content users list.
+    With `in_parent` the file of the lease is in the parent of the directory, for directories whose content users list.
     Looks up two files if this process already holds the lease. Raises InUseError if another process holds it, and
     OSError.
     """
-    key = _key(directory, beside=beside)
+    key = _key(directory, in_parent=in_parent)
     with _lock:
         lease = _leases.get(key)
         if lease is None:
             path = Path(key[0])
             _leases[key] = Lease.take(
-                LeaseLocation.beside(path) if beside else LeaseLocation.within(path), say=say
+                LeaseLocation.in_parent_of(path) if in_parent else LeaseLocation.within(path), say=say
             )
         else:
             lease.check()
 
 
-def check_lease(directory: Path, *, beside: bool = False) -> None:
+def check_lease(directory: Path, *, in_parent: bool = False) -> None:
     """Raises InUseError if this process held the lease on `directory` and another one has taken it over."""
-    lease = _leases.get(_key(directory, beside=beside))
+    lease = _leases.get(_key(directory, in_parent=in_parent))
     if lease is not None:
         lease.check()
 
 
-def release_lease(directory: Path, *, beside: bool = False) -> None:
+def release_lease(directory: Path, *, in_parent: bool = False) -> None:
     """Gives back the lease on `directory`, if this process holds it."""
     with _lock:
-        lease = _leases.pop(_key(directory, beside=beside), None)
+        lease = _leases.pop(_key(directory, in_parent=in_parent), None)
     if lease is not None:
         lease.release()
 
@@ -469,5 +469,5 @@ def release_all() -> None:
         _leases.popitem()[1].release()
 
 
-def _key(directory: Path, *, beside: bool) -> tuple[str, bool]:
-    return os.path.realpath(directory), beside
+def _key(directory: Path, *, in_parent: bool) -> tuple[str, bool]:
+    return os.path.realpath(directory), in_parent

@@ -16,7 +16,7 @@ Document = dict[str, Any]
 
 @final
 class RunDirectory:
-    """The files of one run directory. Each call reads its file anew.
+    """The files of one run directory. Each call reads its file again.
 
     Args:
         error: The class of the errors that are raised for files that cannot be read.

@@ -84,7 +84,9 @@ def _claim(directory: Path) -> None:
     """
     try:
         take_lease(
-            directory, beside=True, say=lambda text: print(f"hpctrain: {text}", file=sys.stderr, flush=True)
+            directory,
+            in_parent=True,
+            say=lambda text: print(f"hpctrain: {text}", file=sys.stderr, flush=True),
         )
     except InUseError as error:
         raise CheckpointError(str(error)) from error
@@ -140,7 +142,7 @@ def rename_finished(partial: Path, final: Path, *, unique: str) -> None:
     after the rename; if that fails, the next save deletes it. Raises CheckpointError.
     """
     try:
-        check_lease(final.parent, beside=True)
+        check_lease(final.parent, in_parent=True)
     except InUseError as error:
         raise CheckpointError(str(error)) from error
     step_forms = [final.with_name(name) for name in _forms(final.name)]

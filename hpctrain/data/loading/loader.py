@@ -226,7 +226,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadFlags:
-    """Attributes that a dataset may have beside those of `Samples`, with the values that count if it lacks them.
+    """Attributes that a dataset may have in addition to those of `Samples`, with their values if it lacks them.
 
     Attributes:
         is_thread_safe: Whether several threads may call `gather` at once. The thread that waits for a batch then also

@@ -253,7 +253,7 @@ class AllReduceReducer(TransportReducer):
 
     def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
         check_same_plan(self._comm, buckets, how=f"{self._algorithm}, {self._codec.name}")
-        lost = self._losses.total(self._comm) if self._losses is not None else None
+        lost = self._residuals.total(self._comm) if self._residuals is not None else None
         within = self._place.num_nodes == 1
         sizes = [b.numel * b.dtype.itemsize for b in buckets]
         if self._memory.lay_out([*sizes, *(tally_bytes(b.numel) for b in buckets if within)]):
@@ -279,19 +279,21 @@ class AllReduceReducer(TransportReducer):
                     num_gradients=bucket.num_gradients if self._squares and bucket.slots else 0,
                     compiled=COMPILED if all_compiled else None,
                 )
-            if self._keeps_losses:
+            if self._keeps_residuals:
                 planned.feedback = [self._feedback(part, bucket=bucket) for part in planned.parts]
             self._buckets.append(planned)
-        if self._keeps_losses:
+        if self._keeps_residuals:
             parts = [
                 LossyPart(planned.bucket, part, feedback)
                 for planned in self._buckets
                 for part, feedback in zip(planned.parts, planned.feedback, strict=True)
             ]
-            self._losses = InterNodeResiduals(buckets, parts, place=self._place, codec_name=self._codec.name)
+            self._residuals = InterNodeResiduals(
+                buckets, parts, place=self._place, codec_name=self._codec.name
+            )
             # Errors are kept only if the parameters are the same (not in a calibration).
-            if lost is not None and lost.numel() == self._losses.num_elems:
-                self._losses.take_over(lost)
+            if lost is not None and lost.numel() == self._residuals.num_elems:
+                self._residuals.take_over(lost)
         memory = [b.mine if b.on_device is None else b.on_device for b in self._buckets]
         self._all_squares = GradientSquares(buckets, memory)
         return memory

@@ -44,8 +44,8 @@ class TransportReducer(ABC):
         self._place = TwoLevelPlace.of(levels, rank=transport.rank)
         self._algorithm = algorithm
         self._codec = codec
-        self._keeps_losses = feedback and not codec.exact and levels.num_nodes > 1
-        self._losses: InterNodeResiduals | None = None  # belongs to the current plan
+        self._keeps_residuals = feedback and not codec.exact and levels.num_nodes > 1
+        self._residuals: InterNodeResiduals | None = None  # belongs to the current plan
         self._memory = NodeMemory(transport, place=self._place)
         self._scratch = ChunkMemory()
         self._next_tag = 0
@@ -66,23 +66,23 @@ class TransportReducer(ABC):
 
     def end_step(self, *, applied: bool, rescale: float) -> None:
         """See `KeepsState.end_step`."""
-        if self._losses is not None:
-            self._losses.end_step(applied=applied, rescale=rescale)
+        if self._residuals is not None:
+            self._residuals.end_step(applied=applied, rescale=rescale)
 
     def state(self) -> list[StateTensor]:
         """See `InterNodeResiduals.state`; empty without error feedback."""
-        return self._losses.state() if self._losses is not None else []
+        return self._residuals.state() if self._residuals is not None else []
 
     def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
         """See `KeepsState.rows_to_load`."""
-        if self._losses is None:
+        if self._residuals is None:
             return {}
-        return self._losses.rows_to_load(shapes, rank=self._comm.rank, num_ranks=self._comm.num_ranks)
+        return self._residuals.rows_to_load(shapes, rank=self._comm.rank, num_ranks=self._comm.num_ranks)
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
         """See `KeepsState.load_state`. Collective; call it after `plan`."""
-        if self._losses is not None:
-            self._losses.load_state(tensors, shapes, comm=self._comm)
+        if self._residuals is not None:
+            self._residuals.load_state(tensors, shapes, comm=self._comm)
 
     def close(self) -> None:
         """Frees memory and communicators. Collective."""
@@ -90,7 +90,7 @@ class TransportReducer(ABC):
             _ABORTED.append((self._transport, self._memory, self._scratch))
             return
         self._forget_plan()
-        self._losses = None
+        self._residuals = None
         self._memory = NodeMemory(self._transport, place=self._place)
         self._transport.close()
 

@@ -139,16 +139,16 @@ class ZeroReducer(TransportReducer):
                     segments=segments,
                     out=outs[unit.bucket][own.begin - share.begin : own.end - share.begin],
                     gathered=gathered[number],
-                    feedback=self._feedback(unit) if self._keeps_losses else {},
+                    feedback=self._feedback(unit) if self._keeps_residuals else {},
                 )
             )
-        if self._keeps_losses:
+        if self._keeps_residuals:
             parts = [
                 LossyPart(plan.buckets[planned.unit.bucket], planned.unit.parts[owner], feedback)
                 for planned in self._units
                 for owner, feedback in planned.feedback.items()
             ]
-            self._losses = InterNodeResiduals(
+            self._residuals = InterNodeResiduals(
                 plan.buckets, parts, place=self._place, codec_name=self._codec.name
             )
 

@@ -18,7 +18,7 @@ from hpctrain.storage import InUseError, Lease, LeaseLocation, check_lease, rele
 from hpctrain.storage.lease import Holder
 
 HOLDING = (
-    "import sys; from hpctrain.storage import claim; claim(sys.argv[1]); print('has it', flush=True); input()"
+    "import sys; from hpctrain.storage import take_lease; take_lease(sys.argv[1]); print('has it', flush=True); input()"
 )
 Other = subprocess.Popen[str]
 
@@ -258,10 +258,10 @@ def test_an_empty_lease_is_watched_for_a_shorter_time(
 def test_beside_a_directory_whose_content_is_listed(tmp_path: Path) -> None:
     place = tmp_path / "checkpoints"
     place.mkdir()
-    take_lease(place, beside=True)
+    take_lease(place, in_parent=True)
     take_lease(tmp_path)  # another one
     assert list(place.iterdir()) == []
     assert {path.name for path in tmp_path.glob(".*")} == {".checkpoints.lease-00000001", ".lease-00000001"}
-    release_lease(place, beside=True)
+    release_lease(place, in_parent=True)
     release_lease(tmp_path)
     assert not list(tmp_path.glob(".*"))

@@ -20,14 +20,14 @@ _RANK = """
 import ctypes, sys, time
 from pathlib import Path
 from hpctrain.comm.watchdog.board.node_files import WatchFolders
-from hpctrain.comm.watchdog.board.rank_status import Placement
+from hpctrain.comm.watchdog.board.rank_status import RankNodes
 from hpctrain.comm.watchdog.timeout_report import exit_now
 from hpctrain.comm.watchdog.watcher import Watcher
 watcher = Watcher(rank=0, timeout_s=float(sys.argv[2]), abort=exit_now, leave=exit_now)
 watcher.lock_may_be_held()
 track = watcher.track(group="world", members=(0, 1))
 shared = Path(sys.argv[1])
-placement = Placement(node_of_rank=[0, 0], node_names=["here"])
+placement = RankNodes(node_of_rank=[0, 0], node_names=["here"])
 folders = WatchFolders(rank=0, shared=shared, local=shared / "local", placement=placement)
 watcher.prepare(folders)
 watcher.publish_in(folders)
