@@ -280,6 +280,6 @@ def test_a_port_that_is_in_use_is_one_warning_a_rank(where: Path) -> None:
         words = ["telemetry.prometheus=endpoint", f"telemetry.prometheus_port={port}"]
         with training(where, "port", *words, f"telemetry.prometheus_targets={targets}") as launched:
             wait_for(lambda: len(steps_of(directory)) >= 5, launched)
-            warning = f"no Prometheus endpoint: 127.0.0.1:{port}: Address already in use"
+            warning = f"the Prometheus endpoint could not be opened: 127.0.0.1:{port}: Address already in use"
             assert launched.stderr.count(warning) == 2
             assert not targets.exists()

@@ -78,8 +78,8 @@ def split(
             2,
             "names blocks.1.1 twice, by 'blocks.*.1' and 'blocks.1.*'",
         ),
-        ({"head": "column-gathered"}, 2, "head.weight and tokens.weight are one parameter"),
-        ({"tokens": "row"}, 2, "tokens.weight and head.weight are one parameter"),
+        ({"head": "column-gathered"}, 2, "head.weight and tokens.weight share one tensor"),
+        ({"tokens": "row"}, 2, "tokens.weight and head.weight share one tensor"),
     ],
 )
 def test_a_plan_that_does_not_fit_the_model_is_refused(plan: TensorPlan, tensor: int, message: str) -> None:
@@ -108,7 +108,7 @@ ON_PARTS = {"tokens": "sequence", "norm": "sequence", "head": "sequence-gathered
         (
             Norms(),
             ON_PARTS | {"tokens": ("sequence", 5)},
-            "does not divide the sequence of 5 places of tokens",
+            "does not divide the sequence of 5 positions of tokens",
         ),
         (
             Norms(bn=nn.BatchNorm1d(4)),

@@ -147,7 +147,7 @@ def test_a_port_that_is_in_use_is_one_warning(where: Path, capfd: pytest.Capture
         port = taken.getsockname()[1]
         run(where, Task(), telemetry={"prometheus": "endpoint", "prometheus_port": port})
     assert whole(where, capfd) == [
-        f"hpctrain: no Prometheus endpoint: 127.0.0.1:{port}: Address already in use; training goes on without it"
+        f"hpctrain: the Prometheus endpoint could not be opened: 127.0.0.1:{port}: Address already in use; training goes on without it"
     ]
     assert not (where / "run" / "metrics" / "prometheus").exists()
 
@@ -159,7 +159,7 @@ def test_targets_that_cannot_be_written_are_one_warning_and_the_endpoint_is_ther
     telemetry = {"prometheus": "endpoint", "prometheus_targets": str(where / "taken")}
     run(where, Task(), telemetry=telemetry)
     (warning,) = whole(where, capfd)
-    assert warning.startswith("hpctrain: no file with Prometheus' targets: ")
+    assert warning.startswith("hpctrain: the file with Prometheus' targets could not be opened: ")
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -187,7 +187,7 @@ def test_a_full_disk_is_one_warning(where: Path, capfd: pytest.CaptureFixture[st
     run(where, task, telemetry=telemetry)
     reason = f"{path}: No space left on device"
     assert whole(where, capfd) == [
-        f"hpctrain: no Prometheus text file: {reason}; training goes on without it"
+        f"hpctrain: the Prometheus text file could not be opened: {reason}; training goes on without it"
         if at_once
         else f"hpctrain: the Prometheus text file failed and is off from now on: {reason}; training goes on"
     ]

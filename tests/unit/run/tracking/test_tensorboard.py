@@ -62,7 +62,7 @@ def test_a_folder_that_cannot_be_made_is_reported_and_training_goes_on(
     (where / "run").mkdir()
     (where / "run/tensorboard").write_text("a file")
     assert run(where, Task(), telemetry={"tensorboard": True})["status"] == "finished"
-    assert capsys.readouterr().err.count("no file for TensorBoard") == 1
+    assert capsys.readouterr().err.count("the file for TensorBoard could not be opened") == 1
 
 
 def step(number: int, loss: float) -> dict[str, Any]:
