@@ -19,9 +19,8 @@ with hpctrain.init() as session:
     model = torch.nn.Sequential(
         torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)
     )
-    # A named algorithm: "auto" measures at each start, and another choice would round the sums in another way.
     optimizer = session.distributed_optimizer(
-        model, torch.optim.Adam(model.parameters(), lr=1e-2), algorithm="hierarchical", wire="fp16"
+        model, torch.optim.Adam(model.parameters(), lr=1e-2), wire="fp16"
     )
 
     position = session.load_state(sys.argv[2], optimizer, loader=loader)

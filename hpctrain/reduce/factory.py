@@ -283,15 +283,21 @@ class ReductionRequest:
         check_wire(self.wire)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Reduction:
     """A reducer, with how it was chosen. It is a `ZeroReducer` for a sharded optimizer.
+
+    Its updater may replace a measured choice by that of a loaded checkpoint: see `MeasuredChoice`.
 
     Attributes:
         overlap: Whether it reduces during backward.
         record: The choice and its measurements, as JSON.
         oversubscribed: Whether there are more ranks than cores that they share.
         is_measured: Whether measurements chose the algorithm or the wire format.
+        alternatives: What they could have chosen.
+        maker: What makes the reducers of these.
+        asked_bucket_bytes: The bucket size that was asked for.
+        note: Called with a text if the choice is replaced.
     """
 
     reducer: BucketReducer | ZeroReducer
@@ -301,6 +307,10 @@ class Reduction:
     oversubscribed: bool
     record: dict[str, Any]
     is_measured: bool = False
+    alternatives: tuple[Candidate, ...] = ()
+    maker: ReducerMaker | None = None
+    asked_bucket_bytes: int | None = None
+    note: Callable[[str], None] = lambda text: None
 
     @property
     def algorithm(self) -> str:
@@ -332,7 +342,44 @@ class Reduction:
         if isinstance(self.reducer, ZeroReducer):
             keeps = shard_of(model) != "gradients"
             return ZeroUpdater(optimizer, reducer=self.reducer, keeps_gradients=keeps, model=model, **given)
-        return AllReduceUpdater(optimizer, reducer=self.reducer, model=model, **given)
+        choice = self if self.is_measured else None
+        return AllReduceUpdater(optimizer, reducer=self.reducer, model=model, choice=choice, **given)
+
+    def document(self) -> dict[str, Any]:
+        """See `MeasuredChoice.document`."""
+        assert self.maker is not None
+        return {
+            "algorithm": self.reducer.algorithm, "wire": self.wire, "bucket_bytes": self.bucket_bytes,
+            "ranks_by_node": [list(ranks) for ranks in self.maker.capabilities.topology.ranks_by_node],
+        }  # fmt: skip
+
+    def can_become(self, saved: Any) -> bool:
+        """See `MeasuredChoice.can_become`."""
+        now = self.document()
+        if not isinstance(saved, Mapping) or saved.keys() != now.keys():
+            return False
+        wanted = {**now, **saved, "bucket_bytes": self.asked_bucket_bytes or saved["bucket_bytes"]}
+        possible = Candidate(saved["algorithm"], saved["wire"]) in self.alternatives
+        return possible and wanted != now and saved["ranks_by_node"] == now["ranks_by_node"]
+
+    def become(self, saved: Mapping[str, Any]) -> tuple[BucketReducer, int]:
+        """See `MeasuredChoice.become`."""
+        assert self.maker is not None
+        measured = f"{self.reducer.algorithm}, {self.wire}, buckets of {self.bucket_bytes} bytes"
+        self.reducer.close()
+        self.wire = str(saved["wire"])
+        self.bucket_bytes = self.asked_bucket_bytes or int(saved["bucket_bytes"])
+        made = self.maker.make(Algorithm(saved["algorithm"]), wire=self.wire)
+        self.reducer = made
+        self.record |= {
+            "source": "as in the checkpoint", "algorithm": made.algorithm, "wire": self.wire,
+            "bucket_bytes": self.bucket_bytes,
+        }  # fmt: skip
+        self.note(
+            f"reduction: {made.algorithm}, {self.wire}, buckets of {self.bucket_bytes} bytes, as in the checkpoint, so "
+            f"that sums are rounded as before; the measurements of this start chose {measured}"
+        )
+        return made, self.bucket_bytes
 
     @property
     def by_library(self) -> bool:
@@ -399,9 +446,10 @@ def make_reduction(
         )  # fmt: skip
     # All ranks choose for rank 0's model. If a rank has another one, comparing the plans of the buckets names it.
     gradient_bytes = broadcast_json(world, gradient_bytes)
+    alternatives = _candidates(plan, maker)
     measured = find_choice(
         world, make=lambda algorithm, wire: maker.make(Algorithm(algorithm), wire=wire),
-        candidates=_candidates(plan, maker), topology=topology, device=device, files=plan.files, note=note,
+        candidates=alternatives, topology=topology, device=device, files=plan.files, note=note,
         under_load=oversubscribed and overlap and device.type == "cpu",
     )  # fmt: skip
     choice = measured.choose(gradient_bytes=gradient_bytes, bucket_bytes=plan.bucket_bytes, overlap=overlap)
@@ -409,7 +457,8 @@ def make_reduction(
     return Reduction(
         reducer=maker.make(Algorithm(algorithm), wire=wire), wire=wire, bucket_bytes=choice.bucket_bytes,
         overlap=overlap, oversubscribed=oversubscribed, record={**choice.record(), "overlap": overlap},
-        is_measured=True,
+        is_measured=True, alternatives=tuple(alternatives), maker=maker, asked_bucket_bytes=plan.bucket_bytes,
+        note=note,
     )  # fmt: skip
 
 

@@ -299,7 +299,9 @@ def _run_metrics(
         "hpctrain_last_collective_timestamp_seconds": session.world.last_ended,
         "hpctrain_node_seconds_total": lambda: num_nodes * (time.time() - facts.started),
     }
-    reducers = [facts.reduction.reducer.bytes_sent] if facts.reduction is not None else []
+    reduction = facts.reduction
+    # Not the method of the reducer: the reduction of a loaded checkpoint may replace it.
+    reducers = [lambda: reduction.reducer.bytes_sent()] if reduction is not None else []
     traffic = group_traffic()
     if sends := reducers + ([traffic.num_bytes] if traffic is not None else []):
         probes["hpctrain_sent_bytes_total"] = lambda: sum(num_bytes() for num_bytes in sends)

@@ -19,10 +19,8 @@ from hpctrain.distributed import ShardKind
 from hpctrain.launch import RankCores, cpu_share, in_effect
 from hpctrain.reduce import (
     Algorithm,
-    BucketReducer,
     Reduction,
     ReductionRequest,
-    ZeroReducer,
     make_reduction,
 )
 from hpctrain.topology import Topology
@@ -56,7 +54,7 @@ class Reductions:
         self._note = note
         self._cores = cores
         # In creation order, which is the same on all ranks.
-        self._reducers: list[BucketReducer | ZeroReducer] = []
+        self._made: list[Reduction] = []
 
     def make(
         self, plan: ReductionRequest, *, gradient_bytes: int, shard: ShardKind = "none", computes: bool = True
@@ -74,7 +72,7 @@ class Reductions:
             overlap=self.overlap(spare_core=spare_core), spare_core=spare_core,
             oversubscribed=computes and self.oversubscribed(), nccl=self.nccl(plan.algorithm), note=self._note,
         )  # fmt: skip
-        self._reducers.append(made.reducer)
+        self._made.append(made)
         return made
 
     def overlap(self, *, spare_core: bool) -> bool:
@@ -103,8 +101,8 @@ class Reductions:
     def close(self, *, free: bool) -> None:
         """Ends the reductions. `free=False` keeps the buckets' memory, which a thread may still use. Collective."""
         if free:
-            while self._reducers:
-                self._reducers.pop(0).close()
+            while self._made:
+                self._made.pop(0).reducer.close()
 
     def nccl(self, asked: str) -> Algorithm | None:
         """Returns which of Horovod's own two-level sums runs in this process. Notes if it was not asked for."""

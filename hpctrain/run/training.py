@@ -241,6 +241,8 @@ def carry_out(
                 recipe, state, path=resume.path, from_scratch=resume.from_scratch, session=session, identity=identity,
                 tiers=tiers,
             )  # fmt: skip
+        # The reduction of the checkpoint may have replaced the one that was measured.
+        environment |= reduction_record(recipe, reduction)
         if resumed.path is None:
             start_from_weights(recipe, parts.model, session=session)
         steps = total_steps(recipe, parts.loader, position=resumed.position)

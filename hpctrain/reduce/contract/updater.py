@@ -150,11 +150,22 @@ class DistributedOptimizer(Protocol):
     def state_tensors(self) -> list[StateTensor]:
         """Returns this rank's part of the tensors that a checkpoint must hold; possibly none. Not collective."""
 
+    def prepare_to_load(self, state: Mapping[str, Any]) -> None:
+        """Changes to the reduction of the saved run, if measurements chose both. Collective; call it between steps.
+
+        Where measurements have chosen another algorithm, wire format or bucket size than those of the saved run, the
+        sums would be rounded in another way. The saved run's are used if they are available here and the ranks are
+        placed on nodes as they were.
+
+        Args:
+            state: The saved state that `load_state` will get.
+        """
+
     def rows_to_load(self, state: Mapping[str, Any], shapes: Shapes) -> dict[str, list[range]]:
         """Returns the rows of saved tensors that `load_state` needs on this rank. Not collective.
 
         Args:
-            state: The saved state that `load_state` will get.
+            state: The saved state that `prepare_to_load` got, and `load_state` will get.
             shapes: Shapes of the whole saved tensors, by name.
 
         Returns:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import numpy as np
 import torch
@@ -38,6 +38,19 @@ from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline, Ti
 from hpctrain.reduce.data_parallel.updater_base import StepSums, UpdaterBase
 
 
+class MeasuredChoice(Protocol):
+    """The algorithm, wire format and bucket size that measurements have chosen for one updater."""
+
+    def document(self) -> dict[str, Any]:
+        """Returns the choice for a checkpoint, as values for JSON."""
+
+    def can_become(self, saved: Any) -> bool:
+        """Returns True if `saved`, a `document` or None, is another choice that is possible here. Not collective."""
+
+    def become(self, saved: Mapping[str, Any]) -> tuple[BucketReducer, int]:
+        """Closes the reducer. Returns that of the saved choice, and its bucket size in bytes. Collective."""
+
+
 @final
 class AllReduceUpdater(UpdaterBase):
     """`DistributedOptimizer` that sums gradient buckets on a separate thread while backward runs.
@@ -61,6 +74,8 @@ class AllReduceUpdater(UpdaterBase):
             continues (`InBackground`) then still start within backward.
         oversubscribed: True if there are more ranks than cores; polls for progress are then further apart.
         model: Model that computes with the parameters, to notice if its parameters are replaced.
+        choice: The measured choice that `reducer` and `bucket_bytes` are; None if they were asked for. It is saved,
+            and the one of a loaded checkpoint replaces it.
 
     Raises:
         UsageError: An argument is invalid, or the optimizer has no trainable parameters, or parameters on several
@@ -85,31 +100,22 @@ class AllReduceUpdater(UpdaterBase):
         overlap: bool = True,
         oversubscribed: bool = False,
         model: torch.nn.Module | None = None,
+        choice: MeasuredChoice | None = None,
     ) -> None:
         super().__init__(
             optimizer, comm=comm, loss_scale=loss_scale or LossScale.for_wire(reducer.wire), clip_norm=clip_norm,
             reducer=reducer, wire=reducer.wire,
         )  # fmt: skip
-        self._reducer = reducer
+        self._scale_is_given = loss_scale is not None
+        self._choice = choice
         self._distributed = comm.num_ranks > 1
-        reducer.keep_squares()
         check_updater_options(self._parameters, clip_norm=clip_norm, max_in_flight=max_in_flight)
         self._checks = ParameterChecks(optimizer, self._parameters, model=model)
-        self._pipeline: ReductionPipeline | None = None
-        self._planned = PlannedBuckets(
-            self._parameters, checks=self._checks, reducer=reducer, bucket_bytes=bucket_bytes, clock=self._clock,
-            submit=self._submit, announces=self._distributed and not overlap,
-        )  # fmt: skip
-        if self._distributed:
-            self._pipeline = ReductionPipeline(
-                reducer.reduce,
-                device=self._planned.device,
-                max_in_flight=max_in_flight,
-                overlap=overlap,
-                longest_wait_s=LONGEST_WAIT_OVERSUBSCRIBED_S if oversubscribed else LONGEST_WAIT_S,
-                in_background=reducer.in_background if isinstance(reducer, InBackground) else None,
-            )
+        self._max_in_flight = max_in_flight
         self._overlap = overlap
+        self._longest_wait_s = LONGEST_WAIT_OVERSUBSCRIBED_S if oversubscribed else LONGEST_WAIT_S
+        self._pipeline: ReductionPipeline | None = None
+        self._use(reducer, bucket_bytes=bucket_bytes)
         self._begin_step()
         self._register_hooks(self._hook)
 
@@ -145,10 +151,48 @@ class AllReduceUpdater(UpdaterBase):
             self._pipeline.observer = observer
 
     def state(self) -> dict[str, Any]:
-        """See `DistributedOptimizer.state`: the loss scale, and the order of the gradients."""
-        return {**super().state(), "order": self._planned.order}
+        """See `DistributedOptimizer.state`: the loss scale, the order of the gradients, and a measured choice."""
+        choice = {"choice": self._choice.document()} if self._choice is not None else {}
+        return {**super().state(), "order": self._planned.order, **choice}
+
+    def prepare_to_load(self, state: Mapping[str, Any]) -> None:
+        """See `DistributedOptimizer.prepare_to_load`. Raises UsageError between `backward` and `step`."""
+        saved = state.get("choice")
+        if self._choice is None or saved is None or not self._choice.can_become(saved):
+            return
+        if self._scale_is_given and saved["wire"] != self._wire:
+            return  # the loss scale was made for this wire format
+        if self._has_begun:
+            raise UsageError("a checkpoint was loaded between backward and step(): load it between steps")
+        observer = None if self._pipeline is None else self._pipeline.observer
+        self._release()
+        reducer, bucket_bytes = self._choice.become(saved)
+        if reducer.wire != self._wire:
+            self._scale = LossScale.for_wire(reducer.wire)
+        self._state_keeper, self._wire = reducer, reducer.wire
+        self._use(reducer, bucket_bytes=bucket_bytes)
+        self.observe_reductions(observer)
+        self._begin_step()
 
     # ------------------------------------------------------------------ implementation
+
+    def _use(self, reducer: BucketReducer, *, bucket_bytes: int) -> None:
+        """Plans the buckets and starts the reduction thread of a reducer. Collective."""
+        self._reducer = reducer
+        reducer.keep_squares()
+        self._planned = PlannedBuckets(
+            self._parameters, checks=self._checks, reducer=reducer, bucket_bytes=bucket_bytes, clock=self._clock,
+            submit=self._submit, announces=self._distributed and not self._overlap,
+        )  # fmt: skip
+        if self._distributed:
+            self._pipeline = ReductionPipeline(
+                reducer.reduce,
+                device=self._planned.device,
+                max_in_flight=self._max_in_flight,
+                overlap=self._overlap,
+                longest_wait_s=self._longest_wait_s,
+                in_background=reducer.in_background if isinstance(reducer, InBackground) else None,
+            )
 
     def _sum(self, sums: Mapping[str, float]) -> StepSums:
         self._check_before_sum()

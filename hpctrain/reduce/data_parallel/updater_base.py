@@ -209,6 +209,9 @@ class UpdaterBase(Watched, ABC):
         """See `DistributedOptimizer.state_tensors`: the residuals of error feedback, if there are any."""
         return self._state_keeper.state() if self._state_keeper is not None else []
 
+    def prepare_to_load(self, state: Mapping[str, Any]) -> None:
+        """Does nothing in an updater whose reduction is not chosen by measurements."""
+
     def rows_to_load(self, state: Mapping[str, Any], shapes: Shapes) -> dict[str, list[range]]:
         return self._state_keeper.rows_to_load(shapes) if self._state_keeper is not None else {}
 
@@ -225,6 +228,7 @@ class UpdaterBase(Watched, ABC):
         """
         if self._has_begun:
             raise UsageError("load_state was called between backward and step(): call it between steps")
+        self.prepare_to_load(state)
         self.wait_for_parameters()
         saved = state["loss_scale"]
         self._scale = self._scale.continued(saved)

@@ -164,10 +164,12 @@ class TrainingState:
         return State(items=items, document=document, parent=parent)
 
     def regions(self, checkpoint: Checkpoint, *, rank: int) -> Regions:
-        """Returns the boxes that `restore` needs of tensors of which this rank needs only a part. Not collective."""
+        """Returns the boxes that `restore` needs of tensors of which this rank needs only a part. Collective."""
         stored = _under(_UPDATER, checkpoint.tensors)
         state = checkpoint.document.get("updater")
         found: dict[str, list[Box]] = {}
+        if isinstance(state, dict):
+            self.updater.prepare_to_load(state)
         if stored and isinstance(state, dict):
             shapes = {name: tensor.shape for name, tensor in stored.items()}
             for name, rows in self.updater.rows_to_load(state, shapes).items():

@@ -17,7 +17,14 @@ import pytest
 from hpctrain.storage import InUseError, Lease, LeaseLocation, check_lease, release_lease, take_lease
 from hpctrain.storage.lease import Holder
 
-HOLDING = "import sys; from hpctrain.storage import take_lease; take_lease(sys.argv[1]); print('has it', flush=True); input()"
+HOLDING = """
+import sys
+from hpctrain.storage import take_lease
+
+take_lease(sys.argv[1])
+print("has it", flush=True)
+input()
+"""
 Other = subprocess.Popen[str]
 
 

@@ -147,7 +147,8 @@ def test_a_port_that_is_in_use_is_one_warning(where: Path, capfd: pytest.Capture
         port = taken.getsockname()[1]
         run(where, Task(), telemetry={"prometheus": "endpoint", "prometheus_port": port})
     assert whole(where, capfd) == [
-        f"hpctrain: the Prometheus endpoint could not be opened: 127.0.0.1:{port}: Address already in use; training goes on without it"
+        f"hpctrain: the Prometheus endpoint could not be opened: 127.0.0.1:{port}: Address already in use; "
+        "training goes on without it"
     ]
     assert not (where / "run" / "metrics" / "prometheus").exists()
 
