@@ -94,11 +94,13 @@ def measure(world: World, folder: Path) -> dict[str, float]:
 def report(found: dict[str, float], *, num_ranks: int) -> str:
     window = found["window"] / (WINDOW_S / STEP_S)
     total = found["divide, add, record"] + window
-    lines = [f"{name}: {seconds * 1e6:.1f} us a step" for name, seconds in found.items() if name != "window"]
+    lines = [
+        f"{name}: {seconds * 1e6:.1f} us per step" for name, seconds in found.items() if name != "window"
+    ]
     return "\n".join([
         f"{num_ranks} ranks, rank 0",
         *lines,
-        f"end of a window, every {WINDOW_S:.0f} s: {found['window'] * 1e6:.0f} us, {window * 1e6:.2f} us a step",
+        f"end of a window, every {WINDOW_S:.0f} s: {found['window'] * 1e6:.0f} us, {window * 1e6:.2f} us per step",
         f"together {total * 1e6:.1f} us, {total / STEP_S:.3%} of {STEP_S * 1e3:.0f} ms; under {MOST_SHARE:.1%}: "
         + ("yes" if total / STEP_S < MOST_SHARE else "no"),
     ])  # fmt: skip

@@ -70,7 +70,7 @@ def _indices(spec: OrderSpec, span: PositionRange, *, epoch: int) -> None:
 
 def main() -> None:
     print("\n".join(quality_rows()))
-    print("\n| order | a batch | memory |\n| --- | --- | --- |")
+    print("\n| order | time per batch | memory |\n| --- | --- | --- |")
     for name in ("shuffle", "blocks, window 64", "sequential"):
         print(f"| {name} | {' | '.join(cost(ORDERS[name]))} |")
 

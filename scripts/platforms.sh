@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tries the last commit of this checkout on other releases of Debian, each in a root folder of its own. As root, on a
-# Debian with debootstrap; about an hour a release the first time, most of it downloads, builds and tests.
+# Debian with debootstrap; about an hour per release the first time, most of it downloads, builds and tests.
 #
 #   make platforms                                  # the releases below, one after the other
 #   make platforms PLATFORMS=trixie                 # one of them

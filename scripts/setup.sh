@@ -100,7 +100,7 @@ open_environment() {
   [[ -w $prefix ]] || fail "the active environment $prefix is not writable. Deactivate it and run" \
     "PYTHON=$prefix/bin/python MPICC=${MPICC:-mpicc} make setup: that makes a .venv which sees its packages"
   stamp=$prefix/hpctrain-setup.stamp
-  record=$prefix/hpctrain-wheels      # which wheels of ours are installed here: one file a name, with its key
+  record=$prefix/hpctrain-wheels      # which wheels of ours are installed here: one file per name, with its key
   py=$prefix/bin/python
   exec {environment_lock}>"$prefix/hpctrain-setup.lock"
   # Two at once in one environment would tear it. Some parallel filesystems have no locks: then it is up to the user.

@@ -199,7 +199,7 @@ class StopTrials:
         assert found.damage == ()
 
     def _check_finished(self) -> None:
-        """Equal to the uninterrupted run to the bit, and each sample once an epoch."""
+        """Equal to the uninterrupted run to the bit, and each sample once per epoch."""
         check_equal(self.directory / "run", self.directory / "whole")
         for name in ("seen", "seen-whole"):
             assert samples_seen(self.directory / name) == dict.fromkeys(range(SAMPLES), EPOCHS)

@@ -158,7 +158,7 @@ def steps_records(found: Mapping[str, Sequence[Mapping[str, Any]]], *, limit_mb_
         )
         for letter, name, label in (
             ("c", "free", "without a limit"),
-            ("d", "limited", f"at {limit_mb_per_s:g} MB/s a rank"),
+            ("d", "limited", f"at {limit_mb_per_s:g} MB/s per rank"),
         )
     ]  # fmt: skip
 

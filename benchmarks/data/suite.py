@@ -25,7 +25,7 @@ OURS = ("ours", "ours-2-threads", "ours-map", "memmap", "memmap-buffer", "preadv
 OTHER_PROCESS = ("streaming", "webdataset")  # peers in the environment of their own
 COLD_OURS = ("ours", "memmap", "preadv")
 KINDS = ("images", "volumes", "tokens")
-COMPRESSED = {"gzip-in-order": 16, "gzip-shuffled": 1}  # samples a chunk
+COMPRESSED = {"gzip-in-order": 16, "gzip-shuffled": 1}  # samples per chunk
 SEED = 20
 
 
@@ -92,8 +92,8 @@ def speed_records(rates: Mapping[str, Rates], kinds: Mapping[str, Kind]) -> list
                 samples={"samples/s": {name: list(found) for name, found in rates["tokens"].items()}},
             )
         )  # fmt: skip
-    for letter, name, words in (("f", "gzip-in-order", "16 samples a chunk, in order"),
-                                ("g", "gzip-shuffled", "a sample a chunk, shuffled")):  # fmt: skip
+    for letter, name, words in (("f", "gzip-in-order", "16 samples per chunk, in order"),
+                                ("g", "gzip-shuffled", "one sample per chunk, shuffled")):  # fmt: skip
         if name in rates:
             records.append(
                 _ratio(f"data.1{letter}", what=f"gzip chunks, {words}: hpctrain / zlib alone on every core",

@@ -28,7 +28,7 @@ from hpctrain.telemetry import read_records
 
 RANKS_PER_NODE = 4
 SHARD_MB = "0.0015"
-SAMPLES_PER_RANK = 15  # a step: enough that every rank has opened every shard before the steady steps
+SAMPLES_PER_RANK = 15  # per step: enough that every rank has opened every shard before the steady steps
 BEGIN, END, STOP = 65, 105, 108  # steps without a save between the first two
 # limits.step_s. Not run.timeout_s: of ranks that share a core the last one starts a minute after the first.
 TIMEOUT_S = 60.0

@@ -70,7 +70,7 @@ def growth_records(backend: str, seen: Sequence[Seen]) -> list[Record]:
         ),
         record(
             "steady",
-            "metadata operations a step between saves, without those of metrics and checkpoints; the largest of all "
+            "metadata operations per step between saves, without those of metrics and checkpoints; the largest of all "
             "numbers of ranks",
             max(metadata(one.steady, without=OWN_AREAS) for one in seen) / (END - BEGIN), 0, "operations",
             [_steady(one) for one in seen],

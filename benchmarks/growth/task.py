@@ -18,7 +18,7 @@ _LEVELS = {FIRST: 1, STEADY: 2}  # of MPI_Pcontrol, which mpi4py limits to 0, 1 
 
 
 class Noted(Digits):
-    """Writes to the folder $HPCTRAIN_GROWTH: `step time resident-bytes` a line, and has MPI's counters written."""
+    """Writes to the folder $HPCTRAIN_GROWTH: `step time resident-bytes` per line, and has MPI's counters written."""
 
     def __init__(self) -> None:
         super().__init__(width=8)

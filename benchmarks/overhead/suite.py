@@ -171,7 +171,7 @@ def _us(seconds: float) -> str:
 
 _RANKS = "benchmarks.overhead.ranks"
 _TIMEOUT_S = 280.0
-# Five kinds of steps of 50 ms: 1.3 s a round.
+# Five kinds of steps of 50 ms: 1.3 s per round.
 STEPS = {"rounds": 80, "block": 5, "windows": 200, "seed": _SEED}
 JUDGING = {"ranks": [4, 1000, 10_000], "repeats": 20, "seed": _SEED}
 

@@ -74,7 +74,7 @@ def memory_record(layout: Layout, found: Mapping[str, Any], *, num_ranks: int, s
     return Record(
         id=f"parallel.2.{layout.name}.{num_ranks}",
         what=f"{layout.what}, {_ranks(num_ranks)}, {counts.parameters / 1e6:.1f} million parameters: growth of a "
-        f"rank's memory off {formula / 1e6:.0f} MB, {formula / counts.parameters:.3g} bytes a parameter",
+        f"rank's memory off {formula / 1e6:.0f} MB, {formula / counts.parameters:.3g} bytes per parameter",
         value=max(map(abs, off)), bar=MOST_OFF_MEMORY, sense="at most", unit="", samples=dict(found) | {"off": off},
     )  # fmt: skip
 

@@ -174,7 +174,7 @@ def time_records(
             sense="at most",
             unit="s/s",
             samples={"stream bytes": stream_bytes, "bound bytes": bound_bytes, **everything},
-            # The stream is timed twice a round.
+            # The stream is timed twice per round.
             **over_rounds(times(found, ours_16), times(found, "stream"), same_rounds=False),
         ),
         ratio("best-16-bit-peer", what="the best 16-bit peer / ours, 16 bits", peer=best_16, ours=ours_16, bar=1.1),

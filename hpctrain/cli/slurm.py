@@ -45,7 +45,7 @@ def status_command(
     hpctrain slurm status runs/digits --json
 
     Reads the run directory, and asks squeue and sacct once. Slurm's controller serves all users: do not call this more
-    often than once a minute.
+    often than once per minute.
     """
     from hpctrain.slurm import describe_status, find_run, run_statuses
 

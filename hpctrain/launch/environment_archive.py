@@ -198,7 +198,7 @@ def _editable(places: PythonPlaces) -> Iterator[str]:
 
 def describe_use(archive: Path) -> str:
     """Returns the lines of a batch script that unpack the archive on every node and activate it."""
-    # Without --ntasks, srun would start as many tasks a node as the job has ranks there.
+    # Without --ntasks, srun would start as many tasks per node as the job has ranks there.
     return (
         "local=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/hpctrain-$SLURM_JOB_ID\n"
         "srun --mpi=none --nodes=$SLURM_JOB_NUM_NODES --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 \\\n"

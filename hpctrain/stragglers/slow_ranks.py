@@ -70,13 +70,13 @@ class Slow:
             usual = "it was" if self.before else "the median of the nodes is"
             found = (
                 f"{_rate(self.value)} between {self._ends()}, {usual} {_rate(self.usual)}; all ranks wait "
-                f"{_time(self.wait_s)} a step for communication"
+                f"{_time(self.wait_s)} per step for communication"
             )
         else:
-            per = "a save" if self.cause is SlowCause.CHECKPOINT else "a step"
-            found = f"{_time(self.value)} {per}, the median of the ranks is {_time(self.usual)}, over {over}"
+            what = "save" if self.cause is SlowCause.CHECKPOINT else "step"
+            found = f"{_time(self.value)} per {what}, the median of the ranks is {_time(self.usual)}, over {over}"
             if self.wait_s:
-                found += f"; the others wait {_time(self.wait_s)} a step for {_pronoun(self)}"
+                found += f"; the others wait {_time(self.wait_s)} per step for {_pronoun(self)}"
         return f"{self._who()} {_is(self)} slow ({self.cause.value}): {found}"
 
     def describe_end(self) -> str:

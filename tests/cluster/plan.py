@@ -52,7 +52,7 @@ class ClusterPlan:
         if not 1 <= self.num_nodes <= MAX_NODES:
             raise ValueError(f"a cluster of {self.num_nodes} nodes: between 1 and {MAX_NODES} are possible")
         if self.cores_per_node < 1:
-            raise ValueError(f"{self.cores_per_node} cores a node: at least 1")
+            raise ValueError(f"{self.cores_per_node} cores per node: at least 1")
         check_rate(self.rate)
         for volume in self.volumes:
             if self.num_nodes < volume.num_nodes_needed:

@@ -28,7 +28,7 @@ SCRIPT = str(REPOSITORY / "slurm" / "train.sbatch")
 TRIALS = int(os.environ.get("HPCTRAIN_TRIALS", "0"))
 # The job that is queued again stops itself so long before its limit, which is a minute, the least that Slurm knows.
 MARGIN_S = 10 if TRIALS else 30
-# 20 steps an epoch, of 0.17 s: 31 s, too much for one start of 30 s; in the long trials (50 and more) 54 s or more.
+# 20 steps per epoch, of 0.17 s: 31 s, too much for one start of 30 s; in the long trials (50 and more) 54 s or more.
 EPOCHS_REQUEUED = 16 * min(5, max(1, TRIALS // 10)) if TRIALS else 9
 FINISHES_WITHIN_S = 100 + 6 * EPOCHS_REQUEUED
 # The node of the jobs that run beside the tests: the others' cores are free for those.

@@ -153,7 +153,7 @@ def test_a_loss_that_stays_nan_ends_the_run_with_code_7(where: Path) -> None:
 def assert_refused(result: CommandResult, code: ExitCode, *texts: str) -> None:
     assert result.returncode == code, f"{result.returncode}\n{result.stderr}"
     reported = [line for line in result.stderr.splitlines() if line.startswith("hpctrain: ")]
-    assert len(reported) == 1, result.stderr  # once, not once a rank
+    assert len(reported) == 1, result.stderr  # once, not once per rank
     for text in texts:
         assert text in result.stderr
     assert "Traceback" not in result.stderr

@@ -185,7 +185,7 @@ def prune_command(
 def request_command(
     run_directory: Annotated[Path, typer.Argument(help="The directory of a run (run.directory).")],
 ) -> None:
-    """Ask a run for a checkpoint after its current step. The run checks for requests about once a second.
+    """Ask a run for a checkpoint after its current step. The run checks for requests about once per second.
 
     \b
     hpctrain checkpoint request runs/lm

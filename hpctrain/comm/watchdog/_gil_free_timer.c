@@ -143,7 +143,7 @@ void gil_free_timer_set(gil_free_timer *timer, double seconds, const char *note)
     timer->due = due;
     clock_gettime(CLOCK_MONOTONIC, &timer->set);
     strncpy(timer->note, note, sizeof timer->note - 1);
-    /* A thread that wakes up earlier anyway looks then: a rank sets its timer many times a second. */
+    /* A thread that wakes up earlier anyway looks then: a rank sets its timer many times per second. */
     if (due.tv_sec && (!timer->wakes.tv_sec || is_before(&due, &timer->wakes)))
         pthread_cond_signal(&timer->changed);
     pthread_mutex_unlock(&timer->mutex);

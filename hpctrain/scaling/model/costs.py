@@ -1,7 +1,7 @@
 """Cost of one reduction by each of hpctrain's algorithms, in closed formulas. Pure.
 
 n: bytes of float32 gradients; w: wire bytes for each of them; N ranks on C nodes, R on each; a, b, o: latency,
-seconds a byte and seconds a message of a link.
+seconds per byte and seconds per message of a link.
 
 Sources. Ring: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002. Direct (all-to-all and all-gather of slices),
 and the library's choice between recursive doubling, and reduce-scatter with all-gather: Thakur, Rabenseifner and

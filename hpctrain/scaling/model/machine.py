@@ -35,7 +35,7 @@ class Link:
             raise UsageError(f"the share of exchanges that take turns is {self.turns}: give 0 to 1")
         if self.latency_s < 0 or self.per_message_s < 0 or not self.bytes_per_s > 0:
             raise UsageError(
-                f"a link of {self.latency_s} s, {self.bytes_per_s} bytes/s and {self.per_message_s} s a message: "
+                f"a link of {self.latency_s} s, {self.bytes_per_s} bytes/s and {self.per_message_s} s per message: "
                 "the rate must be above 0, the times at least 0"
             )
 

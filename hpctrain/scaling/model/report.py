@@ -167,7 +167,7 @@ def prediction_document(calibration: ModelCalibration, rows: Sequence[PredictedR
 
 
 def prediction_table(calibration: ModelCalibration, rows: Sequence[PredictedRow], *, title: str) -> Table:
-    """Returns the predictions as a table for the terminal, one line a layout."""
+    """Returns the predictions as a table for the terminal, one line per layout."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")

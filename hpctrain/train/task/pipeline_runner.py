@@ -142,9 +142,9 @@ class PipelineRunner:
         for inputs in found:
             if inputs is not None and (inputs.shape[1:], inputs.dtype) != (filling.shape[1:], filling.dtype):
                 raise UsageError(
-                    f"the task's loss calls its model with {filling.dtype} of shape {list(filling.shape[1:])} a sample "
-                    f"in one micro-batch and {inputs.dtype} of shape {list(inputs.shape[1:])} in another one of the "
-                    "same step: in a pipeline these are equal, so pad the samples"
+                    f"the task's loss calls its model with {filling.dtype} of shape {list(filling.shape[1:])} per "
+                    f"sample in one micro-batch and {inputs.dtype} of shape {list(inputs.shape[1:])} in another one of "
+                    "the same step: in a pipeline these are equal, so pad the samples"
                 )
         return self._joined([inputs if inputs is not None else filling for inputs in found], rows=self._rows)
 

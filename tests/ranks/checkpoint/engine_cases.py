@@ -132,7 +132,7 @@ def expected_of(data: np.ndarray, pieces: list[tuple[int, int, int]], *, members
 
 
 def _saved_by_columns(world: Any, directory: Path) -> dict[str, list[str]]:
-    """A matrix sharded by columns, rows of 100 bytes a rank: hashes of the content of each file, saved by each engine
+    """A matrix sharded by columns, rows of 100 bytes per rank: hashes of the content of each file, saved by each engine
     into one file, two and three."""
     columns = 25
     mine = torch.arange(3000)[:, None] * 1000 + world.rank * columns + torch.arange(columns)

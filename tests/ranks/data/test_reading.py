@@ -77,7 +77,7 @@ def test_an_interrupted_epoch_goes_on_with_just_the_remaining_samples_on_other_r
         assert first["position"] == 3 * BATCH
         assert first["batches"] + rest["batches"] == expected
         assert rest["position"] == NUM_SAMPLES
-        # Balanced: no rank has more than one sample a step above another.
+        # Balanced: no rank has more than one sample per step above another.
         assert max(rest["counts"]) - min(rest["counts"]) <= len(rest["batches"])
 
 

@@ -19,8 +19,8 @@ needs_horovod = pytest.mark.skipif(
 # Ranks by node. The first of each number of ranks is summed with every combination of algorithm, wire and dtype.
 LAYOUTS: dict[int, dict[str, list[list[int]]]] = {
     1: {"one rank": [[0]]},
-    2: {"a rank a node": [[0], [1]], "one node": [[0, 1]]},
-    3: {"uneven": [[0, 1], [2]], "one node": [[0, 1, 2]], "a rank a node": [[0], [1], [2]]},
+    2: {"one rank per node": [[0], [1]], "one node": [[0, 1]]},
+    3: {"uneven": [[0, 1], [2]], "one node": [[0, 1, 2]], "one rank per node": [[0], [1], [2]]},
     4: {
         "two by two": [[0, 1], [2, 3]],
         "round robin": [[0, 2], [1, 3]],

@@ -178,7 +178,7 @@ def test_each_node_has_an_endpoint_and_only_rank_0_speaks_for_the_run(exposed: d
         assert sum(values(text, "hpctrain_step_part_seconds_total")) == pytest.approx(
             values(text, "hpctrain_step_seconds_sum")[0], rel=1e-3
         )
-        # It communicates all the time, and one rank a node sends the gradients to the other node.
+        # It communicates all the time, and one rank per node sends the gradients to the other node.
         assert time.time() - values(text, "hpctrain_last_collective_timestamp_seconds")[0] < 600
         assert values(text, "hpctrain_sent_bytes_total")[0] > 1e5
         assert values(text, "hpctrain_cpu_seconds_total")[0] > 0.5

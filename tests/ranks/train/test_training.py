@@ -139,7 +139,7 @@ def test_resumed_is_bit_identical_to_never_stopped(
     for output in launches[backend, num_ranks].outputs:
         whole, resumed = output["interruptions"]["whole"], output["interruptions"][f"{step}"]
         assert resumed["stopped"]
-        # One an epoch: the loss scale has moved, and came back. One rank sends nothing, so nothing overflows.
+        # One per epoch: the loss scale has moved, and came back. One rank sends nothing, so nothing overflows.
         assert whole["summary"]["skipped_steps"] == (2 if num_ranks > 1 else 0)
         assert resumed["losses"] == whole["losses"]  # the records of both byte_ranges, to the last bit
         assert resumed["fingerprint"] == whole["fingerprint"]

@@ -32,7 +32,7 @@ STOPS = {
     ("mpi", 1): (1, 29), ("mpi", 2): (29, 44), ("mpi", 3): (1, 29), ("mpi", 4): (29, 44),
     ("horovod", 2): (1, 29), ("horovod", 3): (29, 44),
 }  # fmt: skip
-GLOBAL_BATCH = 50  # 1438 samples: 29 steps an epoch, the last with 38; 50 and 38 do not divide by 3 and 4
+GLOBAL_BATCH = 50  # 1438 samples: 29 steps per epoch, the last with 38; 50 and 38 do not divide by 3 and 4
 
 
 class Classifier:
@@ -164,7 +164,7 @@ def interruptions(world: World, directory: str) -> dict[str, Any]:
     for step in STOPS[world.backend, world.num_ranks]:
         asking = step % world.num_ranks == world.rank  # one rank is asked, all agree
         name = f"{prefix}-{step}"
-        # Two micro-batches a step: the second call of a step asks.
+        # Two micro-batches per step: the second call of a step asks.
         first = train(
             world,
             where,

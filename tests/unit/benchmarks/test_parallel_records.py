@@ -20,7 +20,7 @@ P = 1_000_000
 
 
 def held(name: str, *, sharing: int, split: int = 0) -> float:
-    """Bytes a parameter."""
+    """Bytes per parameter."""
     return LAYOUTS[name].held_bytes(Counts(parameters=P, split=split), sharing=sharing) / P
 
 

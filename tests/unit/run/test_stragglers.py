@@ -89,8 +89,8 @@ def test_a_rank_that_is_slow_for_a_while_is_named_once_and_its_end_too(
     printed = [line for line in capsys.readouterr().out.splitlines() if "slow (" in line]
     assert len(printed) == 2, printed
     line = re.fullmatch(
-        r"rank 2 \(n1\) is slow \(compute\): ([\d.]+) ms a step, the median of the ranks is ([\d.]+) ms, over the last "
-        r"\d+ steps; the others wait ([\d.]+) ms a step for it",
+        r"rank 2 \(n1\) is slow \(compute\): ([\d.]+) ms per step, the median of the ranks is ([\d.]+) ms, over the "
+        r"last \d+ steps; the others wait ([\d.]+) ms per step for it",
         printed[0],
     )
     assert line is not None, printed

@@ -270,7 +270,7 @@ def test_through_two_tiers_a_lost_shared_folder_is_recovered_from_the_node(where
     whole = run(where, Classifier(), name="whole", checkpoint=section)
     assert [path.name for path in checkpoints(where, "whole")] == [
         f"step-{step:08}" for step in (4, 8, 10)
-    ]  # folders, one file a node
+    ]  # folders, one file per node
     task = Classifier()
     task.at = {6: lambda: task.stop.request("test")}
     with pytest.raises(StoppedEarly):

@@ -39,7 +39,12 @@ class Task:
         self.precisions: set[torch.dtype] = set()
 
     def build_model(self) -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+        # Ranks that are threads share torch's generator: one may seed it while another draws.
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            torch.nn.init.uniform_(parameter, -0.125, 0.125, generator=generator)
+        return model
 
     def loss(self, model: torch.nn.Module, fields: dict[str, torch.Tensor]) -> torch.Tensor:
         self.steps += 1

@@ -27,7 +27,7 @@ CHECKPOINT = REPOSITORY / "tests" / "fixtures" / "checkpoint-v2" / "step-0000000
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that began at step 0, and again at step 100, 60 s ago; two steps a second since then."""
+    """A run that began at step 0, and again at step 100, 60 s ago; two steps per second since then."""
     starts = RecordWriter(tmp_path / "starts.jsonl")
     for time, step, job in ((NOW - 500, 0, "3"), (NOW - 60, 100, "3")):
         variables = {"SLURM_JOB_ID": job}

@@ -119,7 +119,7 @@ def test_a_link_that_becomes_slow_is_named_and_its_end_too() -> None:
     assert run.num_probes == 4
     assert run.lines == [
         "ranks 4-5 (node2) are slow (network): 11 MB/s between node2 and the other nodes, the median of the nodes is "
-        "112 MB/s; all ranks wait 130 ms a step for communication",
+        "112 MB/s; all ranks wait 130 ms per step for communication",
         "ranks 4-5 (node2) are no longer slow (network)",
     ]
     assert not run.watch.named

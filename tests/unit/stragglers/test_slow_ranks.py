@@ -208,8 +208,8 @@ def test_the_lines_say_who_why_and_what_it_costs() -> None:
     slow = with_slow(window(8), ranks=[5], column="compute", seconds=0.03)
     (change,) = (c for _, c in observed(SlowRanks(topology(8)), [slow] * 5))
     assert lines_of([change, Change(change.slow, ended=True)], over="the last 600 steps") == [
-        "rank 5 (node2) is slow (compute): 70 ms a step, the median of the ranks is 40 ms, over the last 600 steps; "
-        "the others wait 30 ms a step for it",
+        "rank 5 (node2) is slow (compute): 70 ms per step, the median of the ranks is 40 ms, over the last 600 steps; "
+        "the others wait 30 ms per step for it",
         "rank 5 (node2) is no longer slow (compute)",
     ]
     many = lines_of([change] * 20, over="the last 600 steps")

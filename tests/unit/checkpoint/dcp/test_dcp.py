@@ -127,7 +127,7 @@ def test_a_model_and_its_optimizer_come_from_dcp_and_go_back(tmp_path: Path) -> 
 def test_tensors_of_every_kind_keep_their_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
-    monkeypatch.setattr(export_module, "REGION_BYTES", 64)  # several chunks a tensor
+    monkeypatch.setattr(export_module, "REGION_BYTES", 64)  # several chunks per tensor
     tensors = odd_tensors()
     dcp.save({"model": tensors}, checkpoint_id=tmp_path / "dcp")
 

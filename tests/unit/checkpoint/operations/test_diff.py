@@ -74,7 +74,9 @@ def test_damage_in_what_is_read_is_an_error(tmp_path: Path) -> None:
 def test_how_much_is_said_in_numbers_and_is_the_same_at_any_number_of_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
-    monkeypatch.setattr("hpctrain.checkpoint.operations.diff.REGION_BYTES", 4096)  # several regions a tensor
+    monkeypatch.setattr(
+        "hpctrain.checkpoint.operations.diff.REGION_BYTES", 4096
+    )  # several regions per tensor
     made = torch.Generator().manual_seed(1)
     first = torch.randn(40, 70, generator=made, dtype=torch.float64)
     second = first.clone()

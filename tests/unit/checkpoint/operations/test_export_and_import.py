@@ -67,7 +67,7 @@ def test_a_safetensors_file_has_every_bit_and_makes_the_same_checkpoint(
 ) -> None:
     monkeypatch.setattr(
         "hpctrain.checkpoint.operations.export.REGION_BYTES", 1 << 16
-    )  # several regions a tensor
+    )  # several regions per tensor
     target = tmp_path / "all.safetensors"
     run_threads(num_ranks, lambda world: export_safetensors(folder, target, comm=world), timeout_s=300)
     assert_same(safetensors.torch.load_file(target), whole_tensors())

@@ -91,7 +91,7 @@ def test_each_rank_restores_only_its_shards_on_another_number_of_ranks(tmp_path:
         assert restored is not None
         for shard in shards:
             found = restored.tensors[shard.name]
-            if shard.name == "grid":  # two boxes a rank: read one by one
+            if shard.name == "grid":  # two boxes per rank: read one by one
                 found = restored.checkpoint.read("grid", offset=shard.offset, shape=tuple(shard.tensor.shape))
             assert same_bits(found, shard.tensor), shard.name
 

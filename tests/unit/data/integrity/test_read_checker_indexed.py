@@ -1,4 +1,4 @@
-"""Damage in files of others: compressed, one sample a file, groups, big-endian, windows that end at documents."""
+"""Damage in files of others: compressed, one sample per file, groups, big-endian, windows that end at documents."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_a_transform_that_makes_batches_larger_is_held_to_the_bytes_of_its_outpu
 
     def grow(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         made.append(len(fields["x"]))
-        return {"wide": np.repeat(fields["x"], 16, axis=1)}  # 1024 bytes a sample
+        return {"wide": np.repeat(fields["x"], 16, axis=1)}  # 1024 bytes per sample
 
     loader = Loader(
         Dataset.open(directory), global_batch=10, transform=grow, prefetch_bytes=52_000, num_threads=2

@@ -162,7 +162,7 @@ def test_where_bytes_decide_what_sends_clearly_more_is_not_measured_whatever_its
     floor = LinkFloor(num_ranks=8, num_nodes=4, ranks_per_node=2, bytes_per_s=1e9)
     costs = {"hierarchical": link(1e-4, 2e-9), "direct": link(1e-4, 1e-9)}
     _, made, _ = run(costs, floor=floor)
-    assert [reducer.largest for reducer in made[0]] == [1 << 24, 1 << 15]  # 1.5 ns a byte: 0.1 ms are 67 KB
+    assert [reducer.largest for reducer in made[0]] == [1 << 24, 1 << 15]  # 1.5 ns per byte: 0.1 ms are 67 KB
     _, made, _ = run(costs)
     assert [reducer.largest for reducer in made[0]] == [1 << 24, 1 << 24]
 
@@ -279,7 +279,7 @@ def test_what_computation_takes_itself_is_no_part_of_a_measurement() -> None:
 def test_beside_computation_the_links_still_limit_what_is_chosen() -> None:
     """A reduction whose bytes take the link longer than another one's processor time is not chosen."""
     floor = LinkFloor(num_ranks=8, num_nodes=4, ranks_per_node=2, bytes_per_s=2e8)
-    costs = {"hierarchical": POLLS, "flat": WAITS}  # 7.5 and 8.75 ns a byte on the link
+    costs = {"hierarchical": POLLS, "flat": WAITS}  # 7.5 and 8.75 ns per byte on the link
     found, _, _ = run(costs, floor=floor, unit_s=5e-4)
     cheap, fast = Candidate("flat", "fp32"), Candidate("hierarchical", "fp32")
     choice = Choice.of_measurements(found[0].measurements, floor=floor)

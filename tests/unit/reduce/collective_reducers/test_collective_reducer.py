@@ -50,7 +50,7 @@ def test_a_rank_that_plans_another_bucket_is_reported_on_every_rank() -> None:
 @pytest.mark.parametrize(
     ("names", "algorithm", "wire", "expected"),
     [
-        # 1024 elements and nothing else that leaves the node, in bytes a rank.
+        # 1024 elements and nothing else that leaves the node, in bytes per rank.
         ("aabb", "flat", "fp32", [0, 6144, 0, 6144]),  # 2 * 3/4 * 4096 to the next rank
         ("aabb", "flat", "fp16", [2048] * 4),  # slices and sums of 512 bytes, to each of two ranks elsewhere
         ("aab", "flat", "fp16", [1365, 1365, 2731]),
@@ -96,7 +96,7 @@ def test_what_is_fed_back_makes_the_sums_of_many_steps_right() -> None:
 
     with_feedback = run_threads(3, lambda world: case(world, True))
     without = run_threads(3, lambda world: case(world, False))
-    # Largest magnitudes are near 4 a rank and 8 for the sum: 4 * 4/253 + 8/253 at most.
+    # Largest magnitudes are near 4 per rank and 8 for the sum: 4 * 4/253 + 8/253 at most.
     assert with_feedback[0] < 0.15
     assert without[0] > 1.0
 

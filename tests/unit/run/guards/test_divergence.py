@@ -146,5 +146,5 @@ def test_data_on_which_it_diverged_can_be_left_out(where: Path) -> None:
         where, Task(spoil=nan_from(18, 21)), optimizer={"max_skipped_in_row": 3},
         guards={"roll_back_skips_data": True},
     )  # fmt: skip
-    # Five steps an epoch. Step 16 was at the beginning of epoch 3; the data of steps 16 to 21 are left out.
+    # Five steps per epoch. Step 16 was at the beginning of epoch 3; the data of steps 16 to 21 are left out.
     assert [record["epoch"] for record in records(where) if record["step"] == 16] == [3, 4]

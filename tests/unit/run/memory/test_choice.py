@@ -104,7 +104,7 @@ def test_micro_batches_are_as_few_as_each_size_needs() -> None:
     assert micro_batch_choices(pipeline, samples=64, at_least=8) == [8, 16, 32, 64]
     assert micro_batch_choices(pipeline, samples=10, at_least=1) == [10]
     assert micro_batch_choices(pipeline, samples=3, at_least=1) == []
-    # Two stages a rank: a multiple of the ranks.
+    # Two stages per rank: a multiple of the ranks.
     interleaved = ParallelPlan(pipeline=4, micro_batches=4, schedule="interleaved")
     assert micro_batch_choices(interleaved, samples=40, at_least=1) == [20, 40]
 
