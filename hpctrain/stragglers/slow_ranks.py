@@ -74,7 +74,9 @@ class Slow:
             )
         else:
             what = "save" if self.cause is SlowCause.CHECKPOINT else "step"
-            found = f"{_time(self.value)} per {what}, the median of the ranks is {_time(self.usual)}, over {over}"
+            found = (
+                f"{_time(self.value)} per {what}, the median of the ranks is {_time(self.usual)}, over {over}"
+            )
             if self.wait_s:
                 found += f"; the others wait {_time(self.wait_s)} per step for {_pronoun(self)}"
         return f"{self._who()} {_is(self)} slow ({self.cause.value}): {found}"

@@ -112,5 +112,7 @@ def test_micro_batches_of_different_shapes_are_refused_on_all_ranks_of_a_pipelin
     runner = runner_over(
         Recorded(has_first=has_first), Noisy(longest=lambda fields: 1 + int(fields["x"].max()) % 2)
     )
-    with pytest.raises(UsageError, match=r"shape \[[12]\] per sample in one micro-batch .* so pad the samples"):
+    with pytest.raises(
+        UsageError, match=r"shape \[[12]\] per sample in one micro-batch .* so pad the samples"
+    ):
         runner.forward_backward(batch_of(3), None, micro_batches=3)  # type: ignore[arg-type]
