@@ -22,7 +22,7 @@ from hpctrain.scaling.model.workload import RunRecords, Workload, read_workload,
 # Fits the constants of a machine to measured all-reduces, by least squares. Pure; needs scipy.
 
 
-# Where the search begins, and what a constant stays near that the measurements say nothing about.
+# Start values of the fit. A constant on which no measurement depends stays near its value here.
 USUAL = {
     "latency_s": 40e-6, "link_share": 0.94, "message_s": 5e-6, "engine_message_s": 50e-6, "local_latency_s": 20e-6,
     "local_bytes_per_s": 4e9, "sum_bytes_per_s": 6e9, "code_bytes_per_s": 3e9, "wire_bytes_per_s": 3e9,
@@ -37,8 +37,11 @@ INFINITE_RATE = 1e15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """A measured reduction of `num_bytes` of float32: the median of the slowest rank's times. link_bytes_per_s:
-    nominal rate of the nodes' links; None: the links are not limited to a known rate."""
+    """A measured reduction of `num_bytes` of float32.
+
+    seconds: median over the repeats of the slowest rank's time. link_bytes_per_s: nominal rate of the nodes' links;
+    None if it is not known.
+    """
 
     algorithm: str
     wire: str
@@ -50,8 +53,11 @@ class Timed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Constants by name, as in `USUAL`. covariance: of their logarithms, in the order of `names`. residual: standard
-    deviation of the logarithm of measured / computed times."""
+    """Result of the fit.
+
+    values: constants by name, as in `USUAL`. covariance: covariance of their logarithms, in the order of `names`.
+    residual: standard deviation of the logarithm of measured / computed times.
+    """
 
     values: Mapping[str, float]
     names: tuple[str, ...]
@@ -64,17 +70,23 @@ class Fit:
 
 
 def timed_of(document: Mapping[str, Any]) -> list[Timed]:
-    """Returns the cells of a document of `hpctrain bench allreduce` that the model has a formula for."""
+    """Returns the cells of a document of `hpctrain bench allreduce` for which the model has a formula.
+
+    Raises UsageError if the document cannot be used.
+    """
     if not str(document.get("schema", "")).startswith("hpctrain.bench.allreduce/"):
-        raise UsageError("this is no document of `hpctrain bench allreduce --json`")
+        raise UsageError("this is not a document of `hpctrain bench allreduce --json`")
     by_node = document["environment"]["ranks_by_node"]
     sizes = {len(ranks) for ranks in by_node}
     if len(sizes) > 1:
         raise UsageError(
-            "the model takes equally many ranks on each node: measure the all-reduce with such a placement"
+            "the model assumes equal numbers of ranks on all nodes: measure the all-reduce with such a placement"
         )
     if document["settings"]["in_flight"] != 1:
-        raise UsageError("calibrate with one bucket in flight (--in-flight 1)")
+        raise UsageError(
+            f"the all-reduce was measured with {document['settings']['in_flight']} buckets in flight: measure it with "
+            "one (--in-flight 1)"
+        )
     link = document["link"]
     return [
         Timed(
@@ -108,14 +120,14 @@ def machine_of(values: Mapping[str, float], *, node: Node, link_bytes_per_s: flo
 def fit_machine(measured: Sequence[Timed], *, node: Node, known: Mapping[str, float] | None = None) -> Fit:
     """Fits all constants at once to the logarithms of the times, so that small and large sizes count alike.
 
-    known: constants that were measured by themselves. Outliers count less (soft L1). A constant that no measurement
-    depends on stays at what is usual, with its wide spread. Raises UsageError if nothing was measured on several ranks.
+    known: constants that were measured separately. Outliers count less (soft L1). A constant on which no measurement
+    depends keeps its value in `USUAL`, with a wide spread. Raises UsageError if nothing was measured on several ranks.
     """
     from scipy.optimize import least_squares
 
     useful = [one for one in measured if one.layout.ranks > 1]
     if not useful:
-        raise UsageError("no measured all-reduce of several ranks: calibrate with at least two")
+        raise UsageError("no all-reduce of several ranks was measured: measure one on at least two ranks")
     names = tuple(USUAL)
     known = known or {}
     usual = np.log([known.get(name, USUAL[name]) for name in names])
@@ -167,7 +179,7 @@ _HALVINGS = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """Median seconds of the steps of `layout`, without input and checkpoints. scenario: what was run."""
+    """A measured step of `scenario` on `layout`: the median seconds, without input and checkpoints."""
 
     scenario: Scenario
     layout: Layout
@@ -175,10 +187,10 @@ class MeasuredStep:
 
 
 def overlap_slowdown(measured: Sequence[MeasuredStep]) -> float:
-    """Returns the factor on computation with which predicted steps are as long as the measured ones, 1 to `MOST`.
+    """Returns the factor on computation, 1 to `MOST`, with which predicted steps are as long as the measured ones.
 
-    Of several steps the geometric mean of predicted / measured becomes 1. By bisection: a step never becomes shorter
-    by slower computation. Without steps: 1.
+    With several steps, the geometric mean of predicted / measured is then 1. The factor is found by bisection, since a
+    step never becomes shorter by slower computation. Without steps it is 1.
     """
     low, high = 0.0, math.log(MOST)
     if not measured or _too_long(measured, 1.0):
@@ -209,9 +221,12 @@ Of = Callable[[Scenario, Layout], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCalibration:
-    """fit: of the machine. node: without the fitted constants. run: whose workload and settings are predicted.
-    link_bytes_per_s: nominal rate of the links for which is predicted. compute_error: relative standard error of the
-    computation's time. notes: what a reader of the predictions has to know."""
+    """A model whose constants are fitted to measurements.
+
+    fit: constants of the machine. node: the node without these constants. scenario: what is predicted. run: the run
+    whose workload and settings are predicted. link_bytes_per_s: nominal rate of the links in the predictions.
+    compute_error: relative standard error of the computation's time. notes: what a reader of the predictions must know.
+    """
 
     fit: Fit
     node: Node
@@ -233,7 +248,7 @@ class ModelCalibration:
 
     @property
     def errors(self) -> tuple[tuple[str, ...], NDArray[np.float64]]:
-        """Names of all uncertain constants, and the covariance of their logarithms."""
+        """The names of all uncertain constants, and the covariance of their logarithms."""
         size = len(self.fit.names)
         covariance = np.zeros((size + 1, size + 1))
         covariance[:size, :size] = self.fit.covariance
@@ -242,10 +257,10 @@ class ModelCalibration:
 
 
 def relative_error(calibration: ModelCalibration, layout: Layout, *, of: Of | None = None) -> float:
-    """Returns the relative standard error of a prediction, of the step's time unless `of` says otherwise.
+    """Returns the relative standard error of a prediction.
 
-    To first order in the constants' errors, and with the residual of the fit for the share of the step that waits for
-    communication.
+    of: function that returns the predicted value; by default the time of a step. The error is of first order in the
+    constants' errors, and includes the residual of the fit for the share of the step that waits for communication.
     """
     value = of or (lambda scenario, at: step_seconds(scenario, at).step_s)
     names, covariance = calibration.errors
@@ -263,7 +278,7 @@ def relative_error(calibration: ModelCalibration, layout: Layout, *, of: Of | No
 
 
 def interval(calibration: ModelCalibration, layout: Layout) -> tuple[float, float]:
-    """Returns the lower and upper end of the step's seconds at a confidence of 90 %."""
+    """Returns the interval of the step's seconds at a confidence of 90 %: its lower and its upper end."""
     step_s = step_seconds(calibration.scenario, layout).step_s
     error = TWO_SIDED_90 * relative_error(calibration, layout)
     return step_s * math.exp(-error), step_s * math.exp(error)
@@ -274,11 +289,10 @@ def calibrate_model(
 ) -> ModelCalibration:
     """Reads documents of `hpctrain bench allreduce --json` and run directories, and fits the model.
 
-    Of the run directories the one with the fewest ranks gives the workload; others on one node with the same batch
-    for each rank say how much slower cores are when all are busy, and others on several nodes how much slower
-    computation is while reductions are under way. link_bytes_per_s: of the links for which is
-    predicted; None: those of the documents. cores_shared_by: nodes that share the cores of one machine. Raises
-    UsageError.
+    The run with the fewest ranks gives the workload. Other runs on one node with the same batch per rank tell how much
+    slower cores are if all are busy, and runs on several nodes how much slower computation is during reductions.
+    link_bytes_per_s: rate of the links in the predictions; None: that of the documents. cores_shared_by: number of
+    nodes that share the cores of one machine. Raises UsageError.
     """
     documents = [json.loads(_read(path)) for path in sources if path.is_file()]
     runs = sorted((read_workload(path) for path in sources if path.is_dir()), key=lambda run: run.ranks)
@@ -324,8 +338,10 @@ def calibrate_model(
 def _overlap_slowdown(
     runs: Sequence[RunRecords], workload: Workload, *, fit: Fit, node: Node, rates: Sequence[float], notes: list[str]
 ) -> float:  # fmt: skip
-    """rates: nominal, of the links that the runs on several nodes were made with. Adds to `notes` which runs are of no
-    use."""
+    """Returns `overlap_slowdown` of the runs, and adds to `notes` which of them cannot be used.
+
+    rates: nominal rates of the links of these runs.
+    """
     machine = machine_of(fit.values, node=node, link_bytes_per_s=max(rates) if rates else None)
     measured = []
     for run in runs:

@@ -1,7 +1,7 @@
 """Cost of one reduction by each of hpctrain's algorithms, in closed formulas. Pure.
 
-n: bytes of float32 gradients; w: wire bytes for each of them; N ranks on C nodes, R on each; a, b, o: latency,
-seconds per byte and seconds per message of a link.
+In the formulas, n is the bytes of float32 gradients, and w the bytes sent per byte of these. There are N ranks on C
+nodes, R on each. A link has the latency a, b seconds per byte and o seconds per message.
 
 Sources. Ring: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002. Direct (all-to-all and all-gather of slices),
 and the library's choice between recursive doubling, and reduce-scatter with all-gather: Thakur, Rabenseifner and
@@ -30,11 +30,11 @@ OWN_ALGORITHMS = ("ring", "direct", "hierarchical", "hierarchical-ring")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Time of one reduction, and what it occupies meanwhile.
+    """Time of one reduction, and the resources that it uses.
 
-    total_s: from the moment at which the last rank has its bucket until all have the sum. link_s: for which it
-    occupies the link of a node, each direction. cpu_s: processor time of each rank: sums, conversions and messages.
-    sent_bytes: that leave each node.
+    total_s: seconds from the moment at which the last rank has its bucket until all ranks have the sum. link_s: seconds
+    for which it occupies each direction of a node's link. cpu_s: processor time of each rank, for sums, conversions and
+    messages, in seconds. sent_bytes: bytes that leave each node.
     """
 
     total_s: float
@@ -44,7 +44,7 @@ class Cost:
 
     @property
     def occupied_s(self) -> float:
-        """For how long another reduction cannot use what this one needs most."""
+        """Seconds for which this reduction occupies the resource, link or processor, that it needs longest."""
         return max(self.link_s, self.cpu_s)
 
 
@@ -53,9 +53,12 @@ NOTHING = Cost(total_s=0.0, link_s=0.0, cpu_s=0.0, sent_bytes=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkCost:
-    """What one chunk of a bucket needs. alone_s: its time if no other is in flight. link_s, cpu_s: for which it
-    occupies the node's link, and each rank. sent_bytes: from each node. rounds: messages that wait for each other.
-    apart_s: the part of cpu_s before the first message and after the last one."""
+    """Time and resources that one chunk of a bucket needs.
+
+    alone_s: seconds if no other chunk is in flight. link_s: seconds for which it occupies the node's link. cpu_s:
+    processor time of each rank. sent_bytes: bytes that leave each node. rounds: number of messages that wait for each
+    other. apart_s: the part of cpu_s before the first message and after the last one.
+    """
 
     alone_s: float
     link_s: float
@@ -68,7 +71,9 @@ class ChunkCost:
 def actual_algorithm(algorithm: str, layout: Layout, *, wire: str) -> str:
     """Returns the algorithm that runs where `algorithm` is asked for, as `hpctrain.reduce.choose_algorithm` says."""
     if algorithm not in ALGORITHMS:
-        raise UsageError(f"the algorithm {algorithm!r} has no cost: choose among {', '.join(ALGORITHMS)}")
+        raise UsageError(
+            f"there is no cost formula for the algorithm {algorithm!r}: choose among {', '.join(ALGORITHMS)}"
+        )
     if layout.ranks == 1:
         return "flat"
     if algorithm.startswith("nccl-"):

@@ -15,13 +15,13 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]bit)(?:/s)?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A link in one direction, in the model of Hockney 1994 (doi:10.1016/S0167-8191(06)80021-9) with one term more.
+    """A link in one direction, in the model of Hockney 1994 (doi:10.1016/S0167-8191(06)80021-9) with one more term.
 
-    latency_s: from the end of sending to the end of receiving an empty message; passes while others are sent.
-    bytes_per_s: rate of a large message. per_message_s: time for which a message occupies its sender, in addition to
-    its bytes; of several messages these times add up, unlike latencies. sigma: standard deviation of the logarithm of
-    the rates of such links: of many the slowest counts. turns: share of the exchanges between two ranks, each of which
-    sends to the other, that go in one direction after the other, see `exchange_factor`.
+    latency_s: seconds from the end of sending an empty message to the end of receiving it; latencies of several
+    messages overlap. bytes_per_s: rate of a large message. per_message_s: seconds for which a message occupies its
+    sender, in addition to those of its bytes; they add up over messages. sigma: standard deviation of the logarithm of
+    the rates of such links; the slowest of a layout's links counts. turns: fraction of the exchanges between two ranks
+    in which one direction is sent after the other instead of at the same time, see `exchange_factor`.
     """
 
     latency_s: float
@@ -32,7 +32,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if not 0 <= self.turns <= 1:
-            raise UsageError(f"the share of exchanges that take turns is {self.turns}: give 0 to 1")
+            raise UsageError(
+                f"turns, a fraction of the exchanges, is {self.turns}: give a number from 0 to 1"
+            )
         if self.latency_s < 0 or self.per_message_s < 0 or not self.bytes_per_s > 0:
             raise UsageError(
                 f"a link of {self.latency_s} s, {self.bytes_per_s} bytes/s and {self.per_message_s} s per message: "
@@ -40,7 +42,7 @@ class Link:
             )
 
     def exchange_factor(self, pairs: int) -> float:
-        """Returns by what factor exchanges with `pairs` partners at once take longer than the bytes of one direction.
+        """Returns the time of exchanges with `pairs` partners at once, divided by that of the bytes of one direction.
 
         Where the confirmation that a message can be received waits in the same TCP connection behind the data that go
         the other way, an exchange takes twice as long, unless both ranks begin within the latency. Several pairs share
@@ -60,14 +62,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A node, all of whose ranks do the same.
+    """A node, all of whose ranks do the same work.
 
-    cores: their number. cores_shared_by: number of nodes that share these cores; 1 on a real cluster, more where a
-    machine plays several nodes. threads: of a rank's computation. sum_bytes_per_s: bytes of float32 that one rank
-    adds to others in a second. code_bytes_per_s: bytes of float32 that one rank encodes or decodes in a second.
-    wire_bytes_per_s: encoded bytes that one core moves between a buffer and the network in a second, both directions
-    counted. engine_message_s: processor time of each message of hpctrain's own algorithms, in addition to a link's.
-    engine_turns: of hpctrain's own algorithms, in place of a link's `turns`.
+    cores: number of its cores. cores_shared_by: number of nodes that share these cores; 1 on a real cluster, more if
+    one machine emulates several nodes. threads: number of threads of a rank's computation. sum_bytes_per_s: bytes of
+    float32 that one rank adds to others per second. code_bytes_per_s: bytes of float32 that one rank encodes or decodes
+    per second. wire_bytes_per_s: encoded bytes that one core moves between a buffer and the network per second, both
+    directions counted. engine_message_s: processor seconds per message of hpctrain's own algorithms, in addition to the
+    link's `per_message_s`. engine_turns: `Link.turns` of hpctrain's own algorithms.
     offloaded: True if communication takes no time of the cores that compute, as on GPUs.
     """
 
@@ -84,13 +86,14 @@ class Node:
     def __post_init__(self) -> None:
         if min(self.cores, self.cores_shared_by, self.threads) < 1:
             raise UsageError(
-                f"a node with {self.cores} cores, shared by {self.cores_shared_by}: give at least 1"
+                f"a node with cores = {self.cores}, cores_shared_by = {self.cores_shared_by}, threads = {self.threads}: "
+                "each must be at least 1"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Number of nodes, and of ranks on each of them."""
+    """A number of nodes, and the number of ranks on each of them."""
 
     nodes: int
     ranks_per_node: int
@@ -106,14 +109,17 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """network: of one node, towards all others. local: between two ranks of a node."""
+    """The machine of a prediction: its links and its nodes, which are all equal.
+
+    network: link of one node to all others. local: link between two ranks of a node.
+    """
 
     network: Link
     local: Link
     node: Node
 
     def oversubscription(self, layout: Layout) -> float:
-        """Returns by what factor work that all ranks do at once takes longer, since they outnumber the cores."""
+        """Returns the factor by which work that all ranks do at once takes longer if they outnumber the cores."""
         if self.node.offloaded:
             return 1.0
         return max(
@@ -121,7 +127,7 @@ class Machine:
         )
 
     def for_own_algorithms(self) -> Machine:
-        """The same, with the engine's time for each message added to that of the links, and its share of turns."""
+        """Returns the machine for hpctrain's own algorithms: links with the engine's time per message and `turns`."""
         extra_s, turns = self.node.engine_message_s, self.node.engine_turns
         network, local = (
             replace(link, per_message_s=link.per_message_s + extra_s, turns=turns)
@@ -130,7 +136,7 @@ class Machine:
         return replace(self, network=network, local=local)
 
     def oversubscribed(self, layout: Layout) -> Machine:
-        """The same as each rank sees it: all that processors do takes longer by `oversubscription`."""
+        """Returns the machine as each rank sees it: the work of processors is slower by `oversubscription`."""
         factor, node = self.oversubscription(layout), self.node
         network, local = (
             replace(link, per_message_s=factor * link.per_message_s) for link in (self.network, self.local)
@@ -144,7 +150,7 @@ class Machine:
         )  # fmt: skip
 
     def exchanging(self, pairs: int) -> Machine:
-        """The same with the rate that `pairs` exchanges at once through a node's link leave of it."""
+        """Returns the machine with the link rate that is left if `pairs` exchanges use a node's link at once."""
         return self.with_rate(self.network.bytes_per_s / self.network.exchange_factor(pairs))
 
     def with_rate(self, bytes_per_s: float) -> Machine:
@@ -155,7 +161,7 @@ def parse_rate(text: str) -> float:
     """Returns the bytes/s of `100gbit`, `25Gbit/s` or `300mbit`, as tc writes rates. Raises UsageError."""
     match = _RATE.fullmatch(text.strip())
     if match is None or not float(match[1]) > 0:
-        raise UsageError(f"{text!r} is no rate of a link: write 300mbit, 25gbit or 1.6tbit")
+        raise UsageError(f"{text!r} is not a link rate: write 300mbit, 25gbit or 1.6tbit")
     return float(match[1]) * _UNITS[match[2].lower()] / 8
 
 
@@ -171,13 +177,13 @@ def parse_nodes(text: str) -> tuple[int, ...]:
             raise UsageError(f"--nodes {text!r}: write numbers as 1,2,8 or a range 1..4096")
         low, high = int(first), int(last) if dots else int(first)
         if not 1 <= low <= high:
-            raise UsageError(f"--nodes {text!r}: the range must begin at 1 or above, and end above its begin")
+            raise UsageError(f"--nodes {text!r}: the range must start at 1 or above and end above its start")
         found |= {low, high} | {2**k for k in range(high.bit_length()) if low <= 2**k <= high}
     return tuple(sorted(found))
 
 
 def wire_share(wire: str) -> float:
-    """Returns the encoded bytes for each byte of float32. Raises UsageError for wires whose size varies."""
+    """Returns the encoded bytes per byte of float32. Raises UsageError for wire formats whose size varies."""
     share = share_of_float32(wire)
     if share is None:
         raise UsageError(

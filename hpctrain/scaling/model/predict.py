@@ -1,4 +1,4 @@
-"""Predicts the time of a step and the efficiency for any layout, and says what binds. Pure."""
+"""Predicts the time of a step and the efficiency for any layout, and names the resource that limits it. Pure."""
 
 from __future__ import annotations
 
@@ -22,14 +22,20 @@ IN_FLIGHT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """end_s: of the last reduction, after the begin of backward. busy_s: for which any reduction was under way."""
+    """Times of a step's reductions, in seconds.
+
+    end_s: end of the last reduction, after the start of backward. busy_s: time with at least one reduction in flight.
+    """
 
     end_s: float
     busy_s: float
 
 
 def reduce_during(ready_s: Sequence[float], costs: Sequence[Cost], *, in_flight: int = IN_FLIGHT) -> Overlap:
-    """Returns the end of the reductions of buckets that are ready at `ready_s`, in this order."""
+    """Returns the times of the reductions of buckets that are reduced in this order.
+
+    ready_s: when each bucket is complete, in seconds after the start of backward. costs: of each bucket's reduction.
+    """
     free_s = 0.0
     ends: list[float] = []
     busy_s, busy_until = 0.0, 0.0
@@ -52,10 +58,11 @@ def reduce_fused(
     fusion_bytes: float,
     cycle_s: float,
 ) -> Overlap:
-    """As `reduce_during`, for Horovod: once in each cycle all gradients that are ready are joined, up to
-    `fusion_bytes`.
+    """Returns the same as `reduce_during` for Horovod: each cycle of `cycle_s` joins all gradients that are ready, up
+    to `fusion_bytes`.
 
-    One reduction at a time; a larger gradient travels alone. Source: Horovod's Tensor Fusion, docs/tensor-fusion.rst.
+    One reduction runs at a time; a gradient above `fusion_bytes` is reduced alone.
+    Source: Horovod's Tensor Fusion, docs/tensor-fusion.rst.
     """
     now = busy_s = 0.0
     place = 0
@@ -73,16 +80,16 @@ def reduce_fused(
     return Overlap(end_s=now, busy_s=busy_s)
 
 
-# Predicts the time of a step and the efficiency for any layout, and says what binds.
+# Predicts the time of a step and the efficiency for any layout, and names the resource that limits it.
 
 
 VOTE_BYTES = 64.0  # loss and votes of a step, in one sum at its end
-BINDS_FROM = 0.02  # share of the step that must be saved without it before something binds
+BINDS_FROM = 0.02  # a resource limits the step if the step would be shorter by at least this share without it
 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """Horovod's own fusion: once in `cycle_s`, gradients are joined up to `num_bytes`."""
+    """Horovod's own fusion of gradients: every `cycle_s` seconds those that are ready are joined, up to `num_bytes`."""
 
     num_bytes: float
     cycle_s: float
@@ -90,9 +97,12 @@ class Fusion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How a run communicates. overlap: False if the reduction begins after backward. local_steps: of local SGD,
-    between two averages of the parameters; 1: every step reduces gradients. fusion: of Horovod; None: buckets as
-    planned."""
+    """How a run communicates.
+
+    overlap: False if the reduction starts after backward. in_flight: largest number of reductions at the same time.
+    local_steps: number of steps between two averages of the parameters (local SGD); 1: every step reduces gradients.
+    fusion: Horovod's fusion of gradients; None: the buckets of the workload are reduced.
+    """
 
     algorithm: str = "hierarchical"
     wire: str = "fp32"
@@ -103,19 +113,21 @@ class Setup:
 
     def __post_init__(self) -> None:
         if self.local_steps < 1 or self.in_flight < 1:
-            raise UsageError("a run reduces every step or less often, and at least one bucket at a time")
+            raise UsageError(
+                f"local_steps = {self.local_steps}, in_flight = {self.in_flight}: each must be at least 1"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """Shared filesystem. bytes_per_s: of all nodes together, for reading batches; infinite if they are on the nodes."""
+    """The storage of the data. bytes_per_s: reading rate of all nodes together; infinite for storage on the nodes."""
 
     bytes_per_s: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """All that a prediction depends on, except the number of nodes and ranks."""
+    """Everything that a prediction depends on, except the number of nodes and ranks."""
 
     machine: Machine
     workload: Workload
@@ -125,8 +137,11 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Seconds of a step. compute_s: of the slowest rank, with all that shares its cores. exposed_s: for which it
-    waits for the reduction. overlapped_s: of the reduction, hidden behind computation."""
+    """The predicted time of a step and its parts, in seconds.
+
+    compute_s: computation of the slowest rank, with all that shares its cores. exposed_s: wait of that rank for the
+    reduction. overlapped_s: time of the reduction that computation hides.
+    """
 
     step_s: float
     compute_s: float
@@ -137,7 +152,7 @@ class Step:
 
 
 def step_seconds(scenario: Scenario, layout: Layout) -> Step:
-    """Returns the seconds of a step of `layout`."""
+    """Returns the predicted time of a step on the nodes and ranks of `layout`."""
     workload, setup = scenario.workload, scenario.setup
     machine = _slowest_links(scenario.machine, layout)
     # On one node whose ranks use every core, hpctrain reduces after backward.
@@ -182,13 +197,14 @@ def step_seconds(scenario: Scenario, layout: Layout) -> Step:
 
 
 def predicted_efficiency(scenario: Scenario, layout: Layout, step: Step) -> float:
-    """Returns samples/s of each rank, divided by those of one rank alone on the machine."""
+    """Returns the samples/s per rank, divided by the samples/s of one rank alone on the machine."""
     return step_seconds(scenario, Layout(1, 1)).step_s / step.step_s
 
 
 def binding(scenario: Scenario, layout: Layout) -> tuple[str, float]:
-    """Returns what binds and the share of the step that would be saved without it; `computation` if nothing saves 2
-    %.
+    """Returns the resource that limits the step, and the share of the step that would be saved without its limit.
+
+    The resource is `computation`, with a share of 0, if no other one would save 2 %.
 
     Each resource is made infinitely fast in turn, and the step is predicted again.
     """

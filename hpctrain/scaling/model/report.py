@@ -23,7 +23,7 @@ from hpctrain.scaling.model.predict import Scenario, Step, binding, predicted_ef
 if TYPE_CHECKING:
     from rich.table import Table
 
-# What would make a step shorter, in percent: the model is run again with each change. Pure.
+# Changes that would make a step shorter: the model is evaluated again with each of them. Pure.
 
 
 WORTH = 0.01  # share of the throughput from which on a change is listed
@@ -33,8 +33,10 @@ LOCAL_STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change and what it gains. gain: samples/s with it / samples/s without, minus 1. costs: what has to be
-    accepted for it; empty if nothing."""
+    """A change that makes steps shorter.
+
+    gain: samples/s with the change / samples/s without it, minus 1. costs: its disadvantage, as text; empty if none.
+    """
 
     change: str
     gain: float
@@ -107,8 +109,11 @@ MOST_ADVICE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedRow:
-    """A prediction. low_s, high_s: of the step, at a confidence of 90 %; low, high: of the efficiency. saved: share
-    of the step without what binds."""
+    """The prediction for one layout.
+
+    low_s, high_s: interval of the step's seconds at a confidence of 90 %. low, high: interval of the efficiency. binds:
+    the resource that limits the step. saved: share of the step that would be saved without that limit.
+    """
 
     layout: Layout
     step: Step
@@ -132,7 +137,7 @@ class PredictedRow:
 
 
 def predicted_rows(calibration: ModelCalibration, layouts: Sequence[Layout]) -> list[PredictedRow]:
-    """Returns the prediction for each layout: step time, efficiency, their intervals, and what binds."""
+    """Returns the prediction for each layout: step time, efficiency, their intervals, and the limiting resource."""
     return [_row(calibration, layout) for layout in layouts]
 
 
@@ -156,7 +161,7 @@ def _row(calibration: ModelCalibration, layout: Layout) -> PredictedRow:
 
 
 def prediction_document(calibration: ModelCalibration, rows: Sequence[PredictedRow]) -> dict[str, Any]:
-    """JSON document of `--json`; docs/guides/predicting.md describes its fields."""
+    """Returns the JSON document of `--json`; docs/guides/predicting.md describes its fields."""
     return {
         "schema": SCHEMA,
         "calibration": calibration_record(calibration),
@@ -191,7 +196,7 @@ def prediction_table(calibration: ModelCalibration, rows: Sequence[PredictedRow]
 
 
 def plot_predictions(rows: Sequence[PredictedRow], path: Path, *, title: str) -> None:
-    """Writes the curve of the efficiency with its 90 % band, and of samples/s against what would be linear."""
+    """Writes a figure to `path`: the efficiency with its 90 % band, and samples/s compared with linear scaling."""
     import matplotlib as mpl
 
     mpl.use("Agg")  # no display on a compute node

@@ -1,4 +1,4 @@
-"""What one rank does in a step: as a value, as a run's records say, and what the slowest of many ranks adds."""
+"""The work of one rank in a step, how it is read from a run's records, and how much longer the slowest rank takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.telemetry import RunDirectory
 
 @dataclass(frozen=True, slots=True)
 class ReadyBucket:
-    """A bucket of float32 gradients. ready: share of backward after which it is complete, 0 to 1."""
+    """A bucket of float32 gradients. ready: fraction of backward after which it is complete, 0 to 1."""
 
     num_bytes: float
     ready: float
@@ -25,14 +25,15 @@ class ReadyBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A step of one rank that has a core, or a GPU, for itself.
+    """The work of one step on a rank that has a core, or a GPU, of its own.
 
-    forward_s, backward_s: of `samples` samples. update_s: optimizer and all else that happens after the reduction.
-    buckets: in the order of their reduction. input_bytes: read by each rank in a step. sigma: spread of a rank's time
-    from step to step, see `slowest_factor`. busy_slowdown: factor on the computation where every core of the machine
-    is busy, over one busy core. overlap_slowdown: factor on the computation of several ranks while reductions
-    overlap with it; measured on a pair of nodes. input_s: for which a step waits for its batch even if no other rank
-    reads. checkpoint_s: time for which a step is lengthened by saving, on average over all steps.
+    forward_s, backward_s: seconds of forward and backward for `samples` samples. update_s: seconds of the optimizer and
+    of everything else after the reduction. buckets: the gradients, in the order of their reduction. input_bytes: bytes
+    that each rank reads per step. sigma: spread of a rank's time between steps, see `slowest_factor`. busy_slowdown:
+    time of computation if every core of the machine is busy, divided by that with one busy core. overlap_slowdown:
+    factor on the computation of several ranks while reductions overlap with it, measured on a pair of nodes. input_s:
+    seconds that a step waits for its batch even if no other rank reads. checkpoint_s: seconds by which saving lengthens
+    a step, as the mean over all steps.
     """
 
     forward_s: float
@@ -50,7 +51,7 @@ class Workload:
     def __post_init__(self) -> None:
         if not self.buckets or not self.forward_s + self.backward_s > 0 or self.samples < 1:
             raise UsageError(
-                "a workload needs at least one bucket, one sample, and a time of forward and backward"
+                "a workload needs at least one bucket, at least one sample, and a time of forward and backward above 0"
             )
 
     @property
@@ -62,14 +63,14 @@ class Workload:
         return self.forward_s + self.backward_s + self.update_s
 
     def with_slower_computation(self, factor: float) -> Workload:
-        """The same with all of its computation longer by a factor."""
+        """Returns the workload with all computation longer by `factor`."""
         return replace(
             self, forward_s=factor * self.forward_s, backward_s=factor * self.backward_s,
             update_s=factor * self.update_s,
         )  # fmt: skip
 
     def with_samples(self, samples: int) -> Workload:
-        """The same for another number of samples: forward and backward in proportion, the rest as it is."""
+        """Returns the workload for another number of samples: forward, backward and input bytes are in proportion."""
         factor = samples / self.samples
         return replace(
             self, forward_s=factor * self.forward_s, backward_s=factor * self.backward_s, samples=samples,
@@ -77,13 +78,15 @@ class Workload:
         )  # fmt: skip
 
     def with_bucket_bytes(self, bucket_bytes: float) -> Workload:
-        """The same gradients, in buckets of `bucket_bytes`. Within today's buckets gradients are taken as evenly
-        ready."""
+        """Returns the workload with its gradients in buckets of `bucket_bytes`.
+
+        The gradients within a present bucket are assumed to become ready evenly.
+        """
         return replace(self, buckets=rebucketed(self.buckets, bucket_bytes=bucket_bytes))
 
 
 def rebucketed(buckets: Sequence[ReadyBucket], *, bucket_bytes: float) -> tuple[ReadyBucket, ...]:
-    """Cuts the sequence of gradients into buckets of `bucket_bytes`, the last one smaller."""
+    """Returns the gradients of `buckets`, in order, in buckets of `bucket_bytes`; the last one may be smaller."""
     ends: list[tuple[float, float]] = [(0.0, 0.0)]  # bytes so far, ready
     for bucket in buckets:
         ends.append((ends[-1][0] + bucket.num_bytes, max(ends[-1][1], bucket.ready)))
@@ -104,7 +107,7 @@ def rebucketed(buckets: Sequence[ReadyBucket], *, bucket_bytes: float) -> tuple[
 
 
 def even_buckets(gradient_bytes: float, *, bucket_bytes: float) -> tuple[ReadyBucket, ...]:
-    """Buckets of a model of which nothing else is known: gradients become ready evenly during backward."""
+    """Returns buckets of `bucket_bytes` whose gradients become ready evenly during backward."""
     return rebucketed((ReadyBucket(gradient_bytes, 1.0),), bucket_bytes=bucket_bytes)
 
 
@@ -154,7 +157,11 @@ LEAST_STEPS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecords:
-    """A run's settings and steps. compute_s: of each rank, by step. samples: of a rank in a step, median."""
+    """Settings and step times of a run, in seconds.
+
+    compute_s: computation by rank and step. step_s: median over the steps of the slowest rank's time. exposed_s,
+    input_s, checkpoint_s: means over ranks and steps. samples: median of the samples of a rank per step.
+    """
 
     ranks: int
     nodes: int
@@ -173,7 +180,7 @@ class RunRecords:
 
     @property
     def rank_compute_s(self) -> float:
-        """Seconds of computation in a step: median over steps, mean over ranks."""
+        """Seconds of computation per step: median over steps, mean over ranks."""
         return fmean(median(times) for times in self.compute_s)
 
 
@@ -210,10 +217,9 @@ def read_workload(directory: Path) -> RunRecords:
 
 
 def workload_of(alone: RunRecords, *, busy: Sequence[RunRecords] = ()) -> Workload:
-    """Returns the workload of a run on one rank. busy: runs of the same batch for each rank on all cores of one node.
+    """Returns the workload of the run `alone`, which had one rank or, if there is none, few ranks with a core each.
 
-    Without a run on one rank, that of fewest ranks will do; its ranks must have had a core each. Raises UsageError
-    for runs of another batch for each rank.
+    busy: runs with the same batch per rank on all cores of one node. Raises UsageError if the batch per rank differs.
     """
     profile = alone.buckets
     others = [run for run in busy if run.samples != alone.samples]
