@@ -86,8 +86,8 @@ class Node:
     def __post_init__(self) -> None:
         if min(self.cores, self.cores_shared_by, self.threads) < 1:
             raise UsageError(
-                f"a node with cores = {self.cores}, cores_shared_by = {self.cores_shared_by}, threads = {self.threads}: "
-                "each must be at least 1"
+                f"a node with cores = {self.cores}, cores_shared_by = {self.cores_shared_by}, threads = {self.threads}"
+                ": each must be at least 1"
             )
 
 

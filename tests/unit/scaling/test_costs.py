@@ -87,7 +87,7 @@ def test_of_several_exchanges_at_once_the_busier_direction_counts() -> None:
             (2 * np.maximum(out, pairs - out) / pairs).mean(), rel=0.01
         )
     assert MACHINE.network.exchange_factor(1) == 1.0
-    with pytest.raises(UsageError, match="take turns"):
+    with pytest.raises(UsageError, match="a fraction of the exchanges"):
         replace(MACHINE.network, turns=1.5)
 
 
@@ -294,5 +294,5 @@ def test_texts_of_nodes_and_rates() -> None:
     for text in ("0..4", "4..2", "x"):
         with pytest.raises(UsageError, match="--nodes"):
             parse_nodes(text)
-    with pytest.raises(UsageError, match="no rate"):
+    with pytest.raises(UsageError, match="not a link rate"):
         parse_rate("100")
