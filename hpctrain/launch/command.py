@@ -236,6 +236,11 @@ def _choose(
             raise LaunchError(
                 "--launcher srun takes its nodes from the allocation: leave out --host and --hostfile"
             )
+        if machine.mpirun is not None and machine.srun.mpi_types and srun_mpi_type(machine) is None:
+            raise LaunchError(
+                f"--launcher srun: srun cannot start ranks of {machine.mpirun.version} ({_listed(machine.srun)}): "
+                "leave --launcher out, so that mpirun starts them, or install the plugin of Slurm for PMIx"
+            )
         return Launcher.SRUN
     if asked is Launcher.AUTO and in_slurm and not has_hosts:
         if machine.srun is None:

@@ -110,7 +110,8 @@ def srun_mpi_type(machine: LocalMachine) -> str | None:
     """Returns the `--mpi` type that both srun and the installed MPI support; None if there is none."""
     types = machine.srun.mpi_types if machine.srun else ()
     hydra = machine.mpirun is not None and machine.mpirun.family is MpirunFamily.HYDRA
-    wanted = ("pmi2", "pmix", "cray_shasta") if hydra else ("pmix", "cray_shasta")
+    # Slurm lists cray_shasta on other machines too, and Open MPI cannot use it: each rank would be a run of its own.
+    wanted = ("pmi2", "pmix", "cray_shasta") if hydra else ("pmix",)
     if machine.mpirun is None:
         wanted = ("pmix", "cray_shasta", "pmi2")
     for name in wanted:

@@ -220,6 +220,21 @@ def test_mpirun_is_used_where_srun_cannot_start_ranks_of_this_mpi() -> None:
     assert "srun cannot start" in planned.notes[0]
 
 
+@pytest.mark.parametrize(
+    "types", [("none", "pmi2"), ("cray_shasta", "none", "pmi2")]
+)  # Debian testing: the second
+def test_srun_without_pmix_is_refused_for_open_mpi_if_it_is_asked_for(types: tuple[str, ...]) -> None:
+    machine = dataclasses.replace(CLUSTER, srun=Srun(path="/usr/bin/srun", mpi_types=types))
+    assert plan(machine=machine, environ=JOB).launcher is Launcher.MPIRUN
+    with pytest.raises(LaunchError, match=rf"srun cannot start ranks of .*it lists {', '.join(types)}.*PMIx"):
+        plan(machine=machine, environ=JOB, launcher=Launcher.SRUN)
+    # Without an answer of srun nothing is known.
+    silent = dataclasses.replace(
+        CLUSTER, srun=Srun(path="/usr/bin/srun", mpi_types=(), failure="did not answer")
+    )
+    assert plan(machine=silent, environ=JOB, launcher=Launcher.SRUN).launcher is Launcher.SRUN
+
+
 def test_an_allocation_of_one_node_emulates_and_says_so() -> None:
     planned = plan(4, machine=CLUSTER, ranks_per_node=2, environ={**JOB, "SLURM_JOB_NUM_NODES": "1"})
     assert planned.emulated
