@@ -100,46 +100,55 @@ def test_a_run_outlives_a_killed_node_a_cut_link_and_killed_ranks_and_uses_spare
 
 @pytest.mark.trials
 @pytest.mark.thorough
-@pytest.mark.skipif(LOSSES == 0, reason="HPCTRAIN_TRIALS=20 loses so many nodes, one after another")
-@pytest.mark.timeout(60 + 60 * LOSSES)
+@pytest.mark.skipif(
+    LOSSES == 0, reason="HPCTRAIN_TRIALS=20 loses so many nodes, links and ranks, one after another"
+)
+@pytest.mark.timeout(60 + 60 * 3 * LOSSES)
 def test_many_losses(cluster: Cluster, folder: Path) -> None:
-    """Killed and cut in turns. Each node comes back before the next one goes, and is used at the next start."""
+    """A node is killed, the link of a node is cut, a rank is killed, in turns. Each node comes back before the next
+    loss, and is used at the next start."""
     prepare(folder, on_nodes=True)
     options = ["--nodes=4", "--ntasks-per-node=1", "--time=120"]
     job = submit(cluster, folder, *options, supervise="--node-budget 999 --max-restarts 999")
-    draw, seconds, repeated = random.Random(), [], []
+    draw = random.Random()
+    kinds = ("nodes killed", "links cut", "ranks killed")
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    repeated: dict[str, list[int]] = {kind: [] for kind in kinds}
     try:
-        for number in range(LOSSES):
+        for number in range(3 * LOSSES):
+            kind = kinds[number % 3]
             wait_for(trains(folder, attempt=number + 1), folder=folder)
             time.sleep(draw.uniform(0, 1.5))
-            node = draw.choice(attempts(folder)[-1].nodes[1:])  # never hpct0, which is the batch host
+            nodes = attempts(folder)[-1].nodes
+            node = draw.choice(nodes[1:])  # never hpct0, which is the batch host
             lost_at = time.time()
-            if number % 2:
+            if kind == "nodes killed":
+                cluster.kill_node(node, lost=[NODE_STORAGE])
+            elif kind == "links cut":
                 cluster.cut_link(node)
             else:
-                cluster.kill_node(node, lost=[NODE_STORAGE])
+                os.kill(cluster.ranks(job)[nodes.index(node)], signal.SIGKILL)
             try:
-                seconds.append(assert_goes_on(folder, lost_at=lost_at, attempt=number + 2))
+                seconds[kind].append(assert_goes_on(folder, lost_at=lost_at, attempt=number + 2))
             finally:
-                if number % 2:
-                    cluster.mend_link(node)
-                else:
+                if kind == "nodes killed":
                     cluster.start_slurmd(node)
+                elif kind == "links cut":
+                    cluster.mend_link(node)
             before, after = attempts(folder)[-2:]
             assert before.blamed == (node,)
-            # All others, also the one that was lost before.
-            assert after.nodes == tuple(name for name in cluster.node_names if name != node)
-            repeated.append(before.steps_lost or 0)
-            print(f"loss {number + 1}: {'cut' if number % 2 else 'killed'} {node}, {seconds[-1]:.1f} s, "
-                  f"{repeated[-1]} steps repeated, goes on with {len(after.nodes)} nodes", flush=True)  # fmt: skip
+            # All others, also the one that was lost before. A node whose rank was killed is not lost.
+            lost = () if kind == "ranks killed" else (node,)
+            assert after.nodes == tuple(name for name in cluster.node_names if name not in lost)
+            repeated[kind].append(before.steps_lost or 0)
+            print(f"loss {number + 1}: {kind}: {node}, {seconds[kind][-1]:.1f} s, {repeated[kind][-1]} steps repeated, "
+                  f"goes on with {len(after.nodes)} nodes", flush=True)  # fmt: skip
     finally:
         cluster.run(["scancel", str(job)], timeout_s=300)
         for node in cluster.node_names:
             revive(cluster, node)
-    for what, first in (("killed", 0), ("cut off", 1)):
-        times, steps = seconds[first::2], repeated[first::2]
-        if times:
-            print(
-                f"{len(times)} nodes {what}: from the loss to the next step {np.median(times):.1f} s (median), at most "
-                f"{max(times):.1f} s; at most {max(steps)} steps repeated"
-            )
+    for kind in kinds:
+        print(
+            f"{len(seconds[kind])} {kind}: from the loss to the next step {np.median(seconds[kind]):.1f} s (median), "
+            f"at most {max(seconds[kind]):.1f} s; at most {max(repeated[kind])} steps repeated"
+        )
