@@ -38,6 +38,7 @@ class ClusterPlan:
     volumes: of GlusterFS, stored by the nodes and mounted in every place.
     memory_group: folder of a control group, version 1, below which each node has one of its own. With it Slurm keeps
     jobs within their --mem; without it there are no control groups, as they belong to the machine.
+    binds_tasks: Slurm binds each task to its cores (task/affinity). Then cores_per_node must not exceed the machine's.
     Raises ValueError when a field is out of range.
     """
 
@@ -47,6 +48,7 @@ class ClusterPlan:
     cores_per_node: int = 2
     volumes: tuple[Volume, ...] = ()
     memory_group: Path | None = None
+    binds_tasks: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_nodes <= MAX_NODES:
@@ -153,7 +155,7 @@ def slurm_conf(plan: ClusterPlan) -> str:
         "SlurmdLogFile": directory / "log" / "slurmd-%n.log",
         "MpiDefault": "pmix",
         "ProctrackType": "proctrack/linuxproc",
-        "TaskPlugin": "task/none" if plan.memory_group is None else "task/cgroup",
+        "TaskPlugin": task_plugin(plan),
         "JobAcctGatherType": "jobacct_gather/none",
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_Core" if plan.memory_group is None else "CR_Core_Memory",
@@ -181,6 +183,12 @@ def slurm_conf(plan: ClusterPlan) -> str:
         f"PartitionName=preemptible {on_all} PriorityTier=1 PreemptMode=REQUEUE GraceTime=30",
     ]
     return "\n".join([*(f"{key}={value}" for key, value in settings.items()), *nodes, *partitions, ""])
+
+
+def task_plugin(plan: ClusterPlan) -> str:
+    if plan.binds_tasks:
+        return "task/affinity"
+    return "task/none" if plan.memory_group is None else "task/cgroup"
 
 
 def place_setup(plan: ClusterPlan, *, place: str, shared: Sequence[Path] = ()) -> list[list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpctrain.launch.fork_server.plan import find_client
-from tests.cluster import Cluster
+from tests.cluster import Cluster, ClusterPlan
 from tests.stop_trials import prepare
 
 pytestmark = [
@@ -40,6 +41,29 @@ def kept(rank: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_ranks_of_srun_are_the_same_forked_or_started(cluster: Cluster, tmp_path: Path) -> None:
+    compare(cluster, tmp_path)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs 2 CPUs")
+def test_ranks_that_slurm_binds_are_the_same_forked_or_started(
+    cluster_folder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    plan = ClusterPlan(
+        directory=cluster_folder / f"test-{os.getpid()}-binds",
+        num_nodes=2,
+        rate=None,
+        cores_per_node=2,
+        binds_tasks=True,
+    )
+    with Cluster.up(plan, shared=[tmp_path_factory.getbasetemp()]) as cluster:
+        cores = compare(cluster, tmp_path)
+    assert all(len(each) == 1 for each in cores)
+    assert cores[0] != cores[1]
+    assert cores[2] != cores[3]
+
+
+def compare(cluster: Cluster, tmp_path: Path) -> list[list[str]]:
+    """Compares ranks on two nodes that are forked with ranks that are not. Returns the cores of each rank."""
     script = tmp_path / "job.sh"
     hpctrain = Path(sys.executable).with_name("hpctrain")
     launch = f"{hpctrain} launch -n 4 --ranks-per-node 2"
@@ -61,7 +85,7 @@ def test_ranks_of_srun_are_the_same_forked_or_started(cluster: Cluster, tmp_path
     said = "".join(path.read_text() for path in sorted(tmp_path.glob("*.err")))
     assert (end.state, end.exit_code) == ("COMPLETED", 0), said
     assert "starts by itself" not in said
-    ranks = {}
+    ranks: dict[str, list[dict[str, Any]]] = {}
     for name in ("cold", "warm"):
         ranks[name] = [kept(json.loads((tmp_path / name / f"rank-{rank}").read_text())) for rank in range(4)]
     for rank, (cold, warm) in enumerate(zip(ranks["cold"], ranks["warm"], strict=True)):
@@ -69,3 +93,4 @@ def test_ranks_of_srun_are_the_same_forked_or_started(cluster: Cluster, tmp_path
         assert not differ, (rank, differ)
     assert "finished at step" in (tmp_path / "train").read_text()
     assert (tmp_path / "left").read_text() == ""
+    return [rank["status"]["Cpus_allowed_list"].split(",") for rank in ranks["warm"]]
