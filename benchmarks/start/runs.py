@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.places import RanksFailed, run_checked
+from benchmarks.places import RanksFailed, at_head_node, run_checked, salloc
 from benchmarks.start.ranks import INIT, LEFT
 from benchmarks.start.task import FOLDER_VARIABLE, GO, STEPS_VARIABLE
 from benchmarks.starting import (
@@ -32,6 +32,7 @@ from benchmarks.starting import (
 from benchmarks.turns import Training
 from hpctrain.launch.fork_server.plan import KEY_VARIABLE
 from hpctrain.telemetry import read_records
+from tests.cluster import Cluster
 
 # Each rank by itself; forked, from a server that starts with them; forked, from a server that is there already.
 WITHOUT, NOTHING, UP = "without", "nothing", "up"
@@ -75,10 +76,11 @@ def is_server(command: Sequence[str]) -> bool:
     return starts_python and any(word.endswith("/fork_server/__main__.py") for word in command)
 
 
-def alone(kind: str, command: Sequence[str], *, num_ranks: int) -> list[str]:
-    """The command line of a user. kind: WITHOUT or NOTHING; the server of this launch ends with its ranks."""
+def alone(kind: str, command: Sequence[str], *, num_ranks: int, words: Sequence[str] = ()) -> list[str]:
+    """The command line of a user. kind: WITHOUT or NOTHING; the server of this launch ends with its ranks. words: more
+    options of the launch."""
     forked = "--fork-server" if kind == NOTHING else "--no-fork-server"
-    return [*LAUNCH, "-n", str(num_ranks), forked, "--", *command]
+    return [*LAUNCH, "-n", str(num_ranks), *words, forked, "--", *command]
 
 
 # ---------------------------------------------------------------------- runs
@@ -142,11 +144,18 @@ class Workplace:
         words = [word for override in every for word in ("--set", override)]
         return ["hpctrain", "train", str(REPOSITORY / "examples" / "digits.toml"), *words], folder
 
-    def epoch(self, argv_of: Callable[[Sequence[str]], list[str]], *, num_ranks: int, what: str) -> Epoch:
-        """Trains one epoch. argv_of: of the command of the ranks. Raises RanksFailed."""
+    def epoch(
+        self,
+        argv_of: Callable[[Sequence[str]], list[str]],
+        *,
+        num_ranks: int,
+        what: str,
+        environ: Mapping[str, str] | None = None,
+    ) -> Epoch:
+        """Trains one epoch. argv_of: of the command of the ranks. environ: None for a user's. Raises RanksFailed."""
         command, folder = self.training("run.epochs=1")
         began_s = time.perf_counter()
-        done = run_command(argv_of(command), what=what)
+        done = run_command(argv_of(command), what=what, environ=environ)
         seconds = time.perf_counter() - began_s
         found = _LAST_LINE.search(done.stdout)
         if found is None:
@@ -180,6 +189,37 @@ def epochs(place: Workplace, *, num_ranks: int, rounds: int, seed: int) -> Compa
             found.append((number, kind, place.epoch(argv_of, num_ranks=num_ranks, what=what)))
             if kind != WITHOUT:
                 _expect_server(launches, present=kind == NOTHING, what=what)
+    return compared(found, num_ranks=num_ranks)
+
+
+def epochs_on_nodes(
+    place: Workplace, cluster: Cluster, *, ranks_per_node: int, rounds: int, seed: int
+) -> Compared:
+    """Figure 6: like `epochs`, in a job on all nodes of a cluster, where srun starts the ranks. A server ends with the
+    job, so no run finds one. Raises RanksFailed."""
+    draw = random.Random(seed)
+    num_nodes = cluster.plan.num_nodes
+    num_ranks = num_nodes * ranks_per_node
+    environ = at_head_node(cluster, user_environment())
+    found: list[tuple[int, str, Epoch]] = []
+    for number in range(rounds):
+        for kind in draw.sample((WITHOUT, NOTHING), 2):
+            words = ["--ranks-per-node", str(ranks_per_node)]
+
+            def argv_of(
+                command: Sequence[str], *, kind: str = kind, words: Sequence[str] = words
+            ) -> list[str]:
+                launch = alone(kind, command, num_ranks=num_ranks, words=words)
+                return cluster.argv([*salloc(num_nodes), *launch], cwd=place.directory)
+
+            what = f"{num_nodes} nodes x {ranks_per_node} ranks, {NAMES[kind]}, round {number + 1}"
+            epoch = place.epoch(argv_of, num_ranks=num_ranks, what=what, environ=environ)
+            found.append((number, kind, epoch))
+    return compared(found, num_ranks=num_ranks)
+
+
+def compared(found: Sequence[tuple[int, str, Epoch]], *, num_ranks: int) -> Compared:
+    """found: of each run the number of the round, the kind, and the epoch."""
     first = next(epoch for _, kind, epoch in found if kind == WITHOUT)
     return Compared(
         num_ranks=num_ranks,

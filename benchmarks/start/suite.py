@@ -105,6 +105,23 @@ def processor_records(found: Mapping[str, Mapping[str, Mapping[int, Sequence[flo
     ]  # fmt: skip
 
 
+def node_records(found: Compared, *, num_nodes: int) -> list[Record]:
+    """Returns the record of figure 6."""
+    without, forked = found.seconds[WITHOUT], found.seconds[NOTHING]
+    ranks = f"{num_nodes} nodes x {found.num_ranks // num_nodes} ranks"
+    return [
+        ratio_record(
+            "start.6",
+            f"{ranks} by srun, {NAMES[NOTHING]}: times as fast as without, command to end",
+            without, forked, bar=NO_SLOWER, unit="",
+            samples={
+                "without_s": without, "forked_s": forked, "ranks": ranks, "runs": found.num_runs, "loss": found.loss,
+                "differing": found.differing,
+            },
+        )
+    ]  # fmt: skip
+
+
 def further_rank(by_ranks: Mapping[int, Sequence[float]]) -> list[float]:
     """Returns the slope of each round."""
     rounds = min(map(len, by_ranks.values()))
@@ -173,7 +190,8 @@ def tables(content: Mapping[str, Any]) -> dict[str, str]:
     if "start.5" in samples:
         made["epochs"] = table_of_epochs(samples)
     for number, name, render in (
-        ("2", "processor", table_of_seconds), ("3", "paths", table_of_paths), ("4", "memory", table_of_memory)
+        ("2", "processor", table_of_seconds), ("3", "paths", table_of_paths), ("4", "memory", table_of_memory),
+        ("6", "nodes", table_of_nodes),
     ):  # fmt: skip
         if f"start.{number}" in samples:
             made[name] = render(samples[f"start.{number}"])
@@ -251,6 +269,22 @@ def table_of_memory(samples: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
+def table_of_nodes(samples: Mapping[str, Any]) -> str:
+    """Returns the table of seconds on a cluster."""
+    without, forked = samples["without_s"], samples["forked_s"]
+    cells = [
+        samples["ranks"], str(len(without)), _spread(without), _spread(forked), _spread(ratios(without, forked)),
+        f"{len(samples['differing'])} of {samples['runs']}", samples["loss"],
+    ]  # fmt: skip
+    return "\n".join(
+        [
+            f"| ranks | rounds | {NAMES[WITHOUT]}, s | {NAMES[NOTHING]}, s | times as fast | runs that differ | loss |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
+            f"| {' | '.join(cells)} |",
+        ]
+    )
+
+
 def _spread(values: Sequence[float]) -> str:
     """Returns the median, and the quartiles in brackets."""
     low, middle, high = map(digits, quartiles(values))
@@ -273,15 +307,17 @@ class Scale:
     memory_ranks: int
     memory_rounds: int
     memory_steps: int
+    node_rounds: int
 
 
 FULL = Scale(
     epoch_rounds={1: 7, 2: 7, 4: 5, 8: 5, 16: 5, 48: 3},
     cpu_sizes=(2, 4, 8, 16), cpu_rounds=5, path_sizes=(1, 2, 4, 8), memory_ranks=8, memory_rounds=3, memory_steps=50,
+    node_rounds=5,
 )  # fmt: skip
 QUICK = Scale(
     epoch_rounds={2: 1}, cpu_sizes=(1, 2), cpu_rounds=1, path_sizes=(1, 2), memory_ranks=2, memory_rounds=1,
-    memory_steps=5,
+    memory_steps=5, node_rounds=1,
 )  # fmt: skip
 
 
@@ -341,6 +377,17 @@ def _memory(bench: Bench, place: Workplace) -> list[Record]:
     return memory_records(found, num_ranks=num_ranks, steps=steps)
 
 
+NODES, RANKS_PER_NODE = 4, 2
+
+
+def _nodes(bench: Bench, place: Workplace) -> list[Record]:
+    cluster = bench.cluster(shared=[place.directory])
+    found = runs.epochs_on_nodes(
+        place, cluster, ranks_per_node=RANKS_PER_NODE, rounds=bench.scale.node_rounds, seed=SEED
+    )
+    return node_records(found, num_nodes=NODES)
+
+
 SUITE = Suite(
     name="start", about=__doc__,
     parts=(
@@ -348,6 +395,7 @@ SUITE = Suite(
         _part(("2",), "2 ranks", _processor_seconds),
         _part(("3",), "path operations", _paths),
         _part(("4",), "memory", _memory),
+        _part(("6",), f"{NODES} nodes", _nodes),
     ),
     full=FULL, quick=QUICK, tables=tables,
 )  # fmt: skip

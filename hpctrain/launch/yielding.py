@@ -27,7 +27,10 @@ RESTARTED_VARIABLE = "HPCTRAIN_RESTARTED_FOR_YIELD"
 
 
 def find_yield_library(directory: Path = Path(__file__).parent) -> str | None:
-    """Returns the path of the compiled library; None if it was not compiled, or LD_PRELOAD cannot contain its path."""
+    """Returns the path of the shared library that replaces sched_yield by a short sleep, for LD_PRELOAD.
+
+    None if it was not compiled, or if LD_PRELOAD cannot contain its path.
+    """
     for suffix in EXTENSION_SUFFIXES:
         path = str(directory / f"{YIELD_STEM}{suffix}")
         if os.path.exists(path) and not set(path) & set(": \t"):  # these separate libraries

@@ -69,7 +69,8 @@ def compare(cluster: Cluster, tmp_path: Path) -> list[list[str]]:
     launch = f"{hpctrain} launch -n 4 --ranks-per-node 2"
     program = f"{sys.executable} {PROGRAM} describe files"
     script.write_text(
-        "#!/bin/bash\nulimit -Sn 700; umask 027\n"
+        # As after salloc: Slurm then sets it for the first task of each node.
+        "#!/bin/bash\nulimit -Sn 700; umask 027; unset TMPDIR\n"
         f"{launch} --no-fork-server -- {program} 2> cold.err || exit 9\nmkdir cold; mv rank-? cold\n"
         f"{launch} --fork-server -- {program} 2> warm.err || exit 8\nmkdir warm; mv rank-? warm\n"
         f"{launch} --fork-server -- {sys.executable} {PROGRAM} exit > exit 2> exit.err; [[ $? == 3 ]] || exit 7\n"

@@ -70,6 +70,8 @@ def become(request: ForkRequest, *, title: str, command: Sequence[str], keep: se
     environ[CLIENT_VARIABLE] = str(client)
     os.environ.clear()
     os.environ.update(environ)
+    if (temporary := sys.modules.get("tempfile")) is not None:
+        temporary.tempdir = None  # what an import has found without this rank's TMPDIR
     _show(command, environ)
     _libc.prctl(_PR_SET_NAME, os.fsencode(title)[:15], 0, 0, 0)
     _seed()

@@ -14,6 +14,7 @@ from pathlib import Path
 _PER_RANK = re.compile(
     r"(PMIX|PMI|OMPI|OPAL|ORTE|PRTE|MPI|MPIR|HYDRA|HYDI|I_MPI|MV2|MVP|SLURM|SLURMD|PALS|ALPS|FLUX|JSM|HPCTRAIN)_.*|PMI_.*"
     r"|MPI_LOCAL.*|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|ZE_AFFINITY_MASK|GPU_DEVICE_ORDINAL|PWD|OLDPWD|SHLVL|_"
+    r"|TMPDIR|TEMP|TMP"  # where TMPDIR is not set, Slurm sets it for the first task of each node only
 )
 _NAMESPACES = ("mnt", "pid", "net", "uts", "ipc", "user", "cgroup")
 # Slurm creates a control group per task of a step; its limits are those of the step, except for GPUs of single tasks.
@@ -55,7 +56,10 @@ def read_status(pid: int) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likeness:
-    """The properties that two processes must have in common. `cgroups` omits the part that Slurm adds per task."""
+    """The properties of a process that must be equal in a fork server and in the rank that it forks.
+
+    `cgroups` omits the part that Slurm adds per task.
+    """
 
     environ: Mapping[str, str]
     status: Mapping[str, str]

@@ -124,7 +124,7 @@ def divide_servers(words: Sequence[str], *, environ: Mapping[str, str], updates:
 
 
 def find_client(directory: Path = Path(__file__).parent) -> str | None:
-    """Returns the path of the compiled client; None if it was not compiled."""
+    """Returns the path of the fork server's client program; None if it was not compiled."""
     for suffix in EXTENSION_SUFFIXES:
         path = directory / f"{CLIENT_STEM}{suffix}"
         if os.access(path, os.X_OK):

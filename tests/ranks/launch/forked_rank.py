@@ -8,6 +8,7 @@ import random
 import resource
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def described() -> dict[str, object]:
         "file": __file__,
         "package": __package__,
         "directory": os.getcwd(),
+        "temporary folder": tempfile.gettempdir(),
         "variables": dict(os.environ),
         "shown variables": sorted(filter(None, Path("/proc/self/environ").read_bytes().decode().split("\0"))),
         "command": Path("/proc/self/cmdline").read_text().rstrip("\0").split("\0"),

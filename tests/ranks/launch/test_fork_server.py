@@ -113,12 +113,14 @@ def test_a_forked_process_has_all_that_a_started_one_has(tmp_path: Path) -> None
 
     words = (PROGRAM, "describe", "descriptor", "two words")
     found = []
+    # Slurm sets it for some ranks of a node only.
+    temporary = {"TMPDIR": str(tmp_path)}
     with a_key() as key:
         command, environ = forked(*words, key=key)
         for argv, variables in (
-            ([sys.executable, *words], dict(os.environ)),
+            ([sys.executable, *words], {**os.environ, **temporary}),
             (command, environ),
-            (command, environ),
+            (command, {**environ, **temporary}),
         ):
             os.write(writing, b"from the pipe")
             process = start(
@@ -135,6 +137,12 @@ def test_a_forked_process_has_all_that_a_started_one_has(tmp_path: Path) -> None
     (_, cold), *warm = found
     assert cold["descriptor 7"] == "from the pipe"
     assert cold["status"]["Cpus_allowed_list"] == str(cores[-1])
+    assert cold["temporary folder"] == str(tmp_path)
+    first = warm[0][1]
+    assert first["temporary folder"] != str(tmp_path)
+    first["temporary folder"] = str(tmp_path)
+    first["variables"] |= temporary
+    first["shown variables"] = sorted([*first["shown variables"], f"TMPDIR={tmp_path}"])
     for client, rank in warm:
         assert rank["pid"] != client
         assert rank["variables"].pop(_OWN) == str(client)

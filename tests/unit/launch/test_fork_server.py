@@ -91,6 +91,7 @@ def test_variables_of_launchers_may_differ_and_those_of_libraries_may_not() -> N
         "SLURM_PROCID",
         "CUDA_VISIBLE_DEVICES",
         "PWD",
+        "TMPDIR",
     ):
         assert is_per_rank(name), name
     for name in (
