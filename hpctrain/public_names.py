@@ -45,9 +45,9 @@ def attach(
 
 
 def warn_of_old_name(old: str, *, use: str) -> None:
-    """Warns the caller's caller that the name `old` goes with the next version, and says what to use instead."""
+    """Warns the caller's caller that the next version removes the name `old`, and says what to use instead."""
     warnings.warn(
-        f"{old} is an old name, which goes with the next version of hpctrain: use {use}",
+        f"{old} is an old name, which the next version of hpctrain removes: use {use}",
         DeprecationWarning,
         stacklevel=3,
     )

@@ -146,7 +146,7 @@ class _StageRanks:
         return cls(pipelines=pipelines, stages=stages, grid=grid, data_axes=data_axes)
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """Creates PyTorch's mesh of all ranks and its process groups. Collective."""
+        """Creates the process groups of PyTorch's mesh of all ranks, and returns the mesh. Collective."""
         from torch.distributed.device_mesh import DeviceMesh
 
         axes = (PIPELINE_AXIS, *self.data_axes, "tensor")

@@ -40,7 +40,7 @@ TWO_LEVELS = (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING, Algorithm.HIE
 class Capabilities:
     """Capabilities of a run that decide which algorithms are available.
 
-    backend: of the reductions (`World.reduction_backend`).
+    backend: backend of the reductions (`World.reduction_backend`).
     messages: True if point-to-point messages over MPI are available (`World.transport`).
     shared_memory: True if each node's shared memory can hold its ranks' buckets.
     nccl: Horovod's algorithm that is switched on in this process, if any.

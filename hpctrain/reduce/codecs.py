@@ -380,10 +380,10 @@ class CodecFeedback:
     def __init__(
         self, codec: Codec, *, numel: int, own: slice, num_gradients: int, dtype: torch.dtype
     ) -> None:
-        """numel: of the part. own: the slice of the part that this rank sums.
+        """numel: number of elements of the part. own: the slice of the part that this rank sums.
 
         num_gradients: number of elements with error feedback, the first ones; after them are flags, which must not
-        affect later steps. dtype: of the errors.
+        affect later steps. dtype: dtype of the errors.
         """
         self._codec = codec
         self.own = own
@@ -409,7 +409,7 @@ class CodecFeedback:
         self.encode(values, first=self.own.start, out=out)
 
     def add_to(self, values: torch.Tensor, *, first: int) -> None:
-        """Adds their earlier error to `values`, which are not encoded, so that there is no new one.
+        """Adds their earlier error to `values`, which are then sent without encoding and so have no new error.
 
         first: their offset in the part.
         """

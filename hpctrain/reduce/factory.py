@@ -162,7 +162,10 @@ class ReducerMaker:
         return self._of_hpctrain(decision.algorithm, wire=wire)
 
     def make_sparse(self, wire: str, **options: Any) -> BucketReducer:
-        """Makes the reducer of a wire format that does not encode every value. Collective. options: of its class."""
+        """Makes the reducer of a wire format that does not encode every value. Collective.
+
+        options: arguments of the reducer's class.
+        """
         reducer: BucketReducer = wire_format(wire).imported()(
             self._world.duplicate(), topology=self._topology, **options
         )

@@ -37,18 +37,19 @@ _BUCKETS_IN_FLIGHT = 4
 _RESIDUALS = 2
 # Of a `ZeroUpdater`: a unit is filled and one is on its way to be freed, while others are reduced.
 _SLOTS = _BUCKETS_IN_FLIGHT + 2
-# Of one that keeps no gradients: a bucket is reduced in so many units, and there is memory for those of two buckets.
+# Without memory for all gradients, a bucket is reduced in this many units, and there is memory for two buckets.
 _UNITS_OF_A_BUCKET = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionNeeds:
-    """Bytes of a rank. algorithm: the one that runs.
+    """Memory and messages that the reductions of a step need on one rank, in bytes.
 
-    buckets: the gradients, with gaps and flags. spare: memory for other buckets of the same gradients, which ranks
-    that share memory have besides. wire: copies in the wire format and messages being sent, at most.
-    residuals: of error feedback. sent: in messages to other ranks in a step, the mean of the ranks; what ranks of a
-    node read from each other's memory is not sent. sent_between_nodes: of it, to other nodes.
+    algorithm: the algorithm that runs. buckets: the gradients, with gaps and flags. spare: memory for other buckets of
+    the same gradients, which ranks that share memory have in addition. wire: at most, copies in the wire format and
+    messages being sent. residuals: memory of error feedback. sent: messages to other ranks per step, as the mean over
+    the ranks, without what ranks of a node read from each other's memory. sent_between_nodes: the part of `sent` that
+    goes to other nodes.
     """
 
     algorithm: Algorithm
@@ -209,7 +210,7 @@ def _unit_bytes(bucket: Bucket, *, unit_bytes: int) -> list[int]:
 
 
 class Sent(NamedTuple):
-    """Bytes that a rank sends, the mean of the ranks, and of them those to other nodes."""
+    """Bytes that a rank sends, as the mean over the ranks: all of them, and those to other nodes."""
 
     total: float
     between_nodes: float
@@ -219,12 +220,12 @@ class Sent(NamedTuple):
 
 
 def all_sent(*parts: Sent) -> Sent:
-    """Returns the sum of several parts of what is sent."""
+    """Returns the sum of `parts`."""
     return Sent(sum(part.total for part in parts), sum(part.between_nodes for part in parts))
 
 
 def gathered_in_a_ring(num_bytes: float, *, ranks: Sequence[int], topology: Topology) -> Sent:
-    """Returns what gathering a tensor of `num_bytes` from equal parts on `ranks` sends; reduce-scatter sends as much.
+    """Returns the bytes sent by gathering a tensor of `num_bytes` from equal parts on `ranks`, or by a reduce-scatter.
 
     In a ring over the ranks in order, one rank of each node sends to another node.
     """

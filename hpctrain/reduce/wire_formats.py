@@ -74,7 +74,9 @@ class WireFormat:
         if (self.codec is None) == (self.reducer is None):
             raise UsageError(f"wire format {self.name!r}: give one of codec and reducer, not both")
         if self.codec is not None and self.bytes_per_element is None:
-            raise UsageError(f"wire format {self.name!r}: give bytes_per_element, which its codec determines")
+            raise UsageError(
+                f"wire format {self.name!r}: give bytes_per_element, the bytes that its codec makes of one element"
+            )
 
     def imported(self) -> Any:
         """Imports and returns what `codec` or `reducer` names."""
@@ -194,6 +196,6 @@ def share_of_float32(name: str) -> float | None:
 
 
 def listed_wires(names: Sequence[str], *, mark: str = "") -> str:
-    """Returns `a, b or c`, each name between two `mark`."""
+    """Returns the names as text, such as `a, b or c`. mark: put before and after each name."""
     *most, last = (f"{mark}{name}{mark}" for name in names)
     return f"{', '.join(most)} or {last}" if most else last

@@ -74,7 +74,7 @@ class SecondSignal:
         if library.second_signal_start(ctypes.byref(self._state)):
             os.close(self.reader)
             os.close(writer)
-            raise OSError("no thread for signals")
+            raise OSError("the thread for signals cannot be started")
         _kept.append(self._state)
 
     @staticmethod

@@ -50,7 +50,7 @@ def init_process_group(
         raise UsageError("torch.distributed is initialised already: call destroy_process_group before")
     if session is not None and not isinstance(session, Session):
         raise UsageError(
-            f"init_process_group({session!r}): it takes a session, or nothing. There is no backend to choose: "
+            f"init_process_group({session!r}): pass a session, or nothing. The backend follows from the device: "
             'device="cuda" takes NCCL'
         )
     if device not in ("cpu", "cuda", "auto"):

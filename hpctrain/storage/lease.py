@@ -315,8 +315,8 @@ class Lease:
         other = _parsed(content) if content is not None else None
         who = other.describe() if other is not None else "another process"
         raise InUseError(
-            f"{self._place.subject} was taken over by {who}, which has not seen this process work for a while: it was "
-            "suspended, perhaps. It saves nothing more; only one run can write there"
+            f"{self._place.subject} was taken over by {who}, because this process has not renewed its lease for a "
+            "while (was it suspended?). This process saves nothing more: only one run may write there"
         )
 
     def release(self) -> None:

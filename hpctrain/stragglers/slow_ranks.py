@@ -315,7 +315,7 @@ class SlowRanks:
 
     @property
     def named(self) -> list[Slow]:
-        """Everything that is slow now."""
+        """The ranks that are slow now, each with the cause."""
         return list(self._named.values())
 
     def observe(self, numbers: Numbers) -> list[Change]:

@@ -200,7 +200,7 @@ class RunProgress:
 
     @classmethod
     def of_all(cls, directory: Path, *, checkpoints: Path) -> RunProgress:
-        """Returns the progress by everything that was ever recorded in the directory. For attempts that have ended."""
+        """Returns a progress that counts all that the directory records, not only what is new. For ended attempts."""
         progress = cls(directory, checkpoints=checkpoints)
         for content in (progress._starts, progress._steps, progress._ending):
             content.forget()

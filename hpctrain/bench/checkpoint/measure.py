@@ -251,7 +251,7 @@ def _notes(rows: Sequence[CheckpointRow], *, state: BenchState, comm: Collective
     most = max(Counter(all_gather_json(comm, gethostname())).values())
     if most > cores:
         notes.append(
-            f"{most} ranks share {cores} cores of a node, also while saving: times are longer for it"
+            f"{most} ranks share {cores} cores of a node, also while saving: this makes the times longer"
         )
     fastest = min((row for row in rows if row.what != COPY), key=lambda row: row.seconds.median)
     if fastest.seconds.median < 0.02:

@@ -72,7 +72,7 @@ LEAST_BATCHES = 8
 
 
 class Reader(str, Enum):
-    """The readers.
+    """A way of reading the dataset that is timed.
 
     loader: batches as in training. gather: only the reads of these batches. raw: plain reads of their bytes.
     """

@@ -19,7 +19,7 @@ from hpctrain.errors import UsageError
 
 
 class Harness(str, Enum):
-    """The harnesses.
+    """A benchmark harness that can run a scaling sweep.
 
     REFRAME: a Python file with one test (https://reframe-hpc.readthedocs.io). JUBE: an XML file
     (https://apps.fz-juelich.de/jsc/jube/docu).

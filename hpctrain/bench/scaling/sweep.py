@@ -193,7 +193,7 @@ def read_scaling_document(path: Path, *, option: str = "") -> ScalingDocument:
     except OSError as error:
         raise UsageError(f"{named} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{named} is not a document of `hpctrain bench scaling`: it is no text") from error
+        raise UsageError(f"{named} is not a document of `hpctrain bench scaling`: it is not text") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
@@ -312,8 +312,8 @@ def check_same_sweep(
         differs.append(f"--repeats {settings.repeats} is less than was measured")
     if differs:
         raise UsageError(
-            f"--resume: what is asked for is not what was begun ({'; '.join(differs)}): its runs would not belong "
-            "together. Give the same options, or another --json to begin anew"
+            f"--resume: the options differ from those of the runs so far ({'; '.join(differs)}), which would not "
+            "belong together. Give the same options, or another --json to start a new sweep"
         )
 
 

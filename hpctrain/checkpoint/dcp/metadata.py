@@ -358,7 +358,7 @@ def _path(key: Any, path: Any) -> Path:
     if type(path) is not tuple or not path or not all(type(part) in (str, int) for part in path):
         raise TypeError(f"the path of {key!r} is not a tuple of text and numbers")
     if key_of(path) != key:
-        raise ValueError(f"the path of {key!r} is {key_of(path)!r}")
+        raise ValueError(f"the path recorded for {key!r} is that of {key_of(path)!r}")
     return path
 
 

@@ -281,8 +281,8 @@ class _Decoder:
         if not isinstance(present, _FUNCTIONS) or _name_of(present) != name:
             here = _name_of(present) if isinstance(present, _FUNCTIONS) else "none"
             raise CheckpointError(
-                f"{describe_value(self._where, path)} is the function {name} there, {here} here: functions are not "
-                "stored, make the object with the same one"
+                f"{describe_value(self._where, path)} is the function {name} in the checkpoint, {here} in this "
+                "run: functions are not stored, so create the object with the same function"
             )
         return present
 
@@ -311,7 +311,7 @@ def _name_of(function: Any) -> str:
 def _numpy_dtype(name: str) -> np.dtype[Any]:
     dtype = np.dtype(name)
     if dtype.kind not in _NUMPY_KINDS:
-        raise ValueError(f"numpy's type {name!r:.50}")
+        raise ValueError(f"unsupported numpy dtype {name!r:.50}")
     return dtype
 
 

@@ -212,7 +212,7 @@ class Mismatch:
     here: str
 
     def __str__(self) -> str:
-        return f"{self.name} is {self.there} there, {self.here} here"
+        return f"{self.name} is {self.there} in the checkpoint, {self.here} in this program"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -423,8 +423,8 @@ def _select(checkpoint: Checkpoint, *, prefix: str, rename: Rename | None) -> di
 
 def _differences(missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[Mismatch]) -> str:
     lines = [
-        (list(missing), "missing there"),
-        (list(unexpected), "not wanted here"),
+        (list(missing), "missing in the checkpoint"),
+        (list(unexpected), "not wanted by this program"),
         (list(map(str, mismatched)), "of another kind"),
     ]
     parts = [f"; {len(found)} {what}: {_some(found)}" for found, what in lines if found]

@@ -77,13 +77,13 @@ class SaveResult:
 
     @property
     def result(self) -> SaveResult:
-        """Old: what `Saver` passed to `on_saved` had this attribute. Now it passes the `SaveResult`."""
+        """Deprecated: this object. Earlier versions passed `on_saved` an object with this attribute."""
         warn_of_old_name("Saved.result", use="the SaveResult that on_saved is called with")
         return self
 
     @property
     def write_s(self) -> float:
-        """Old name of `seconds` in what `Saver` passed to `on_saved`."""
+        """Deprecated name of `seconds`."""
         warn_of_old_name("Saved.write_s", use="SaveResult.seconds")
         return self.seconds
 

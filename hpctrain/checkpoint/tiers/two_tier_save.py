@@ -405,7 +405,7 @@ def saving_through(
 
 
 class OldTwoTier:
-    """`TwoTier`, as it was called before `CheckpointSave` did the saves through both tiers."""
+    """Deprecated `TwoTier`, whose `begin` starts a save to node storage; `Tiers.begin_save` replaces it."""
 
     @staticmethod
     def begin(state: State, *, tiers: Tiers, **arguments: Any) -> CheckpointSave:

@@ -32,7 +32,7 @@ _INPUT_WAITS_S = 5.0
 
 
 def find_timer_library() -> str | None:
-    """Returns the path of the compiled thread; None if it was not compiled."""
+    """Returns the path of the shared library with the timer's C thread; None if it was not compiled."""
     paths = [f"{_LIBRARY}{suffix}" for suffix in EXTENSION_SUFFIXES]
     return next((path for path in paths if os.path.exists(path)), None)
 

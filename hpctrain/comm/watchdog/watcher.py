@@ -216,7 +216,7 @@ class Watcher:
         self._num_lock_holders += 1
 
     def lock_is_free(self) -> None:
-        """Marks the end of such a use."""
+        """Marks the end of the use that `lock_may_be_held` has marked."""
         self._num_lock_holders -= 1
         self._set_exit_timer()
 

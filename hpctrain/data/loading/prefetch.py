@@ -169,7 +169,7 @@ def _work(shared: _Shared[T]) -> None:
 
 
 class MakingThreads:
-    """The threads of a `Prefetch`, without a reference to it."""
+    """The threads of a `Prefetch`. It does not refer to the `Prefetch`, which can be collected while they run."""
 
     def __init__(self, shared: _Shared[Any], threads: list[threading.Thread]) -> None:
         self._shared = shared
@@ -381,7 +381,7 @@ _HINT_BYTES = 128 << 10
 
 
 class CachedRange(NamedTuple):
-    """Byte range of a file of the dataset."""
+    """A byte range of one of the dataset's files."""
 
     file: str
     offset: int

@@ -76,7 +76,7 @@ class Choice:
         return cls(tuple(costs), costs, tuple(measurements), floor)
 
     def fastest(self, bucket_bytes: Iterable[int]) -> Candidate:
-        """Returns the fastest candidate for these buckets in total. Sizes are in bytes of uncast gradients."""
+        """Returns the candidate that reduces all these buckets fastest; sizes in bytes of gradients before the cast."""
         if not self.costs:
             return self.candidates[0]
         sizes = list(bucket_bytes)
@@ -84,7 +84,7 @@ class Choice:
         return min(among, key=lambda candidate: self._total_s(candidate, sizes))
 
     def seconds(self, bucket_bytes: Iterable[int]) -> float:
-        """Returns the predicted time of the fastest candidate for these buckets; 0 if nothing was measured."""
+        """Returns the predicted seconds of the fastest candidate for all these buckets; 0 if nothing was measured."""
         sizes = list(bucket_bytes)
         return self._total_s(self.fastest(sizes), sizes) if self.costs else 0.0
 

@@ -45,7 +45,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationKey:
-    """Conditions under which measurements are valid.
+    """The conditions of a calibration. Its measurements are used again only under the same conditions.
 
     load: `computation` if the ranks computed during the trials, otherwise `none`.
     versions: versions of the libraries that a reduction uses, by name.
@@ -119,10 +119,10 @@ class StoredCalibration:
 
 @dataclass(frozen=True, slots=True)
 class CachedTrials:
-    """Result of a look into a cache file.
+    """Result of `read_calibration`.
 
-    kept: the entry; None if there is none.
-    why: why there is none; "" if there is no file or no entry.
+    kept: the measurements for the key; None if there are none.
+    why: why there are none; "" if there is no file, or it has no entries.
     """
 
     kept: StoredCalibration | None
@@ -130,7 +130,7 @@ class CachedTrials:
 
 
 def read_calibration(path: Path, *, key: CalibrationKey) -> CachedTrials:
-    """Reads the measurements for `key` from `path`. A missing or damaged file is not an error: see `CachedTrials`."""
+    """Reads the measurements for `key` from the cache file `path`. A missing or damaged file is not an error."""
     try:
         entries = _entries(path)
     except FileNotFoundError:
@@ -195,7 +195,7 @@ BUDGET_S = 1.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationFiles:
-    """Cache files.
+    """The files in which measurements of reductions are kept.
 
     run: file of the run, which has precedence, so that a resumed run makes the same choice.
     shared: file that several runs use (`reduction.calibration` of the recipe).
@@ -211,7 +211,7 @@ class CalibrationFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoChoice:
-    """Choice for a model, the same on every rank.
+    """The algorithm, wire format and bucket size that `auto` has chosen for a model; the same on every rank.
 
     source: origin of the measurements, as text.
     seconds: duration of the calibration.
@@ -236,7 +236,10 @@ class AutoChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResults:
-    """Measurements before the size of the model is known; the same on every rank. See `AutoChoice` for the fields."""
+    """Measurements from which `auto` chooses once it knows the size of the model; the same on every rank.
+
+    The fields are those of `AutoChoice`.
+    """
 
     choice: Choice
     source: str
@@ -364,7 +367,7 @@ def _look(world: World, files: CalibrationFiles, *, key: CalibrationKey) -> _Loo
                     notes += _try_to_write([files.run], key=key, kept=found.kept)
                 return {"kept": found.kept.as_json(), "source": f"from {path}", "notes": notes}
             if found.why:
-                notes.append(f"reduction: {found.why}: it is measured again unless another file has it")
+                notes.append(f"reduction: {found.why}: the reductions are measured again unless another file has them")
             elif path == files.shared:
                 notes.append(f"reduction: {path} holds no measurements for this run: they are added to it")
         return {"kept": None, "source": "", "notes": notes}

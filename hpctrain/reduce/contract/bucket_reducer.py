@@ -37,7 +37,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """What every rank knows when the reductions of a step have ended; the same bits on all of them.
+    """Result of the reductions of a step, with the same bits on every rank.
 
     norm_square: sum of the squares of all gradients, as they are in the buckets; infinite or NaN if a gradient is.
     numbers: sums over the ranks of the numbers passed to `finish`, shape (n,), float64.
@@ -64,7 +64,7 @@ class InBackground(Protocol):
 
 
 class KeepsState(Protocol):
-    """What is kept from step to step, such as residuals of error feedback, and saved in a checkpoint."""
+    """Interface of what keeps tensors from step to step and in checkpoints, such as residuals of error feedback."""
 
     def end_step(self, *, applied: bool, rescale: float) -> None:
         """Ends the step for error feedback: the values of the step count as sent only if it was applied.

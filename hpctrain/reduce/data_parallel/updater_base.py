@@ -30,10 +30,10 @@ from hpctrain.reduce.watch.step_watch import Watched, watched
 class StepSums:
     """The sums of a step over all ranks, and the times of the step on this rank.
 
-    norm_square: sum of the squares of all gradients, as they were summed; negative or not finite if they are not
-    finite.
+    norm_square: sum of the squares of all gradients as summed, including `scale`; negative or not finite if a gradient
+    is not finite.
     totals: sums of the numbers that the caller passed to `step`.
-    scale: factor by which the summed gradients are too large.
+    scale: factor by which the summed gradients are larger than the true ones, such as the loss scale.
     order_is_new: True if rank 0 has just learned in which order gradients become ready.
     not_applicable: why the step must fail if it is accepted; "" if it can be applied.
     update_from: when the update began, in seconds of `time.perf_counter`, if it ends with the step.
@@ -56,10 +56,10 @@ class StepSums:
 class UpdaterBase(Watched, ABC):
     """Base class of the updaters. A subclass sums the gradients, and updates its part of the parameters.
 
-    The constructor of a subclass calls `_begin_step` when it has what that needs.
+    The constructor of a subclass calls `_begin_step` once the attributes that its `_begin_step` uses are set.
 
-    reducer: keeps tensors for a checkpoint, such as residuals of error feedback; None if nothing does.
-    wire: wire format, which may not allow `divide_by`; None if all values are sent.
+    reducer: what keeps tensors for a checkpoint, such as residuals of error feedback; None if nothing does.
+    wire: wire format; some do not allow `divide_by`. None if all values are sent unchanged.
     """
 
     # Whether `synchronize` puts the sums of all gradients into `.grad`, as a GradScaler needs.

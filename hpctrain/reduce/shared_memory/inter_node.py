@@ -315,7 +315,11 @@ class InterNodeResiduals:
         return found
 
     def rows_to_load(self, shapes: Shapes, *, rank: int, num_ranks: int) -> dict[str, list[range]]:
-        """See `BucketReducer.rows_to_load`. They are the rows of this rank's node and of the sums, or a share."""
+        """See `BucketReducer.rows_to_load`.
+
+        With the saved number of nodes these are the row of this rank's node and that of the sums, otherwise an equal
+        share of all rows.
+        """
         name = _saved_name(shapes)
         if name is None or len(shapes[name]) != 2:
             return {}
@@ -366,7 +370,10 @@ class InterNodeResiduals:
         return total
 
     def take_over(self, total: torch.Tensor) -> None:
-        """Sets the errors of each owner to `total`, shape (num_elems,), and all other errors to 0."""
+        """Sets the errors of the sums that this rank owns to their part of `total`, and its other errors to 0.
+
+        total: shape (num_elems,).
+        """
         for position, lost, owned in self._pieces():
             lost.copy_(total[position : position + lost.numel()]) if owned else lost.zero_()
 

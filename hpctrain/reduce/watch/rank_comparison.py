@@ -208,7 +208,7 @@ class RankComparison:
         if common:
             self._say(
                 f"buffers differ between the ranks: {_listed(map(repr, common))}. Rank 0's are saved, and evaluated in "
-                "a recipe's run. Where training reads them, set them alike on all ranks"
+                "a recipe's run. If training reads them, set them to the same values on all ranks"
             )
         text = self._of_settings(settings) if settings.names else self._of_tensors(whole, parts)
         if text is None:

@@ -57,9 +57,10 @@ class StepWatch:
             )
 
     def step(self, step: Callable[..., StepOutcome], options: dict[str, Any]) -> StepOutcome:
-        """Returns `step(**options)`, a step of the updater; it is collective, and raises errors, as that is.
+        """Calls `step(**options)`, a step of the updater, and returns its outcome. Collective if the step is.
 
-        Raises RanksDiffer on every rank, with nothing applied, if the ranks have drifted apart.
+        Raises the errors of the step, and RanksDiffer on every rank, without applying the step, if the ranks have
+        drifted apart.
         """
         try:
             outcome = self._compared(step, options)

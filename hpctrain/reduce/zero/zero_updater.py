@@ -282,13 +282,14 @@ class ZeroUpdater(UpdaterBase):
             a is not b for a, b in zip(now, self._owned.parts, strict=True)
         ):
             raise UsageError(
-                f"the optimizer has {len(now)} trainable parameters now, {len(self._parameters)} when the updater was "
-                "made, or others: close this updater and make a new one after freezing, unfreezing or adding parameters"
+                f"the optimizer's trainable parameters have changed since the updater was made ({len(now)} now, "
+                f"{len(self._parameters)} then): close this updater and make a new one after freezing, unfreezing or "
+                "adding parameters"
             )
         if not self._copies.in_place():
             raise UsageError(
-                "parameters have got other memory since the updater was made, which it would not update: move or "
-                "convert the model before, or make a new updater"
+                "parameters were moved to other memory since the updater was made, which it would not update: move or "
+                "convert the model before making the updater, or make a new one"
             )
         self._abandon_dropped()
         if not all(self._copies.is_as_left(index, had=True) for index in self._progress.ready):

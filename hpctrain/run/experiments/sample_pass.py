@@ -149,7 +149,7 @@ def _changes(one: RunTrace, again: RunTrace) -> tuple[list[int], bool]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnRandom:
-    """Facts about random state of a dataset's own; see `SampleFacts`."""
+    """Facts about samples that random numbers of the dataset itself change; see `SampleFacts` for the fields."""
 
     changes: Sequence[int] = ()
     unstable: Sequence[int] = ()

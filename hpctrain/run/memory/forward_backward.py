@@ -198,7 +198,7 @@ def _measured(runner_of: RunnerOf, layers: Sequence[nn.Module], batch: Batch) ->
     runner_of(chain).loss(batch)
     if chain.output is None:
         raise UsageError(
-            "the task's loss has not called its model, but a pipeline passes the batch to the model"
+            "the task's loss did not call its model: in a pipeline the call passes the batch to the first stage"
         )
     output = chain.output.requires_grad_(chain.output.is_floating_point())
     runner = runner_of(_Given(output))

@@ -192,9 +192,13 @@ class SlurmSection(RecipeSection):
         if self.container is not None and (self.launcher == "supervise" or self._is_pyxis_without_srun):
             raise ValueError(f"launcher = {self.launcher!r} cannot start ranks in this container: set 'srun'")
         if self.launcher == "supervise" and self.shrinkable:
-            raise ValueError("shrinkable: with launcher = 'supervise' a job keeps its nodes")
+            raise ValueError(
+                "shrinkable: with launcher = 'supervise' a job keeps its nodes, so leave shrinkable out"
+            )
         if self.spares and (self.launcher != "supervise" or self.spares >= self.nodes):
-            raise ValueError("spares: fewer than nodes, and only with launcher = 'supervise'")
+            raise ValueError(
+                "spares must be fewer than nodes, and are possible only with launcher = 'supervise'"
+            )
         if self.container is None and self.container_mounts:
             raise ValueError("container_mounts needs container")
         if self.container is not None and (self.python or self.python_archive):

@@ -305,7 +305,7 @@ def calibrate_model(
     busy = [run for run in on_a_node[1:] if run.ranks * run.threads >= run.cores > 1]
     notes = []
     if alone.nodes > 1:
-        notes.append(f"the run was made on {alone.nodes} nodes: waits in it are taken for computation")
+        notes.append(f"the run was made on {alone.nodes} nodes: its waits count as computation")
     node = Node(
         cores=max(1, alone.cores), cores_shared_by=cores_shared_by, threads=alone.threads,
     )  # fmt: skip

@@ -34,7 +34,7 @@ class Overlap:
 def reduce_during(ready_s: Sequence[float], costs: Sequence[Cost], *, in_flight: int = IN_FLIGHT) -> Overlap:
     """Returns the times of the reductions of buckets that are reduced in this order.
 
-    ready_s: when each bucket is complete, in seconds after the start of backward. costs: of each bucket's reduction.
+    ready_s: when each bucket is complete, in seconds after the start of backward. costs: the cost of each reduction.
     """
     free_s = 0.0
     ends: list[float] = []
@@ -250,7 +250,10 @@ def _compute_factor(machine: Machine, workload: Workload, layout: Layout) -> flo
 
 
 def _cores_s(machine: Machine, workload: Workload, layout: Layout, *, comm_s: float) -> float:
-    """Seconds that all cores need for the step's work. comm_s: of each rank, as lengthened by crowding."""
+    """Returns the seconds that all cores need for the step's work.
+
+    comm_s: processor seconds of each rank's reductions, as lengthened by `Machine.oversubscription`.
+    """
     node = machine.node
     if node.offloaded:
         return 0.0

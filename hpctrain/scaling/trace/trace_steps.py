@@ -20,7 +20,7 @@ def parse_trace_steps(text: str) -> tuple[range, ...]:
         steps = range(int(begin), int(end or begin) + 1)
         if not steps or steps.start < 1 or (found and steps.start <= found[-1].stop):
             raise ValueError(
-                f"{part.strip()!r} in {text!r}: steps count from 1, and ranges ascend and do not meet each other"
+                f"{part.strip()!r} in {text!r}: count steps from 1, and give ascending ranges with a gap between two"
             )
         found.append(steps)
     return tuple(found)

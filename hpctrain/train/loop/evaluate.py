@@ -148,6 +148,6 @@ def _check_first(batch: Batch, *, comm: Collective, num_shares: int) -> None:
     if not is_true_everywhere(comm, batch.num_samples > 0):
         raise DataError(
             "the first evaluation batch has no samples for a rank, which must take part in forward of a split model: "
-            f"evaluate on at least {num_shares} samples, one for each rank that has its own",
+            f"evaluate on at least {num_shares} samples, one per data-parallel rank",
             agreed=True,
         )

@@ -24,10 +24,10 @@ def check_state(saved: Mapping[str, Any], mine: Mapping[str, Any], *, where: str
 
     where: the beginning of the message.
     """
-    faults = [f"{name} is missing there" for name in mine if name not in saved]
-    faults += [f"{name} is unknown here" for name in saved if name not in mine]
+    faults = [f"{name} is missing in the checkpoint" for name in mine if name not in saved]
+    faults += [f"{name} is not in this run" for name in saved if name not in mine]
     faults += [
-        f"{name} is {kind_of(saved[name])} there, {kind_of(mine[name])} here"
+        f"{name} is {kind_of(saved[name])} in the checkpoint, {kind_of(mine[name])} in this run"
         for name in mine
         if name in saved
         and name.rpartition(".")[2] != _EXTRA_STATE

@@ -309,22 +309,26 @@ def difference_of_groups(there: Sequence[Sequence[str]], here: Sequence[Sequence
     missing = [name for name in all_here if name not in set(all_there)]
     unknown = [name for name in all_there if name not in set(all_here)]
     if missing or unknown:
-        faults = [f"{_some(missing)} missing there"] if missing else []
-        faults += [f"{_some(unknown)} unknown here"] if unknown else []
+        faults = [f"{_some(missing)} missing in the checkpoint"] if missing else []
+        faults += [f"{_some(unknown)} not in this run"] if unknown else []
         return f"{'; '.join(faults)}. Make the optimizer of the same parameters, by the same names"
     if len(there) != len(here) or list(map(len, there)) != list(map(len, here)):
-        return f"{_sizes(there)} there, {_sizes(here)} here. Divide the parameters into groups as before"
+        return f"{_sizes(there)} in the checkpoint, {_sizes(here)} in this run. Divide parameters into groups as before"
     for number, (theirs, own) in enumerate(zip(there, here, strict=True)):
         if set(theirs) != set(own):
             moved = next(name for name in theirs if name not in set(own))
-            return f"{moved!r} is in group {number} there, in another here. Divide the parameters into groups as before"
+            return (
+                f"{moved!r} is in group {number} in the checkpoint, in another one in this run. Divide the parameters "
+                "into groups as before"
+            )
     number = next(
         n for n, (theirs, own) in enumerate(zip(there, here, strict=True)) if list(theirs) != list(own)
     )
     place = next(p for p, (a, b) in enumerate(zip(there[number], here[number], strict=True)) if a != b)
     return (
         f"group {number} has the same {len(there[number])} parameters in another order: number {place} is "
-        f"{there[number][place]!r} there, {here[number][place]!r} here. Give them to the optimizer in the same order"
+        f"{there[number][place]!r} in the checkpoint, {here[number][place]!r} in this run. Give them to the optimizer "
+        "in the same order"
     )
 
 

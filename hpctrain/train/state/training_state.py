@@ -306,7 +306,7 @@ class TrainingState:
         if self.ema is None or "ema" not in document:
             return {}
         if not isinstance(document["ema"]["num_updates"], int):
-            raise ValueError("the number of updates of its averages")
+            raise ValueError("the number of updates of its averages is not an integer")
         saved = _under(_EMA, tensors)
         check_state(saved, self.ema.tensors(), where=f"{where} holds averages of another model")
         return saved
@@ -317,7 +317,7 @@ class TrainingState:
         saved = {**document["identity"], "seed": document["seed"]}
         mine = {**identity, "seed": self.seed}
         faults = [
-            f"{k} is {saved.get(k)!r} there, {mine.get(k)!r} here"
+            f"{k} is {saved.get(k)!r} in the checkpoint, {mine.get(k)!r} in this run"
             for k in sorted(mine)
             if saved.get(k) != mine[k]
         ]
@@ -396,9 +396,9 @@ def _outside(name: str, parameter: torch.nn.Parameter, tensors: Mapping[str, tor
         parameter.dtype,
     ):
         found = (
-            f"is {kind_of(tensors[name])} there, {kind_of(parameter)} here"
+            f"is {kind_of(tensors[name])} in the checkpoint, {kind_of(parameter)} in this run"
             if name in tensors
-            else "is missing there"
+            else "is missing in the checkpoint"
         )
         raise CheckpointError(f"{name}, a parameter of the optimizer that is not in the model, {found}")
     return tensors[name]
@@ -435,7 +435,7 @@ class FiniteCheck:
         names = list(dict.fromkeys(name for names in all_gather_json(comm, found) for name in names))
         self._say(
             f"WARNING: the checkpoint of step {step} holds values that are not finite, in {listed(names)}: what "
-            "resumes from it begins with them. Checkpoints from before are as they were"
+            "resumes from it starts with them. Earlier checkpoints are unchanged"
         )
 
 

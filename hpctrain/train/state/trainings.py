@@ -144,7 +144,7 @@ class Trainings:
     def _parts_of(self, updater: SessionUpdater) -> TrainingParts:
         if updater not in self._parts:
             raise UsageError(
-                "save_state and load_state take an updater that this session made with `updater`"
+                "save_state and load_state take an updater that `distributed_optimizer` of this session made"
             )
         return self._parts[updater]
 

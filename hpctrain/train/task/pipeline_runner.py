@@ -172,7 +172,9 @@ class PipelineRunner:
         except _InputsFound as found:
             inputs = found.inputs
         else:
-            raise UsageError("the task's loss has not called its model, which a pipeline gives the batch")
+            raise UsageError(
+                "the task's loss did not call its model: in a pipeline the call passes the batch to the first stage"
+            )
         if inputs.shape[:1] != (part.num_samples,):
             raise UsageError(
                 f"the task's loss calls its model with a tensor of shape {list(inputs.shape)} for {part.num_samples} "

@@ -107,7 +107,11 @@ def test_the_bubble_is_a_part_of_the_step_in_records_and_efficiencies(
         (2, "tied", "the parameter 1.0.up.weight is used in stages 0 and 1"),
         (2, "batch norm", "batch normalisation"),
         (2, "batch", "use a multiple of 5"),
-        (2, "weights", "2 missing there: 2.bias, 2.weight; 2 not wanted here: model/2.bias, model/2.weight"),
+        (
+            2,
+            "weights",
+            "2 missing in the checkpoint: 2.bias, 2.weight; 2 not wanted by this program: model/2.bias, model/2.weight",
+        ),
         (2, "lengths", "stage 0 of the pipeline, on torch.float64 of shape [3, 9, 3], raised RuntimeError"),
         (3, "ranks", "start a multiple of 2 ranks"),
     ],

@@ -242,7 +242,7 @@ def test_nothing_is_started_over_an_unfinished_sweep(tmp_path: Path) -> None:
     assert "unfinished sweep of 7 runs: continue it with --resume" in str(refused.exception)
     changed = CliRunner().invoke(bench_app, [*words, "--resume", "--steps", "9"])
     assert isinstance(changed.exception, UsageError)
-    assert "--resume: what is asked for is not what was begun" in str(changed.exception)
+    assert "--resume: the options differ from those of the runs so far" in str(changed.exception)
     both = CliRunner().invoke(bench_app, [*words, "--ranks", "1", "--nodes", "1"])
     assert "give one of them" in str(both.exception)
     jobs = CliRunner().invoke(bench_app, [*words, "--jobs"])

@@ -333,7 +333,7 @@ def test_objects_that_do_not_fit_are_named(session: Session, tmp_path: Path) -> 
         ({"a": Odd()}, r"also holds 'net', saved with also=.* or also=\{'net': None\}"),
         (
             {"a": None, "net": torch.nn.Linear(2, 3)},
-            r"weight is float32 \(2, 2\) there, float32 \(3, 2\) here",
+            r"weight is float32 \(2, 2\) in the checkpoint, float32 \(3, 2\) in this run",
         ),
         (None, "also holds 'a', 'net'"),
     ):
@@ -478,11 +478,11 @@ def test_groups_of_the_same_size_say_what_differs(session: Session, tmp_path: Pa
     for groups, message in (
         (
             (["b", "a"], ["c"]),
-            "group 0 has the same 2 parameters in another order: number 0 is 'a.weight' there, 'b.wei",
+            "group 0 has the same 2 parameters in another order: number 0 is 'a.weight' in the checkpoint, 'b.wei",
         ),
-        ((["a", "c"], ["b"]), "'b.weight' is in group 0 there, in another here"),
-        ((["a", "b", "c"],), r"2 \+ 1 parameters there, 3 parameters here"),
-        ((["a", "b"],), "'c.weight' is unknown here"),
+        ((["a", "c"], ["b"]), "'b.weight' is in group 0 in the checkpoint, in another one in this run"),
+        ((["a", "b", "c"],), r"2 \+ 1 parameters in the checkpoint, 3 parameters in this run"),
+        ((["a", "b"],), "'c.weight' is not in this run"),
     ):
         with pytest.raises(CheckpointError, match=message):
             session.load_state(tmp_path, updater_of(*groups))

@@ -54,7 +54,7 @@ from tests.unit.run.test_recipe import minimal
             "launcher = 'supervise' cannot start ranks in this container",
         ),
         ({"launcher": "supervise", "shrinkable": True}, "with launcher = 'supervise' a job keeps its nodes"),
-        ({"launcher": "supervise", "spares": 1}, "spares: fewer than nodes"),
+        ({"launcher": "supervise", "spares": 1}, "spares must be fewer than nodes"),
         ({"spares": 1, "nodes": 2}, "only with launcher = 'supervise'"),
     ],
 )

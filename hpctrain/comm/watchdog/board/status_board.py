@@ -510,12 +510,12 @@ class Board:
         self.announce(text, grace_s=min(_MISMATCH_GRACE_S, self._timeout_s / 4), at_once=True)
 
     def another_reports(self) -> bool:
-        """Returns True if the announcing rank reports for this one, since N reports would read C files each."""
+        """Returns True if another rank, which has announced the end, prints the report for this one too."""
         return self.one_reports and self.ending is not None and self.ending.rank != self.rank
 
     @property
     def one_reports(self) -> bool:
-        """True if the announcing rank reports for all ranks."""
+        """True if there are so many ranks that only the announcing one reports: each report reads every node's file."""
         return len(self._tracks()[0].members) > REPORTING_RANKS
 
     def tell_reported(self) -> None:

@@ -78,7 +78,9 @@ def test_functions_are_taken_from_the_object_that_loads() -> None:
     state = {"function": anneal, "kind": torch.nn.Linear, "steps": [anneal, 3]}
     text = encode(state, put=put_inline, where="also['s']")
     assert decode(text, get=get_inline, where="x", present=state) == state
-    with pytest.raises(CheckpointError, match=r"x\['function'\] is the function .*anneal there, none here"):
+    with pytest.raises(
+        CheckpointError, match=r"x\['function'\] is the function .*anneal in the checkpoint, none in this run"
+    ):
         decode(text, get=get_inline, where="x", present={"function": None})
 
 

@@ -84,8 +84,8 @@ def test_differences_are_an_error_that_lists_them_and_changes_nothing(path: Path
 
     texts = run_threads(2, rank_main, timeout_s=300)
     assert texts[0] == texts[1]
-    assert "2 missing there: 3.bias, 3.weight" in texts[0]
-    assert "0.bias is float32 [4] there, float32 [5] here" in texts[0]
+    assert "2 missing in the checkpoint: 3.bias, 3.weight" in texts[0]
+    assert "0.bias is float32 [4] in the checkpoint, float32 [5] in this program" in texts[0]
     assert all(same_bits(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -97,7 +97,7 @@ def test_without_being_strict_what_fits_is_loaded_and_the_rest_is_reported(path:
     assert same_bits(model[0].weight.detach(), network()[0].weight.detach())
     smaller = load_weights(torch.nn.Sequential(torch.nn.Linear(3, 4)), path, comm=SerialWorld(), strict=False)
     assert "model/2.weight" in smaller.unexpected
-    assert "not wanted here: model/1.bias" in smaller.describe()
+    assert "not wanted by this program: model/1.bias" in smaller.describe()
 
 
 def test_names_are_mapped_by_a_table_and_by_a_function(path: Path) -> None:
@@ -128,7 +128,7 @@ def test_names_and_prefix_choose(path: Path) -> None:
     loaded = load_partial(path.parent, comm=SerialWorld(), names=["rows", "nowhere"], strict=False)
     assert torch.equal(loaded.tensors["rows"], torch.arange(20.0).reshape(10, 2))
     assert loaded.missing == ("nowhere",)
-    with pytest.raises(CheckpointError, match="1 missing there: nowhere"):
+    with pytest.raises(CheckpointError, match="1 missing in the checkpoint: nowhere"):
         load_partial(path, comm=SerialWorld(), names=["nowhere"])
 
 
@@ -153,7 +153,9 @@ def test_of_a_directory_the_newest_that_is_good_in_what_is_read_is_taken(
     assert run_threads(2, rank_main, timeout_s=300) == [(2, 1), (2, 1)]
     assert capfd.readouterr().err.count("CHECKPOINT REJECTED") == 1
     # That it does not fit is no damage: an older one is not tried.
-    with pytest.raises(CheckpointError, match=r"step-00000002\.h5 does not fit; 1 missing there: nowhere"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002\.h5 does not fit; 1 missing in the checkpoint: nowhere"
+    ):
         load_partial(tmp_path, comm=SerialWorld(), names=["nowhere"], prefix="optimizer/")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
