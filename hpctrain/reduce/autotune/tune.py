@@ -367,7 +367,9 @@ def _look(world: World, files: CalibrationFiles, *, key: CalibrationKey) -> _Loo
                     notes += _try_to_write([files.run], key=key, kept=found.kept)
                 return {"kept": found.kept.as_json(), "source": f"from {path}", "notes": notes}
             if found.why:
-                notes.append(f"reduction: {found.why}: the reductions are measured again unless another file has them")
+                notes.append(
+                    f"reduction: {found.why}: the reductions are measured again unless another file has them"
+                )
             elif path == files.shared:
                 notes.append(f"reduction: {path} holds no measurements for this run: they are added to it")
         return {"kept": None, "source": "", "notes": notes}

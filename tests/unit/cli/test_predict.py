@@ -53,7 +53,7 @@ def test_failures_prints_each_interval_and_number_of_spares(tmp_path: Path) -> N
         (["failures", "--nodes", "4", "--intervals", "0"], "--intervals"),
         (["predict", "--calibration", "nowhere"], "does not exist"),
         (["predict", "--calibration", ".", "--nodes", "8..2"], "--nodes"),
-        (["predict", "--calibration", ".", "--link", "fast"], "no rate"),
+        (["predict", "--calibration", ".", "--link", "fast"], "not a link rate"),
         (["predict", "--calibration", "."], "needs a document|is not the directory of a run"),
     ],
 )
