@@ -151,11 +151,11 @@ def scatter_needs(
     bucket_bytes: int,
     capabilities: Capabilities,
 ) -> ReductionNeeds:
-    """Returns what a `ZeroUpdater` needs for `buckets`, without its share of the sums: `buckets` is the memory in
-    which gradients wait for their reduction, and of those that are not yet there.
+    """Returns what a `ZeroUpdater` needs for `buckets`, without its share of the sums.
 
-    keeps_gradients: memory for all of them (ZeRO-1), or for a few units (ZeRO-2). parameter_bytes: what is gathered.
-    algorithm: a name or `auto`. wire: one that encodes every value.
+    The result's `buckets` is the memory in which gradients wait for their reduction. keeps_gradients: True: memory for
+    all gradients (ZeRO-1); False: for a few units (ZeRO-2). parameter_bytes: size of the parameters that are gathered.
+    algorithm: a name or `auto`. wire: a wire format that encodes every value.
     """
     topology = capabilities.topology
     num_ranks = topology.num_ranks
@@ -243,10 +243,11 @@ def sharded_sum(
     topology: Topology,
     itemsize: int = 4,
 ) -> Sent:
-    """Returns what summing gradients of `num_bytes` sends, of which each rank keeps a part; see `reduce_gradients_by`.
+    """Returns the bytes sent by a sum of gradients of which each rank keeps a part; see `reduce_gradients_by`.
 
-    algorithm: `auto`, `direct` or `hierarchical`. wire: one that encodes every value. within: `node`: the parts are
-    those of the ranks of a node, and the nodes' sums are added up.
+    num_bytes: size of the gradients. algorithm: `auto`, `direct` or `hierarchical`. wire: a wire format that encodes
+    every value. within: `world`: each rank keeps a part; `node`: the ranks of each node keep all parts, and the nodes'
+    sums are added up.
     """
     num_ranks, num_nodes = topology.num_ranks, topology.num_nodes
     encoded = num_bytes

@@ -36,7 +36,7 @@ bench_app = typer.Typer(
   hpctrain launch -n 2 -- hpctrain bench checkpoint                saving and loading, share of the raw disk's speed
   hpctrain launch -n 8 -- hpctrain bench nodes                     slow nodes, slow links between nodes, slow cores
   hpctrain bench predict --nodes 1..4096 --calibration all.json --calibration runs/a     steps on more nodes
-  hpctrain bench failures --nodes 512                              time that counts, by checkpoint interval and spares
+  hpctrain bench failures --nodes 512                              useful time by checkpoint interval and spare nodes
 """,
     no_args_is_help=True,
     rich_markup_mode=None,

@@ -185,7 +185,7 @@ def failures_command(
         typer.Option("--json", metavar="PATH", help="Write all results as JSON."),
     ] = None,
 ) -> None:
-    """Simulate a long job on nodes that fail: time that counts, by checkpoint interval and spare nodes. One process.
+    """Simulate a long job on nodes that fail: share of useful time by checkpoint interval and spares. One process.
 
     \b
     hpctrain bench failures --nodes 512 --save-s 20

@@ -57,7 +57,7 @@ class RankAxes:
 
     @property
     def counts_samples(self) -> bool:
-        """True if this rank counts its samples: one rank per tensor group, in a pipeline that with the last stage.
+        """True if this rank counts its samples: one rank per tensor group; in a pipeline, on the last stage.
 
         Sums over samples are 0 on the other ranks. The last stage has the loss.
         """
