@@ -271,7 +271,7 @@ class SyncSaving:
 class RunSaving:
     """Saves as a run that keeps one checkpoint does from its third save on.
 
-    The time includes deleting the previous checkpoint, whose disk blocks are reused if that is faster.
+    The time includes deleting the previous checkpoint.
     """
 
     raw = RAW_WRITE
