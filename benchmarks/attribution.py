@@ -28,7 +28,7 @@ MOST_SHARE = 0.005
 
 
 def divide(clock: StepClock) -> dict[str, float]:
-    """What a step without telemetry would not do: the clock's calls of `hpctrain.train`."""
+    """Makes the calls of the step clock that telemetry adds to a step in `hpctrain.train`."""
     clock.add("input", seconds=1e-3)
     with clock.span("compute", what="forward and backward"):
         pass

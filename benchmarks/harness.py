@@ -178,7 +178,7 @@ class Suite:
 
 
 def main(suite: Suite, words: Sequence[str] | None = None) -> int:
-    """The suite's command. Returns the exit code: 1 if something could not be measured."""
+    """Runs the suite's command. Returns the exit code: 1 if something could not be measured."""
     leave_on_sigterm()
 
     def with_quick(parser: argparse.ArgumentParser) -> None:
@@ -276,7 +276,7 @@ def parse(
 
 
 def leave_on_sigterm() -> None:
-    """From now on SIGTERM raises SystemExit, so that `finally` blocks end the ranks and remove their files."""
+    """Makes SIGTERM raise SystemExit, so that `finally` blocks end the ranks and remove their files."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

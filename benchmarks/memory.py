@@ -14,12 +14,12 @@ def status_bytes(name: str) -> int:
 
 
 def reset_peak() -> None:
-    """VmHWM begins at the memory of now."""
+    """Resets the peak VmHWM to the present memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def give_back_free() -> None:
-    """Has glibc give back what is free."""
+    """Makes glibc return its free memory to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 

@@ -48,8 +48,10 @@ class PeerFailed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """save: writes tensors to a path that does not exist. load: reads tensors of the given names, shapes and dtypes
-    from it into newly allocated memory. Both are called on every rank. folder: whether the path is a folder.
+    """How another program saves and loads tensors. Both functions are called on every rank.
+
+    save: writes tensors to a path that does not exist. load: reads tensors of the given names, shapes and dtypes from
+    it into newly allocated memory. folder: whether the path is a folder.
     """
 
     name: str

@@ -301,7 +301,7 @@ def measured(
 
 
 def saves(bench: Bench) -> list[Record]:
-    """Figure 1."""
+    """Measures figure 1: saving, by hpctrain and peers."""
     scale = bench.scale
     main = main_saves(bench, peers=ALL_PEERS, engines=("auto", "direct", "mpio"))
     total = scale.small_tensors * SMALL_BYTES
@@ -323,12 +323,12 @@ def saves(bench: Bench) -> list[Record]:
 
 
 def main_saves(bench: Bench, *, peers: Sequence[str], engines: Sequence[str]) -> list[Record]:
-    """What figure 1 has of 2 ranks with the state's full size."""
+    """Measures the part of figure 1 with 2 ranks and the state's full size."""
     return save_records(measured(bench, "saves", title="saving, 2 ranks", peers=peers, engines=engines))
 
 
 def loads(bench: Bench) -> list[Record]:
-    """Figure 2."""
+    """Measures figure 2: loading, by hpctrain and peers."""
     # hpctrain and raw reading without peers in the process: after a peer, whether huge pages are available depends on
     # the state in which it left the memory.
     touched = {"touched_bytes": 6 * bench.scale.num_bytes}
@@ -342,7 +342,7 @@ def loads(bench: Bench) -> list[Record]:
 
 
 def loads_with_peers(bench: Bench, *, peers: Sequence[str]) -> Record:
-    """Loads that alternate with those of peers, in the page cache."""
+    """Measures loading from the page cache, in turn with peers."""
     touched_bytes = 6 * bench.scale.num_bytes
     title = "loading, alternating with peers"
     return load_with_peers_record(
@@ -351,13 +351,13 @@ def loads_with_peers(bench: Bench, *, peers: Sequence[str]) -> Record:
 
 
 def stalls(bench: Bench) -> Record:
-    """The time in which training is blocked by a save in the background."""
+    """Measures the time for which a background save blocks training."""
     title = "time in which training is blocked"
     return stall_record(measured(bench, "stalls", title=title, repeats=bench.scale.small_rounds))
 
 
 def background(bench: Bench) -> list[Record]:
-    """Figure 3."""
+    """Measures figure 3: saving in the background."""
     scale, stall = bench.scale, stalls(bench)
     memory = {
         what: measured(bench, "memory", title=f"memory, {what}", what=what, saves=3)["ranks"]
@@ -370,7 +370,7 @@ def background(bench: Bench) -> list[Record]:
 
 
 def replicas(bench: Bench) -> list[Record]:
-    """Figure 4."""
+    """Measures figure 4: comparing replicas in a save."""
     title = "comparing replicas"
     return [replica_record(measured(bench, "replica_saves", title=title, repeats=bench.scale.replica_rounds))]
 

@@ -312,7 +312,7 @@ def speeds(bench: Bench) -> list[Record]:
 
 
 def _waits(bench: Bench) -> list[Record]:
-    """Figure 2: how long steps wait for their batches."""
+    """Measures figure 2: how long steps wait for their batches."""
     found, scratch, step_s = {}, _scratch(bench), bench.scale.step_s
     with _OURS() as ours:
         for name in ("images", "tokens"):
@@ -323,7 +323,7 @@ def _waits(bench: Bench) -> list[Record]:
 
 
 def _costs(bench: Bench) -> list[Record]:
-    """Figure 3: peak memory, and the cost of the order."""
+    """Measures figure 3: peak memory, and the cost of the order."""
     scale, scratch = bench.scale, _scratch(bench)
     found: dict[str, list[dict[str, int]]] = {}
     for share in scale.memory_shares:

@@ -99,7 +99,7 @@ def _counted(name: str) -> Callable[..., Any]:
 
 
 class Counting(Passthrough):
-    """counts: number of operations by (rank, area, operation)."""
+    """A passthrough filesystem that counts operations. counts: number of operations by (rank, area, operation)."""
 
     def __init__(self, control: Control) -> None:
         super().__init__(control)

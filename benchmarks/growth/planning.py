@@ -29,7 +29,7 @@ REPEATS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """seconds: median of `REPEATS`. num_bytes: the most memory that Python and numpy had allocated meanwhile."""
+    """Cost of one plan. seconds: median of `REPEATS`. num_bytes: peak of the memory allocated by Python and numpy."""
 
     seconds: float
     num_bytes: int

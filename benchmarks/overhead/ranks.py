@@ -155,7 +155,7 @@ class GuardsPart(Part):
         self._guards.balance.add(self._batch)
 
     def window(self) -> None:
-        """An epoch of `WINDOW_STEPS` steps ends: the ranks compare their samples."""
+        """Ends an epoch of `WINDOW_STEPS` steps, after which the ranks compare their samples."""
         self._guards.balance.epoch_ended(0, step=0)
 
 
@@ -310,7 +310,7 @@ def _windows(session: Session, part: Part, *, fill: Callable[[], None], times: i
 
 
 def judging(session: Session, settings: Settings) -> dict[str, list[float]]:
-    """Figure 3: seconds in which rank 0 judges a window, by number of ranks, without the all-gather."""
+    """Figure 3: returns by number of ranks the seconds in which rank 0 judges a window, without the all-gather."""
     found = {}
     draw = np.random.default_rng(settings["seed"])
     for num_ranks in settings["ranks"]:

@@ -27,7 +27,7 @@ OF_ONE_STAGE = ("gpipe", "1f1b")
 def equality_records(
     found: Mapping[int, Sequence[Mapping[str, Mapping[str, Mapping[str, float]]]]], *, steps: int
 ) -> list[Record]:
-    """found: by number of ranks, what each launch there returned, see `cases.equality`."""
+    """Returns the records of figure 1. found: by number of ranks, the results of `cases.equality` in each launch."""
     relative, bits = (_by_pair(found, kind) for kind in ("relative", "bits"))
     differences = [
         Record(
@@ -67,7 +67,7 @@ def _by_pair(
 
 
 def memory_record(layout: Layout, found: Mapping[str, Any], *, num_ranks: int, sharing: int) -> Record:
-    """found: see `cases.memory`. sharing: ranks that share a copy of the model."""
+    """Returns a record of figure 2. found: result of `cases.memory`. sharing: number of ranks that share a copy."""
     counts = Counts(parameters=found["parameters"], split=found["split"])
     formula = layout.held_bytes(counts, sharing=sharing)
     off = [held / formula - 1 for held in found["held_bytes"]]
@@ -82,7 +82,10 @@ def memory_record(layout: Layout, found: Mapping[str, Any], *, num_ranks: int, s
 def plan_record(
     way: str, *, measured: Mapping[str, Sequence[int]], planned: Mapping[str, int], num_ranks: int
 ) -> Record:
-    """measured: by model, the growth of each rank's memory; planned: of the rank that needs most."""
+    """Returns a record of figure 2 that compares `hpctrain plan` with a run.
+
+    measured: by model, the growth of each rank's memory in bytes. planned: by model, that of the rank that needs most.
+    """
     grown, expected = _growth(measured, planned)
     return Record(
         id=f"parallel.2.plan.{way}",
@@ -101,7 +104,7 @@ def _growth(measured: Mapping[str, Sequence[int]], planned: Mapping[str, int]) -
 def traffic_record(
     layout: Layout, wire: str, found: Mapping[str, Any], *, num_nodes: int, ranks_per_node: int, steps: int
 ) -> Record:
-    """found: see `cases.traffic`."""
+    """Returns a record of figure 3. found: result of `cases.traffic`."""
     counted = found[f"{layout.name}/{wire}"]
     counts = Counts(**counted["counts"])
     formula = layout.sent_bytes(counts, num_nodes=num_nodes, bits=BITS[wire])
@@ -188,7 +191,10 @@ def _medians(seconds: Mapping[str, Sequence[float]], *names: str) -> str:
 
 
 def exposed_records(exposed: Mapping[str, Sequence[float]], *, place: str, where: str) -> list[Record]:
-    """exposed: seconds of a step in which the slowest rank of a method only waited for communication, of each round."""
+    """Returns the records of exposed communication in figure 4.
+
+    exposed: by method, for each round the seconds per step that its slowest rank only waited for communication.
+    """
     if not {"ours-gradients", "ours-none"} <= exposed.keys():
         return []
     return [
@@ -203,7 +209,7 @@ def exposed_records(exposed: Mapping[str, Sequence[float]], *, place: str, where
 
 
 def bubble_records(found: Sequence[Mapping[str, Any]], *, num_ranks: int) -> list[Record]:
-    """found: see `bubble.bubble`."""
+    """Returns the records of figure 5. found: results of `bubble.bubble`."""
 
     def share(one: Mapping[str, Any], seconds: float) -> float:
         return 1 - float(one["alone_s"]) / seconds
@@ -236,8 +242,11 @@ def bubble_records(found: Sequence[Mapping[str, Any]], *, num_ranks: int) -> lis
 def checkpoint_records(
     saved: Mapping[str, Sequence[float]], loaded: Mapping[int, Mapping[str, Mapping[str, Any]]], *, num_ranks: int,
 ) -> list[Record]:  # fmt: skip
-    """saved: layout -> its next losses. loaded: number of ranks -> what `checkpoints.load` returned there. num_ranks:
-    that have saved."""
+    """Returns the records of figure 6.
+
+    saved: by layout, the next losses of the run that saved. loaded: by number of ranks, the result of
+    `checkpoints.load`. num_ranks: number of ranks that have saved.
+    """
     made = []
     for ranks, pairs in loaded.items():
         if not pairs:
@@ -261,7 +270,7 @@ def checkpoint_records(
 
 
 def dcp_record(found: Mapping[str, int]) -> Record:
-    """found: see `checkpoints.dcp`."""
+    """Returns the record of figure 6 about torch DCP. found: result of `checkpoints.dcp`."""
     exported = sum(name.startswith("to/") for name in found)
     return Record(
         id="parallel.6.dcp",

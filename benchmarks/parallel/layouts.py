@@ -33,16 +33,17 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a model lies on the ranks.
+    """One way to split a model over the ranks, with formulas for its memory and traffic.
 
-    options: of its `ParallelPlan`. held: bytes per parameter of a rank, with AdamW in float32, by the number of ranks
-    that share a copy of the parameters that the rank's tensor rank and stage have. buffer_bytes: what a rank holds
-    besides, at most all gradients. sent: bytes that leave a node in a step, with one data-parallel rank on each, /
-    bytes of the parameters in float32, by the number of nodes and the bits of a gradient on the wire; of a layout on
-    `nodes`, with several; of a pipeline, by the number of nodes that have the same stage.
+    options: arguments of its `ParallelPlan`. held: function of the number of ranks that share a copy of a tensor rank's
+    part of a stage; returns the bytes per parameter that a rank holds, with AdamW in float32. buffer_bytes: what a rank
+    holds in addition, at most all gradients. sent: function of the number of nodes and of the bits of a gradient on the
+    wire; returns the bytes that leave a node per step / bytes of the parameters in float32, with one data-parallel rank
+    on each node (with several for a layout on `nodes`); for a pipeline, of the number of nodes with the same stage.
     peer: name of the peer with which its time is compared; empty if there is none. wires, timed_wires: wire formats of
-    its gradients, for traffic and time. nodes: whether it needs several nodes; each holds a copy of the model.
-    least_ranks: on fewer it is another layout. figures: those that measure it.
+    its gradients in the figures of traffic and time. nodes: whether it needs several nodes, each of which holds a copy
+    of the model. least_ranks: smallest number of ranks on which it differs from other layouts. figures: numbers of the
+    figures that measure it.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Layout:
         return max(self.tensor, 2 if self.nodes else 1)
 
     def plan(self, tensor_plan: TensorPlan) -> ParallelPlan:
-        """tensor_plan: of the model, used by layouts with tensor groups."""
+        """Returns the plan. tensor_plan: that of the model, used by layouts with tensor groups."""
         return ParallelPlan(**self.options, **({"tensor_plan": tensor_plan} if self.tensor > 1 else {}))
 
     def fits(self, *, num_ranks: int, num_nodes: int) -> bool:
@@ -137,7 +138,7 @@ def _all_reduced(num: int, bits: int) -> float:
 
 
 def _gathered(num: int) -> float:
-    """Of parameters, always in float32. As many bytes as reducing gradients to their owners in float32."""
+    """Returns the bytes sent to gather a byte of float32 parameters; reducing gradients to owners sends as many."""
     return (num - 1) / num
 
 

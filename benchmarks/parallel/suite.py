@@ -70,11 +70,14 @@ QUICK_MODELS: dict[str, dict[str, int]] = {**MODELS, "large": {"window": 64, "wi
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """traffic_nodes: of the cluster, of which each has one rank, or two. times: nodes and ranks on each that are timed,
-    and the rates of their links; one node is this machine. batch: samples of a rank in a timed step. rounds: of the
-    timed turns, each of `turn_steps` steps. bubble_*: of the stages that sleep, on `bubble_ranks` ranks of one node.
-    checkpoint_ranks: that load; the first of them have saved. timeout_s: of a launch. turn_timeout_s: of the start of a
-    method that is timed, and of a turn."""
+    """Sizes of the measurements.
+
+    traffic_nodes: number of nodes of the cluster, each with one or two ranks. times: (nodes, ranks per node) that are
+    timed, and the rates of their links; one node is this machine. batch: samples of a rank in a timed step. rounds:
+    number of rounds of timed turns, each of `turn_steps` steps. bubble_*: settings of the stages that sleep, on
+    `bubble_ranks` ranks of one node. checkpoint_ranks: numbers of ranks that load; the first of them also saves.
+    timeout_s: time limit of a launch. turn_timeout_s: time limit of the start of a timed method, and of a turn.
+    """
 
     equality_ranks: tuple[int, ...] = (1, 2, 4, 8)
     equality_steps: int = 20
@@ -130,8 +133,8 @@ def _on_cluster(bench: Bench, **more: Any) -> OnCluster:
 
 
 def equality(bench: Bench) -> list[Record]:
-    """Figure 1. The ranks are two emulated nodes, so that layouts have groups of both axes; one for those that do not
-    fit there."""
+    """Measures figure 1 on two emulated nodes, so that layouts have groups on both axes; layouts that do not fit there
+    run on one node."""
     found: dict[int, list[Any]] = {}
     steps = bench.scale.equality_steps
     for num_ranks in bench.scale.equality_ranks:
@@ -147,7 +150,7 @@ def equality(bench: Bench) -> list[Record]:
 
 
 def memory(bench: Bench) -> list[Record]:
-    """Figure 2. Each layout in processes of its own."""
+    """Measures figure 2, each layout in separate processes."""
     made = []
     for num_ranks in bench.scale.memory_ranks:
         for layout in of_figure("2"):
@@ -164,7 +167,7 @@ def memory(bench: Bench) -> list[Record]:
 
 
 def planned(bench: Bench) -> list[Record]:
-    """Figure 2, against `hpctrain plan`: how far the planned growth from the small to the large model is off."""
+    """Measures figure 2: the growth from the small to the large model, compared with that of `hpctrain plan`."""
     made, models = [], bench.scale.planned_models
     folder = bench.folder("plan")
     tokens = np.random.default_rng(0).integers(
@@ -191,7 +194,7 @@ def planned(bench: Bench) -> list[Record]:
 
 
 def traffic(bench: Bench) -> list[Record]:
-    """Figure 3. One rank on each node, so that its interface's bytes are the rank's; two for layouts that need them."""
+    """Measures figure 3 with one rank per node, whose interface counts its bytes; two if a layout needs them."""
     made = []
     num_nodes, steps = bench.scale.traffic_nodes, bench.scale.traffic_steps
     for ranks_per_node in (1, 2):
@@ -217,7 +220,7 @@ def traffic(bench: Bench) -> list[Record]:
 
 
 def times(num_nodes: int, ranks_per_node: int) -> Measure:
-    """Figure 4 at one place."""
+    """Returns the measurement of figure 4 on these nodes and ranks."""
     at = {"num_nodes": num_nodes, "ranks_per_node": ranks_per_node}
 
     def measure(bench: Bench) -> list[Record]:
@@ -236,7 +239,7 @@ def times(num_nodes: int, ranks_per_node: int) -> Measure:
 
 
 def optimizers(num_nodes: int, ranks_per_node: int) -> Measure:
-    """Figure 7 at one place."""
+    """Returns the measurement of figure 7 on these nodes and ranks."""
     at = {"num_nodes": num_nodes, "ranks_per_node": ranks_per_node}
 
     def measure(bench: Bench) -> list[Record]:
@@ -308,7 +311,7 @@ def _in_turns(
 
 
 def bubble(bench: Bench) -> list[Record]:
-    """Figure 5. The ranks sleep where they would compute, so they need no cores of their own."""
+    """Measures figure 5. The ranks sleep instead of computing, so they need no cores of their own."""
     scale = bench.scale
     settings = {
         "micro_batches": scale.bubble_micro_batches, "message_bytes": scale.bubble_message_bytes,
@@ -319,7 +322,7 @@ def bubble(bench: Bench) -> list[Record]:
 
 
 def checkpoints(bench: Bench) -> list[Record]:
-    """Figure 6. The ranks are arranged as for figure 1."""
+    """Measures figure 6 with the ranks arranged as for figure 1."""
     first, folder = bench.scale.checkpoint_ranks[0], str(bench.folder("checkpoints"))
 
     def at_all(case: str, num_ranks: int, **more: Any) -> dict[str, Any]:

@@ -151,8 +151,11 @@ class Command:
 
 
 def on_node(method: Method, directory: Path, *, num_ranks: int) -> Command:
-    """On this machine: hpctrain's ranks by `hpctrain launch`, Horovod's by mpirun as its documentation says, torch's by
-    torchrun."""
+    """Returns the command that starts a method on this machine.
+
+    hpctrain's ranks are started by `hpctrain launch`, Horovod's by mpirun as its documentation says, torch's by
+    torchrun.
+    """
     program = ["-m", MODULE, method.name, str(directory)]
     variables = _variables(method)
     environ = {**user_environment(), **variables}
@@ -179,10 +182,10 @@ def _variables(method: Method) -> dict[str, str]:
 
 
 def on_cluster(method: Method, directory: Path, *, place: OnCluster, number: int) -> Command:
-    """The same in a Slurm job with one core of each node; a peer's ranks by srun: Horovod's with PMIx, torch's with its
-    env:// initialisation.
+    """Returns the command that starts a method in a Slurm job with one core of each node.
 
-    number: of the method; peers that live at the same time have ports of their own.
+    srun starts a peer's ranks: Horovod's with PMIx, torch's with its env:// initialisation. number: number of the
+    method; peers that run at the same time have ports of their own.
     """
     program = [sys.executable, "-m", MODULE, method.name, str(directory)]
     nodes, on_each = place.num_nodes, place.ranks_per_node
@@ -283,8 +286,11 @@ _REST_BYTES = 1_000_000_000
 
 @dataclass(kw_only=True)
 class Rounds:
-    """turns: by rate and method, of each round. failed: method -> its error. starts: how the ranks of each method were
-    started."""
+    """Result of timing methods in turns.
+
+    turns: by link rate and method, the turn of each round. failed: by method, its error. starts: how the ranks of each
+    method were started.
+    """
 
     turns: dict[str, dict[str, list[Turn]]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)

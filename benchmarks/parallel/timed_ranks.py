@@ -49,8 +49,11 @@ class Stepped:
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """directory: of this method. warmup: steps after the start. steps: that are timed in a turn, after one that is not.
-    idle_s: a rank that waits longer ends, since the benchmark is gone."""
+    """The turns of one method, as its ranks take them.
+
+    directory: the folder of this method. warmup: number of steps after the start. steps: number of timed steps per
+    turn, after one that is not timed. idle_s: seconds after which a waiting rank ends, since the benchmark has ended.
+    """
 
     directory: Path
     warmup: int

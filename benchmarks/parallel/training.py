@@ -183,7 +183,7 @@ class Training:
         return optimizer
 
     def _counted(self, num_parameters: int, *, in_stages: bool) -> Counts:
-        """num_parameters: of the whole model. Collective."""
+        """Returns the numbers of elements that this layout splits. num_parameters: of the whole model. Collective."""
         if not in_stages:
             split = [p.numel() for p in self.model.parameters() if not replicated_over_tensor_ranks(p)]
             return Counts(
@@ -213,7 +213,10 @@ class Training:
         return self.backward_of(part(every, rank=data.index, num_ranks=data.size))
 
     def backward_of(self, fields: Fields) -> float:
-        """The same for this rank's samples, which the ranks of one tensor group or pipeline have alike."""
+        """Runs forward and backward of this rank's samples, and returns its part of the loss.
+
+        The ranks of one tensor group or pipeline have the same samples.
+        """
         num_samples = len(next(iter(fields.values())))
         if self._stages is not None:
             batch = Batch(

@@ -83,8 +83,8 @@ def _busy_s() -> float:
 
 
 def _steps(session: Session, name: str, *, algorithm: str, cell_s: float) -> dict[str, Any]:
-    """Times steps for `cell_s` seconds, at least LEAST_STEPS. step_s: of the slowest rank, by step. The other times
-    are means over steps, of rank 0."""
+    """Times steps for `cell_s` seconds, at least LEAST_STEPS. Returns `step_s`, the slowest rank's time of each
+    step, and other times of rank 0 as means over the steps."""
     torch.manual_seed(1)
     workload = WORKLOADS[name]
     model = workload.make()

@@ -176,7 +176,7 @@ def ring_shift(comm: Any, *, topology: Topology, num_bytes: int) -> Callable[[],
 
 
 def wait_asleep(comm: Any) -> None:
-    """A barrier whose waiting ranks sleep, so that working ranks have the cores. Collective."""
+    """Waits for all ranks like a barrier, but sleeps meanwhile, so that working ranks have the cores. Collective."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(0.0005)

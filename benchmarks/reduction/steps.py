@@ -32,7 +32,7 @@ NUM_BATCHES = 8
 
 
 def make_mlp() -> nn.Module:
-    """8.4 million parameters."""
+    """Returns an MLP of 8.4 million parameters."""
     return nn.Sequential(
         nn.Linear(FEATURES, HIDDEN), nn.ReLU(),
         nn.Linear(HIDDEN, HIDDEN), nn.ReLU(),

@@ -37,7 +37,7 @@ _LIST = re.compile(r"^(?P<pid>\d+) +getdents(?:64)?\(\d+<(?P<path>[^>]*)>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
-    """count: of all processes. by_process: of each that has any, the most first."""
+    """Numbers of path operations. count: of all processes. by_process: of each process that has any, descending."""
 
     count: int
     by_process: Sequence[int]

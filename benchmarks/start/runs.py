@@ -52,7 +52,7 @@ class Launches:
     key: str = field(default_factory=lambda: f"bench-{secrets.token_hex(4)}")
 
     def argv(self, kind: str, command: Sequence[str], *, num_ranks: int) -> list[str]:
-        """NOTHING leaves a server, which UP finds, and which ends with the ranks of UP."""
+        """Returns the command line of a launch. NOTHING leaves a fork server, which UP uses and ends."""
         if kind == WITHOUT:
             return alone(WITHOUT, command, num_ranks=num_ranks)
         lingers_s = _LINGERS_S if kind == NOTHING else 0.0
@@ -71,14 +71,16 @@ class Launches:
 
 
 def is_server(command: Sequence[str]) -> bool:
-    """Whether a command line is a fork server's, and not one that contains it, as the launcher's does."""
+    """Returns True if a command line is a fork server's, and not one that contains it, as the launcher's does."""
     starts_python = bool(command) and PurePath(command[0]).name.startswith("python")
     return starts_python and any(word.endswith("/fork_server/__main__.py") for word in command)
 
 
 def alone(kind: str, command: Sequence[str], *, num_ranks: int, words: Sequence[str] = ()) -> list[str]:
-    """The command line of a user. kind: WITHOUT or NOTHING; the server of this launch ends with its ranks. words: more
-    options of the launch."""
+    """Returns the command line of a user's launch, whose fork server ends with its ranks.
+
+    kind: WITHOUT or NOTHING. words: further options of the launch.
+    """
     forked = "--fork-server" if kind == NOTHING else "--no-fork-server"
     return [*LAUNCH, "-n", str(num_ranks), *words, forked, "--", *command]
 
@@ -98,8 +100,11 @@ _RESULTS = ("step", "evaluation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epoch:
-    """seconds: from the command to its end. last_line: loss and accuracy as printed. results: of each rank the records
-    of its steps and evaluations, without times."""
+    """Result of training one epoch.
+
+    seconds: duration of the command. last_line: loss and accuracy as printed. results: by rank, the records of its
+    steps and evaluations, without times.
+    """
 
     seconds: float
     last_line: tuple[str, str]
@@ -111,9 +116,12 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """What the rounds with one number of ranks gave. seconds: kind -> of each round. differing: the kinds and rounds,
-    in words, whose results are not those of the first run without a fork server. loss: of that one. num_runs: that were
-    compared. num_records: of one run."""
+    """Result of the rounds with one number of ranks.
+
+    seconds: by kind, the duration of each round. differing: the kinds and rounds, in words, whose results are not those
+    of the first run without a fork server. loss: the loss of that run. num_runs: number of runs that were compared.
+    num_records: number of records of one run.
+    """
 
     num_ranks: int
     seconds: Mapping[str, Sequence[float]]
@@ -219,7 +227,7 @@ def epochs_on_nodes(
 
 
 def compared(found: Sequence[tuple[int, str, Epoch]], *, num_ranks: int) -> Compared:
-    """found: of each run the number of the round, the kind, and the epoch."""
+    """Returns the comparison of the runs. found: for each run the number of its round, its kind, and the epoch."""
     first = next(epoch for _, kind, epoch in found if kind == WITHOUT)
     return Compared(
         num_ranks=num_ranks,
@@ -287,7 +295,7 @@ def starts(place: Workplace) -> list[Start]:
 
 
 def ranks_command(end: str) -> list[str]:
-    """end: INIT or LEFT."""
+    """Returns the command of ranks that start MPI and end. end: INIT or LEFT, see `benchmarks.start.ranks`."""
     return [sys.executable, "-m", "benchmarks.start.ranks", end]
 
 

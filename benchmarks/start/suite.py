@@ -298,7 +298,7 @@ SEED = 37
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """epoch_rounds: by number of ranks. cpu_sizes, path_sizes: numbers of ranks."""
+    """Sizes of the measurements. epoch_rounds: rounds by number of ranks. cpu_sizes, path_sizes: numbers of ranks."""
 
     epoch_rounds: dict[int, int]
     cpu_sizes: Sequence[int]

@@ -197,12 +197,12 @@ class Run:
         return samples_per_s(self._ranks, first=first, last=min(self._read(), last))
 
     def environment(self) -> dict[str, Any]:
-        """Content of the run's environment.json; {} for a peer."""
+        """Returns the content of the run's environment.json; {} for a peer."""
         path = self._directory / self._name / "environment.json"
         return dict(json.loads(path.read_text())) if path.exists() else {}
 
     def start_line(self) -> str:
-        """Command line that started the ranks: the one that `hpctrain launch` printed, or the user's mpirun."""
+        """Returns the command line that started the ranks: as `hpctrain launch` printed it, or the user's mpirun."""
         if self.variant.by_mpirun:
             set_by_user = [f"{name}={value}" for name, value in self.variant.environment]
             return " ".join([*set_by_user, *launch_words(self.variant, self.command)])

@@ -98,7 +98,7 @@ def _of_every_value(
     held: int,
     residuals: int,
 ) -> ReductionNeeds:
-    """Wire formats that send every value."""
+    """Returns the needs of a wire format that sends every value."""
     topology = capabilities.topology
     num_ranks, num_nodes = topology.num_ranks, topology.num_nodes
     smallest = min(len(ranks) for ranks in topology.ranks_by_node)

@@ -160,7 +160,7 @@ def fit_machine(measured: Sequence[Timed], *, node: Node, known: Mapping[str, fl
 
 
 def _jacobian(function: Any, at: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Central differences."""
+    """Returns the Jacobian by central differences."""
     columns = []
     for place in range(len(at)):
         shift = np.zeros(len(at))

@@ -232,16 +232,18 @@ def _ring_chunk(num_bytes: float, count: int, *, share: float, layout: Layout, m
 
 
 def _sums(slice_bytes: float, *, others: int, share: float, machine: Machine) -> float:
-    """Seconds to add `others` slices and, where the wire is not float32, to encode and decode as many twice."""
+    """Returns the seconds to add `others` slices and, unless the wire is float32, to encode and decode them twice."""
     node = machine.node
     coding = 0.0 if share == 1.0 else 3 * others * slice_bytes / node.code_bytes_per_s
     return others * slice_bytes / node.sum_bytes_per_s + coding
 
 
 def _library(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, machine: Machine) -> Cost:
-    """The backend's own all-reduce: the quicker of recursive doubling and Rabenseifner's, between which MPI libraries
-    switch (Open MPI 4.1, coll_tuned_decision_fixed.c: at 8 KiB from 4 ranks on). It is blocking and is not cut into
-    chunks, so link, sums and latency add up. A rank waits for it by polling, so it takes its core all the time."""
+    """Returns the cost of the backend's own all-reduce: the quicker of recursive doubling and Rabenseifner's algorithm.
+
+    MPI libraries switch between these (Open MPI 4.1, coll_tuned_decision_fixed.c: at 8 KiB from 4 ranks on). It blocks
+    and is not cut into chunks, so link, sums and latency add up. A rank polls while it waits, so its core is busy.
+    """
     if algorithm == "hierarchical-flat":
         return _in_levels(num_bytes, wire=wire, layout=layout, machine=machine)
     way = _quickest(num_bytes, share=wire_share(wire), layout=layout, machine=machine)
@@ -259,7 +261,7 @@ def _quickest(num_bytes: float, *, share: float, layout: Layout, machine: Machin
 
 
 def _nccl_ring(num_bytes: float, *, share: float, layout: Layout, machine: Machine) -> ChunkCost:
-    """NCCL's own model of its ring: latencies of all steps, and the bytes at the rate of the slower kind of hop.
+    """Returns the cost by NCCL's model of its ring: latencies of all steps, and bytes at the rate of the slower hop.
 
     Source: NCCL, src/graph/tuning.cc, ncclTopoTuneModel and ncclTopoGetAlgoTime.
     """
@@ -278,10 +280,11 @@ def _nccl_ring(num_bytes: float, *, share: float, layout: Layout, machine: Machi
 
 
 def _doubling(num_bytes: float, *, halves: bool, share: float, layout: Layout, machine: Machine) -> ChunkCost:
-    """Recursive doubling: log2 N (a + n w b). halves: Rabenseifner's, 2 log2 N a + 2 (N - 1)/N n w b.
+    """Returns the cost of recursive doubling, log2 N (a + n w b).
 
-    Partners at the distance 1, 2, 4, ..., so the first log2 R exchanges stay within the node. A number of ranks that
-    is no power of two takes two rounds more. While a link is busy, processors move the bytes: the slower one counts.
+    halves: of Rabenseifner's algorithm instead, 2 log2 N a + 2 (N - 1)/N n w b. Partners are at the distances 1, 2, 4,
+    ..., so the first log2 R exchanges stay within the node. A number of ranks that is not a power of two takes two more
+    rounds. While a link is busy, processors move the bytes: the slower one counts.
     """
     # Two ranks have no other partner, in whose exchange one of them could be late.
     pairs = layout.ranks_per_node if layout.ranks > 2 else 0
@@ -311,7 +314,7 @@ def _doubling(num_bytes: float, *, halves: bool, share: float, layout: Layout, m
 
 
 def _in_levels(num_bytes: float, *, wire: str, layout: Layout, machine: Machine) -> Cost:
-    """Reduce-scatter within the node, all-reduce of the parts between nodes at once, all-gather within the node."""
+    """Returns the cost of two levels: reduce-scatter in the node, all-reduces of parts between nodes, all-gather."""
     share, per_node = wire_share(wire), layout.ranks_per_node
     local, node = machine.local, machine.node
     moved = (per_node - 1) / per_node * num_bytes
@@ -328,6 +331,6 @@ def _in_levels(num_bytes: float, *, wire: str, layout: Layout, machine: Machine)
 
 
 def _added_up(chunk: ChunkCost, *, polls: bool) -> Cost:
-    """polls: a rank that waits keeps its core busy."""
+    """Returns the cost of a reduction that is one chunk. polls: a rank that waits keeps its core busy."""
     cpu_s = chunk.alone_s if polls else chunk.cpu_s
     return Cost(total_s=chunk.alone_s, link_s=chunk.link_s, cpu_s=cpu_s, sent_bytes=chunk.sent_bytes)

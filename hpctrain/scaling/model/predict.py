@@ -230,13 +230,13 @@ def _reduced(
 
 
 def _slowest_links(machine: Machine, layout: Layout) -> Machine:
-    """An all-reduce is as fast as the slowest of its nodes' links."""
+    """Returns the machine with the rate of the slowest of the nodes' links, which limits an all-reduce."""
     factor = slowest_factor(machine.network.sigma, layout.nodes)
     return machine.with_rate(machine.network.bytes_per_s / factor)
 
 
 def _compute_factor(machine: Machine, workload: Workload, layout: Layout) -> float:
-    """Returns by what factor computation takes longer than that of one rank alone on the machine."""
+    """Returns the time of computation divided by that of one rank alone on the machine."""
     node = machine.node
     if node.offloaded:
         return 1.0
@@ -274,7 +274,7 @@ def _no_latency(scenario: Scenario) -> Scenario:
 
 
 def _no_crowd(scenario: Scenario) -> Scenario:
-    """A core for every rank and for its reductions, and sums, conversions and copies in no time."""
+    """Returns the scenario with enough cores for ranks and reductions; sums, conversions and copies take no time."""
     node = replace(
         scenario.machine.node, cores=1 << 40, sum_bytes_per_s=float("inf"), code_bytes_per_s=float("inf"),
         wire_bytes_per_s=float("inf"),

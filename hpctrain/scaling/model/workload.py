@@ -247,6 +247,6 @@ def workload_of(alone: RunRecords, *, busy: Sequence[RunRecords] = ()) -> Worklo
 
 
 def _steps(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The steps after the warm-up, each once: of a step that was done again the later record counts."""
+    """Returns the steps after the warm-up, each once: of a repeated step, the later record."""
     by_number = {record["step"]: record for record in records if record["kind"] == "step"}
     return [by_number[number] for number in sorted(by_number)][WARMUP_STEPS:]
