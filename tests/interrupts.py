@@ -11,6 +11,8 @@ from pathlib import Path
 
 from hpctrain.checkpoint import finished_newest_first, partial_files, verify
 from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.errors import ExitCode
+from tests.states import wait_for
 from tests.stop_trials import MARK, Started, prepare, processes_marked, ranks_marked
 
 # Started in a folder, with these overrides and this environment: `hpctrain launch ... -- hpctrain train recipe.toml`.
@@ -41,7 +43,11 @@ class Interrupts:
         mark = f"{moment}-{presses}-{os.getpid()}"
         environ = {MARK: mark, "SEEN": str(self.folder / "seen")}
         with self._start(["run.epochs=1000", *(settings or [])], self.folder, environ) as started:
-            self._wait_for(lambda: self._has_come(moment, mark=mark, started=started), started)
+            wait_for(
+                lambda: self._has_come(moment, mark=mark, started=started),
+                says=lambda: started.output,
+                every_s=0.02,
+            )
             # The oldest: until it has become another program, a child has the command line of the launcher.
             launch = min(
                 pid
@@ -53,7 +59,7 @@ class Interrupts:
                 time.sleep(0.5 if number else 0.0)
                 os.kill(launch, signal.SIGINT)
             code = started.wait(timeout_s=300)
-            self._wait_for(lambda: not processes_marked(mark), started)
+            wait_for(lambda: not processes_marked(mark), says=lambda: started.output, every_s=0.02)
             took_s = time.monotonic() - began_s
             print(f"Ctrl-C {presses} times, {moment}: all ended after {took_s:.1f} s, exit code {code}")
             assert took_s < ENDS_WITHIN_S, started.output
@@ -78,8 +84,19 @@ class Interrupts:
         directory = self.folder / "run" / "checkpoints"
         return directory.exists() and bool(partial_files(directory))
 
-    def _wait_for(self, condition: Callable[[], bool], started: Started) -> None:
-        deadline_s = time.monotonic() + 300
-        while not condition():
-            assert time.monotonic() < deadline_s, started.output
-            time.sleep(0.02)
+    def assert_one_ends_all_with_75(self, moment: str) -> str:
+        """Returns what the run has printed."""
+        code, printed = self.run(moment)
+        assert code == ExitCode.STOPPED_EARLY, printed
+        assert "SIGINT: asking the ranks to save and stop" in printed
+        if moment in ("steps", "save"):
+            assert "; the state is saved and verified in run/checkpoints" in printed
+            assert self.assert_checkpoints_are_whole() is not None
+        return printed
+
+    def assert_two_end_a_long_save(self) -> None:
+        before = self.assert_checkpoints_are_whole()
+        code, printed = self.run("save", presses=2, settings=SLOW_SAVES)
+        assert code == 128 + signal.SIGINT, printed
+        assert "a second Ctrl-C: ending the ranks now (SIGTERM)" in printed
+        assert self.assert_checkpoints_are_whole() == before

@@ -1,16 +1,19 @@
-"""A session over any world, without a launcher: what several tests begin with."""
+"""A session over any world, without a launcher, and the training of a recipe in it: what several tests begin with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from hpctrain.comm import Monitored, World
+from hpctrain.comm import Monitored, SerialWorld, World
 from hpctrain.launch import RankIdentity
-from hpctrain.run import Session
+from hpctrain.resilience import CheckpointSignal, StopRequest, WallClock
+from hpctrain.run import Session, parse_recipe
 from hpctrain.topology import Topology
+from hpctrain.train.task.task import Task
 
 _opened: list[Monitored] = []
 _left: list[Path] = []
@@ -30,6 +33,21 @@ def session_over(
     return Session(
         identity=identity, world=monitored, device=torch.device(device),
         topology=Topology.from_node_names(names, emulated=emulated),
+    )  # fmt: skip
+
+
+def carried_out(
+    document: dict[str, Any], task: Task, *, world: World | None = None, nodes: Sequence[str] | None = None,
+    stop: StopRequest | None = None, resume: str = "auto", clock: WallClock | None = None,
+    save_signal: CheckpointSignal | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Trains as the recipe `document` says, on one rank or on those of `world`. clock: of rank 0."""
+    from hpctrain.run.training import Resume, carry_out
+
+    session = session_over(world or SerialWorld(), nodes=nodes)
+    return carry_out(
+        parse_recipe(document), task, session=session, resume=Resume.parse(resume), stop=stop or StopRequest(),
+        clock=clock if session.rank == 0 else None, save_signal=save_signal,
     )  # fmt: skip
 
 

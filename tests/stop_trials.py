@@ -25,6 +25,7 @@ from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.data import pack_arrays
 from hpctrain.errors import ExitCode
 from hpctrain.telemetry import read_records
+from tests.states import wait_for
 
 SAMPLES, EPOCHS, GLOBAL_BATCH = 480, 2, 24  # 40 steps
 
@@ -168,10 +169,7 @@ class StopTrials:
         return self._start(arguments, self.directory, {MARK: mark, "SEEN": str(self.directory / seen)})
 
     def _wait_for(self, condition: Callable[[], object], ranks: Started) -> None:
-        deadline_s = time.monotonic() + self._timeout_s
-        while not condition():
-            assert time.monotonic() < deadline_s, ranks.output
-            time.sleep(0.01)
+        wait_for(condition, says=lambda: ranks.output, timeout_s=self._timeout_s, every_s=0.01)
 
     def _has_ended(self, mark: str) -> bool:
         return not ranks_marked(mark)

@@ -75,6 +75,7 @@ from .retention.policy import (
     Costs as Costs,
     IntervalAdvice as IntervalAdvice,
     Retention as Retention,
+    daly_interval_s as daly_interval_s,
 )
 from .saving.background import BackgroundThread as BackgroundThread, HostBuffers as HostBuffers
 from .saving.save import CheckpointSave as CheckpointSave, SaveResult as SaveResult, save as save

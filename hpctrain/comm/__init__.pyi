@@ -48,6 +48,7 @@ from .collectives.values import (
     broadcast_tensors as broadcast_tensors,
     receive_message as receive_message,
     send_message as send_message,
+    sum_one_by_one as sum_one_by_one,
 )
 from .interface.buffer_checks import to_host as to_host
 from .interface.collective_files import (

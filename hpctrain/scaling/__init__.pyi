@@ -58,7 +58,6 @@ from .model.report import (
 from .model.workload import (
     ReadyBucket as ReadyBucket,
     Workload as Workload,
-    even_buckets as even_buckets,
     rebucketed as rebucketed,
     slowest_factor as slowest_factor,
     spread_of_times as spread_of_times,
@@ -66,11 +65,8 @@ from .model.workload import (
 from .simulate import (
     Outcome as Outcome,
     SimulatedJob as SimulatedJob,
-    daly_interval as daly_interval,
-    expected_share as expected_share,
     simulate_job as simulate_job,
     sweep as sweep,
-    young_interval as young_interval,
 )
 from .statistics.comparison import (
     ALL_FIGURES as ALL_FIGURES,

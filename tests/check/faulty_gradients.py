@@ -161,59 +161,39 @@ def sum_and_mean(session):
     return looped(session, loss_of)[:2]
 
 
-def wrong_accumulation(session):
-    """Adds up the gradients of parts of 4 samples without weighing them."""
+def in_pieces(session, size, *, divided=True, synced=False):
+    """Accumulates over parts of `size` samples and what is left. divided: each with the same weight, otherwise with
+    that of a batch. synced: without `no_sync`."""
     model, updater, loader = parts(session)
 
     def step(batch):
         updater.zero_grad()
         losses = []
-        pieces = list(zip(batch[0].split(4), batch[1].split(4), strict=True))
+        pieces = list(zip(batch[0].split(size), batch[1].split(size), strict=True))
         for number, (x, y) in enumerate(pieces, start=1):
-            loss = entropy(model, x, y)
-            with contextlib.nullcontext() if number == len(pieces) else updater.no_sync():
+            loss = entropy(model, x, y) / (len(pieces) if divided else 1)
+            with contextlib.nullcontext() if synced or number == len(pieces) else updater.no_sync():
                 loss.backward()
             losses.append(loss.detach())
         updater.step()
-        return torch.stack(losses).mean()
+        return torch.stack(losses).sum() if divided else torch.stack(losses).mean()
 
     return loader, step
+
+
+def wrong_accumulation(session):
+    """Adds up the gradients of parts without weighing them."""
+    return in_pieces(session, 4, divided=False)
 
 
 def backward_twice(session):
     """Accumulates without `no_sync`."""
-    model, updater, loader = parts(session)
-
-    def step(batch):
-        updater.zero_grad()
-        losses = []
-        for x, y in zip(batch[0].split(4), batch[1].split(4), strict=True):
-            loss = entropy(model, x, y) / (len(batch[0]) // 4)
-            loss.backward()
-            losses.append(loss.detach())
-        updater.step()
-        return torch.stack(losses).sum()
-
-    return loader, step
+    return in_pieces(session, 4, synced=True)
 
 
 def uneven_parts(session):
-    """Accumulates parts of 5 samples, and of what is left, with the same weight."""
-    model, updater, loader = parts(session)
-
-    def step(batch):
-        updater.zero_grad()
-        pieces = list(zip(batch[0].split(5), batch[1].split(5), strict=True))
-        total = 0.0
-        for number, (x, y) in enumerate(pieces, start=1):
-            loss = entropy(model, x, y) / len(pieces)
-            with contextlib.nullcontext() if number == len(pieces) else updater.no_sync():
-                loss.backward()
-            total += float(loss.detach())
-        updater.step()
-        return total
-
-    return loader, step
+    """The last part of a batch is smaller, and weighs as much as the others."""
+    return in_pieces(session, 5)
 
 
 def in_parts(batch, count):

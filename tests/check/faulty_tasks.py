@@ -23,6 +23,19 @@ class Sound:
         return {"accuracy": float((model(fields["x"]).argmax(1) == fields["y"]).double().mean())}
 
 
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+
+
+class OwnModel(Sound):
+    """A task with a `Model` of its own."""
+
+    def build_model(self):
+        return self.Model()
+
+
 class WithDropout(Sound):
     def build_model(self):
         return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 3))
@@ -96,19 +109,12 @@ class MaxNorm(Sound):
         return {"loss": float(self.loss(model, fields))}
 
 
-class DropoutInEvaluation(Sound):
+class DropoutInEvaluation(OwnModel):
     """Functional dropout without `training`."""
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
-
+    class Model(Layers):
         def forward(self, x):
             return self.last(functional.dropout(torch.tanh(self.first(x)), 0.3))
-
-    def build_model(self):
-        return self.Model()
 
     def metrics(self, model, fields):
         return {"loss": float(self.loss(model, fields))}
@@ -125,18 +131,11 @@ class TrainingModeInMetrics(Sound):
         return {"loss": float(self.loss(model, fields))}
 
 
-class Float32Inside(Sound):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
-
+class Float32Inside(OwnModel):
+    class Model(Layers):
         def forward(self, x):
             hidden = torch.tanh(self.first(x)).float()
             return self.last(hidden.to(x.dtype))
-
-    def build_model(self):
-        return self.Model()
 
 
 class OwnGenerator(Sound):
@@ -170,13 +169,12 @@ class StaleState(Sound):
         return super().loss(model, fields) / (1 + (self.calls > 2))
 
 
-class StaleBuffer(Sound):
+class StaleBuffer(OwnModel):
     """A running scale in a buffer that is not saved."""
 
-    class Model(nn.Module):
+    class Model(Layers):
         def __init__(self):
             super().__init__()
-            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
             self.register_buffer("scale", torch.ones(()), persistent=False)
 
         def forward(self, x):
@@ -185,22 +183,18 @@ class StaleBuffer(Sound):
                 self.scale = 1.1 * self.scale
             return outputs
 
-    def build_model(self):
-        return self.Model()
-
 
 class SummedLoss(Sound):
     def loss(self, model, fields):
         return functional.cross_entropy(model(fields["x"]), fields["y"], reduction="sum")
 
 
-class RunningBuffer(Sound):
+class RunningBuffer(OwnModel):
     """Divides by a running norm of the samples, from the steps before, in a buffer."""
 
-    class Model(nn.Module):
+    class Model(Layers):
         def __init__(self):
             super().__init__()
-            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
             self.register_buffer("norm", torch.ones(8))
 
         def forward(self, x):
@@ -209,9 +203,6 @@ class RunningBuffer(Sound):
                 with torch.no_grad():
                     self.norm.mul_(0.9).add_(0.1 * x.square().mean(0).sqrt())
             return outputs
-
-    def build_model(self):
-        return self.Model()
 
 
 class Contrastive(Sound):
@@ -284,21 +275,17 @@ class LossInFloat32(Sound):
         return functional.cross_entropy(model(fields["x"]).float(), fields["y"])
 
 
-class Float32Constant(Sound):
+class Float32Constant(OwnModel):
     """Multiplies by a constant that is float32 whatever the model computes in."""
 
-    class Model(nn.Module):
+    class Model(Layers):
         def __init__(self):
             super().__init__()
-            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
             self.scale = torch.full((16,), 1 / 3, dtype=torch.float32)
 
         def forward(self, x):
             hidden = (torch.tanh(self.first(x)).to(self.scale) * self.scale).to(x.dtype)
             return self.last(hidden)
-
-    def build_model(self):
-        return self.Model()
 
 
 def numpys_global(arrays):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hpctrain.telemetry import read_records
 from tests.cluster.cluster import Cluster
 from tests.ranks_launcher import REPOSITORY
+from tests.run_files import records_of
 from tests.supervised_runs import attempts, write_recipe
 
 SCRIPT = REPOSITORY / "slurm" / "supervise.sbatch"
@@ -40,9 +40,7 @@ def submit(
 
 def records(folder: Path, kind: str) -> list[tuple[float, int]]:
     """Time and step of each record of this kind that rank 0 has made."""
-    path = folder / "run" / "metrics" / "rank-00000.jsonl"
-    found = read_records(path) if path.exists() else ()
-    return [(record["time"], record["step"]) for record in found if record["kind"] == kind]
+    return [(record["time"], record["step"]) for record in records_of(folder / "run", kind)]
 
 
 def trains(folder: Path, *, attempt: int, steps: int = 12) -> Callable[[], bool]:

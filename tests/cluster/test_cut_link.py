@@ -20,6 +20,7 @@ from hpctrain.comm.watchdog.board.node_files import read_ending
 from hpctrain.data import pack_arrays
 from tests.cluster import Cluster
 from tests.ranks_launcher import REPOSITORY
+from tests.states import wait_for
 
 pytestmark = pytest.mark.launches
 
@@ -30,13 +31,6 @@ CUT = "hpct2"
 SCRIPT = (
     'sums=$1; shift; "$@"; echo $? > "$sums/$SLURM_PROCID.partial"; mv "$sums/$SLURM_PROCID"{.partial,.code}'
 )
-
-
-def wait_for(condition: Callable[[], object], *, srun: subprocess.Popen[bytes], timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not after {timeout_s:g} s, srun: {srun.poll()}"
-        time.sleep(0.05)
 
 
 def assert_a_cut_ends_all(
@@ -58,11 +52,11 @@ def assert_a_cut_ends_all(
         )  # fmt: skip
     codes = [folder / f"{rank}.code" for rank in range(NUM_NODES * ranks_per_node)]
     try:
-        wait_for(in_flight, srun=srun, timeout_s=300)
+        wait_for(in_flight, says=srun.poll, timeout_s=300)
         cut_at = time.time()
         cluster.cut_link(CUT)
         try:
-            wait_for(lambda: all(path.exists() for path in codes), srun=srun, timeout_s=TIMEOUT_S + 100)
+            wait_for(lambda: all(path.exists() for path in codes), says=srun.poll, timeout_s=TIMEOUT_S + 100)
         finally:
             cluster.mend_link(CUT)
         srun.wait(300)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from hpctrain.data import pack_arrays
 from hpctrain.scaling import attribute, efficiency_of, read_step_times
-from hpctrain.telemetry import PART_NAMES, read_records
+from hpctrain.telemetry import PART_NAMES
 from tests.cluster import Cluster
+from tests.run_files import newest
+from tests.states import wait_for
 
 pytestmark = pytest.mark.launches
 
@@ -46,11 +47,6 @@ find = false
 """
 
 
-def steps_of(folder: Path) -> dict[int, dict[str, Any]]:
-    path = folder / "run" / "metrics" / "rank-00000.jsonl"
-    return {r["step"]: r for r in read_records(path) if r["kind"] == "step"} if path.exists() else {}
-
-
 def test_a_link_that_becomes_slower_is_exposed_reduction_and_transfer(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -63,14 +59,11 @@ def test_a_link_that_becomes_slower_is_exposed_reduction_and_transfer(
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
-        deadline_s = time.monotonic() + 300
-        while len(steps_of(tmp_path)) < SLOW_FROM:
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < deadline_s, f"{len(steps_of(tmp_path))} steps"
-            time.sleep(0.1)
+        wait_for(lambda: len(newest(tmp_path / "run", "step")) >= SLOW_FROM or process.poll() is not None)
+        assert process.poll() is None, process.communicate()[0]
         cluster.set_rate(SLOW)
-        counted_from = max(steps_of(tmp_path)) + 1
-        while counted_from not in steps_of(tmp_path):
+        counted_from = max(newest(tmp_path / "run", "step")) + 1
+        while counted_from not in newest(tmp_path / "run", "step"):
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.01)
         sent = cluster.bytes_sent()  # just after a step, while the next one computes
@@ -93,7 +86,7 @@ def test_a_link_that_becomes_slower_is_exposed_reduction_and_transfer(
     for name, seconds in zip(PART_NAMES, added.T, strict=True):
         print(f"{name}: {seconds.round(4)} s added, {expected_s:.4f} s at least by bytes / rate")
     # By the time of day, so by another clock than the parts. TCP needs more than bytes / rate through a shaped link.
-    at = {step: record["time"] for step, record in steps_of(tmp_path).items()}
+    at = {step: record["time"] for step, record in newest(tmp_path / "run", "step").items()}
     walls = [
         np.median([at[int(step)] - at[int(step) - 1] for step in times.steps]) for times in (before, slow)
     ]

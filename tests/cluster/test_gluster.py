@@ -20,6 +20,7 @@ from tests.cluster import Cluster, Volume
 from tests.cluster.gluster_cases import FORMS
 from tests.cluster.record import Record, end, namespace_of, processes_in
 from tests.ranks_launcher import REPOSITORY
+from tests.states import wait_for
 
 pytestmark = pytest.mark.launches
 
@@ -89,14 +90,6 @@ def case(*words: str) -> Sequence[str]:
     return ["python", "-m", "tests.cluster.gluster_cases", *words]
 
 
-def wait_for(condition: Callable[[], Any], what: str, *, timeout_s: float = 300) -> Any:
-    deadline_s = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline_s, f"waited {timeout_s} s for {what}"
-        time.sleep(0.002)
-    return found
-
-
 def half_written_on(bricks: Mapping[str, Path]) -> str | None:
     """A node whose brick has got a megabyte of a checkpoint that is being written."""
     for node, brick in bricks.items():
@@ -112,7 +105,7 @@ def kill_while_written(cluster: Cluster, volume: Volume) -> float:
     nodes = volume.servers(cluster.node_names)
     servers = {node: cluster.brick_server(volume, node=node) for node in nodes}
     bricks = {node: volume.brick(cluster.plan.directory, node=node) for node in nodes}
-    node = wait_for(lambda: half_written_on(bricks), "a checkpoint half written")
+    node = wait_for(lambda: half_written_on(bricks), every_s=0.002)
     servers[node].kill()
     return time.monotonic()
 
@@ -137,7 +130,7 @@ def saved(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     try:
         for volume in (Volume.DISTRIBUTED, Volume.DISPERSED):
             started = signals / f"{volume.value}.saving"
-            wait_for(functools.partial(_either, started.exists, ranks.poll), f"saves on {volume.value}")
+            wait_for(functools.partial(_either, started.exists, ranks.poll), every_s=0.002)
             if ranks.poll() is not None:
                 break
             killed[volume.value] = kill_while_written(cluster, volume)
@@ -266,10 +259,10 @@ def test_a_killed_owner_takes_the_volumes_down_while_they_are_written(
     try:
         # A test before this one may have left only two of the three servers.
         bricks = directory / "bricks"
-        wait_for(lambda: any(bricks.glob("*/dispersed/zeros")), "a file to grow")
+        wait_for(lambda: any(bricks.glob("*/dispersed/zeros")))
         assert writer.poll() is None
         owner.kill()
-        wait_for(lambda: not processes_in(namespaces, "pid"), "all processes to end", timeout_s=60)
+        wait_for(lambda: not processes_in(namespaces, "pid"), timeout_s=60)
     finally:
         writer.kill()
         writer.wait()

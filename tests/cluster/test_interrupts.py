@@ -14,7 +14,7 @@ import pytest
 from hpctrain.errors import ExitCode
 from tests.cluster import Cluster
 from tests.cluster.training_jobs import Running, running
-from tests.interrupts import ENDS_WITHIN_S, SLOW_SAVES, Interrupts
+from tests.interrupts import ENDS_WITHIN_S, Interrupts
 from tests.stop_trials import MARK, processes_marked
 
 pytestmark = pytest.mark.launches
@@ -43,22 +43,12 @@ def interrupts(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> In
     "moment", [*(pytest.param(name, marks=pytest.mark.thorough) for name in ("launch", "start")), "save"]
 )
 def test_one_ctrl_c_ends_all_ranks_with_75(interrupts: Interrupts, moment: str) -> None:
-    code, printed = interrupts.run(moment)
-    assert code == ExitCode.STOPPED_EARLY, printed
-    assert "srun --mpi=pmix" in printed
-    assert "SIGINT: asking the ranks to save and stop" in printed
-    if moment == "save":
-        assert "; the state is saved and verified in run/checkpoints" in printed
-        assert interrupts.assert_checkpoints_are_whole() is not None
+    assert "srun --mpi=pmix" in interrupts.assert_one_ends_all_with_75(moment)
 
 
 @pytest.mark.thorough
 def test_a_second_ctrl_c_ends_ranks_that_save_for_long(interrupts: Interrupts) -> None:
-    before = interrupts.assert_checkpoints_are_whole()
-    code, printed = interrupts.run("save", presses=2, settings=SLOW_SAVES)
-    assert code == 128 + signal.SIGINT, printed
-    assert "a second Ctrl-C: ending the ranks now (SIGTERM)" in printed
-    assert interrupts.assert_checkpoints_are_whole() == before
+    interrupts.assert_two_end_a_long_save()
 
 
 def test_ctrl_c_twice_on_srun_itself_ends_the_run_and_leaves_whole_checkpoints(

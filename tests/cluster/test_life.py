@@ -16,6 +16,7 @@ import pytest
 from tests.cluster import Cluster, ClusterError, ClusterPlan
 from tests.cluster.record import Record, end, namespace_of, processes_in
 from tests.ranks_launcher import REPOSITORY
+from tests.states import wait_for
 
 pytestmark = pytest.mark.launches
 
@@ -72,13 +73,6 @@ def owner(directory: Path, lifetime: str) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-def wait_until_empty(namespaces: set[int], *, timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while left := processes_in(namespaces, "pid"):
-        assert time.monotonic() < deadline_s, f"processes {left} are still there"
-        time.sleep(0.05)
-
-
 def test_up_status_run_and_down_by_hand(cluster_folder: Path) -> None:
     name = f"test-{os.getpid()}-hand"
     before = links()
@@ -121,7 +115,11 @@ def test_a_cluster_of_a_killed_owner_ends_by_itself(directory: Path) -> None:
         assert process.stdout.readline() == "up\n"
         namespaces = everything_of(directory)
         process.send_signal(signal.SIGKILL)
-        wait_until_empty(namespaces)
+        wait_for(
+            lambda: not processes_in(namespaces, "pid"),
+            says=lambda: processes_in(namespaces, "pid"),
+            timeout_s=60,
+        )
     assert links() == before
     record = Record.read(directory)
     assert record is not None
@@ -151,19 +149,13 @@ def test_a_kept_cluster_outlives_its_killed_owner_and_is_taken_down_by_another(d
 def test_killed_while_it_comes_up_it_leaves_nothing(directory: Path, delay_s: float) -> None:
     before = processes_of_this_folder(directory)
     with owner(directory, "kept") as process:
-        deadline_s = time.monotonic() + 300
-        while not directory.exists():
-            assert time.monotonic() < deadline_s
-            time.sleep(0.005)
+        wait_for(directory.exists, every_s=0.005)
         time.sleep(delay_s)
         process.send_signal(signal.SIGKILL)
         process.wait()
         time.sleep(0.5)  # a place that was just being started sees that its owner is gone
         end(directory)
-    deadline_s = time.monotonic() + 300
-    while left := processes_of_this_folder(directory) - before:
-        assert time.monotonic() < deadline_s, f"processes {left} are still there"
-        time.sleep(0.05)
+    wait_for(lambda: not processes_of_this_folder(directory) - before)
     assert not directory.exists()
 
 
@@ -262,10 +254,7 @@ def test_a_cut_link_is_cut_and_comes_back(cluster: Cluster) -> None:
         assert cluster.run(ask, timeout_s=300, place="hpct3").returncode == 0
     finally:
         cluster.mend_link("hpct3")
-    deadline_s = time.monotonic() + 300
-    while cluster.run(ask, timeout_s=300, place="hpct0").returncode != 0:
-        assert time.monotonic() < deadline_s, "the mended link carries nothing"
-        time.sleep(0.2)
+    wait_for(lambda: cluster.run(ask, timeout_s=300, place="hpct0").returncode == 0, every_s=0.2)
 
 
 def test_a_cluster_that_cannot_come_up_says_why_and_leaves_nothing(directory: Path) -> None:

@@ -15,7 +15,8 @@ from hpctrain.monitoring import write_monitoring
 from tests.cluster import Cluster
 from tests.cluster.training_jobs import running
 from tests.monitoring.panels import EMPTY_ON_CPUS, expressions, wait_for_data
-from tests.monitoring.servers import configure, program, prometheus_argv, wait_for
+from tests.monitoring.servers import configure, program, prometheus_argv
+from tests.states import wait_for
 
 pytestmark = pytest.mark.launches
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from hpctrain.supervise import AttemptEnd
-from hpctrain.telemetry import read_records
 from tests.cluster import Cluster
 from tests.cluster.supervised_jobs import command_of, submit
 from tests.cluster.training_jobs import output
 from tests.memory_group import memory_group
+from tests.run_files import losses_of
 from tests.supervised_runs import attempts
 
 pytestmark = pytest.mark.launches
@@ -51,8 +51,7 @@ def little_memory(cluster: Cluster, node: str) -> Iterator[None]:
 
 def losses(folder: Path) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """The loss of each step; of a step that was repeated, the later one."""
-    records = read_records(folder / "run" / "metrics" / "rank-00000.jsonl")
-    return np.array(list({each["step"]: each["loss"] for each in records if each["kind"] == "step"}.values()))
+    return np.array(list(losses_of(folder / "run").values()))
 
 
 def trained(cluster: Cluster, folder: Path, name: str, *, data: Path) -> Path:

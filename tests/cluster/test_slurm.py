@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from hpctrain.launch.yielding import find_yield_library
-from hpctrain.telemetry import read_records
 from tests.cluster import Cluster
 from tests.cluster.training_jobs import LONG, RECIPE, STOPPED, LimitWatch, output, trains, wait_for
 from tests.ranks_launcher import REPOSITORY
+from tests.run_files import records_of
 from tests.runbook import find_shown
 from tests.stop_trials import SAMPLES, check_equal, prepare, samples_seen
 
@@ -266,8 +266,7 @@ def test_a_job_with_more_work_than_its_limit_stops_itself_and_is_requeued_until_
         as_shown = printed.replace("resumed from run/", "resumed from runs/digits/")
         find_shown(as_shown, text, page="f7-stop-and-resume.md")
     assert "DUE TO TIME LIMIT" not in printed
-    records = list(read_records(folder / "run" / "metrics" / "rank-00000.jsonl"))
-    stops = [record for record in records if record["kind"] == "stopped"]
+    stops = records_of(folder / "run", "stopped")
     assert len(stops) == end.num_restarts
     assert {stop["reason"] for stop in stops} == {"Slurm's time limit"}
     at_stops_s = [stop["time_left_s"] for stop in stops]

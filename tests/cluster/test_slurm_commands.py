@@ -18,6 +18,7 @@ from hpctrain.slurm.jobs import recorded_ids
 from tests.cluster import Cluster
 from tests.cluster.plan import HEAD
 from tests.cluster.training_jobs import LONG, RECIPE, STOPPED, output, trains, wait_for
+from tests.run_files import summary_of
 from tests.unit.slurm.jobs_to_render import KINDS, job
 
 pytestmark = pytest.mark.launches
@@ -48,10 +49,6 @@ def submit(cluster: Cluster, folder: Path, *words: str) -> int:
 
 def status(cluster: Cluster, folder: Path) -> list[dict[str, Any]]:
     return json.loads(slurm(cluster, folder, "status", "--json").stdout)
-
-
-def summary(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "summary.json").read_text())
 
 
 def test_a_submitted_recipe_trains_to_its_end_on_four_nodes_of_two_ranks(
@@ -115,15 +112,15 @@ def test_a_run_is_followed_shrunk_resized_and_cancelled(cluster: Cluster, folder
     second = recorded_ids(folder / RUN)[-1]
     end = cluster.wait_for(first, timeout_s=300)
     assert (end.state, end.exit_code, end.num_restarts) == ("FAILED", 75, 0), output(folder)
-    stopped_at = summary(folder / RUN)["step"]
+    stopped_at = summary_of(folder / RUN)["step"]
     wait_for(lambda: f"(step {stopped_at})" in output(folder), folder=folder)
     assert f"job {second}: start 1: 2 ranks on" in output(folder)
 
     slurm(cluster, folder, "cancel")
     end = cluster.wait_for(int(second), timeout_s=300)
     assert (end.state, end.exit_code, end.num_restarts) == ("FAILED", 75, 0), output(folder)
-    assert summary(folder / RUN)["ranks"] == 2
-    assert summary(folder / RUN)["status"] == "stopped"
+    assert summary_of(folder / RUN)["ranks"] == 2
+    assert summary_of(folder / RUN)["status"] == "stopped"
     assert "no job of runs/digits waits or runs" in slurm(cluster, folder, "cancel").stdout
 
 
@@ -147,7 +144,7 @@ def test_each_task_of_an_array_is_a_run_and_a_stopped_one_comes_back_alone(
         wait_for(
             lambda task=task: (
                 (folder / RUN / f"task-{task}" / "summary.json").exists()
-                and summary(folder / RUN / f"task-{task}")["status"] == "finished"
+                and summary_of(folder / RUN / f"task-{task}")["status"] == "finished"
             ),
             folder=folder,
         )

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tests import states
 from tests.cluster.cluster import Cluster
 from tests.cluster.record import ClusterError
 from tests.ranks_launcher import REPOSITORY
@@ -66,11 +67,7 @@ def output(folder: Path) -> str:
 
 def wait_for(condition: Callable[[], Any], *, folder: Path, timeout_s: float = 300) -> Any:
     """What `condition` returns, once it is true. Fails with what the jobs of `folder` have printed."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline_s, f"it did not happen within {timeout_s} s:\n{output(folder)}"
-        time.sleep(0.1)
-    return found
+    return states.wait_for(condition, says=lambda: output(folder), timeout_s=timeout_s, every_s=0.1)
 
 
 def trains(folder: Path, *, num_lines: int = 2) -> Callable[[], bool]:

@@ -6,16 +6,16 @@ import json
 import os
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from hpctrain.comm.watchdog.board.node_files import read_ending
 from hpctrain.errors import ExitCode
-from hpctrain.telemetry import read_records
 from tests.faults.checkpoint.mounts import Mount, why_not
 from tests.ranks_launcher import CommandResult, run_command, start_command
+from tests.run_files import records_of, summary_of
+from tests.states import wait_for
 
 pytestmark = [pytest.mark.launches, pytest.mark.cold]
 
@@ -102,7 +102,7 @@ def test_a_rank_that_computes_for_three_times_the_limit_is_left_alone(where: Pat
     write_recipe(where, "compute", seconds=3 * LEAST_S)
     result = train(where, num_ranks=2)
     assert result.returncode == 0, result.stderr
-    assert json.loads((where / "run" / "summary.json").read_text())["step"] == 80
+    assert summary_of(where / "run")["step"] == 80
     assert "other ranks wait for rank 1" in result.stderr  # it was looked at
 
 
@@ -119,18 +119,11 @@ def test_a_save_on_a_filesystem_that_becomes_slow_is_left_alone(where: Path) -> 
         Mount(where / "storage", where / "checkpoints") as mount,
         start_command(2, argv, cwd=where) as launched,
     ):
-        deadline_s = time.monotonic() + 300
-        while not (where / "storage" / "step-00000040.h5").exists():
-            assert time.monotonic() < deadline_s, launched.stderr
-            time.sleep(0.01)
+        wait_for((where / "storage" / "step-00000040.h5").exists, launched=launched, every_s=0.01)
         mount.fault("slow", at=0, delay_s=0.15)
         result = launched.wait(timeout_s=300)
         num_operations = len(mount.operations())
     assert result.returncode == 0, result.stderr
-    saves = [
-        record
-        for record in read_records(where / "run" / "metrics" / "rank-00000.jsonl")
-        if record["kind"] == "checkpoint"
-    ]
+    saves = records_of(where / "run", "checkpoint")
     assert [save["step"] for save in saves] == [20, 40, 60, 80]
     assert max(save["stall_seconds"] for save in saves) > 1.0, num_operations

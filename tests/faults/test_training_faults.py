@@ -18,7 +18,9 @@ import pytest
 from hpctrain.data import pack_arrays, read_manifest
 from hpctrain.errors import ExitCode
 from tests.ranks_launcher import CommandResult, Launched, has_horovod, run_command, start_command
+from tests.run_files import summary_of
 from tests.runbook import find_shown
+from tests.states import is_alive, wait_for
 
 pytestmark = pytest.mark.launches
 
@@ -75,19 +77,7 @@ def train(where: Path, *overrides: str, num_ranks: int = 2, options: tuple[str, 
 
 def wait_for_step(where: Path, step: int, launched: Launched) -> None:
     """Until checkpoint `step` is there."""
-    deadline = time.monotonic() + 300
-    while not (where / "run" / "checkpoints" / f"step-{step:08}.h5").exists():
-        assert launched.process.poll() is None, f"ended early\n{launched.stdout}\n{launched.stderr}"
-        assert time.monotonic() < deadline, f"no checkpoint {step}\n{launched.stdout}\n{launched.stderr}"
-        time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    """Not ended: neither gone nor a zombie that nobody has asked about yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_for((where / "run" / "checkpoints" / f"step-{step:08}.h5").exists, launched=launched)
 
 
 # ---------------------------------------------------------------------- lost ranks, F3
@@ -127,7 +117,7 @@ def test_asked_to_stop_it_saves_ends_with_75_and_goes_on(where: Path, number: si
         launched.process.send_signal(number)
         result = launched.wait(timeout_s=300)
     assert result.returncode == ExitCode.STOPPED_EARLY, result.stderr
-    summary = json.loads((where / "run" / "summary.json").read_text())
+    summary = summary_of(where / "run")
     assert summary["status"] == "stopped"
     step = summary["step"]
     assert (where / "run" / "checkpoints" / f"step-{step:08}.h5").exists()

@@ -13,6 +13,7 @@ import pytest
 from hpctrain.data import pack_arrays
 from hpctrain.errors import ExitCode
 from tests.ranks_launcher import run_command
+from tests.states import is_alive
 
 pytestmark = pytest.mark.launches
 
@@ -34,13 +35,6 @@ workers = 2
 [optimizer]
 lr = 1e-3
 """
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_killed_worker_is_replaced_and_a_deadly_batch_ends_all_ranks_with_code_3(tmp_path: Path) -> None:

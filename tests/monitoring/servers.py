@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,12 +165,3 @@ def alertmanager(folder: Path) -> Iterator[Server]:
     ]
     with _serving(argv, address=address, folder=folder, name="alertmanager") as server:
         yield server
-
-
-def wait_for(condition: Callable[[], Any], *, timeout_s: float = 300) -> Any:
-    """Returns what `condition` returns, once that is true."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline_s, f"it did not happen within {timeout_s:g} s"
-        time.sleep(0.2)
-    return found

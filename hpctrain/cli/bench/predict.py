@@ -196,7 +196,8 @@ def failures_command(
     from rich.table import Table
 
     from hpctrain.bench import check_writable, write_document
-    from hpctrain.scaling import SimulatedJob, daly_interval, sweep
+    from hpctrain.checkpoint import daly_interval_s
+    from hpctrain.scaling import SimulatedJob, sweep
 
     if json_path is not None:
         check_writable(json_path, option="--json")
@@ -204,7 +205,7 @@ def failures_command(
         nodes=nodes, node_hours_between_failures=node_hours, interval_s=3600.0, save_s=save_s, restart_s=restart_s,
         detect_s=detect_s, repair_s=3600 * repair_hours, queue_s=3600 * queue_hours,
     )  # fmt: skip
-    best_s = daly_interval(save_s, between_failures_s=job.between_failures_s)
+    best_s = daly_interval_s(cost_s=save_s, failure_every_s=job.between_failures_s)
     chosen = [best_s * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0)]
     if intervals is not None:
         chosen = [60 * value for value in _numbers(intervals, option="--intervals")]

@@ -173,11 +173,6 @@ class MemoryStore:
     def fields(self) -> Mapping[str, FieldSpec]:
         return self.source.fields
 
-    @property
-    def local_bytes(self) -> int:
-        """Size of this rank's memory that the store uses, in bytes."""
-        return self.layout.num_bytes(self._world.rank)
-
     def gather(
         self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
     ) -> dict[str, NDArray[Any]]:

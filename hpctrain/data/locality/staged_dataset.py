@@ -184,11 +184,6 @@ class StagedDataset:
         return self._folder.path
 
     @property
-    def is_stager(self) -> bool:
-        """True if this process copies the files for its node."""
-        return self._stager is not None
-
-    @property
     def problems(self) -> dict[str, str]:
         """For each file that was not copied the reason; empty unless this process copies the files."""
         return dict(self._stager.problems) if self._stager is not None else {}

@@ -18,7 +18,7 @@ from typing import final
 
 import torch
 
-from hpctrain.comm import NUM_TAGS, Collective, Transport, is_true_everywhere
+from hpctrain.comm import NUM_TAGS, Collective, Transport, is_true_everywhere, sum_one_by_one
 from hpctrain.reduce.codecs import Codec, CodecFeedback, NoFeedback
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import (
@@ -46,7 +46,7 @@ from hpctrain.reduce.shared_memory.shared_buckets import (
     chunks_of,
     cut,
 )
-from hpctrain.reduce.shared_memory.summation import COMPILED, Compiled, add, in_order
+from hpctrain.reduce.shared_memory.summation import COMPILED, Compiled, add
 from hpctrain.reduce.shared_memory.transport_reducer import TransportReducer
 from hpctrain.topology import Topology
 
@@ -175,7 +175,7 @@ class NodeSum:
 
     def square(self) -> float:
         """Returns the sum of squares of the bucket's gradients after the last sum, equal on all of the node's ranks."""
-        return in_order(self._squares.tolist())
+        return sum_one_by_one(self._squares.tolist())
 
 
 def sum_into(values: torch.Tensor, buckets: Sequence[torch.Tensor]) -> None:
@@ -347,7 +347,9 @@ class AllReduceReducer(TransportReducer):
                 yield from self._watched(self._sum_in_memory(numbers), f"{len(numbers)} numbers")
             else:
                 comm.all_reduce(torch.from_numpy(numbers))
-        return Reduced(in_order(b.within.square() for b in self._buckets if b.within is not None), numbers)
+        return Reduced(
+            sum_one_by_one(b.within.square() for b in self._buckets if b.within is not None), numbers
+        )
 
     def filled(self, number: int, num_elems: int) -> None:
         bucket = self._buckets[number]

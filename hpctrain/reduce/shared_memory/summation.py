@@ -5,7 +5,7 @@ torch needs a call for each step and each cache-sized piece, which takes twice a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -63,17 +63,6 @@ def _compiled() -> Compiled | None:
 
 COMPILED = _compiled()
 _add: Add = COMPILED.add if COMPILED is not None else add_in_numpy
-
-
-def in_order(values: Iterable[float]) -> float:
-    """Returns the sum of `values` in order, bitwise equal on every rank.
-
-    The algorithm of Python's `sum` depends on its version.
-    """
-    total = 0.0
-    for value in values:
-        total += value
-    return total
 
 
 def add(parts: Sequence[Array], *, into: Sequence[Array], num_squared: int = 0, factor: float = 1.0) -> float:

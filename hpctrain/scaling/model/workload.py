@@ -106,11 +106,6 @@ def rebucketed(buckets: Sequence[ReadyBucket], *, bucket_bytes: float) -> tuple[
     return tuple(found)
 
 
-def even_buckets(gradient_bytes: float, *, bucket_bytes: float) -> tuple[ReadyBucket, ...]:
-    """Returns buckets of `bucket_bytes` whose gradients become ready evenly during backward."""
-    return rebucketed((ReadyBucket(gradient_bytes, 1.0),), bucket_bytes=bucket_bytes)
-
-
 # How much longer the slowest of many ranks takes than one of them. Pure.
 #
 # A step ends when its last rank does. Times of one rank vary by a lognormal factor of median 1; the

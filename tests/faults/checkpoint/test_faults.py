@@ -18,6 +18,7 @@ from hpctrain.checkpoint.files.checkpoint_names import partial_files
 from hpctrain.comm.backends.serial_world import SerialWorld
 from tests.faults.checkpoint import cases as cases
 from tests.ranks_launcher import REPOSITORY, run_ranks, start_command
+from tests.states import wait_for
 
 pytestmark = pytest.mark.launches
 
@@ -82,11 +83,7 @@ def test_a_killed_job_leaves_the_newest_reported_checkpoint_whole(
     reported = tmp_path / "reported"
     choose = random.Random(f"{engine} {victims}")
     with start_command(2, [sys.executable, "-c", program], cwd=REPOSITORY) as job:
-        deadline_s = time.monotonic() + 300
-        while not reported.exists() or int(reported.read_text()) < 2:
-            assert time.monotonic() < deadline_s, job.stderr
-            assert job.process.poll() is None, job.stderr
-            time.sleep(0.01)
+        wait_for(lambda: reported.exists() and int(reported.read_text()) >= 2, launched=job, every_s=0.01)
         time.sleep(choose.uniform(0, 0.3))
         ranks = job.rank_processes()
         assert set(ranks) == {0, 1}

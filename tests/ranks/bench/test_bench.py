@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from tests.ranks.bench.workplace import assert_nothing_left
 from tests.ranks_launcher import run_command, start_command
+from tests.states import wait_for
 
 pytestmark = pytest.mark.launches
 
@@ -139,11 +139,7 @@ def test_a_run_that_fails_is_shown_with_its_last_lines_and_its_code(place: Path)
 def test_ctrl_c_ends_all_ranks_and_leaves_nothing(place: Path) -> None:
     argv = step_argv(place, "--ranks", "2", "--steps", "1000")
     with start_command(None, argv, cwd=place, env={"MINE": "slow"}) as launched:
-        deadline_s = time.monotonic() + 300
-        while not list((place / "scratch").glob("*/*/run/metrics/*")):
-            assert time.monotonic() < deadline_s, launched.stderr
-            assert launched.process.poll() is None, launched.stderr
-            time.sleep(0.1)
+        wait_for(lambda: list((place / "scratch").glob("*/*/run/metrics/*")), launched=launched)
         launched.process.send_signal(signal.SIGINT)
         result = launched.wait(timeout_s=300)
         assert result.returncode == 130, result.stderr

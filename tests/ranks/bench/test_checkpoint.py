@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import h5py
@@ -14,6 +13,7 @@ import pytest
 
 from benchmarks.places import OneNode
 from tests.ranks_launcher import run_command, start_command
+from tests.states import wait_for
 
 pytestmark = pytest.mark.launches
 
@@ -47,11 +47,7 @@ def test_two_ranks_measure_every_way_and_leave_nothing(tmp_path: Path) -> None:
 def test_a_stop_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
     argv = [*BENCH, "--directory", str(tmp_path), "--size", "1MiB", "--repeats", "100000"]
     with start_command(2, argv) as launched:
-        deadline_s = time.monotonic() + 300
-        while not list(tmp_path.glob("*/*")):
-            assert time.monotonic() < deadline_s, launched.stderr
-            assert launched.process.poll() is None, launched.stderr
-            time.sleep(0.05)
+        wait_for(lambda: list(tmp_path.glob("*/*")), launched=launched)
         for pid in launched.rank_processes().values():
             os.kill(pid, signal.SIGUSR1)
         result = launched.wait(timeout_s=300)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hpctrain.data import pack_arrays
-from hpctrain.telemetry import read_records
 from tests.ranks_launcher import run_command
+from tests.run_files import records_of
 
 pytestmark = pytest.mark.launches
 
@@ -59,7 +59,7 @@ def test_a_pair_of_nodes_and_one_rank_predict_a_thousand_nodes(tmp_path: Path) -
          "--set", "reduction.algorithm=hierarchical"],
         cwd=tmp_path, env={"HPCTRAIN_RANKS_PER_NODE": "1"}, expect=0,
     )  # fmt: skip
-    profiles = [r for r in read_records(tmp_path / "run/metrics/rank-00000.jsonl") if r["kind"] == "buckets"]
+    profiles = records_of(tmp_path / "run", "buckets")
     assert len(profiles) == 1
     assert len(profiles[0]["bytes"]) == len(profiles[0]["ready_s"]) > 1
     assert profiles[0]["ready_s"] == sorted(profiles[0]["ready_s"])

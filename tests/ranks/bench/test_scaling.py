@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from tests.ranks.bench.test_bench import HPCTRAIN
 from tests.ranks.bench.workplace import assert_nothing_left
 from tests.ranks_launcher import run_command, start_command
+from tests.states import wait_for
 
 pytestmark = pytest.mark.launches
 
@@ -32,11 +32,7 @@ def document(place: Path) -> Any:
 
 def test_a_sweep_is_interrupted_refuses_other_data_and_is_resumed(place: Path) -> None:
     with start_command(None, argv(place), cwd=place) as launched:
-        deadline_s = time.monotonic() + 300
-        while not (place / "scaling.json").exists():
-            assert launched.process.poll() is None, launched.stderr
-            assert time.monotonic() < deadline_s
-            time.sleep(0.1)
+        wait_for((place / "scaling.json").exists, launched=launched)
         os.kill(launched.process.pid, signal.SIGINT)
         stopped = launched.wait(timeout_s=300)
     assert stopped.returncode == 75, stopped.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from hpctrain.data import pack_arrays
 from hpctrain.errors import ExitCode
 from tests.ranks.checkpoint import async_cases as cases
 from tests.ranks_launcher import run_ranks, start_command
+from tests.states import wait_for
 
 pytestmark = pytest.mark.launches
 
@@ -86,20 +86,12 @@ def test_a_signal_and_a_file_ask_all_ranks_for_one_checkpoint_each(tmp_path: Pat
 
     words = ["launch", "-n", "2", "--", "hpctrain", "train", "recipe.toml"]
     with start_command(None, [HPCTRAIN, *words], cwd=tmp_path) as launched:
-
-        def wait_until(what: str, found: Any) -> None:
-            deadline = time.monotonic() + 300
-            while not found():
-                assert launched.process.poll() is None, launched.stderr
-                assert time.monotonic() < deadline, f"{what}\n{launched.stdout}\n{launched.stderr}"
-                time.sleep(0.05)
-
-        wait_until("the run has begun", lambda: "step " in launched.stdout)
+        wait_for(lambda: "step " in launched.stdout, launched=launched)
         assert steps() == []
         launched.process.send_signal(signal.SIGUSR2)
-        wait_until("the signal is answered", lambda: len(steps()) == 1)
+        wait_for(lambda: len(steps()) == 1, launched=launched)
         ask_for_save(tmp_path / "run")
-        wait_until("the file is answered", lambda: len(steps()) == 2)
+        wait_for(lambda: len(steps()) == 2, launched=launched)
         assert not (tmp_path / "run" / "save-now").exists()
         asked = steps()
         launched.process.send_signal(signal.SIGTERM)

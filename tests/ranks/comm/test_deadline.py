@@ -6,14 +6,14 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from hpctrain.comm.watchdog.board.node_files import read_ending, read_node
 from tests.ranks.comm import comm_cases
-from tests.ranks_launcher import Launched, run_ranks, start_command
+from tests.ranks_launcher import run_ranks, start_command
+from tests.states import wait_for
 
 pytestmark = pytest.mark.launches
 
@@ -36,22 +36,14 @@ def test_a_rank_that_does_not_come_is_named_with_its_stack(tmp_path: Path) -> No
     assert result.wall_s < 200  # the late rank would sleep for 600 s
 
 
-def wait_for(path: Path, *, launched: Launched, timeout_s: float = 300) -> str:
-    deadline = time.monotonic() + timeout_s
-    while not path.exists():
-        assert time.monotonic() < deadline, launched.stderr
-        assert launched.process.poll() is None, launched.stderr
-        time.sleep(0.05)
-    return path.read_text()
-
-
 def test_a_stopped_process_is_named_by_the_others_and_the_next_one_leads_its_node(tmp_path: Path) -> None:
     """SIGSTOP: the rank cannot run a line of Python, nor answer anybody. The first two ranks read its node's file."""
     argv = [sys.executable, "-m", "tests.ranks_launcher"]
     argv += ["tests.ranks.comm.comm_cases:one_rank_leaves_a_trace_and_stops", "mpi", f'["{tmp_path}"]']
     argv += [str(tmp_path), "90", "4"]
     with start_command(4, argv) as launched:
-        os.kill(int(wait_for(tmp_path / "pid", launched=launched)), signal.SIGSTOP)
+        wait_for((tmp_path / "pid").exists, launched=launched)
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGSTOP)
         result = launched.wait(timeout_s=300)
     assert result.returncode == 6
     assert "did not come: rank 2\n" in result.stderr

@@ -10,8 +10,8 @@ import torch
 
 from hpctrain.comm import World
 from hpctrain.errors import DataError
-from hpctrain.telemetry import read_records
 from tests.ranks.train.training_cases import Classifier, train
+from tests.run_files import records_of
 
 CHECKED: dict[str, dict[str, Any]] = {
     "run": {"precision": "fp64", "steps": 32},
@@ -32,11 +32,6 @@ class Choosy(Classifier):
         return super().loss(model, {name: tensor[kept] for name, tensor in fields.items()})
 
 
-def records(directory: Path, name: str, *, rank: int, kind: str) -> list[dict[str, Any]]:
-    path = directory / name / "metrics" / f"rank-{rank:05}.jsonl"
-    return [record for record in read_records(path) if record["kind"] == kind]
-
-
 def skip(world: World, directory: str) -> dict[str, Any]:
     """Training on damaged data that leaves out what is damaged."""
     where = Path(directory)
@@ -46,12 +41,12 @@ def skip(world: World, directory: str) -> dict[str, Any]:
         "held_out": str(where / "damaged"), "micro_batches": 2,
     }  # fmt: skip
     found = train(world, where, "skip", task=task, **{**CHECKED, "data": data})
-    steps = records(where, "skip", rank=world.rank, kind="step")
+    steps = records_of(where / "skip", rank=world.rank)
     return {
         **found,
         "seen": task.seen,
         "skipped": [step["skipped_samples"] for step in steps],
-        "damage": records(where, "skip", rank=world.rank, kind="damage"),
+        "damage": records_of(where / "skip", "damage", rank=world.rank),
     }
 
 
@@ -65,7 +60,7 @@ def stop_and_go_on(world: World, directory: str) -> dict[str, Any]:
         train(world, where, "late-run", task=Classifier(), **damaged)
     except DataError as error:
         message = f"{'agreed' if error.agreed else 'alone'}: {error}"
-    steps = len(records(where, "late-run", rank=world.rank, kind="step"))
+    steps = len(records_of(where / "late-run", rank=world.rank))
     world.barrier()
     if world.rank == 0:
         for shard in (where / "data").glob("*.h5"):

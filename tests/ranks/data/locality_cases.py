@@ -72,7 +72,7 @@ def gather_from_memory(world: Any, directory: str) -> dict[str, Any]:
             store.gather(indices)
         except DataError as error:
             refused.append(str(error))
-    held = store.local_bytes
+    held = store.layout.num_bytes(world.rank)
     store.close()
     store.close()
     try:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import pytest
 
 from hpctrain.launch.fork_server.plan import KEY_VARIABLE, ForkServer, find_client, plan_fork_server
 from tests.ranks_launcher import cold_starts, run_command
+from tests.states import state_of, wait_for
 
 pytestmark = [
     pytest.mark.launches,
@@ -40,10 +41,7 @@ def a_key() -> Iterator[str]:
     """A key of which nothing is left afterwards."""
     key = f"test-{os.getpid()}-{next(_numbers)}"
     yield key
-    end_s = time.monotonic() + LIMIT_S
-    while FOLDER.is_dir() and list(FOLDER.glob(f"{key}-*")):
-        assert time.monotonic() < end_s, [path.name for path in FOLDER.glob(f"{key}-*")]
-        time.sleep(0.05)
+    wait_for(lambda: not list(FOLDER.glob(f"{key}-*")), says=lambda: list(FOLDER.glob(f"{key}-*")))
 
 
 def forked(
@@ -67,20 +65,6 @@ def start(command: list[str], environ: Mapping[str, str], **options: Any) -> sub
     return subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
-
-
-def state_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "gone"
 
 
 def server_of(key: str) -> int:

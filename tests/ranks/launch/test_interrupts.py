@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import ExitCode
-from tests.interrupts import MOMENTS, SLOW_SAVES, Interrupts
+from tests.interrupts import MOMENTS, Interrupts
 from tests.ranks_launcher import Launched, start_command
 
 pytestmark = [pytest.mark.launches, pytest.mark.cold]
@@ -49,17 +47,8 @@ def interrupts(tmp_path_factory: pytest.TempPathFactory) -> Interrupts:
     "moment", [pytest.param(name, marks=[pytest.mark.thorough] * (name == "steps")) for name in MOMENTS]
 )
 def test_one_ctrl_c_ends_all_ranks_with_75(interrupts: Interrupts, moment: str) -> None:
-    code, printed = interrupts.run(moment)
-    assert code == ExitCode.STOPPED_EARLY, printed
-    assert "SIGINT: asking the ranks to save and stop" in printed
-    if moment in ("steps", "save"):
-        assert "; the state is saved and verified in run/checkpoints" in printed
-        assert interrupts.assert_checkpoints_are_whole() is not None
+    interrupts.assert_one_ends_all_with_75(moment)
 
 
 def test_a_second_ctrl_c_ends_ranks_that_save_for_long(interrupts: Interrupts) -> None:
-    before = interrupts.assert_checkpoints_are_whole()
-    code, printed = interrupts.run("save", presses=2, settings=SLOW_SAVES)
-    assert code == 128 + signal.SIGINT, printed
-    assert "a second Ctrl-C: ending the ranks now (SIGTERM)" in printed
-    assert interrupts.assert_checkpoints_are_whole() == before
+    interrupts.assert_two_end_a_long_save()

@@ -7,13 +7,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ranks_launcher import Launched, is_open_mpi, launcher_name, run_command, start_command
+from tests.states import is_alive, wait_for
 
 pytestmark = [pytest.mark.launches, pytest.mark.cold]
 
@@ -28,20 +28,6 @@ def launch_argv(num_ranks: int, behaviour: str, directory: Path, *options: str) 
 
 def ranks_of(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(directory.glob("rank-*.json"))]
-
-
-def wait_for(condition: Callable[[], bool], *, timeout_s: float = 300) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not so within {timeout_s} s"
-        time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def start(num_ranks: int, behaviour: str, directory: Path) -> Launched:
@@ -108,7 +94,7 @@ def test_a_rank_killed_by_a_signal_is_named(tmp_path: Path) -> None:
     assert "rank 1 on" in result.stderr
     assert "signal 9 (SIGKILL" in result.stderr
     assert result.wall_s < 150  # the other ranks would wait for 300 s
-    assert not any(alive(r["pid"]) for r in ranks_of(tmp_path))
+    assert not any(is_alive(r["pid"]) for r in ranks_of(tmp_path))
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
@@ -116,11 +102,11 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
         launched.process.send_signal(signal.SIGINT)
         wait_for(lambda: "asking the ranks to save" in launched.stderr)
         time.sleep(0.5)
-        assert all(alive(r["pid"]) for r in ranks_of(tmp_path))
+        assert all(is_alive(r["pid"]) for r in ranks_of(tmp_path))
         launched.process.send_signal(signal.SIGINT)
         result = launched.wait(timeout_s=300)
     assert result.returncode != 0
-    assert not any(alive(r["pid"]) for r in ranks_of(tmp_path))
+    assert not any(is_alive(r["pid"]) for r in ranks_of(tmp_path))
 
 
 @pytest.mark.parametrize("victim", ["hpctrain launch", "mpirun"])
@@ -133,7 +119,7 @@ def test_no_rank_outlives_what_started_it(tmp_path: Path, victim: str) -> None:
         assert any(name in Path(f"/proc/{mpirun}/cmdline").read_text() for name in (STARTER, "prterun"))
         os.kill(launched.process.pid if victim == "hpctrain launch" else mpirun, signal.SIGKILL)
         result = launched.wait(timeout_s=300)
-        wait_for(lambda: not any(alive(pid) for pid in [mpirun, *ranks]), timeout_s=100)
+        wait_for(lambda: not any(is_alive(pid) for pid in [mpirun, *ranks]), timeout_s=100)
     assert result.returncode == (-9 if victim == "hpctrain launch" else 137)
 
 

@@ -15,8 +15,9 @@ import yaml
 from hpctrain.data import pack_arrays
 from hpctrain.monitoring import write_monitoring
 from tests.monitoring.panels import EMPTY_ON_CPUS, expressions, wait_for_data
-from tests.monitoring.servers import Server, alertmanager, configure, prometheus, wait_for
+from tests.monitoring.servers import Server, alertmanager, configure, prometheus
 from tests.ranks_launcher import start_command
+from tests.states import wait_for
 
 pytestmark = pytest.mark.launches
 

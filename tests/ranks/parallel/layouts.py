@@ -41,10 +41,12 @@ class Launch:
 
     ranks: int
     layouts: Mapping[str, Layout] = field(default_factory=dict)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Further arguments of `train`, for some of the layouts."""
     continued: Mapping[str, Layout] = field(default_factory=dict)
     """Runs that launches before this one have saved, such as `2-world`, and the layout in which they go on."""
     overflowing: Mapping[str, Layout] = field(default_factory=dict)
-    """float16 runs in which a step overflows."""
+    """float16 runs in which a step overflows; all are compared to the first one of the family."""
     more: Callable[[World, Path], Found] = lambda world, where: {}
 
 
@@ -59,7 +61,7 @@ class Family:
     overflows: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `train` for a float16 run in which a step overflows."""
     reference: str = ""
-    """The run with whose model and optimizer all that have done as many steps must end."""
+    """The run with whose model and optimizer all that have done as many steps must end; it is not continued."""
 
     def layouts(self) -> list[tuple[int, str]]:
         return [(launch.ranks, name) for launch in self.launches for name in launch.layouts]
@@ -68,8 +70,7 @@ class Family:
         return [(launch.ranks, run) for launch in self.launches for run in launch.continued]
 
     def overflowing(self) -> list[tuple[int, str]]:
-        """All float16 runs but the first, to which the others are compared."""
-        return [(launch.ranks, name) for launch in self.launches for name in launch.overflowing][1:]
+        return [(launch.ranks, name) for launch in self.launches for name in launch.overflowing]
 
     def start(self, directory: Path) -> dict[int, list[Found]]:
         """Launches all. Returns by number of ranks what each rank found."""
@@ -99,8 +100,8 @@ def run_launch(world: World, cases: str, number: int, directory: str) -> Found:
         f"{one.ranks}-{name}": layout for one in family.launches for name, layout in one.layouts.items()
     }
     for name, layout in launch.layouts.items():
-        train_in(name, f"{launch.ranks}-{name}", layout)
-    if launch.ranks == 1 and launch.layouts:
+        train_in(name, f"{launch.ranks}-{name}", layout, **launch.options.get(name, {}))
+    if launch.ranks == 1 and launch.layouts and family.continued():
         train_in("later", "1-later", {}, steps=LATER)
     for run, layout in launch.continued.items():
         train_in(f"{run} continued", run, layout, steps=LATER)
@@ -122,7 +123,7 @@ class LayoutTests:
         for found in launches[ranks]:
             assert found[layout]["status"] == "finished"
             assert len(found[layout]["steps"]) == STEPS
-            np.testing.assert_allclose(found[layout]["steps"], whole["steps"], rtol=RELATIVE)
+            np.testing.assert_allclose(numbers(found[layout]), numbers(whole), rtol=RELATIVE)
             for kind in ("evaluation", "evaluation of the average"):
                 assert found[layout][kind] == pytest.approx(whole[kind], rel=RELATIVE)
         name = f"{ranks}-{layout}"
@@ -166,6 +167,11 @@ class OverflowTests:
             assert [step[2] for step in steps] == applied
             losses = [[step[0] for step in each if step[2]] for each in (expected, steps)]
             np.testing.assert_allclose(losses[1], losses[0], rtol=1e-2)
+
+
+def numbers(found: Found) -> list[list[float]]:
+    """Returns loss, norm and whether it was applied, of each step. The norm of a skipped one is NaN, as text."""
+    return [[float(value) for value in step] for step in found["steps"]]
 
 
 def train(

@@ -10,9 +10,10 @@ import pytest
 
 from hpctrain.data import pack_arrays
 from hpctrain.scaling import efficiency_of, read_efficiency, read_step_times
-from hpctrain.telemetry import CLOCK_KEYS, read_records
+from hpctrain.telemetry import CLOCK_KEYS
 from tests.ranks.parallel.layouts import LATER, RELATIVE, STEPS, Found, LayoutTests, OverflowTests, pack_rows
 from tests.ranks.parallel.pipeline_cases import FAMILY, LENGTH
+from tests.run_files import records_of
 
 __all__ = ["FAMILY"]
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(1500)]
@@ -80,11 +81,7 @@ def test_the_bubble_is_a_part_of_the_step_in_records_and_efficiencies(
     launches: dict[int, list[Found]], directory: Path
 ) -> None:
     for rank in range(2):
-        steps = [
-            r["seconds"]
-            for r in read_records(directory / "2-1f1b" / "metrics" / f"rank-{rank:05}.jsonl")
-            if r["kind"] == "step"
-        ]
+        steps = [record["seconds"] for record in records_of(directory / "2-1f1b", rank=rank)]
         assert len(steps) == STEPS
         for seconds in steps:
             assert min(seconds["bubble"], seconds["compute"]) > 0

@@ -14,8 +14,8 @@ from hpctrain.checkpoint import open_checkpoint
 from hpctrain.comm import SerialWorld
 from hpctrain.data import pack_arrays
 from hpctrain.report import make_report
-from hpctrain.telemetry import read_records
 from tests.ranks_launcher import REPOSITORY, run_command
+from tests.run_files import losses_of
 
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(1500)]
 
@@ -62,8 +62,7 @@ def losses(
     words = [HPCTRAIN, "train", RECIPE, *(word for one in settings for word in ("--set", one))]
     words += ["--resume", str(resume)] if resume is not None else []
     run_command(ranks if ranks > 1 else None, words, cwd=where, timeout_s=300, expect=0)
-    records = read_records(where / "runs" / name / "metrics" / "rank-00000.jsonl")
-    return {record["step"]: record["loss"] for record in records if record["kind"] == "step"}
+    return losses_of(where / "runs" / name)
 
 
 def averages(where: Path, name: str) -> dict[str, torch.Tensor]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.telemetry import read_records
 from tests.ranks.parallel.layouts import RELATIVE, Found, LayoutTests, OverflowTests, pack_tokens as pack
 from tests.ranks.parallel.tensor_cases import FAMILY
+from tests.run_files import records_of
 
 __all__ = ["FAMILY", "pack"]
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(2400)]  # a fixture makes all launches
@@ -44,14 +44,7 @@ def test_between_split_layers_a_rank_has_its_part_of_the_sequence(
 
 
 def test_samples_are_counted_once(launches: dict[int, list[Found]], directory: Path) -> None:
-    records = [
-        [
-            r
-            for r in read_records(directory / "4-by node" / "metrics" / f"rank-{rank:05}.jsonl")
-            if r["kind"] == "step"
-        ]
-        for rank in range(4)
-    ]
+    records = [records_of(directory / "4-by node", rank=rank) for rank in range(4)]
     samples = [sum(rank[step]["samples"] for rank in records) for step in range(6)]
     assert samples == [12, 12, 12, 12, 12, 1]
     assert [step["global_samples"] for step in records[3][:6]] == [12, 24, 36, 48, 60, 61]

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from hpctrain.comm import World
-from tests.fsdp2 import fsdp2_refusal
-from tests.ranks.parallel.layouts import LATER, STEPS, train
+from tests.ranks.parallel.layouts import LATER, Family, Found, Launch, Layout, train
 from tests.ranks.parallel.parallel_cases import NODE, WORLD, Layers
 from tests.ranks.parallel.sharded_reduction_cases import Overflowing
 
@@ -20,18 +19,10 @@ UNCLIPPED = {"optimizer": {"lr": 1e-2, "weight_decay": 0.1}}
 # The parameters of a step are gathered during the next one, or before what comes between.
 BETWEEN_STEPS = {"telemetry": {"evaluate_every_steps": 3}, "checkpoint": {"every_steps": 7}}
 INT8 = {"reduction": {"algorithm": "direct", "bucket_mb": 0.004, "wire": "int8"}}
-# Runs that are continued: the ranks and layout that have saved, and the layout of those that load.
-CONTINUED: dict[int, list[tuple[int, str, dict[str, str]]]] = {
-    1: [],
-    2: [(1, "none", OPTIMIZER), (1, "again", GRADIENTS)],
-    4: [(2, "optimizer", GRADIENTS), (2, "gradients", {}), (2, "world", OPTIMIZER), (2, "none", NODE)],
-    3: [(4, "optimizer", WORLD), (4, "gradients", OPTIMIZER), (4, "world", GRADIENTS)],
-}
-INT8_CONTINUED: dict[int, list[tuple[int, str, dict[str, str]]]] = {
-    1: [],
-    2: [],
-    4: [(2, "int8 none", GRADIENTS), (2, "int8 optimizer", {})],
-    3: [(4, "int8 gradients", OPTIMIZER)],
+LAYOUTS: dict[str, Layout] = {"none": {}, "optimizer": OPTIMIZER, "gradients": GRADIENTS}
+INT8_CONTINUED: dict[int, dict[str, Layout]] = {
+    4: {"2-int8 none": GRADIENTS, "2-int8 optimizer": {}},
+    3: {"4-int8 gradients": OPTIMIZER},
 }
 
 
@@ -73,48 +64,56 @@ class Wide(Layers):
         return torch.nn.Sequential(Picture(self._memory_format), blocks, torch.nn.Linear(24, 2))
 
 
-def train_wide(
-    world: World, where: Path, name: str, layout: dict[str, str], **sections: Any
-) -> dict[str, Any]:
+def train_wide(world: World, where: Path, name: str, layout: Layout, **sections: Any) -> Found:
     fsdp = layout.get("shard") == "parameters"
     reduction = {} if fsdp else REDUCTION
-    return train(world, where, name, layout, task=Wide(fsdp=fsdp), **{**reduction, **sections})
+    return train(world, where, name, layout, **{"task": Wide(fsdp=fsdp), **reduction, **sections})
 
 
-def everything(world: World, directory: str) -> dict[str, Any]:
-    """All cases of one launch; without those of sharded parameters where FSDP2 is too old for them."""
-    where, size, has_fsdp2 = Path(directory), world.num_ranks, not fsdp2_refusal()
-    found: dict[str, Any] = {}
-
-    def run(name: str, layout: dict[str, str], **sections: Any) -> None:
-        found[name] = train_wide(world, where, f"{size}-{name}", layout, **sections)
-
-    layouts = {"none": {}, "optimizer": OPTIMIZER, "gradients": GRADIENTS}
-    for name, layout in layouts.items():
-        run(name, layout)
-    if size == 1:
-        run("again", {})
-        run("later", {}, steps=LATER)
-    else:
-        if has_fsdp2:
-            run("world", WORLD)
-        for name, layout in layouts.items():
-            run(f"fp32 {name}", layout, precision="fp32", **UNCLIPPED, **BETWEEN_STEPS)
-    if size in (2, 4):
-        for name, layout in layouts.items():
-            run(f"int8 {name}", layout, precision="fp32", **INT8)
-    if size == 2:
-        for name, layout in layouts.items():
-            found[f"overflow {name}"] = train(
-                world, where, f"overflow-{name}", layout, steps=STEPS, precision="fp32", task=Overflowing(),
-                reduction={"wire": "fp16", "algorithm": "direct"}, guards={"loss_jump_z": 0.0},
-            )  # fmt: skip
-    continued = [(entry, {}) for entry in CONTINUED[size]]
-    continued += [(entry, {"precision": "fp32", **INT8}) for entry in INT8_CONTINUED[size]]
-    for (ranks, name, layout), sections in continued:
-        if not has_fsdp2 and (name == "world" or layout in (WORLD, NODE)):
-            continue
-        found[f"{ranks}-{name} continued"] = train_wide(
-            world, where, f"{ranks}-{name}", layout, steps=LATER, **sections
+def in_other_formats(world: World, where: Path) -> Found:
+    """Trainings in float32, and with gradients in int8."""
+    found, size = {}, world.num_ranks
+    kinds: dict[str, dict[str, Any]] = {"fp32": UNCLIPPED | BETWEEN_STEPS, "int8": INT8}
+    for kind in ("fp32",) if size == 3 else kinds:
+        for name, layout in LAYOUTS.items():
+            run = f"{size}-{kind} {name}"
+            found[f"{kind} {name}"] = train_wide(world, where, run, layout, precision="fp32", **kinds[kind])
+    for run, layout in INT8_CONTINUED.get(size, {}).items():
+        found[f"{run} continued"] = train_wide(
+            world, where, run, layout, steps=LATER, precision="fp32", **INT8
         )
     return found
+
+
+FAMILY = Family(
+    cases=__name__,
+    train=train_wide,
+    overflows={
+        "task": Overflowing(),
+        "precision": "fp32",
+        "reduction": {"wire": "fp16", "algorithm": "direct"},
+    },
+    reference="1-reference",
+    launches=[
+        Launch(ranks=1, layouts={**LAYOUTS, "again": {}, "reference": {}}),
+        Launch(
+            ranks=2,
+            layouts={**LAYOUTS, "world": WORLD},
+            continued={"1-none": OPTIMIZER, "1-again": GRADIENTS},
+            overflowing=LAYOUTS,
+            more=in_other_formats,
+        ),
+        Launch(
+            ranks=4,
+            layouts={**LAYOUTS, "world": WORLD},
+            continued={"2-optimizer": GRADIENTS, "2-gradients": {}, "2-world": OPTIMIZER, "2-none": NODE},
+            more=in_other_formats,
+        ),
+        Launch(
+            ranks=3,
+            layouts={**LAYOUTS, "world": WORLD},
+            continued={"4-optimizer": WORLD, "4-gradients": OPTIMIZER, "4-world": GRADIENTS},
+            more=in_other_formats,
+        ),
+    ],
+)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hpctrain.supervise import AttemptEnd
-from tests.ranks_launcher import Launched, run_command, start_command
+from tests.ranks_launcher import run_command, start_command
+from tests.states import wait_for
 from tests.supervised_runs import attempts, causes, write_recipe
 
 pytestmark = pytest.mark.launches
@@ -34,14 +32,6 @@ def supervise(
 ) -> list[str]:
     write_recipe(where, plan=plan, steps=steps, step_s=step_s)
     return [*SUPERVISE, "-n", "2", *options, "--", "hpctrain", "train", "recipe.toml"]
-
-
-def wait_for(condition: Callable[[], Any], *, launched: Launched, timeout_s: float = 300) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert launched.process.poll() is None, launched.stderr
-        assert time.monotonic() < deadline_s, f"not so within {timeout_s} s\n{launched.stderr}"
-        time.sleep(0.05)
 
 
 def test_the_run_goes_on_from_its_newest_checkpoint_until_the_same_user_error_comes_a_second_time(

@@ -8,7 +8,6 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +36,7 @@ from tests.efficiency_tasks import (
     STEPS,
 )
 from tests.ranks_launcher import is_open_mpi, run_command, skip_without_horovod
+from tests.run_files import records_of
 
 pytestmark = pytest.mark.launches
 
@@ -99,10 +99,6 @@ class Run:
     directory: Path
     apart: bool
 
-    def records(self, kind: str, *, rank: int = 0) -> list[dict[str, Any]]:
-        found = read_records(self.directory / "metrics" / f"rank-{rank:05}.jsonl")
-        return [record for record in found if record["kind"] == kind]
-
 
 def can_move_clocks() -> bool:
     tried = ["unshare", "--time", "--fork", "--monotonic", str(CLOCK_APART_S), "true"]
@@ -153,7 +149,7 @@ def median_parts(run: Run, steps: range) -> dict[str, np.ndarray]:
 
 def test_the_parts_add_up_to_the_step_and_the_steps_to_the_time_that_passed(run: Run) -> None:
     for rank in range(RANKS):
-        steps = run.records("step", rank=rank)
+        steps = records_of(run.directory, "step", rank=rank)
         passed_s = steps[-1]["time"] - steps[0]["time"]
         assert sum(record["seconds"]["step"] for record in steps[1:]) == pytest.approx(passed_s, rel=0.01)
     times = of(run, range(2, STEPS + 1))
@@ -210,7 +206,7 @@ def test_the_alternating_rank_is_serialisation_and_the_steady_one_load_balance(r
 def test_the_factors_multiply_to_the_global_efficiency_by_the_wall_clock(run: Run, alone: Run) -> None:
     def rate(run: Run) -> float:
         """Samples/s from the second step on, by the time of day."""
-        steps = run.records("step")
+        steps = records_of(run.directory, "step")
         return (steps[-1]["global_samples"] - steps[0]["global_samples"]) / (
             steps[-1]["time"] - steps[0]["time"]
         )
@@ -228,7 +224,7 @@ def test_the_factors_multiply_to_the_global_efficiency_by_the_wall_clock(run: Ru
 
 
 def test_the_records_of_the_windows_hold_what_the_records_of_all_ranks_say(run: Run) -> None:
-    windows = run.records("efficiency")
+    windows = records_of(run.directory, "efficiency")
     assert len(windows) >= 5
     assert sum(window["steps"] for window in windows) == STEPS - 1
     for window in windows:

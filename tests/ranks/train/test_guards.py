@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import sys
@@ -15,9 +14,9 @@ import pytest
 
 from hpctrain.errors import ExitCode
 from hpctrain.supervise import read_attempts
-from hpctrain.telemetry import read_records
 from tests.memory_group import in_group, memory_group
 from tests.ranks_launcher import CommandResult, run_command
+from tests.run_files import losses_of, records_of, summary_of
 from tests.runbook import is_shown
 
 pytestmark = pytest.mark.launches
@@ -60,18 +59,9 @@ def train(
     return run_command(num_ranks, [*argv, *sets], cwd=where, timeout_s=300, expect=expect)
 
 
-def steps(where: Path, name: str, *, rank: int = 0) -> list[dict[str, Any]]:
-    records = read_records(where / name / "metrics" / f"rank-{rank:05}.jsonl")
-    return [record for record in records if record["kind"] == "step"]
-
-
 def losses(where: Path, name: str) -> np.ndarray[Any, Any]:
     """The loss of each step; of a step that was repeated, the later one."""
-    return np.array(list({record["step"]: record["loss"] for record in steps(where, name)}.values()))
-
-
-def summary(where: Path, name: str) -> dict[str, Any]:
-    return json.loads((where / name / "summary.json").read_text())
+    return np.array(list(losses_of(where / name).values()))
 
 
 def shown(line: str, *, page: str, name: str) -> bool:
@@ -87,7 +77,7 @@ def shown(line: str, *, page: str, name: str) -> bool:
 def roomy(where: Path) -> np.ndarray[Any, Any]:
     """The losses of the run that had room."""
     train([HPCTRAIN, *TRAIN[1:]], where=where, name="roomy", num_ranks=2)
-    assert summary(where, "roomy")["micro_batches"] == 1
+    assert summary_of(where / "roomy")["micro_batches"] == 1
     return losses(where, "roomy")
 
 
@@ -105,9 +95,9 @@ def test_in_a_small_control_group_it_goes_on_in_smaller_parts_with_the_same_loss
         argv = in_group(group, [*LAUNCH, *TRAIN])
         share = "guards.host_memory=share"
         first = train(argv, share, "run.steps=3", where=where, name="small")
-        before = summary(where, "small")
+        before = summary_of(where / "small")
         second = train(argv, share, where=where, name="small")
-        after = summary(where, "small")
+        after = summary_of(where / "small")
     out_of_memory = [line for line in first.stdout.splitlines() if "ran out of memory, asking" in line]
     assert len(out_of_memory) == before["out_of_memory"] > 0, first.stdout
     assert all(shown(line, page=F6, name="small") for line in out_of_memory), out_of_memory
@@ -133,7 +123,7 @@ def test_after_the_kernel_killed_a_rank_the_supervisors_next_attempt_divides_the
     assert num_killed > 0, done.stderr
     assert causes == ["out of memory"] * num_killed + ["finished"], done.stderr
     assert [attempt.exit_code for attempt in attempts] == [137] * num_killed + [0]
-    assert summary(where, "killed")["micro_batches"] == 2**num_killed
+    assert summary_of(where / "killed")["micro_batches"] == 2**num_killed
     divided = [line for line in done.stdout.splitlines() if line.startswith("micro-batches: ")]
     assert len(divided) == num_killed, done.stdout
     assert all(shown(line, page=F6, name="killed") for line in divided), divided
@@ -152,7 +142,7 @@ def test_one_of_three_ranks_with_less_memory_makes_all_divide(
     assert out_of_memory, done.stdout
     named = f"step 1: rank 1 on {socket.gethostname()} ran"
     assert all(line.startswith(named) for line in out_of_memory), out_of_memory
-    found = summary(where, "one-of-three")
+    found = summary_of(where / "one-of-three")
     assert found["micro_batches"] == 2 ** len(out_of_memory)
     assert differs(where, "one-of-three", roomy) < 1e-5
 
@@ -175,14 +165,14 @@ def test_nan_and_a_jump_are_skipped_on_all_a_lasting_one_is_rolled_back_and_the_
         [HPCTRAIN, *TRAIN[1:]], *DIVERGING, *LIMITS, spoilt, "run.steps=60",
         where=where, name="diverging", num_ranks=2,
     )  # fmt: skip
-    found = summary(where, "diverging")
+    found = summary_of(where / "diverging")
     assert (found["status"], found["roll_backs"], found["lr_factor"]) == ("finished", 1, 0.5)
-    records = steps(where, "diverging")
+    records = records_of(where / "diverging")
     skipped = [record["step"] for record in records if not record["applied"]]
     assert skipped == [12, 25, 40, 41, 42]  # with step 43 it is one too many, which has no record
     assert [record["step"] for record in records] == [*range(1, 43), *range(31, 61)]
     assert [record["lr"] for record in records] == [1e-3] * 42 + [5e-4] * 30
-    other = steps(where, "diverging", rank=1)
+    other = records_of(where / "diverging", rank=1)
     for key in ("step", "loss", "grad_norm", "lr", "applied"):
         assert [record[key] for record in other] == [record[key] for record in records]
     lines = done.stdout.splitlines()
@@ -199,7 +189,7 @@ def test_nan_and_a_jump_are_skipped_on_all_a_lasting_one_is_rolled_back_and_the_
     said = [line for line in ended.stderr.splitlines() if line.startswith("hpctrain: ")]
     assert len(said) == 1, ended.stderr
     assert shown(said[0], page=F5, name="diverging"), said
-    found = summary(where, "diverging")
+    found = summary_of(where / "diverging")
     assert (found["status"], found["roll_backs"]) == ("diverged", 1)
-    last = steps(where, "diverging")[-1]
+    last = records_of(where / "diverging")[-1]
     assert (last["step"], last["lr"], last["applied"]) == (67, 5e-4, False)

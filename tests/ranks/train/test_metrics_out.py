@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ import pytest
 from hpctrain.errors import ExitCode
 from hpctrain.telemetry import read_records
 from tests.ranks_launcher import Launched, start_command
+from tests.run_files import losses_of
+from tests.states import wait_for
 
 pytestmark = pytest.mark.launches
 
@@ -75,21 +77,6 @@ def training(where: Path, name: str, *words: str) -> Iterator[Launched]:
         assert ended.returncode == ExitCode.STOPPED_EARLY, ended.stdout + ended.stderr
 
 
-def wait_for(condition: Callable[[], Any], launched: Launched) -> Any:
-    """Returns the first value of `condition` that is true."""
-    deadline_s = time.monotonic() + 300
-    while not (found := condition()):
-        assert time.monotonic() < deadline_s, launched.stdout + launched.stderr
-        assert launched.process.poll() is None, launched.stdout + launched.stderr
-        time.sleep(0.05)
-    return found
-
-
-def steps_of(directory: Path) -> list[int]:
-    path = directory / "metrics" / "rank-00000.jsonl"
-    return [r["step"] for r in read_records(path) if r["kind"] == "step"] if path.exists() else []
-
-
 def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=300) as answer:
         return str(answer.read().decode())
@@ -115,7 +102,7 @@ def exposed(where: Path) -> dict[str, Any]:
     directory = where / "endpoints"
     listed = directory / "metrics" / "prometheus"
     with training(where, "endpoints", "telemetry.prometheus=endpoint") as launched:
-        wait_for(lambda: len(steps_of(directory)) >= NUM_STEPS, launched)
+        wait_for(lambda: len(list(losses_of(directory))) >= NUM_STEPS, launched=launched)
         (path,) = listed.iterdir()
         (found["entry"],) = json.loads(path.read_text())
         found["texts"] = [get(f"http://{target}/metrics") for target in found["entry"]["targets"]]
@@ -156,7 +143,7 @@ def prometheus_sees(where: Path, listed: Path, launched: Launched) -> dict[str, 
                 return []
             return list(json.loads(answer)["data"]["result"])
 
-        rates = wait_for(lambda: ask("rate(hpctrain_steps_total[10s]) > 0"), launched)
+        rates = wait_for(lambda: ask("rate(hpctrain_steps_total[10s]) > 0"), launched=launched)
         return {
             "rates": rates,
             "up": ask('up{job="hpctrain"}'),
@@ -245,20 +232,21 @@ def test_text_files_tell_of_all_starts_and_a_directory_that_vanishes_is_one_warn
         "telemetry.prometheus_every_s=0.2",
     ]  # fmt: skip
     with training(where, "texts", *words) as launched:
-        wait_for(lambda: len(steps_of(directory)) >= 5, launched)
+        wait_for(lambda: len(list(losses_of(directory))) >= 5, launched=launched)
         assert len(list(folder.glob("*.prom"))) == 2
     assert list(folder.iterdir()) == []
-    stopped_at = steps_of(directory)[-1]
+    stopped_at = list(losses_of(directory))[-1]
     with training(where, "texts", *words) as launched:
-        wait_for(lambda: steps_of(directory)[-1] > stopped_at, launched)
+        wait_for(lambda: list(losses_of(directory))[-1] > stopped_at, launched=launched)
         (path,) = folder.glob("*-rank-00000.prom")
         text = wait_for(
-            lambda: (t := path.read_text()) and values(t, "hpctrain_steps_total") > [0.0] and t, launched
+            lambda: (t := path.read_text()) and values(t, "hpctrain_steps_total") > [0.0] and t,
+            launched=launched,
         )
         folder.rename(where / "elsewhere")
-        wait_for(lambda: launched.stderr.count("off from now on") == 2, launched)
-        seen = steps_of(directory)[-1]
-        wait_for(lambda: steps_of(directory)[-1] > seen + 5, launched)
+        wait_for(lambda: launched.stderr.count("off from now on") == 2, launched=launched)
+        seen = list(losses_of(directory))[-1]
+        wait_for(lambda: list(losses_of(directory))[-1] > seen + 5, launched=launched)
     assert value_of(text, "hpctrain_starts_total") == 2
     assert value_of(text, "hpctrain_resumes_completed_total") == 1
     assert value_of(text, "hpctrain_lost_steps_total") == 0
@@ -279,7 +267,7 @@ def test_a_port_that_is_in_use_is_one_warning_a_rank(where: Path) -> None:
         port = taken.getsockname()[1]
         words = ["telemetry.prometheus=endpoint", f"telemetry.prometheus_port={port}"]
         with training(where, "port", *words, f"telemetry.prometheus_targets={targets}") as launched:
-            wait_for(lambda: len(steps_of(directory)) >= 5, launched)
+            wait_for(lambda: len(list(losses_of(directory))) >= 5, launched=launched)
             warning = f"the Prometheus endpoint could not be opened: 127.0.0.1:{port}: Address already in use"
             assert launched.stderr.count(warning) == 2
             assert not targets.exists()

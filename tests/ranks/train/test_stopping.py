@@ -16,6 +16,7 @@ import pytest
 
 from hpctrain.errors import ExitCode
 from tests.ranks_launcher import Launched, start_command
+from tests.states import wait_for
 from tests.stop_trials import MARK, StopTrials, moments_of, ranks_marked
 
 pytestmark = pytest.mark.launches
@@ -62,13 +63,6 @@ def test_a_signal_to_one_rank_at_any_moment_stops_all_at_one_step_and_the_resume
     assert outcome.num_runs >= 1
 
 
-def wait_for(condition: object, ranks: Ranks) -> None:
-    deadline_s = time.monotonic() + 300
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline_s, ranks.output
-        time.sleep(0.02)
-
-
 def test_a_second_signal_ends_ranks_that_wait_for_one_that_hangs(trials: StopTrials) -> None:
     """Rank 1 does not come to its fifth step; rank 0 waits inside MPI, where no Python code of its main thread runs."""
     folder = trials.directory
@@ -77,7 +71,9 @@ def test_a_second_signal_ends_ranks_that_wait_for_one_that_hangs(trials: StopTri
     words += ["--set", "task.options={width=4}", "--set", "checkpoint.every_steps=100"]
     with start(words, folder, {MARK: "hangs", "SEEN": str(folder)}) as ranks:
         metrics = folder / "hangs" / "metrics" / "rank-00000.jsonl"
-        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 4, ranks)
+        wait_for(
+            lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 4, says=lambda: ranks.output
+        )
         time.sleep(0.5)
         pid = ranks_marked("hangs")[0]
         os.kill(pid, signal.SIGTERM)
@@ -90,7 +86,7 @@ def test_a_second_signal_ends_ranks_that_wait_for_one_that_hangs(trials: StopTri
         assert code == 128 + signal.SIGTERM, ranks.output
         ends = r"SIGTERM, [0-9.]+ s after SIGTERM: ending at once, nothing more is saved \(exit code 143\)"
         assert re.search(ends, ranks.output), ranks.output
-        wait_for(lambda: not ranks_marked("hangs"), ranks)
+        wait_for(lambda: not ranks_marked("hangs"), says=lambda: ranks.output)
 
 
 def test_another_signal_stops_where_the_recipe_says_so(trials: StopTrials) -> None:
@@ -105,9 +101,11 @@ def test_another_signal_stops_where_the_recipe_says_so(trials: StopTrials) -> No
         env={MARK: "other", "SEEN": str(folder / "seen-other")}, cwd=folder,
     ) as launched:  # fmt: skip
         ranks = Ranks(launched)
-        wait_for(lambda: "\nstep " in ranks.output, ranks)
+        wait_for(lambda: "\nstep " in ranks.output, says=lambda: ranks.output)
         launched.process.send_signal(signal.SIGUSR1)  # asks for a checkpoint and no more
-        wait_for(lambda: list((folder / "other" / "checkpoints").glob("step-*.h5")), ranks)
+        wait_for(
+            lambda: list((folder / "other" / "checkpoints").glob("step-*.h5")), says=lambda: ranks.output
+        )
         launched.process.send_signal(signal.SIGTERM)
         code = ranks.wait(timeout_s=300)
         assert code == ExitCode.STOPPED_EARLY, ranks.output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from hpctrain.data import pack_arrays
 from tests.ranks_launcher import run_command
+from tests.run_files import summary_of
 from tests.runbook import is_shown
 from tests.straggler_tasks import SlowForAWhile
 
@@ -48,7 +48,7 @@ def test_the_slow_rank_is_named_with_its_cause_and_each_end_is_reported_and_noth
         assert is_shown(
             line.replace(line.partition("(")[2].partition(")")[0], "hpct1", 1), page="f2-slow-rank.md"
         )
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = summary_of(tmp_path / "run")
     assert [(slow["ranks"], slow["cause"]) for slow in summary["slow"]] == [([1], "compute"), ([1], "input")]
     compute, data = summary["slow"]
     assert 100 < compute["from_step"] < 180 < compute["to_step"] <= data["from_step"]

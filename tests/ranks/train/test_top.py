@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from hpctrain.data import pack_arrays
-from hpctrain.telemetry import read_records
 from tests.ranks_launcher import Launched, rank_environment, run_command, start_command
+from tests.run_files import records_of
+from tests.states import wait_for
 
 pytestmark = pytest.mark.launches
 
@@ -106,10 +107,7 @@ def test_a_run_is_watched_live_and_ctrl_c_ends_the_view_only(tmp_path: Path) -> 
     pack_arrays(tmp_path / "data", {"x": np.ones((2160, 4), np.float32)})
     (tmp_path / "recipe.toml").write_text(RECIPE)
     with start_command(2, [HPCTRAIN, "train", "recipe.toml"], cwd=tmp_path) as launched:
-        deadline_s = time.monotonic() + WATCHED_S
-        while not (tmp_path / "run" / "starts.jsonl").exists():
-            assert time.monotonic() < deadline_s, launched.stderr
-            time.sleep(0.1)
+        wait_for((tmp_path / "run" / "starts.jsonl").exists, launched=launched, timeout_s=WATCHED_S)
         terminal = Terminal([HPCTRAIN, "top", "run", "--every", "0.3"], cwd=tmp_path)
         try:
             shown = watch(terminal, launched)
@@ -121,11 +119,7 @@ def test_a_run_is_watched_live_and_ctrl_c_ends_the_view_only(tmp_path: Path) -> 
         assert launched.process.poll() is None  # it goes on
         done = launched.wait(timeout_s=300)
     assert done.returncode == 0, done.stderr
-    recorded = [
-        record["step"]
-        for record in read_records(tmp_path / "run" / "metrics" / "rank-00000.jsonl")
-        if record["kind"] == "step"
-    ]
+    recorded = [record["step"] for record in records_of(tmp_path / "run")]
     assert shown <= set(recorded)
     assert "\x1b[?1049h" in terminal.drawn
     left = terminal.drawn.rpartition("\x1b[?1049l")[2]  # the terminal is as before, with the last frame

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hpctrain.telemetry import read_records
 from tests.ranks_launcher import run_command, start_command
+from tests.run_files import losses_of
 from tests.unit.run.tracking.collector import Collector
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -69,8 +69,7 @@ def test_each_node_sends_and_training_goes_on_without_the_collector(tmp_path: Pa
     # One line of each rank that sends, however often it fails.
     assert 1 <= ended.stderr.count("does not take the run's metrics") <= 2, ended.stderr
 
-    records = read_records(tmp_path / "run/metrics/rank-00000.jsonl")
-    losses = {record["step"]: record["loss"] for record in records if record["kind"] == "step"}
+    losses = losses_of(tmp_path / "run")
     assert sorted(losses) == list(range(1, 121))
     events = accumulator.EventAccumulator(str(tmp_path / "run/tensorboard"), size_guidance={"scalars": 0})
     events.Reload()

@@ -15,14 +15,12 @@ from hpctrain.comm import SerialWorld
 from hpctrain.data import pack_arrays
 from hpctrain.distributed import ParallelPlan, TensorPlan, parallelize
 from hpctrain.errors import RecipeError, TopologyError, UsageError
-from hpctrain.resilience import StopRequest
 from hpctrain.run import parse_recipe
-from hpctrain.run.training import Resume, carry_out
 from hpctrain.tasks.characters import Characters
 from hpctrain.tasks.digits import Digits
 from hpctrain.topology import Topology
 from hpctrain.train import Task, TensorParallelTask
-from tests.sessions import session_over
+from tests.sessions import carried_out, session_over
 
 
 class Model(nn.Module):
@@ -172,51 +170,50 @@ def recipe(where: str, **sections: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_task_that_does_not_say_how_it_is_split_is_told_what_to_write(tmp_path: Path) -> None:
-    class Silent(Digits):
-        def tensor_plan(self) -> dict[str, str]:
-            return {}
+class NoPlan(Digits):
+    def tensor_plan(self) -> dict[str, str]:
+        return {}
 
-    class Faulty(Digits):
-        def tensor_plan(self) -> dict[str, str]:
-            raise KeyError("heads")
 
+class FaultyPlan(Digits):
+    def tensor_plan(self) -> dict[str, str]:
+        raise KeyError("heads")
+
+
+class OtherBlocks(Digits):
+    def parallel_blocks(self) -> list[str]:
+        return ["layers.*"]
+
+
+class FaultyBlocks(Digits):
+    def parallel_blocks(self) -> list[str]:
+        raise KeyError("layers")
+
+
+@pytest.mark.parametrize(
+    ("task", "parallel", "message"),
+    [
+        (Digits, {}, r"tests:Digits does not say how its model is split. Give it a method tensor_plan\(self\)"),
+        (NoPlan, {}, "tests:Digits.tensor_plan names no modules"),
+        (FaultyPlan, {}, "tests:Digits.tensor_plan raised KeyError: 'heads'"),
+        (
+            OtherBlocks, {"parallel": {"shard": "parameters"}},
+            r"tests:Digits\.parallel_blocks: blocks name 'layers\.\*', which the model does not have",
+        ),
+        (
+            FaultyBlocks, {"parallel": {"shard": "parameters"}},
+            r"tests:Digits\.parallel_blocks raised KeyError: 'layers'",
+        ),
+    ],
+)  # fmt: skip
+def test_a_task_whose_model_cannot_be_split_is_told_what_is_wrong(
+    tmp_path: Path, task: type[Task], parallel: dict[str, Any], message: str
+) -> None:
     pack_arrays(tmp_path / "data", {"image": np.zeros((8, 8, 8), np.float32), "label": np.zeros(8, np.int64)})
     assert isinstance(Characters(), TensorParallelTask)
     assert not isinstance(Digits(), TensorParallelTask)
-    cases: list[tuple[Task, str]] = [
-        (Digits(), r"tests:Digits does not say how its model is split. Give it a method tensor_plan\(self\)"),
-        (Silent(), "tests:Digits.tensor_plan names no modules"),
-        (Faulty(), "tests:Digits.tensor_plan raised KeyError: 'heads'"),
-    ]
-
-    for task, message in cases:
-        with pytest.raises(RecipeError, match=message):
-            carry_out(
-                parse_recipe(recipe(str(tmp_path))), task, session=session_over(SerialWorld()), resume=Resume(),
-                stop=StopRequest(),
-            )  # fmt: skip
-
-
-def test_a_task_whose_blocks_are_not_in_its_model_is_told_what_is(tmp_path: Path) -> None:
-    class Named(Digits):
-        def parallel_blocks(self) -> list[str]:
-            return ["layers.*"]
-
-    class Faulty(Digits):
-        def parallel_blocks(self) -> list[str]:
-            raise KeyError("layers")
-
-    pack_arrays(tmp_path / "data", {"image": np.zeros((8, 8, 8), np.float32), "label": np.zeros(8, np.int64)})
-    for task, message in (
-        (Named(), r"tests:Digits\.parallel_blocks: blocks name 'layers\.\*', which the model does not have"),
-        (Faulty(), r"tests:Digits\.parallel_blocks raised KeyError: 'layers'"),
-    ):
-        with pytest.raises(RecipeError, match=message):
-            carry_out(
-                parse_recipe(recipe(str(tmp_path), parallel={"shard": "parameters"})), task,
-                session=session_over(SerialWorld()), resume=Resume(), stop=StopRequest(),
-            )  # fmt: skip
+    with pytest.raises(RecipeError, match=message):
+        carried_out(recipe(str(tmp_path), **parallel), task())
 
 
 def test_a_loader_that_was_made_before_the_model_was_split_is_noticed(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def make_group(world: World) -> Group:
     return Group(world.duplicate(), name="all ranks")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
 @pytest.mark.parametrize("sizes", [[1], [3, 1, 0, 20, 5], [400]])
 def test_adasum_is_the_tree_of_pairs(num_ranks: int, sizes: list[int]) -> None:
     """Each tensor by itself, however the ranks' slices cut the buffer; the same bits on every rank."""

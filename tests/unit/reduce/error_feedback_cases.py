@@ -11,6 +11,7 @@ from hpctrain.comm import World
 from hpctrain.errors import BufferMismatch, CheckpointError, UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.testing.on_ranks import OnRanks
 from hpctrain.topology import Topology
 from tests.unit.reduce.bucket_steps import (
     CPU,
@@ -43,8 +44,11 @@ def with_one_changed(*, step: int, rank: int, parameter: int, value: torch.Tenso
     return gradients
 
 
-class ErrorFeedbackCases:
-    """`make(world, start_step=...)` gives the reducer."""
+class ErrorFeedbackCases(OnRanks):
+    """`make(world, start_step=...)` gives the reducer. held_back: share of the gradients that is at least left after
+    nine steps of several ranks."""
+
+    held_back = 0.05
 
     def make(self, world: World, *, start_step: int = 0, topology: Topology | None = None) -> BucketReducer:
         raise NotImplementedError
@@ -70,19 +74,17 @@ class ErrorFeedbackCases:
         """The true sums of one step."""
         return in_gradient_space(true_sums(lambda _, r: GRADIENTS(step, r), num_ranks=num_ranks, count=1))
 
-    @pytest.mark.parametrize("num_ranks", RANK_COUNTS)
     def test_every_rank_gets_the_same_bits_and_so_does_the_next_run(self, num_ranks: int) -> None:
         ranks, again = self.run(num_ranks, count=4), self.run(num_ranks, count=4)
         assert all(same_outputs(ranks[0], other, last=4) for other in [*ranks[1:], *again])
-        assert all(flag == num_ranks for flags in ranks[0].flags for flag in flags.values())
+        assert all(flag > 0 for flags in ranks[0].flags for flag in flags.values())
 
-    @pytest.mark.parametrize("num_ranks", RANK_COUNTS)
     def test_what_is_delivered_and_what_is_left_make_up_the_gradients(self, num_ranks: int) -> None:
         gradients = random_gradients(dtype=torch.float64)
         ranks = self.run(num_ranks, gradients=gradients, count=9, buckets=buckets_of(dtype=torch.float64))
         true = in_gradient_space(true_sums(gradients, num_ranks=num_ranks, count=9))
         left = whole_state(ranks)["residual"].sum(dim=0)
-        assert left.norm() > 0.05 * true.norm()  # something was held back
+        assert left.norm() > self.held_back * true.norm()
         torch.testing.assert_close(delivered(ranks) + left, true, rtol=0, atol=1e-10)
 
     def test_what_is_left_does_not_grow_so_the_mean_converges(self) -> None:
@@ -93,19 +95,8 @@ class ErrorFeedbackCases:
             shares.append(float((delivered(ranks) - true).norm() / true.norm()))
         assert shares[1] < shares[0] / 3
 
-    @pytest.mark.parametrize("num_ranks", RANK_COUNTS)
-    def test_the_first_steps_are_sent_as_they_are(self, num_ranks: int) -> None:
-        ranks = self.run(num_ranks, count=3, start_step=2)
-        for step, sums in enumerate(ranks[0].outputs[:2]):
-            torch.testing.assert_close(
-                in_gradient_space(sums).double(), self.exact(step, num_ranks), rtol=0, atol=1e-5
-            )
-        third = self.exact(2, num_ranks)
-        assert (in_gradient_space(ranks[0].outputs[2]) - third).norm() > 0.1 * third.norm()
-
     # ------------------------------------------------------------------ state
 
-    @pytest.mark.parametrize("num_ranks", RANK_COUNTS)
     def test_restored_on_as_many_ranks_it_goes_on_to_the_same_bits(self, num_ranks: int) -> None:
         straight = self.run(num_ranks, count=8, start_step=5)
         saved = whole_state(self.run(num_ranks, count=6, start_step=5))
@@ -172,7 +163,6 @@ class ErrorFeedbackCases:
     # ------------------------------------------------------------------ corners
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-    @pytest.mark.parametrize("num_ranks", RANK_COUNTS)
     def test_a_rank_that_is_not_finite_spoils_the_step_on_all_and_no_later_one(
         self, num_ranks: int, bad: float
     ) -> None:
@@ -207,43 +197,6 @@ class ErrorFeedbackCases:
 
         assert on_ranks(2, rank) == [True, True]
 
-    def test_a_new_loss_scale_between_steps_is_no_step(self) -> None:
-        def rank(world: World) -> bool:
-            steps = Steps.of(world, self.make, buckets=buckets_of()).run(GRADIENTS, count=2)
-            before = {name: t.tensor.clone() for name, t in steps.state().items() if name != "residual"}
-            steps.reducer.end_step(applied=False, rescale=0.5)
-            after = steps.state()
-            return bool(before) and all(torch.equal(after[name].tensor, before[name]) for name in before)
-
-        assert on_ranks(2, rank) == [True, True]
-
-    @pytest.mark.parametrize("num_ranks", RANK_COUNTS)
-    def test_of_a_parameter_that_no_rank_used_nothing_is_delivered_and_nothing_lost(
-        self, num_ranks: int
-    ) -> None:
-        def gradients(step: int, rank: int) -> list[torch.Tensor | None]:
-            found = list(GRADIENTS(step, rank))
-            if step == 2:
-                found[0] = found[1] = None
-            if step == 3 and rank > 0:
-                found[0] = None
-            return found
-
-        two = whole_state(self.run(num_ranks, gradients=gradients, count=2))["residual"]
-        ranks = self.run(num_ranks, gradients=gradients, count=3)
-        numel = math.prod(SHAPES[0]) + math.prod(SHAPES[1])
-        assert two[:, :numel].any()
-        assert torch.equal(whole_state(ranks)["residual"][:, :numel], two[:, :numel])
-        assert ranks[0].flags[2][0] == 0
-        assert not ranks[0].outputs[2][0].any()
-        # The rank that uses it again brings what the others have left too.
-        later = self.run(num_ranks, gradients=gradients, count=4)
-        assert later[0].flags[3][0] == 1
-        true = in_gradient_space(true_sums(gradients, num_ranks=num_ranks, count=4))
-        left = whole_state(later)["residual"].double().sum(dim=0)
-        torch.testing.assert_close(delivered(later) + left, true, rtol=0, atol=1e-4)
-
-    @pytest.mark.parametrize("num_ranks", [1, 3])
     def test_zeros_come_out_as_zeros(self, num_ranks: int) -> None:
         ranks = self.run(num_ranks, gradients=lambda step, rank: [torch.zeros(s) for s in SHAPES], count=3)
         assert all(not sums.any() for outputs in ranks[0].outputs for sums in outputs.values())
@@ -270,12 +223,60 @@ class ErrorFeedbackCases:
         assert len(set(messages)) == 1
         assert "rank 2" in messages[0]
 
+
+class SparseFeedbackCases(ErrorFeedbackCases):
+    """Of reducers that send the first steps as they are, and hold most of the later ones back on one rank too."""
+
+    def test_the_first_steps_are_sent_as_they_are(self, num_ranks: int) -> None:
+        ranks = self.run(num_ranks, count=3, start_step=2)
+        for step, sums in enumerate(ranks[0].outputs[:2]):
+            torch.testing.assert_close(
+                in_gradient_space(sums).double(), self.exact(step, num_ranks), rtol=0, atol=1e-5
+            )
+        third = self.exact(2, num_ranks)
+        assert (in_gradient_space(ranks[0].outputs[2]) - third).norm() > 0.1 * third.norm()
+
+    def test_a_new_loss_scale_between_steps_is_no_step(self) -> None:
+        def rank(world: World) -> bool:
+            steps = Steps.of(world, self.make, buckets=buckets_of()).run(GRADIENTS, count=2)
+            before = {name: t.tensor.clone() for name, t in steps.state().items() if name != "residual"}
+            steps.reducer.end_step(applied=False, rescale=0.5)
+            after = steps.state()
+            return bool(before) and all(torch.equal(after[name].tensor, before[name]) for name in before)
+
+        assert on_ranks(2, rank) == [True, True]
+
     def test_half_precision_buckets_are_refused(self) -> None:
         def rank(world: World) -> None:
             with pytest.raises(UsageError, match="float16"):
                 self.make(world).plan(buckets_of(dtype=torch.float16), device=CPU)
 
         on_ranks(2, rank)
+
+    def test_of_a_parameter_that_no_rank_used_nothing_is_delivered_and_nothing_lost(
+        self, num_ranks: int
+    ) -> None:
+        def gradients(step: int, rank: int) -> list[torch.Tensor | None]:
+            found = list(GRADIENTS(step, rank))
+            if step == 2:
+                found[0] = found[1] = None
+            if step == 3 and rank > 0:
+                found[0] = None
+            return found
+
+        two = whole_state(self.run(num_ranks, gradients=gradients, count=2))["residual"]
+        ranks = self.run(num_ranks, gradients=gradients, count=3)
+        numel = math.prod(SHAPES[0]) + math.prod(SHAPES[1])
+        assert two[:, :numel].any()
+        assert torch.equal(whole_state(ranks)["residual"][:, :numel], two[:, :numel])
+        assert ranks[0].flags[2][0] == 0
+        assert not ranks[0].outputs[2][0].any()
+        # The rank that uses it again brings what the others have left too.
+        later = self.run(num_ranks, gradients=gradients, count=4)
+        assert later[0].flags[3][0] == 1
+        true = in_gradient_space(true_sums(gradients, num_ranks=num_ranks, count=4))
+        left = whole_state(later)["residual"].double().sum(dim=0)
+        torch.testing.assert_close(delivered(later) + left, true, rtol=0, atol=1e-4)
 
     def test_what_stays_on_the_node_does_not_count_as_sent(self) -> None:
         def bytes_of(world: World, nodes: list[str] | None) -> int:

@@ -12,49 +12,37 @@ import torch
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.data import pack_arrays
-from hpctrain.resilience import StopRequest
-from hpctrain.run import parse_recipe
-from hpctrain.run.training import Resume, carry_out
-from tests.sessions import session_over
+from tests.sessions import carried_out
+from tests.tiny_task import TinyTask
 
 STEPS = 60
 STEP_S = 0.004
 
 
-class Task:
+class Task(TinyTask):
     """Steps of STEP_S, and three times as long on rank 1."""
 
     def __init__(self, rank: int) -> None:
         self.seconds = STEP_S * (3 if rank == 1 else 1)
 
-    def build_model(self) -> torch.nn.Module:
-        model = torch.nn.Linear(4, 2)
-        for parameter in model.parameters():  # ranks that are threads share one random generator
-            torch.nn.init.constant_(parameter, 0.01)
-        return model
-
     def loss(self, model: torch.nn.Module, fields: dict[str, torch.Tensor]) -> torch.Tensor:
         time.sleep(self.seconds)
-        return model(fields["x"]).square().mean()
-
-    def metrics(self, model: torch.nn.Module, fields: dict[str, torch.Tensor]) -> dict[str, float]:
-        return {"accuracy": 0.5}
+        return super().loss(model, fields)
 
 
 def train(where: Path, *, num_ranks: int) -> Path:
     """Trains on so many ranks, which are threads. Returns the run directory."""
     directory = where / f"run-{num_ranks}"
-    recipe = parse_recipe({
+    recipe = {
         "run": {"directory": str(directory), "steps": STEPS},
         "task": {"target": "tests:Task"},
         "data": {"train": str(where / "data"), "held_out": str(where / "data"), "global_batch": 24},
         "checkpoint": {"every_steps": 10},
         "telemetry": {"ranks": "all"},
-    })  # fmt: skip
+    }  # fmt: skip
 
     def rank_main(world: World) -> object:
-        session = session_over(world, nodes=["n0", "n1"][:num_ranks])
-        return carry_out(recipe, Task(world.rank), session=session, resume=Resume(), stop=StopRequest())
+        return carried_out(recipe, Task(world.rank), world=world, nodes=["n0", "n1"][:num_ranks])
 
     run_threads(num_ranks, rank_main, timeout_s=300)
     return directory

@@ -19,6 +19,7 @@ from hpctrain.resilience.wall_clock import (
     parse_deadline,
     parse_ends,
 )
+from tests.states import wait_for
 
 pytestmark = pytest.mark.timing
 
@@ -132,14 +133,6 @@ def clocks() -> Iterator[list[WallClock]]:
         clock.close()
 
 
-def wait_for_news(clock: WallClock) -> str:
-    deadline_s = time.monotonic() + 300
-    while (news := clock.news()) is None:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-    return news
-
-
 def test_without_an_end_there_is_no_limit_and_no_news() -> None:
     clock = WallClock.start({})
     assert (clock.time_left_s(), clock.end, clock.news()) == (None, None, None)
@@ -151,10 +144,7 @@ def test_the_earliest_end_counts_and_is_printed_once(clocks: list[WallClock]) ->
         [EndTime(at_s=now_s + 900, source="HPCTRAIN_DEADLINE")], ask=lambda: SlurmAnswer(end_s=now_s + 600)
     )
     clocks.append(clock)
-    deadline_s = time.monotonic() + 300
-    while clock.end is None or clock.end.source == "HPCTRAIN_DEADLINE":
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_for(lambda: clock.end is not None and clock.end.source != "HPCTRAIN_DEADLINE")
     news = clock.news()
     assert news is not None
     assert news.startswith("time limit: ")
@@ -171,7 +161,7 @@ def test_slurms_end_in_the_environment_counts_until_slurm_answers(monkeypatch: p
     clock = WallClock.start({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(end_s)})
     try:
         assert clock.end == EndTime(at_s=end_s, source="Slurm's time limit")
-        assert "50 min (Slurm's time limit)" in wait_for_news(clock)
+        assert "50 min (Slurm's time limit)" in wait_for(clock.news)
     finally:
         clock.close()
 
@@ -179,7 +169,7 @@ def test_slurms_end_in_the_environment_counts_until_slurm_answers(monkeypatch: p
 def test_an_end_that_slurm_does_not_give_is_said_once(clocks: list[WallClock]) -> None:
     clock = WallClock(ask=lambda: SlurmAnswer(problem="squeue did not answer within 20 s"))
     clocks.append(clock)
-    assert wait_for_news(clock) == (
+    assert wait_for(clock.news) == (
         "note: it is not known when Slurm ends this job (squeue did not answer within 20 s); a signal still stops the "
         "run in time"
     )
@@ -189,8 +179,8 @@ def test_an_end_that_slurm_does_not_give_is_said_once(clocks: list[WallClock]) -
 
 def test_a_changed_limit_is_printed() -> None:
     clock = WallClock(slurm_end_s=time.time() + 600)
-    assert "in 10 min" in wait_for_news(clock)
+    assert "in 10 min" in wait_for(clock.news)
     clock._set_slurm_end(time.time() + 6000)
-    assert wait_for_news(clock).startswith("the time limit has changed: ")
+    assert wait_for(clock.news).startswith("the time limit has changed: ")
     clock._set_slurm_end(None)
     assert clock.time_left_s() is None

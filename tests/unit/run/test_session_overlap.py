@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.run import Session
 from tests.sessions import session_over
 
 
@@ -24,6 +26,23 @@ class Case:
     hosts: str | None = None
     num_threads: int = 1
     device: str = "cpu"
+
+
+def on_ranks(monkeypatch: pytest.MonkeyPatch, case: Case, ask: Callable[[Session], bool]) -> list[bool]:
+    """Returns what a session says on each rank."""
+    here = threading.local()
+    monkeypatch.setattr(socket, "gethostname", lambda: (case.hosts or case.nodes)[here.rank])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: case.cores[here.rank])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: case.num_threads)
+
+    def on_rank(world: World) -> bool:
+        here.rank = world.rank
+        session = session_over(world, nodes=case.nodes, device=case.device)
+        found = ask(session)
+        session.close()
+        return found
+
+    return run_threads(len(case.nodes), on_rank, timeout_s=300)
 
 
 CASES = {
@@ -45,19 +64,10 @@ CASES = {
 def test_reductions_run_beside_backward_where_that_gains(
     monkeypatch: pytest.MonkeyPatch, case: Case, expected: bool
 ) -> None:
-    here = threading.local()
-    monkeypatch.setattr(socket, "gethostname", lambda: (case.hosts or case.nodes)[here.rank])
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: case.cores[here.rank])
-    monkeypatch.setattr(torch, "get_num_threads", lambda: case.num_threads)
-
-    def on_rank(world: World) -> bool:
-        here.rank = world.rank
-        session = session_over(world, nodes=case.nodes, device=case.device)
-        found = session.reductions.overlap(spare_core=session.reductions.has_spare_core())
-        session.close()
-        return found
-
-    assert run_threads(len(case.nodes), on_rank, timeout_s=300) == [expected] * len(case.nodes)
+    found = on_ranks(
+        monkeypatch, case, lambda s: s.reductions.overlap(spare_core=s.reductions.has_spare_core())
+    )
+    assert found == [expected] * len(case.nodes)
 
 
 CROWDED = {
@@ -75,17 +85,6 @@ CROWDED = {
 def test_ranks_know_whether_they_outnumber_their_cores(
     monkeypatch: pytest.MonkeyPatch, case: Case, expected: bool, preloaded: bool
 ) -> None:
-    here = threading.local()
-    monkeypatch.setattr(socket, "gethostname", lambda: (case.hosts or case.nodes)[here.rank])
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: case.cores[here.rank])
-    monkeypatch.setattr(torch, "get_num_threads", lambda: case.num_threads)
     monkeypatch.setattr("hpctrain.run.reductions.in_effect", lambda: preloaded)
-
-    def on_rank(world: World) -> bool:
-        here.rank = world.rank
-        session = session_over(world, nodes=case.nodes, device=case.device)
-        found = session.reductions.oversubscribed()
-        session.close()
-        return found
-
-    assert run_threads(len(case.nodes), on_rank, timeout_s=300) == [expected or preloaded] * len(case.nodes)
+    found = on_ranks(monkeypatch, case, lambda s: s.reductions.oversubscribed())
+    assert found == [expected or preloaded] * len(case.nodes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,8 @@ from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.errors import StoppedEarly
 from hpctrain.resilience import EndTime, StopRequest, WallClock
-from hpctrain.run import parse_recipe
-from hpctrain.run.training import Resume, carry_out
-from hpctrain.telemetry import read_records
-from tests.sessions import session_over
+from tests.run_files import records_of, summary_of
+from tests.sessions import carried_out
 
 STEPS = 100
 
@@ -66,20 +63,7 @@ def run(
         "optimizer": {"name": "adamw", "lr": 0.01},
         **sections,
     }
-    session = session_over(world or SerialWorld())
-    return carry_out(
-        parse_recipe(document), task, session=session, resume=Resume(), stop=task.stop,
-        clock=clock if session.rank == 0 else None,
-    )  # fmt: skip
-
-
-def summary(where: Path) -> dict[str, Any]:
-    return json.loads((where / "run" / "summary.json").read_text())
-
-
-def stopped_record(where: Path, rank: int = 0) -> dict[str, Any]:
-    records = read_records(where / "run" / "metrics" / f"rank-{rank:05}.jsonl")
-    return [record for record in records if record["kind"] == "stopped"][-1]
+    return carried_out(document, task, world=world, stop=task.stop, clock=clock)
 
 
 def ends_in(seconds: float) -> WallClock:
@@ -101,7 +85,7 @@ def test_before_its_time_is_over_a_run_saves_at_one_step_and_another_start_finis
         return [run(where, task, world=world, name="whole")["status"], task.parameters()]
 
     printed = run_threads(2, interrupted, timeout_s=300)
-    records = [stopped_record(where, rank) for rank in (0, 1)]
+    records = [records_of(where / "run", "stopped", rank=rank)[-1] for rank in (0, 1)]
     assert records[0]["step"] == records[1]["step"] < STEPS
     for record in records:
         assert record["reason"] == "the test's limit"
@@ -118,9 +102,9 @@ def test_a_run_whose_time_is_over_already_does_one_step(where: Path) -> None:
     for step in (1, 2):
         with pytest.raises(StoppedEarly):
             run(where, Task(), clock=ends_in(-100))
-        assert summary(where)["step"] == step
-    assert summary(where)["stopped_by"] == "the test's limit"
-    assert summary(where)["time_left_s"] < -99
+        assert summary_of(where / "run")["step"] == step
+    assert summary_of(where / "run")["stopped_by"] == "the test's limit"
+    assert summary_of(where / "run")["time_left_s"] < -99
 
 
 def test_a_run_with_enough_time_finishes(where: Path) -> None:
@@ -139,8 +123,8 @@ def test_a_signal_on_one_rank_stops_all_at_one_step_and_the_rank_is_named(where:
     assert (
         f"stopped after step 7 of {STEPS} (SIGUSR1 on rank 1); the state is saved and verified" in printed[0]
     )
-    assert {stopped_record(where, rank)["step"] for rank in range(3)} == {7}
-    assert summary(where)["stopped_by"] == "SIGUSR1 on rank 1"
+    assert {records_of(where / "run", "stopped", rank=rank)[-1]["step"] for rank in range(3)} == {7}
+    assert summary_of(where / "run")["stopped_by"] == "SIGUSR1 on rank 1"
 
 
 class DamagedOnce(StopRequest):

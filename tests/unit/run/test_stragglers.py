@@ -15,11 +15,9 @@ import torch
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.data import pack_arrays
-from hpctrain.resilience import StopRequest
-from hpctrain.run import parse_recipe
-from hpctrain.run.training import Resume, carry_out
-from hpctrain.telemetry import read_records
-from tests.sessions import session_over
+from tests.run_files import records_of, summary_of
+from tests.sessions import carried_out
+from tests.tiny_task import TinyTask
 
 pytestmark = pytest.mark.timing
 
@@ -27,26 +25,17 @@ STEP_S = 0.01
 WINDOWS = {"window_s": 0.1, "windows": 3}
 
 
-class Task:
+class Task(TinyTask):
     """Its steps take STEP_S, and 3 times as long on `slow_rank` in the steps of `slow`."""
 
     def __init__(self, *, rank: int, slow_rank: int = -1, slow: range = range(0)) -> None:
         self.step = 0
         self.slow = slow if rank == slow_rank else range(0)
 
-    def build_model(self) -> torch.nn.Module:
-        model = torch.nn.Linear(4, 2)
-        for parameter in model.parameters():  # ranks that are threads share one random generator
-            torch.nn.init.constant_(parameter, 0.01)
-        return model
-
     def loss(self, model: torch.nn.Module, fields: dict[str, torch.Tensor]) -> torch.Tensor:
         self.step += 1
         time.sleep(3 * STEP_S if self.step in self.slow else STEP_S)
-        return model(fields["x"]).square().mean()
-
-    def metrics(self, model: torch.nn.Module, fields: dict[str, torch.Tensor]) -> dict[str, float]:
-        return {}
+        return super().loss(model, fields)
 
 
 @pytest.fixture
@@ -58,21 +47,14 @@ def where(tmp_path: Path) -> Path:
 def run(
     where: Path, world: World, *, steps: int, stragglers: dict[str, Any], nodes: list[str] | None = None, **slow: Any
 ) -> dict[str, Any]:  # fmt: skip
-    recipe = parse_recipe({
+    recipe = {
         "run": {"directory": str(where / "run"), "steps": steps},
         "task": {"target": "tests:Task"},
         "data": {"train": str(where / "data"), "global_batch": 24},
         "checkpoint": {"every_steps": 50},
         "stragglers": stragglers,
-    })  # fmt: skip
-    session = session_over(world, nodes=nodes)
-    task = Task(rank=world.rank, **slow)
-    return carry_out(recipe, task, session=session, resume=Resume(), stop=StopRequest())
-
-
-def records(where: Path, kind: str, *, rank: int = 0) -> list[dict[str, Any]]:
-    found = read_records(where / "run" / "metrics" / f"rank-{rank:05}.jsonl")
-    return [record for record in found if record["kind"] == kind]
+    }  # fmt: skip
+    return carried_out(recipe, Task(rank=world.rank, **slow), world=world, nodes=nodes)
 
 
 def test_a_rank_that_is_slow_for_a_while_is_named_once_and_its_end_too(
@@ -98,20 +80,24 @@ def test_a_rank_that_is_slow_for_a_while_is_named_once_and_its_end_too(
     assert value_ms > 2 * usual_ms
     assert 15 < wait_ms < 30
     assert printed[1] == "rank 2 (n1) is no longer slow (compute)"
-    (began,), (ended,) = records(where, "slow"), records(where, "slow_ended")
+    (began,), (ended,) = records_of(where / "run", "slow"), records_of(where / "run", "slow_ended")
     assert (began["ranks"], began["nodes"], began["cause"]) == ([2], ["n1"], "compute")
     assert 60 < began["step"] < 160 < ended["step"]
-    summary = json.loads((where / "run" / "summary.json").read_text())
+    summary = summary_of(where / "run")
     (listed,) = summary["slow"]
     assert (listed["ranks"], listed["from_step"], listed["to_step"]) == ([2], began["step"], ended["step"])
     now = json.loads((where / "run" / "slow.json").read_text())
     assert (now["slow"], now["slow_nodes"]) == ([], [])
-    windows = records(where, "ranks")
+    windows = records_of(where / "run", "ranks")
     assert {window["seconds"]["compute"]["rank"] for window in windows if 80 < window["step"] < 160} == {2}
-    assert not records(where, "slow", rank=1)
-    assert all("own_write" in record["seconds"] for record in records(where, "step") if record["step"] == 50)
+    assert not records_of(where / "run", "slow", rank=1)
+    assert all(
+        "own_write" in record["seconds"]
+        for record in records_of(where / "run", "step")
+        if record["step"] == 50
+    )
     assert (
-        records(where, "probe")[0]["step"] < 60
+        records_of(where / "run", "probe")[0]["step"] < 60
     )  # after the first window; a busy machine makes it probe again
 
 
@@ -126,7 +112,7 @@ def test_a_rank_that_is_slow_to_the_end_stays_in_the_file_for_the_next_start(whe
     now = json.loads((where / "run" / "slow.json").read_text())
     assert now["slow_nodes"] == ["n1"]
     assert [slow["cause"] for slow in now["slow"]] == ["compute"]
-    assert json.loads((where / "run" / "summary.json").read_text())["slow"][0]["to_step"] is None
+    assert summary_of(where / "run")["slow"][0]["to_step"] is None
 
 
 @pytest.mark.parametrize("find", [True, False])
@@ -141,12 +127,12 @@ def test_healthy_ranks_are_not_named_and_nothing_is_compared_where_the_recipe_sa
     )
     printed = capsys.readouterr().out
     assert "is slow (" not in printed
-    assert bool(records(where, "ranks")) is find
+    assert bool(records_of(where / "run", "ranks")) is find
     if find:  # the links are known from the start: the first window asks for no probe
-        first_window = records(where, "ranks")[0]["step"]
-        assert all(probe["step"] > first_window for probe in records(where, "probe"))
+        first_window = records_of(where / "run", "ranks")[0]["step"]
+        assert all(probe["step"] > first_window for probe in records_of(where / "run", "probe"))
     else:
-        assert not records(where, "probe")
+        assert not records_of(where / "run", "probe")
     assert "probe of the nodes, " in printed
     probe = json.loads((where / "run" / "probe.json").read_text())
     assert [node["node"] for node in probe["nodes"]] == ["n0", "n1"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,17 +12,9 @@ from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.data import pack_arrays
 from hpctrain.errors import CheckpointError, DataError, DivergedError, RecipeError, StoppedEarly
+from tests.run_files import saved_steps, summary_of
 from tests.sessions import session_over
 from tests.unit.run.training_cases import SAMPLES, Task, run
-
-
-def summary(where: Path) -> dict[str, Any]:
-    return json.loads((where / "run" / "summary.json").read_text())
-
-
-def saved_steps(where: Path) -> list[int]:
-    return sorted(int(p.stem.split("-")[1]) for p in (where / "run" / "checkpoints").glob("step-*.h5"))
-
 
 # ---------------------------------------------------------------------- the end of a run
 
@@ -31,17 +22,17 @@ def saved_steps(where: Path) -> list[int]:
 def test_a_bug_in_the_evaluation_loses_no_training_and_the_rerun_finishes(where: Path) -> None:
     with pytest.raises(KeyError):
         run(where, Task(fail_in_metrics=True))
-    assert saved_steps(where) == [10]
+    assert saved_steps(where / "run") == [10]
     again = Task()
     found = run(where, again)
     assert again.steps == 0
-    assert found["status"] == summary(where)["status"] == "finished"
+    assert found["status"] == summary_of(where / "run")["status"] == "finished"
     assert found["quality"]["accuracy"] > 0.3
 
 
 def test_a_stop_in_the_last_step_finishes_the_run(where: Path) -> None:
     assert run(where, Task(stop_after=10))["status"] == "finished"
-    assert summary(where)["quality"]
+    assert summary_of(where / "run")["quality"]
 
 
 def test_a_finished_run_is_left_as_it_is(where: Path) -> None:
@@ -54,10 +45,13 @@ def test_a_finished_run_is_left_as_it_is(where: Path) -> None:
 def test_a_stopped_and_a_diverged_run_have_their_summary(where: Path) -> None:
     with pytest.raises(StoppedEarly):
         run(where, Task(stop_after=4))
-    assert (summary(where)["status"], summary(where)["step"]) == ("stopped", 4)
+    assert (summary_of(where / "run")["status"], summary_of(where / "run")["step"]) == ("stopped", 4)
     with pytest.raises(DivergedError):
         run(where, Task(nan=True), optimizer={"max_skipped_in_row": 2})
-    assert (summary(where)["status"], summary(where)["skipped_steps"]) == ("diverged", 2)
+    assert (summary_of(where / "run")["status"], summary_of(where / "run")["skipped_steps"]) == (
+        "diverged",
+        2,
+    )
 
 
 # ---------------------------------------------------------------------- resuming
@@ -87,7 +81,7 @@ def test_a_branch_from_an_older_checkpoint_goes_on_by_itself(where: Path) -> Non
     old = where / "run" / "checkpoints" / "step-00000004.h5"
     with pytest.raises(StoppedEarly):
         run(where, Task(stop_after=1), resume=str(old), optimizer={"lr": 0.001})
-    assert saved_steps(where) == [2, 4, 5]  # 6, 8 and 10 are of the other branch
+    assert saved_steps(where / "run") == [2, 4, 5]  # 6, 8 and 10 are of the other branch
     assert sorted(p.name for p in (where / "run" / "previous-1").iterdir()) == [
         f"step-{step:08}.h5" for step in (6, 8, 10)
     ]

@@ -24,6 +24,7 @@ from hpctrain.run import parse_recipe
 from hpctrain.run.initial_state import renamed
 from hpctrain.telemetry import read_records
 from hpctrain.train import CheckpointPolicy
+from tests.run_files import records_of, saved_steps
 from tests.unit.run.training_cases import run
 
 STEPS = 10
@@ -65,15 +66,6 @@ def checkpoints(where: Path, name: str = "run") -> list[Path]:
     return finished_newest_first(where / name / "checkpoints")[::-1]
 
 
-def saved_steps(where: Path, name: str = "run") -> list[int]:
-    return [int(path.stem.split("-")[1]) for path in checkpoints(where, name)]
-
-
-def records_of(where: Path, kind: str, name: str = "run") -> list[dict[str, Any]]:
-    records = read_records(where / name / "metrics" / "rank-00000.jsonl")
-    return [record for record in records if record["kind"] == kind]
-
-
 def same_content(first: Path, second: Path) -> bool:
     a, b = (load(path, comm=SerialWorld())[1] for path in (first, second))
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -85,10 +77,10 @@ def same_content(first: Path, second: Path) -> bool:
 def test_in_the_background_the_same_is_saved_and_training_goes_on_meanwhile(where: Path) -> None:
     run(where, Classifier(), name="sync", checkpoint={"every_steps": 4, "keep": 9})
     run(where, Classifier(), name="async", checkpoint={"every_steps": 4, "keep": 9, **BACKGROUND})
-    assert saved_steps(where, "sync") == saved_steps(where, "async") == [4, 8, 10]
+    assert saved_steps(where / "sync") == saved_steps(where / "async") == [4, 8, 10]
     for first, second in zip(checkpoints(where, "sync"), checkpoints(where, "async"), strict=True):
         assert same_content(first, second)
-    at_once, later = records_of(where, "checkpoint", "sync"), records_of(where, "checkpoint", "async")
+    at_once, later = records_of(where / "sync", "checkpoint"), records_of(where / "async", "checkpoint")
     assert [r["step"] for r in later] == [4, 8, 10]
     for record in (*at_once, *later):
         assert record["mb_per_s"] == pytest.approx(record["bytes"] / 1e6 / record["write_seconds"])
@@ -107,7 +99,7 @@ def test_stopped_in_the_middle_of_a_background_save_it_resumes_as_if_never_stopp
     task.at = {6: lambda: task.stop.request("test")}
     with pytest.raises(StoppedEarly):
         run(where, task, checkpoint={"every_steps": 4, **BACKGROUND})
-    assert saved_steps(where) == [4, 6]
+    assert saved_steps(where / "run") == [4, 6]
     resumed = run(where, Classifier(), checkpoint={"every_steps": 4, **BACKGROUND})
     assert resumed["resumed_from"].endswith("step-00000006.h5")
     assert resumed["loss"] == whole["loss"]
@@ -116,10 +108,10 @@ def test_stopped_in_the_middle_of_a_background_save_it_resumes_as_if_never_stopp
 
 def test_where_one_is_still_being_written_the_next_is_skipped_as_asked_but_not_the_last(where: Path) -> None:
     run(where, Classifier(), checkpoint={"every_steps": 1, "when_busy": "skip", "keep": 9, **BACKGROUND})
-    steps = saved_steps(where)
+    steps = saved_steps(where / "run")
     assert steps[0] == 1
     assert steps[-1] == STEPS
-    skipped = [record["step"] for record in records_of(where, "checkpoint_skipped")]
+    skipped = [record["step"] for record in records_of(where / "run", "checkpoint_skipped")]
     assert {*steps, *skipped} == set(range(1, STEPS + 1))
     assert len(skipped) > 3
 
@@ -142,7 +134,7 @@ def test_a_file_in_the_run_directory_asks_for_a_checkpoint(where: Path) -> None:
     (where / "run").mkdir()
     (where / "run" / FILE_NAME).touch()
     run(where, Classifier())
-    assert saved_steps(where) == [1, STEPS]
+    assert saved_steps(where / "run") == [1, STEPS]
     assert not (where / "run" / FILE_NAME).exists()
 
 
@@ -153,7 +145,7 @@ def test_a_signal_asks_for_a_checkpoint(where: Path) -> None:
         run(where, task, save_signal=save_signal)
     finally:
         save_signal.restore()
-    assert saved_steps(where) == [4, STEPS]
+    assert saved_steps(where / "run") == [4, STEPS]
 
 
 def test_what_was_asked_for_waits_where_others_are_skipped(where: Path) -> None:
@@ -164,7 +156,7 @@ def test_what_was_asked_for_waits_where_others_are_skipped(where: Path) -> None:
         run(where, task, save_signal=save_signal, checkpoint=section)
     finally:
         save_signal.restore()
-    assert saved_steps(where)[:2] == [3, 4]
+    assert saved_steps(where / "run")[:2] == [3, 4]
 
 
 def test_by_advice_the_first_is_due_after_a_minute_and_the_next_as_its_cost_says() -> None:
@@ -183,7 +175,7 @@ def test_the_interval_that_loses_least_is_reported_and_recorded(
     run(where, Classifier(), checkpoint={"every_steps": 3, "failures_per_day": 2.0})
     reported = capsys.readouterr().out
     assert reported.count("a failure comes every 12 h: save every") == 1
-    assert all(record["advised_interval_s"] > 0 for record in records_of(where, "checkpoint"))
+    assert all(record["advised_interval_s"] > 0 for record in records_of(where / "run", "checkpoint"))
 
 
 # ---------------------------------------------------------------------- what is kept
@@ -198,10 +190,12 @@ def test_the_best_by_the_evaluation_is_kept(where: Path) -> None:
         telemetry={"evaluate_every_steps": 2},
         checkpoint={"every_steps": 2, "keep": 1, "keep_best": "accuracy:max"},
     )
-    quality = {record["step"]: record["quality"]["accuracy"] for record in records_of(where, "evaluation")}
+    quality = {
+        record["step"]: record["quality"]["accuracy"] for record in records_of(where / "run", "evaluation")
+    }
     best = max(quality, key=lambda step: (quality[step], -step))
     assert best < 20
-    assert saved_steps(where) == [best, 20]
+    assert saved_steps(where / "run") == [best, 20]
     for path in checkpoints(where):
         document = open_checkpoint(path, comm=SerialWorld()).document
         step = document["position"]["step"]
@@ -212,7 +206,7 @@ def test_the_best_by_the_evaluation_is_kept(where: Path) -> None:
 
 def test_every_nth_is_kept_besides(where: Path) -> None:
     run(where, Classifier(), checkpoint={"every_steps": 1, "keep": 2, "keep_every": 4})
-    assert saved_steps(where) == [4, 8, 9, 10]
+    assert saved_steps(where / "run") == [4, 8, 9, 10]
 
 
 # ---------------------------------------------------------------------- where from
@@ -250,7 +244,7 @@ def test_a_run_branches_off_from_an_older_checkpoint_that_is_a_folder(where: Pat
     task.at = {1: lambda: task.stop.request("test")}
     with pytest.raises(StoppedEarly):
         run(where, task, resume=str(checkpoints(where)[1]), checkpoint=section)
-    assert saved_steps(where) == [2, 4, 5]
+    assert saved_steps(where / "run") == [2, 4, 5]
     moved = sorted(path.name for path in (where / "run" / "previous-1").iterdir())
     assert moved == [f"step-{step:08}" for step in (6, 8, 10)]
     # What the nodes still hold of the other branch is not recovered.

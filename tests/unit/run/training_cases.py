@@ -10,12 +10,9 @@ import torch
 from torch.nn import functional
 
 from hpctrain.comm import World
-from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.resilience import CheckpointSignal, StopRequest
-from hpctrain.run import parse_recipe
-from hpctrain.run.training import Resume, carry_out
 from hpctrain.train.task.task import Task as TrainTask
-from tests.sessions import session_over
+from tests.sessions import carried_out
 
 SAMPLES = 100
 
@@ -81,8 +78,6 @@ def run(
     for section, values in sections.items():
         document[section] = {**document.get(section, {}), **values}
     document["run"] = {k: v for k, v in document["run"].items() if v is not None}
-    session = session_over(world or SerialWorld(), nodes=nodes)
-    return carry_out(
-        parse_recipe(document), task, session=session, resume=Resume.parse(resume), stop=task.stop,
-        save_signal=save_signal,
-    )  # fmt: skip
+    return carried_out(
+        document, task, world=world, nodes=nodes, stop=task.stop, resume=resume, save_signal=save_signal
+    )

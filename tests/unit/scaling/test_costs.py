@@ -26,7 +26,6 @@ from hpctrain.scaling import (
     advice,
     binding,
     cost_of,
-    even_buckets,
     fit_machine,
     overlap_slowdown,
     parse_nodes,
@@ -45,7 +44,11 @@ MACHINE = Machine(
     node=Node(cores=64, sum_bytes_per_s=10e9, code_bytes_per_s=5e9, wire_bytes_per_s=10e9),
 )
 WORKLOAD = Workload(
-    forward_s=0.05, backward_s=0.1, update_s=0.01, samples=32, buckets=even_buckets(100e6, bucket_bytes=4e6)
+    forward_s=0.05,
+    backward_s=0.1,
+    update_s=0.01,
+    samples=32,
+    buckets=rebucketed([ReadyBucket(100e6, 1.0)], bucket_bytes=4e6),
 )
 SCENARIO = Scenario(machine=MACHINE, workload=WORKLOAD, setup=Setup(algorithm="hierarchical"))
 

@@ -1,12 +1,14 @@
-"""The simulation of failures against the formulas of Young and Daly."""
+"""The simulation of failures against the formulas of Daly 2006."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from hpctrain.scaling import SimulatedJob, daly_interval, expected_share, simulate_job, sweep, young_interval
+from hpctrain.checkpoint import daly_interval_s
+from hpctrain.scaling import SimulatedJob, simulate_job, sweep
 
 HOUR_S = 3600.0
 JOB = SimulatedJob(
@@ -19,14 +21,14 @@ pytest.importorskip("simpy")
 @pytest.mark.parametrize("interval_s", [600.0, 3000.0, 20_000.0])
 def test_shares_are_those_of_dalys_formula(interval_s: float) -> None:
     outcome = simulate_job(replace(JOB, interval_s=interval_s), hours=40_000, seed=1)
-    expected = expected_share(interval_s, 60.0, restart_s=120.0, between_failures_s=JOB.between_failures_s)
-    assert outcome.trained == pytest.approx(expected, rel=0.02)
+    mean = JOB.between_failures_s
+    wall = mean * math.exp(120.0 / mean) * (math.exp((interval_s + 60.0) / mean) - 1)  # equation 20
+    assert outcome.trained == pytest.approx(interval_s / wall, rel=0.02)
     assert outcome.failures == pytest.approx(40_000 / 20, rel=0.1)
 
 
 def test_the_best_interval_of_the_sweep_is_dalys() -> None:
-    best = daly_interval(60.0, between_failures_s=JOB.between_failures_s)
-    assert best == pytest.approx(young_interval(60.0, between_failures_s=JOB.between_failures_s), rel=0.05)
+    best = daly_interval_s(cost_s=60.0, failure_every_s=JOB.between_failures_s)
     intervals = [best * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0)]
     found = sweep(JOB, intervals_s=intervals, spares=[10_000], hours=60_000, seed=7)
     shares = [found[interval, 10_000].trained for interval in intervals]

@@ -11,12 +11,12 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.ranks_launcher import REPOSITORY
+from tests.states import wait_for
 
 pytestmark = pytest.mark.timing
 
@@ -92,10 +92,7 @@ def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
 def signalled(place: Path, script: str, number: signal.Signals) -> int:
     """Starts a script, sends the signal to all its processes once the ranks run; returns its exit code."""
     process = start(place, script, HPCTRAIN_RECIPE="r.toml", WAIT="yes")
-    deadline_s = time.monotonic() + 300
-    while not (place / "notes.started").exists():
-        assert time.monotonic() < deadline_s, "the ranks did not start"
-        time.sleep(0.05)
+    wait_for((place / "notes.started").exists)
     os.killpg(process.pid, number)  # as schedulers do
     return end_of(process)[0]
 

@@ -167,7 +167,7 @@ def test_a_floor_that_goes_up_and_down_for_other_reasons_is_measured_ever_more_r
 # ---------------------------------------------------------------------- pairs
 
 
-@pytest.mark.parametrize("num_nodes", range(2, 20))
+@pytest.mark.parametrize("num_nodes", [2, 3, 4, 5, 18, 19])
 def test_in_all_rounds_every_two_nodes_meet_once_and_each_is_in_one_pair_at_a_time(num_nodes: int) -> None:
     met = []
     for number in range(num_rounds(num_nodes)):

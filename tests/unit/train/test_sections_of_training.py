@@ -17,22 +17,9 @@ from hpctrain.resilience import StopRequest
 from hpctrain.run import Session, parse_recipe
 from hpctrain.run.training import Resume, carry_out
 from tests.sessions import session_over
+from tests.tiny_task import TinyTask
 
 RANKS = 2
-
-
-class Task:
-    def build_model(self) -> torch.nn.Module:
-        model = torch.nn.Linear(4, 2)
-        for parameter in model.parameters():  # ranks that are threads share one random generator
-            torch.nn.init.constant_(parameter, 0.01)
-        return model
-
-    def loss(self, model: torch.nn.Module, fields: dict[str, torch.Tensor]) -> torch.Tensor:
-        return model(fields["x"]).square().mean()
-
-    def metrics(self, model: torch.nn.Module, fields: dict[str, torch.Tensor]) -> dict[str, float]:
-        return {}
 
 
 def note_sections(world: World, session: Session) -> dict[str, set[Section | None]]:
@@ -63,7 +50,7 @@ def test_the_exchange_at_the_end_of_an_epoch_has_the_limit_of_a_step(tmp_path: P
     def run(world: World) -> dict[str, set[Section | None]]:
         session = session_over(world)
         found = note_sections(world, session)
-        carry_out(parse_recipe(recipe), Task(), session=session, resume=Resume(), stop=StopRequest())
+        carry_out(parse_recipe(recipe), TinyTask(), session=session, resume=Resume(), stop=StopRequest())
         return found
 
     for found in run_threads(RANKS, run, timeout_s=300):

@@ -30,6 +30,7 @@ from hpctrain.checkpoint.tiers.partner_copy import (
     send_partner_message,
 )
 from hpctrain.errors import CheckpointError
+from tests.states import wait_for
 
 pytestmark = pytest.mark.timing
 
@@ -162,9 +163,7 @@ def test_strangers_that_drip_are_sent_away_in_time_and_the_partner_comes_in_mean
         send_file(source, offer=offer_of(source), partner=partner, token=TOKEN)
         assert time.monotonic() - begin_s < 5
         assert [held.offer for held in held_under(store.base)] == [offer_of(source)]
-        deadline = time.monotonic() + 300
-        while not all(stranger.held_s for stranger in strangers) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for(lambda: all(stranger.held_s for stranger in strangers))
         # The timeout of 1 s, and two drips until a stranger notices; with room for a busy machine.
         assert max(stranger.held_s[0] for stranger in strangers) < 5
 
@@ -325,10 +324,7 @@ def test_a_sender_that_dies_leaves_nothing(tmp_path: Path, source: Path) -> None
         connection.recv(1024)
         connection.sendall(bytes(1 << 20))
         connection.close()
-        deadline = time.monotonic() + 300
-        while list(store.partner.glob("*/*")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert list(store.partner.glob("*/*")) == []
+        wait_for(lambda: not list(store.partner.glob("*/*")))
     assert held_under(store.base) == []
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks_launcher import REPOSITORY
+from tests.states import wait_for
 
 pytestmark = [pytest.mark.launches, pytest.mark.timing]
 
@@ -55,17 +56,9 @@ def start(directory: Path, *words: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    deadline_s = time.monotonic() + 300
-    while not path.exists():
-        assert time.monotonic() < deadline_s
-        assert process.poll() is None
-        time.sleep(0.05)
-
-
 def test_a_rank_whose_python_is_held_ends_with_code_6_and_a_word(tmp_path: Path) -> None:
     process = start(tmp_path, "2", "hold", "0")
-    wait_for(tmp_path / "ready", process)
+    wait_for((tmp_path / "ready").exists)
     try:
         _, printed = process.communicate(timeout=300)
     finally:
@@ -84,7 +77,7 @@ def test_a_rank_that_holds_the_lock_outside_any_operation_lives_on(tmp_path: Pat
 
 def test_a_suspended_rank_goes_on(tmp_path: Path) -> None:
     process = start(tmp_path, "2", "wait", "6")
-    wait_for(tmp_path / "ready", process)
+    wait_for((tmp_path / "ready").exists)
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(8)  # longer than _SUSPENDED_AFTER_S and the limit
     os.kill(process.pid, signal.SIGCONT)

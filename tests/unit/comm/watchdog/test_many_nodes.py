@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,16 +24,10 @@ from hpctrain.comm.watchdog.board.rank_status import Activity, RankNodes
 from hpctrain.comm.watchdog.board.status_board import PositionReader
 from hpctrain.comm.watchdog.operation_state import Track
 from hpctrain.comm.watchdog.timeout_report import describe_finding
+from tests.states import wait_for
 from tests.unit.comm.watchdog.rank_alone import Rank, position
 
 pytestmark = pytest.mark.timing
-
-
-def wait_until(condition: Callable[[], object], *, timeout_s: float = 300) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def test_of_the_ranks_of_a_node_that_wait_one_writes_a_file_in_the_run_directory(tmp_path: Path) -> None:
@@ -51,7 +44,7 @@ def test_of_the_ranks_of_a_node_that_wait_one_writes_a_file_in_the_run_directory
         ranks[1].track.during("barrier"),
         ranks[2].track.during("barrier"),
     ):
-        wait_until(lambda: waiting() == [0, 1, 2])
+        wait_for(lambda: waiting() == [0, 1, 2])
         files = [path for path in shared.rglob("*") if path.is_file() and path.suffix != ".partial"]
         assert files == [node_path(shared, node=0)]
     for rank in ranks:
@@ -67,7 +60,7 @@ def test_the_next_rank_leads_a_node_whose_leader_is_silent_and_names_it(tmp_path
         with rank.track.during("barrier"):
             pass
     with ranks[0].track.during("barrier"), ranks[1].track.during("barrier"):
-        wait_until(lambda: read_node(ranks[0].folders.shared, node=0) is not None)
+        wait_for(lambda: read_node(ranks[0].folders.shared, node=0) is not None)
         board = ranks[1].watcher._board
         assert board is not None
         found = board.find(ranks[1].track, within_s=5)

@@ -26,6 +26,7 @@ from hpctrain.comm.watchdog.board.node_files import (
     write_node,
 )
 from hpctrain.comm.watchdog.operation_state import ProgressMonitor
+from tests.states import wait_for
 from tests.unit.comm.watchdog.rank_alone import FOUR, SEVEN, Rank, folders, position
 
 pytestmark = pytest.mark.timing
@@ -130,10 +131,7 @@ def test_what_an_earlier_attempt_requested_is_not_done(
     assert "other ranks wait" not in capfd.readouterr().err
     call(shared, rank=0)
     alarm_path(shared).touch()
-    deadline_s = time.monotonic() + 300
-    while call_path(shared, rank=0).exists() or call_path(rank.folders.local, rank=0).exists():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    wait_for(lambda: not any(call_path(folder, rank=0).exists() for folder in (shared, rank.folders.local)))
     time.sleep(0.5)
     assert capfd.readouterr().err.count("other ranks wait for rank 0") == 1
     rank.watcher.end()
@@ -168,10 +166,8 @@ def test_a_rank_that_makes_progress_does_not_renew_its_file(tmp_path: Path) -> N
 
     # A thread that a busy machine has kept from running for a second takes its rank for suspended, and renews the file.
     assert not all(renews() for _ in range(3))
-    began_ns, deadline_s = own.stat().st_mtime_ns, time.monotonic() + 20
-    while own.stat().st_mtime_ns == began_ns:  # nothing begins or ends any more
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
+    began_ns = own.stat().st_mtime_ns
+    wait_for(lambda: own.stat().st_mtime_ns != began_ns, timeout_s=20)  # nothing begins or ends any more
     assert read_local(rank.folders.local)[0].groups["world"].sequence >= 15
     rank.watcher.end()
 

@@ -5,6 +5,7 @@ Each file has one dataset, /x. All choices follow from a number, so that a file 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from tests.unit.data.hdf5.random_types import Drawn, Random, draw
 LZF = 32000
 # libsz 2.0.1 writes over the end of its buffer if a small chunk becomes larger by compression: also what scale-offset
 # and n-bit have made small.
-_SZIP_ELEMENTS = 64
+SZIP_ELEMENTS = 64
 
 
 class DrawnFile(NamedTuple):
@@ -140,13 +141,21 @@ def _add_filters(plist: h5p.PropDCID, drawn: Drawn, random: Random, chunks: tupl
         codes.append(LZF)
     elif (
         drawn.numpy is not None
-        and np.prod(chunks) >= _SZIP_ELEMENTS
+        and np.prod(chunks) >= SZIP_ELEMENTS
         and not {h5z.FILTER_SCALEOFFSET, h5z.FILTER_NBIT} & set(codes)
         and random.random() < 0.5
     ):
         codes.append(h5z.FILTER_SZIP)
     if random.random() < 0.3:
         codes.insert(int(random.integers(len(codes) + 1)), h5z.FILTER_FLETCHER32)
+    is_float = kind == h5t.FLOAT
+    return set_filters(plist, codes, random, is_float=is_float, digits=lambda: 3 if is_float else 0)
+
+
+def set_filters(
+    plist: h5p.PropDCID, codes: list[int], random: Random, *, is_float: bool, digits: Callable[[], int]
+) -> list[int]:
+    """Adds these filters. digits: what scale-offset keeps. Returns the codes."""
     for code in codes:
         if code == h5z.FILTER_DEFLATE:
             plist.set_deflate(int(random.integers(0, 10)))
@@ -157,30 +166,36 @@ def _add_filters(plist: h5p.PropDCID, drawn: Drawn, random: Random, chunks: tupl
         elif code == h5z.FILTER_SZIP:
             plist.set_szip(h5z.SZIP_NN_OPTION_MASK, int(random.choice([2, 4, 8])))
         elif code == h5z.FILTER_SCALEOFFSET:
-            is_float = kind == h5t.FLOAT
-            plist.set_scaleoffset(h5z.SO_FLOAT_DSCALE if is_float else h5z.SO_INT, 3 if is_float else 0)
+            plist.set_scaleoffset(h5z.SO_FLOAT_DSCALE if is_float else h5z.SO_INT, digits())
         else:
             plist.set_filter(code, h5z.FLAG_OPTIONAL)
     return [int(code) for code in codes]
 
 
+def set_times(plist: h5p.PropDCID, random: Random, *, share: float, layout: str) -> list[str]:
+    """Chooses when a dataset is filled and allocated. share: of the datasets for which each is chosen."""
+    said = []
+    if random.random() < share:
+        time = int(random.choice([h5d.FILL_TIME_ALLOC, h5d.FILL_TIME_NEVER, h5d.FILL_TIME_IFSET]))
+        plist.set_fill_time(time)
+        said.append(f"fill time {time}")
+    if random.random() < share and layout in ("chunked", "contiguous"):
+        times = [h5d.ALLOC_TIME_EARLY, h5d.ALLOC_TIME_LATE]
+        time = int(random.choice([*times, h5d.ALLOC_TIME_INCR] if layout == "chunked" else times))
+        plist.set_alloc_time(time)
+        said.append(f"allocated {time}")
+    return said
+
+
 def _fill(plist: h5p.PropDCID, drawn: Drawn, random: Random, layout: str) -> str:
-    said = ""
+    said = []
     if drawn.numpy is not None and random.random() < 0.4:
         value = drawn.elements(1).reshape(-1).view(drawn.numpy.base)[:1]
         if drawn.numpy.subdtype is None:
             plist.set_fill_value(value.reshape(1))
-            said += f" fill {value[0]}"
-    if random.random() < 0.4:
-        time = int(random.choice([h5d.FILL_TIME_ALLOC, h5d.FILL_TIME_NEVER, h5d.FILL_TIME_IFSET]))
-        plist.set_fill_time(time)
-        said += f" fill time {time}"
-    if random.random() < 0.4 and layout != "compact":
-        times = [h5d.ALLOC_TIME_EARLY, h5d.ALLOC_TIME_LATE]
-        time = int(random.choice([*times, h5d.ALLOC_TIME_INCR] if layout == "chunked" else times))
-        plist.set_alloc_time(time)
-        said += f" allocated {time}"
-    return said
+            said.append(f"fill {value[0]}")
+    said += set_times(plist, random, share=0.4, layout=layout)
+    return "".join(f" {each}" for each in said)
 
 
 def _write(dataset: h5py.Dataset, drawn: Drawn, random: Random) -> str:

@@ -119,7 +119,12 @@ def _enumeration(random: Random) -> Drawn:
 
 
 def _array(random: Random) -> Drawn:
-    base = [_number, _number, _integer, _float, _enumeration][int(random.integers(5))](random)
+    return array_of(
+        [_number, _number, _integer, _float, _enumeration][int(random.integers(5))](random), random
+    )
+
+
+def array_of(base: Drawn, random: Random) -> Drawn:
     dims = tuple(int(size) for size in random.integers(1, 4, int(random.integers(1, 3))))
     count = int(np.prod(dims))
     kind = h5t.array_create(base.kind, dims)
@@ -128,10 +133,10 @@ def _array(random: Random) -> Drawn:
                  lambda n: base.elements(n * count).reshape(n, -1), numpy=numpy)  # fmt: skip
 
 
-def _compound(random: Random) -> Drawn:
-    makers = [_number, _number, _number, _integer, _float, _enumeration, _array, _time, _string, _complex]
-    members = [makers[int(random.integers(len(makers)))](random) for _ in range(int(random.integers(1, 5)))]
-    gaps = random.integers(0, 4, len(members) + 1) if random.random() < 0.5 else np.zeros(9, int)
+def table_of(
+    members: list[Drawn], gaps: NDArray[np.int64]
+) -> tuple[h5t.TypeID, Callable[[int], NDArray[np.uint8]]]:
+    """Returns a compound type and its elements. gaps: bytes in front of each member, and behind the last."""
     size = sum(member.kind.get_size() for member in members) + int(gaps[: len(members) + 1].sum())
     kind = h5t.create(h5t.COMPOUND, size)
     offset, offsets = int(gaps[0]), []
@@ -139,7 +144,6 @@ def _compound(random: Random) -> Drawn:
         kind.insert(f"m{number}".encode(), offset, member.kind)
         offsets.append(offset)
         offset += member.kind.get_size() + int(gaps[number + 1])
-    chosen = int(random.integers(len(members)))
 
     def elements(count: int) -> NDArray[np.uint8]:
         made = np.zeros((count, size), dtype=np.uint8)
@@ -147,6 +151,15 @@ def _compound(random: Random) -> Drawn:
             made[:, at : at + member.kind.get_size()] = member.elements(count)
         return made
 
+    return kind, elements
+
+
+def _compound(random: Random) -> Drawn:
+    makers = [_number, _number, _number, _integer, _float, _enumeration, _array, _time, _string, _complex]
+    members = [makers[int(random.integers(len(makers)))](random) for _ in range(int(random.integers(1, 5)))]
+    gaps = random.integers(0, 4, len(members) + 1) if random.random() < 0.5 else np.zeros(9, int)
+    kind, elements = table_of(members, gaps)
+    chosen = int(random.integers(len(members)))
     if any(member.values is not None for member in members):
         return _compound(random)
     names = ", ".join(member.name for member in members)

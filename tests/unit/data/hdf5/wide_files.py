@@ -17,7 +17,14 @@ import numpy as np
 from h5py import h5d, h5f, h5p, h5s, h5t, h5z
 
 from tests.unit.data.hdf5.random_attributes import Said, add_attributes
-from tests.unit.data.hdf5.random_files import LZF, CannotMakeError, DrawnFile
+from tests.unit.data.hdf5.random_files import (
+    LZF,
+    SZIP_ELEMENTS,
+    CannotMakeError,
+    DrawnFile,
+    set_filters,
+    set_times,
+)
 from tests.unit.data.hdf5.random_types import Random
 from tests.unit.data.hdf5.wide_types import LIBRARY, Wide, draw_wide
 
@@ -25,7 +32,6 @@ _BOUNDS = (
     ("earliest", h5f.LIBVER_EARLIEST), ("v108", getattr(h5f, "LIBVER_V18", None)),
     ("v110", getattr(h5f, "LIBVER_V110", None)), ("latest", h5f.LIBVER_LATEST),
 )  # fmt: skip
-_SZIP_ELEMENTS = 64
 
 
 def make_wide_file(path: Path, *, number: int) -> DrawnFile:
@@ -210,24 +216,13 @@ def _add_filters(plist: h5p.PropDCID, wide: Wide, random: Random, chunks: tuple[
             codes = [h5z.FILTER_SHUFFLE, h5z.FILTER_NBIT]
     if kind in (h5t.INTEGER, h5t.FLOAT) and random.random() < 0.15:
         codes = [h5z.FILTER_SCALEOFFSET, *(code for code in codes if code != h5z.FILTER_NBIT)]
-    elif drawn.numpy is not None and np.prod(chunks) >= _SZIP_ELEMENTS and random.random() < 0.2:
+    elif drawn.numpy is not None and np.prod(chunks) >= SZIP_ELEMENTS and random.random() < 0.2:
         codes = [h5z.FILTER_SZIP, *(code for code in codes if code != h5z.FILTER_NBIT)]
-    for code in codes:
-        if code == h5z.FILTER_DEFLATE:
-            plist.set_deflate(int(random.integers(0, 10)))
-        elif code == h5z.FILTER_SHUFFLE:
-            plist.set_shuffle()
-        elif code == h5z.FILTER_FLETCHER32:
-            plist.set_fletcher32()
-        elif code == h5z.FILTER_SZIP:
-            plist.set_szip(h5z.SZIP_NN_OPTION_MASK, int(random.choice([2, 4, 8])))
-        elif code == h5z.FILTER_SCALEOFFSET:
-            is_float = kind == h5t.FLOAT
-            digits = int(random.integers(0, 4)) if is_float else int(random.choice([0, 0, 5]))
-            plist.set_scaleoffset(h5z.SO_FLOAT_DSCALE if is_float else h5z.SO_INT, digits)
-        else:
-            plist.set_filter(code, h5z.FLAG_OPTIONAL)
-    return codes
+    is_float = kind == h5t.FLOAT
+    return set_filters(
+        plist, codes, random, is_float=is_float,
+        digits=lambda: int(random.integers(0, 4)) if is_float else int(random.choice([0, 0, 5])),
+    )  # fmt: skip
 
 
 def _fill(plist: h5p.PropDCID, wide: Wide, random: Random, layout: str, said: list[str]) -> None:
@@ -236,15 +231,7 @@ def _fill(plist: h5p.PropDCID, wide: Wide, random: Random, layout: str, said: li
         value = np.ascontiguousarray(drawn.elements(1)).tobytes()
         LIBRARY.H5Pset_fill_value(ctypes.c_int64(plist.id), ctypes.c_int64(drawn.kind.id), value)
         said.append(f"fill {value[:8].hex()}")
-    if random.random() < 0.5:
-        time = int(random.choice([h5d.FILL_TIME_ALLOC, h5d.FILL_TIME_NEVER, h5d.FILL_TIME_IFSET]))
-        plist.set_fill_time(time)
-        said.append(f"fill time {time}")
-    if random.random() < 0.5 and layout in ("chunked", "contiguous"):
-        times = [h5d.ALLOC_TIME_EARLY, h5d.ALLOC_TIME_LATE]
-        time = int(random.choice([*times, h5d.ALLOC_TIME_INCR] if layout == "chunked" else times))
-        plist.set_alloc_time(time)
-        said.append(f"allocated {time}")
+    said += set_times(plist, random, share=0.5, layout=layout)
 
 
 def _more_attributes(dataset: h5py.Dataset, random: Random) -> None:

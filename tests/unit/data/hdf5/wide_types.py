@@ -69,29 +69,12 @@ def _inner(random: Random, depth: int) -> Drawn:
 def _compound(random: Random, depth: int) -> Drawn:
     members = [_inner(random, depth) for _ in range(int(random.integers(1, 4)))]
     gaps = random.integers(0, 4, 4) if random.random() < 0.5 else np.zeros(4, int)
-    size = sum(member.kind.get_size() for member in members) + int(gaps[: len(members) + 1].sum())
-    kind = h5t.create(h5t.COMPOUND, size)
-    offset, offsets = int(gaps[0]), []
-    for number, member in enumerate(members):
-        kind.insert(f"m{number}".encode(), offset, member.kind)
-        offsets.append(offset)
-        offset += member.kind.get_size() + int(gaps[number + 1])
-
-    def elements(count: int) -> NDArray[np.uint8]:
-        made = np.zeros((count, size), dtype=np.uint8)
-        for at, member in zip(offsets, members, strict=True):
-            made[:, at : at + member.kind.get_size()] = member.elements(count)
-        return made
-
+    kind, elements = random_types.table_of(members, gaps)
     return Drawn(f"table of ({', '.join(member.name for member in members)})", kind, elements)
 
 
 def _array_of(random: Random, depth: int = 1) -> Drawn:
-    base = _inner(random, depth)
-    dims = tuple(int(size) for size in random.integers(1, 4, int(random.integers(1, 3))))
-    count = int(np.prod(dims))
-    return Drawn(f"array {dims} of {base.name}", h5t.array_create(base.kind, dims),
-                 lambda n: base.elements(n * count).reshape(n, -1))  # fmt: skip
+    return random_types.array_of(_inner(random, depth), random)
 
 
 def _table(random: Random) -> Wide:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,38 +80,34 @@ def test_what_is_ready_waits_for_the_consumer(num_threads: int) -> None:
             next(items)
 
 
-def test_the_first_of_unknown_size_is_made_alone_and_tells_the_size_of_the_next() -> None:
-    make = Maker([40] * 20)
-    with Prefetch(make, num_items=20, bound=bound(100), num_threads=4) as items:
-        assert make.begun_after(2) == 2  # 40 + 40; a third would not fit
-        next(items)
-        assert make.begun_after(3) == 3
+# Sizes of the items, arguments of Prefetch, and how many items are begun after how many were taken.
+AHEAD: dict[str, tuple[list[int], dict[str, Any], dict[int, int]]] = {
+    "the first of unknown size is made alone and tells the size of the next": (
+        [40] * 20, {"bound": bound(100), "num_threads": 4}, {0: 2, 1: 3},  # 40 + 40; a third would not fit
+    ),
+    "items that grow leave room for fewer": (
+        [10] * 10 + [50] * 10, {"bound": bound(100), "num_threads": 1}, {0: 10, 10: 12},
+    ),
+    "making_bytes count towards the bound only while an item is made": (
+        # Two are ready: 20 and 35 for the next are more than 50.
+        [10] * 20, {"bound": bound(50, expected_bytes=10, making_bytes=25), "num_threads": 2}, {0: 2, 1: 3},
+    ),
+    "no more than depth items are made ahead even if more bytes would fit": (
+        [10] * 20, {"bound": bound(1000, expected_bytes=10), "depth": 3}, {0: 3, 1: 4},
+    ),
+}  # fmt: skip
 
 
-def test_items_that_grow_leave_room_for_fewer() -> None:
-    make = Maker([10] * 10 + [50] * 10)
-    with Prefetch(make, num_items=20, bound=bound(100), num_threads=1) as items:
-        assert make.begun_after(10) == 10
-        for _ in range(10):
-            next(items)
-        assert make.begun_after(12) == 12
-
-
-def test_making_bytes_count_towards_the_bound_only_while_an_item_is_made() -> None:
-    make = Maker([10] * 20)
-    limit = bound(50, expected_bytes=10, making_bytes=25)
-    with Prefetch(make, num_items=20, bound=limit, num_threads=2) as items:
-        assert make.begun_after(2) == 2  # two are ready: 20 and 35 for the next are more than 50
-        next(items)
-        assert make.begun_after(3) == 3
-
-
-def test_no_more_than_depth_items_are_made_ahead_even_if_more_bytes_would_fit() -> None:
-    make = Maker([10] * 20)
-    with Prefetch(make, num_items=20, depth=3, bound=bound(1000, expected_bytes=10)) as items:
-        assert make.begun_after(3) == 3
-        next(items)
-        assert make.begun_after(4) == 4
+@pytest.mark.parametrize("case", AHEAD)
+def test_so_many_items_are_made_ahead(case: str) -> None:
+    sizes, options, begun = AHEAD[case]
+    make, taken = Maker(sizes), 0
+    with Prefetch(make, num_items=len(sizes), **options) as items:
+        for number, expected in begun.items():
+            for _ in range(number - taken):
+                next(items)
+            taken = number
+            assert make.begun_after(expected) == expected
 
 
 def test_a_transform_that_makes_batches_larger_is_held_to_the_bytes_of_its_output(tmp_path: object) -> None:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from hpctrain.data.locality.node_copies import PREFIX, clean_up
 from hpctrain.data.locality.staged_dataset import StagedDataset
 from hpctrain.errors import DataError, RecipeError
 from tests.ranks_launcher import REPOSITORY
+from tests.states import wait_for
 
 pytestmark = pytest.mark.timing
 
@@ -44,13 +44,6 @@ def dataset(tmp_path: Path) -> Path:
         block_bytes=4096,
     )
     return directory
-
-
-def eventually(condition: Callable[[], Any], *, timeout_s: float = 300) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.01)
 
 
 def comes(staged: StagedDataset, copy: Path) -> bool:
@@ -73,7 +66,7 @@ def test_samples_come_from_the_copies_once_they_are_there(dataset: Path, tmp_pat
     with StagedDataset.open(original, directory=tmp_path / "local", max_bytes=LARGE) as staged:
         assert_same(staged.gather(np.arange(NUM_SAMPLES)), everything)
         assert staged.wait_until_staged(timeout_s=300) == 1
-        assert (staged.problems, staged.is_stager) == ({}, True)
+        assert staged.problems == {}
         # The originals are not needed any more, not even by somebody who has them not open yet.
         shutil.rmtree(dataset)
         order = np.random.default_rng(1).permutation(NUM_SAMPLES)
@@ -102,7 +95,7 @@ def test_a_damaged_shard_is_not_staged_and_the_rest_is(dataset: Path, tmp_path: 
     # The reader's checks are another matter: see `hpctrain.data.integrity.read_checker`.
     original = Dataset.open(dataset, verify="off")
     with StagedDataset.open(original, directory=tmp_path / "local", max_bytes=LARGE) as staged:
-        eventually(lambda: len(staged.problems) == 2 and len(list(staged.folder.glob("shard-*.h5"))) == 4)
+        wait_for(lambda: len(staged.problems) == 2 and len(list(staged.folder.glob("shard-*.h5"))) == 4)
         assert "shard-00001.h5 is damaged: bytes" in staged.problems["shard-00001.h5"]
         assert "HDF5 headers differ" in staged.problems["shard-00004.h5"]
         assert not list(staged.folder.glob(".copying-*"))
@@ -120,14 +113,15 @@ def test_ranks_share_one_folder_and_the_last_one_removes_it(dataset: Path, tmp_p
     local = tmp_path / "local"
     first = StagedDataset.open(Dataset.open(dataset), directory=local, max_bytes=LARGE)
     second = StagedDataset.open(Dataset.open(dataset), directory=local, max_bytes=LARGE)
-    assert (first.is_stager, second.is_stager) == (True, False)
+    assert first._stager is not None
+    assert second._stager is None
     assert first.folder == second.folder
     assert second.wait_until_staged(timeout_s=300) == 1
     assert clean_up(local) == []
     first.close()
     assert np.array_equal(second.gather(np.arange(7))["label"], np.arange(7))
     assert second.staged_samples == 7
-    eventually(lambda: second.wait_until_staged(timeout_s=0.01) and second.is_stager)
+    wait_for(lambda: second.wait_until_staged(timeout_s=0.01) and second._stager is not None)
     second.close()
     second.close()
     assert list(local.iterdir()) == []
@@ -153,7 +147,7 @@ def test_the_bound_holds_and_what_was_read_makes_room_for_what_comes(dataset: Pa
             for shard in range(6):
                 rows = np.arange(shard * SHARD_SAMPLES, (shard + 1) * SHARD_SAMPLES)
                 copy = staged.folder / original.manifest.shards[shard].file
-                eventually(functools.partial(comes, staged, copy))
+                wait_for(functools.partial(comes, staged, copy))
                 assert np.array_equal(staged.gather(rows)["label"], rows)
             assert staged.staged_samples == NUM_SAMPLES
         finally:
@@ -171,7 +165,7 @@ def test_a_copy_that_another_process_reads_stays(dataset: Path, tmp_path: Path) 
         StagedDataset.open(original, **options) as reads,
         StagedDataset.open(Dataset.open(dataset), **options) as idle,
     ):
-        eventually(lambda: len(list(reads.folder.glob("shard-*.h5"))) == 2)
+        wait_for(lambda: len(list(reads.folder.glob("shard-*.h5"))) == 2)
         idle.wait_until_staged(timeout_s=0.01)
         assert np.array_equal(idle.gather(np.arange(5))["label"], np.arange(5))  # holds shard 0 from now on
         assert idle.staged_samples == 5
@@ -181,7 +175,7 @@ def test_a_copy_that_another_process_reads_stays(dataset: Path, tmp_path: Path) 
             assert len(idle_file) == 1  # under its name, or told to leave
             time.sleep(0.01)
         # Once its reader sees that it is to go, it goes, and others come.
-        eventually(
+        wait_for(
             lambda: (
                 reads.wait_until_staged(timeout_s=0.01),
                 idle.wait_until_staged(timeout_s=0.01),
@@ -250,7 +244,7 @@ def test_places_that_cannot_be_used_are_refused(dataset: Path, tmp_path: Path) -
 
 def test_files_beyond_the_bound_are_read_where_they_are(dataset: Path, tmp_path: Path) -> None:
     with StagedDataset.open(Dataset.open(dataset), directory=tmp_path / "local", max_bytes=1000) as staged:
-        eventually(lambda: len(staged.problems) == 6)
+        wait_for(lambda: len(staged.problems) == 6)
         assert "more than the bound of 1000" in staged.problems["shard-00000.h5"]
         assert np.array_equal(staged.gather(np.arange(50))["label"], np.arange(50))
         assert (staged.staged_samples, staged.read_samples) == (0, 50)

@@ -19,17 +19,7 @@ from hpctrain.data.format.manifest import _checksum
 from hpctrain.data.indexing.index_files import index_files
 from hpctrain.data.reading.field_reader import OpenFile, ReadTask
 from hpctrain.errors import DataError, ExitCode
-
-NUM_SAMPLES = 100
-
-
-def arrays() -> dict[str, np.ndarray]:
-    random = np.random.default_rng(1)
-    return {
-        "small": random.random((NUM_SAMPLES, 3), dtype=np.float32),
-        "large": random.integers(0, 1 << 30, (NUM_SAMPLES, 40, 32), dtype=np.int32),  # 5 KB: copied by row
-        "label": np.arange(NUM_SAMPLES),
-    }
+from tests.unit.data.reading.reading_cases import NUM_SAMPLES, arrays
 
 
 @pytest.fixture

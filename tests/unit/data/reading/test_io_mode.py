@@ -19,17 +19,7 @@ from hpctrain.data.format.shard_file import check_shard
 from hpctrain.data.reading.open_shard import IoMode, choose
 from hpctrain.errors import DataError, ExitCode
 from hpctrain.storage import Filesystem
-
-NUM_SAMPLES = 100
-
-
-def arrays() -> dict[str, np.ndarray]:
-    random = np.random.default_rng(1)
-    return {
-        "small": random.random((NUM_SAMPLES, 3), dtype=np.float32),
-        "large": random.integers(0, 1 << 30, (NUM_SAMPLES, 40, 32), dtype=np.int32),  # 5 KB: copied by row
-        "label": np.arange(NUM_SAMPLES),
-    }
+from tests.unit.data.reading.reading_cases import NUM_SAMPLES, arrays
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from hpctrain.data import Batch, Dataset, Loader, TransformContext, WorkerPool, 
 from hpctrain.data.transforms.shared_memory import map_arrays, write_arrays
 from hpctrain.data.transforms.worker_pool import worker_environment
 from hpctrain.errors import DataError, ExitCode, RecipeError
+from tests.states import is_alive, wait_for
 from tests.unit.data.transforms import worker_transforms
 
 pytestmark = pytest.mark.timing
@@ -44,21 +45,6 @@ def same(left: list[Batch], right: list[Batch]) -> bool:
         list(a.fields) == list(b.fields) and all(torch.equal(a[name], b[name]) for name in a.fields)
         for a, b in zip(left, right, strict=True)
     )
-
-
-def is_alive(pid: int) -> bool:
-    """A process that ended and was not waited for is a zombie, and not alive."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition: Any, *, timeout_s: float = 300) -> bool:
-    end = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return bool(condition())
 
 
 def shared_bytes_named() -> list[str]:
@@ -154,7 +140,7 @@ def test_workers_killed_while_idle_do_not_count_against_the_next_batch() -> None
     with_pool(dict(arrays), context=context(3))
     for pid in (killed := with_pool.pids):
         os.kill(pid, signal.SIGKILL)
-    assert wait_until(lambda: not any(is_alive(pid) for pid in killed))
+    wait_for(lambda: not any(is_alive(pid) for pid in killed))
     made = with_pool(dict(arrays), context=context(3))
     assert made["x"].tolist() == [[2, 2]] * 3
     assert with_pool.num_deaths == 6
@@ -259,14 +245,14 @@ def test_workers_end_and_memory_is_freed_when_their_parent_is_killed(
         cwd=Path(__file__).resolve().parents[4],
     )
     try:
-        assert wait_until(lambda: mark.exists() and mark.read_text(), timeout_s=300)
+        wait_for(lambda: mark.exists() and mark.read_text())
         worker = int(mark.read_text())
         assert is_alive(worker)
     finally:
         parent.kill()
         parent.wait()
     # The worker is in the midst of Python code that would take a minute.
-    assert wait_until(lambda: not is_alive(worker))
+    wait_for(lambda: not is_alive(worker))
     assert shared_bytes_named() == []
 
 
@@ -277,7 +263,7 @@ def test_a_loader_that_is_collected_leaves_no_process(dataset: Dataset) -> None:
     assert all(is_alive(pid) for pid in pids)
     del loader, batches
     gc.collect()
-    assert wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    wait_for(lambda: not any(is_alive(pid) for pid in pids))
 
 
 def test_memory_is_freed_with_the_batches_that_lie_in_it() -> None:

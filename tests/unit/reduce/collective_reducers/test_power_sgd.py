@@ -23,10 +23,10 @@ from tests.unit.reduce.bucket_steps import (
     true_sums,
     whole_state,
 )
-from tests.unit.reduce.error_feedback_cases import RANK_COUNTS, ErrorFeedbackCases
+from tests.unit.reduce.error_feedback_cases import RANK_COUNTS, SparseFeedbackCases
 
 
-class TestLowRank(ErrorFeedbackCases):
+class TestLowRank(SparseFeedbackCases):
     def make(self, world: World, *, start_step: int = 0, topology: Topology | None = None) -> LowRankReducer:
         return LowRankReducer(world.duplicate(), rank=2, start_step=start_step, topology=topology)
 
@@ -60,7 +60,7 @@ def test_a_sum_of_that_rank_arrives_whole(num_ranks: int) -> None:
     assert whole_state(ranks)["residual"].abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("rank", [16, 24, 1000])
+@pytest.mark.parametrize("rank", [16, 1000])
 @pytest.mark.parametrize("num_ranks", RANK_COUNTS)
 def test_where_factors_would_not_be_smaller_the_sum_is_exact(num_ranks: int, rank: int) -> None:
     gradients = random_gradients()

@@ -20,15 +20,15 @@ from tests.unit.reduce.bucket_steps import (
     random_gradients,
     true_sums,
 )
-from tests.unit.reduce.error_feedback_cases import RANK_COUNTS, ErrorFeedbackCases
+from tests.unit.reduce.error_feedback_cases import RANK_COUNTS, SparseFeedbackCases
 
 
-class TestTopK(ErrorFeedbackCases):
+class TestTopK(SparseFeedbackCases):
     def make(self, world: World, *, start_step: int = 0, topology: Topology | None = None) -> TopKReducer:
         return TopKReducer(world.duplicate(), fraction=0.1, start_step=start_step, topology=topology)
 
 
-class TestTopKOfHalfPrecisionValues(ErrorFeedbackCases):
+class TestTopKOfHalfPrecisionValues(SparseFeedbackCases):
     def make(self, world: World, *, start_step: int = 0, topology: Topology | None = None) -> TopKReducer:
         return TopKReducer(
             world.duplicate(),

@@ -18,7 +18,7 @@ GRADIENT = torch.tensor([3e-6, -4e-6, 0.0, 1e-6], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("size", [1e-9, 1e-6, 0.5, 1.0, 1.0 + 5e-7, 3.0, 1e12])
-@pytest.mark.parametrize("clip_norm", [1e-6, 1.0, 7.0])
+@pytest.mark.parametrize("clip_norm", [1e-6, 1.0])
 def test_the_factor_is_torchs(size: float, clip_norm: float) -> None:
     parameter = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     parameter.grad = torch.full((1,), size, dtype=torch.float64)

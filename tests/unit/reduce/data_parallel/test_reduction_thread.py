@@ -104,29 +104,6 @@ def test_what_runs_in_the_background_begins_in_submit_and_in_order(
             assert sorted(script.numbers("end")) == list(range(len(turns)))
 
 
-def test_an_error_in_submit_is_raised_by_wait_and_ends_what_is_under_way() -> None:
-    closed: list[int] = []
-
-    def reduce(number: int) -> Iterator[bool]:
-        if number == 1:
-            raise CommunicationError("the link is gone")
-        try:
-            while True:
-                yield False
-        finally:
-            closed.append(number)
-
-    with closing(
-        ReductionPipeline(reduce, device=CPU, overlap=False, in_background=lambda number: True)
-    ) as pipeline:
-        for number in range(3):
-            pipeline.submit(number)
-        for _ in range(2):
-            with pytest.raises(CommunicationError, match="link is gone"):
-                pipeline.wait()
-    assert closed == [0]
-
-
 def test_a_reduction_that_waits_lets_the_others_get_on() -> None:
     """The first ends only after the second and third have: one at a time would never end."""
     ended: list[int] = []
@@ -177,13 +154,16 @@ def test_a_bucket_submitted_while_others_wait_begins_at_once() -> None:
     assert second_began.is_set()
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_an_error_is_raised_by_the_next_wait_and_ends_what_is_under_way(overlap: bool) -> None:
+@pytest.mark.parametrize(("overlap", "in_submit"), [(True, False), (False, False), (False, True)])
+def test_an_error_is_raised_by_the_next_wait_and_ends_what_is_under_way(
+    overlap: bool, in_submit: bool
+) -> None:
     closed: list[int] = []
 
     def reduce(number: int) -> Iterator[bool]:
         if number == 1:
-            yield True
+            if not in_submit:
+                yield True
             raise CommunicationError("the link is gone")
         try:
             while True:
@@ -191,7 +171,11 @@ def test_an_error_is_raised_by_the_next_wait_and_ends_what_is_under_way(overlap:
         finally:
             closed.append(number)
 
-    with closing(ReductionPipeline(reduce, device=CPU, max_in_flight=2, overlap=overlap)) as pipeline:
+    with closing(
+        ReductionPipeline(
+            reduce, device=CPU, max_in_flight=2, overlap=overlap, in_background=lambda number: in_submit
+        )
+    ) as pipeline:
         for number in range(3):
             pipeline.submit(number)
         with pytest.raises(CommunicationError, match="link is gone"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from hpctrain.reduce.shared_memory import all_reduce_reducer as engine_module, s
 from hpctrain.reduce.shared_memory.all_reduce_reducer import AllReduceReducer
 from hpctrain.reduce.shared_memory.summation import add_in_numpy
 from hpctrain.topology import Topology
+from tests.states import wait_for
 from tests.unit.reduce.data_parallel.updater_cases import closeness, on_threads, plain_torch, train
 
 
@@ -268,9 +268,7 @@ def test_no_rank_applies_a_step_that_another_refuses_whose_gradients_are_there()
 
     with pytest.raises(UsageError, match="changed between backward and step"):
         on_threads(2, case)
-    deadline_s = time.monotonic() + 300
-    while len(applied) < 2 and time.monotonic() < deadline_s:
-        time.sleep(0.01)  # the other thread has not ended yet
+    wait_for(lambda: len(applied) == 2)  # the other thread may not have ended yet
     assert applied == [False, False]
 
 

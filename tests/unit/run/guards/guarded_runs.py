@@ -10,12 +10,8 @@ import torch
 from torch.nn import functional
 
 from hpctrain.comm import World
-from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.resilience import StopRequest
-from hpctrain.run import parse_recipe
-from hpctrain.run.training import Resume, carry_out
-from hpctrain.telemetry import read_records
-from tests.sessions import session_over
+from tests.sessions import carried_out
 
 STEPS = 40
 PETABYTE = 1 << 50
@@ -95,19 +91,4 @@ def run(
     }
     for section, values in sections.items():
         document[section] = {**document.get(section, {}), **values}
-    session = session_over(world or SerialWorld())
-    return carry_out(parse_recipe(document), task, session=session, resume=Resume(), stop=task.stop)
-
-
-def records(where: Path, kind: str = "step", *, name: str = "run", rank: int = 0) -> list[dict[str, Any]]:
-    found = read_records(where / name / "metrics" / f"rank-{rank:05}.jsonl")
-    return [record for record in found if record["kind"] == kind]
-
-
-def losses(where: Path, *, name: str = "run") -> list[float]:
-    """The loss of each step; of a step that was repeated, the later one."""
-    return list({record["step"]: record["loss"] for record in records(where, name=name)}.values())
-
-
-def saved_steps(where: Path, folder: str = "checkpoints") -> list[int]:
-    return sorted(int(p.stem.split("-")[1]) for p in (where / "run" / folder).glob("step-*.h5"))
+    return carried_out(document, task, world=world, stop=task.stop)

@@ -8,7 +8,8 @@ import pytest
 
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
-from tests.unit.run.guards.guarded_runs import Task, records, run
+from tests.run_files import records_of
+from tests.unit.run.guards.guarded_runs import Task, run
 
 
 def test_a_rank_with_too_many_samples_is_reported_once_and_each_epoch_recorded(
@@ -23,7 +24,7 @@ def test_a_rank_with_too_many_samples_is_reported_once_and_each_epoch_recorded(
         "epoch 0: rank 0 had 50 samples, 50% more than the mean of 3 ranks (33.3; rank 1 had 25): the others wait for "
         "it. Ranks have equal shares if their number divides data.global_batch and no samples are left out as damaged"
     ]
-    balances = records(where, "data_balance")
+    balances = records_of(where / "run", "data_balance")
     assert [balance["epoch"] for balance in balances] == [0, 1]
     assert balances[1]["samples"] == {
         "least": 25, "least_rank": 1, "mean": pytest.approx(100 / 3), "most": 50, "most_rank": 0,
@@ -33,4 +34,4 @@ def test_a_rank_with_too_many_samples_is_reported_once_and_each_epoch_recorded(
 def test_balanced_ranks_are_not_reported(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_threads(3, lambda world: run(where, Task(), world=world), timeout_s=300)
     assert "more than the mean" not in capsys.readouterr().out
-    assert records(where, "data_balance")[0]["samples"]["most"] == 35
+    assert records_of(where / "run", "data_balance")[0]["samples"]["most"] == 35

@@ -13,7 +13,8 @@ from hpctrain.comm import World
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.errors import DivergedError, ExitCode
-from tests.unit.run.guards.guarded_runs import STEPS, Spoil, Task, losses, records, run, saved_steps
+from tests.run_files import losses_of, records_of, saved_steps
+from tests.unit.run.guards.guarded_runs import STEPS, Spoil, Task, run
 
 
 def test_while_nothing_happens_a_run_with_guards_trains_the_same_bits_as_one_without(where: Path) -> None:
@@ -22,9 +23,9 @@ def test_while_nothing_happens_a_run_with_guards_trains_the_same_bits_as_one_wit
     run(where, guarded, guards={"loss_window": 10})
     run(where, plain, name="plain", guards=off)
     assert all(map(torch.equal, guarded.parameters(), plain.parameters()))
-    assert losses(where) == losses(where, name="plain")
+    assert losses_of(where / "run") == losses_of(where / "plain")
     for kind in ("loss_jump", "roll_back", "out_of_memory"):
-        assert records(where, kind) == []
+        assert records_of(where / "run", kind) == []
 
 
 def nan_from(first: int, last: int) -> Spoil:
@@ -42,17 +43,17 @@ def test_after_too_many_nan_it_rolls_back_and_goes_through_with_a_lower_rate(
         0.5,
     )
     # Step 17 was the last to change the parameters; the checkpoint of step 20, of skipped steps, is set aside.
-    assert saved_steps(where, "previous-1/checkpoints") + saved_steps(where, "previous-1") == [20]
+    assert saved_steps(where / "run/previous-1") + saved_steps(where / "run", folder="previous-1") == [20]
     printed = capsys.readouterr().out
     assert (
         "step 21: 4 steps in a row had gradients that are not finite (loss scale 1): rolled back to step 15 "
         f"({where}/run/checkpoints/step-00000015.h5); roll-back 1, the learning rate is 0.5 times the recipe's "
         "from now on"
     ) in printed
-    steps = records(where)
+    steps = records_of(where / "run")
     assert [record["step"] for record in steps] == [*range(1, 21), *range(16, STEPS + 1)]
     assert [record["lr"] for record in steps] == [0.01] * 20 + [0.005] * (STEPS - 15)
-    (event,) = records(where, "roll_back")
+    (event,) = records_of(where / "run", "roll_back")
     assert (event["step"], event["to_step"], event["number"], event["lr_factor"]) == (21, 15, 1, 0.5)
 
 
@@ -64,10 +65,10 @@ def test_a_restart_remembers_the_roll_back_also_one_right_after_it(where: Path) 
 
     with pytest.raises(KeyboardInterrupt):
         run(where, Task(spoil=spoil), optimizer={"max_skipped_in_row": 3})
-    assert saved_steps(where)[-1] == 15
+    assert saved_steps(where / "run")[-1] == 15
     found = run(where, Task(), optimizer={"max_skipped_in_row": 3})
     assert (found["steps_here"], found["roll_backs"], found["lr_factor"]) == (STEPS - 15, 1, 0.5)
-    assert records(where)[-1]["lr"] == 0.005
+    assert records_of(where / "run")[-1]["lr"] == 0.005
     newest = open_checkpoint(where / "run" / "checkpoints", comm=SerialWorld()).document["divergence"]
     assert (newest["num_roll_backs"], newest["rolled_back_to"]) == (1, 15)
 
@@ -92,8 +93,8 @@ def test_a_loss_that_jumps_once_is_skipped(where: Path, capsys: pytest.CaptureFi
         where, Task(spoil=lambda loss, step: loss * (1e9 if step == 30 else 1.0)), guards={"loss_window": 10}
     )
     assert (found["status"], found["skipped_steps"], found["roll_backs"]) == ("finished", 1, 0)
-    assert [record["step"] for record in records(where) if not record["applied"]] == [30]
-    (event,) = records(where, "loss_jump")
+    assert [record["step"] for record in records_of(where / "run") if not record["applied"]] == [30]
+    (event,) = records_of(where / "run", "loss_jump")
     assert (event["step"], event["loss"] > 1e8, event["grad_norm"] > 1e6) == (30, True, True)
     printed = capsys.readouterr().out
     assert "step 30 is skipped on all ranks: loss " in printed
@@ -112,10 +113,11 @@ def test_parameters_that_were_spoilt_are_rolled_back_to_a_checkpoint_from_before
     task.spoil = spoil
     found = run(where, task, guards={"loss_window": 10}, optimizer={"max_skipped_in_row": 4})
     assert (found["status"], found["roll_backs"], found["skipped_steps"]) == ("finished", 1, 4)
-    (event,) = records(where, "roll_back")
+    (event,) = records_of(where / "run", "roll_back")
     assert event["to_step"] == 25
     assert found["loss"] < 1.0
-    assert saved_steps(where, "previous-1") == []  # no state was saved while steps were skipped
+    # No state was saved while steps were skipped.
+    assert saved_steps(where / "run", folder="previous-1") == []
 
 
 def test_at_the_limit_it_ends_with_code_7_on_all_ranks_and_says_why(where: Path) -> None:
@@ -133,7 +135,7 @@ def test_at_the_limit_it_ends_with_code_7_on_all_ranks_and_says_why(where: Path)
     )
     assert first.endswith("(rolled back 2 times already (guards.max_roll_backs))")
     # The second one went to an older checkpoint: the first had not helped.
-    assert [event["to_step"] for event in records(where, "roll_back")] == [15, 10]
+    assert [event["to_step"] for event in records_of(where / "run", "roll_back")] == [15, 10]
 
 
 def test_without_a_checkpoint_from_before_it_ends(where: Path) -> None:
@@ -147,4 +149,4 @@ def test_data_on_which_it_diverged_can_be_left_out(where: Path) -> None:
         guards={"roll_back_skips_data": True},
     )  # fmt: skip
     # Five steps per epoch. Step 16 was at the beginning of epoch 3; the data of steps 16 to 21 are left out.
-    assert [record["epoch"] for record in records(where) if record["step"] == 16] == [3, 4]
+    assert [record["epoch"] for record in records_of(where / "run") if record["step"] == 16] == [3, 4]

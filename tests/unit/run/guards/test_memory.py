@@ -14,7 +14,8 @@ from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.errors import ExitCode, LaunchError, OutOfMemory
 from hpctrain.resilience import OUT_OF_MEMORY_VARIABLE
-from tests.unit.run.guards.guarded_runs import STEPS, Task, losses, records, run
+from tests.run_files import losses_of, records_of
+from tests.unit.run.guards.guarded_runs import STEPS, Task, run
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -41,7 +42,7 @@ def test_a_rank_out_of_memory_divides_the_batch_on_all_and_the_curve_stays_the_s
     for one, other in zip(found, expected, strict=True):
         for mine, theirs in zip(one[3], other[3], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-    curves = np.array([losses(where), losses(where, name="roomy")])
+    curves = np.array([list(losses_of(where / "run").values()), list(losses_of(where / "roomy").values())])
     assert np.abs(curves[0] / curves[1] - 1).max() < 1e-5
     lines = [line for line in printed.splitlines() if "ran out of memory" in line]
     assert len(lines) == 2
@@ -50,7 +51,7 @@ def test_a_rank_out_of_memory_divides_the_batch_on_all_and_the_curve_stays_the_s
         " ran out of memory, asking for 4096.0 TiB: 2 micro-batches instead of 1 from now on, of at most 4 samples; "
         "the batch is computed again"
     )
-    assert [event["micro_batches"] for event in records(where, "out_of_memory")] == [2, 4]
+    assert [event["micro_batches"] for event in records_of(where / "run", "out_of_memory")] == [2, 4]
 
 
 def test_a_restart_begins_with_the_micro_batches_that_fit(
@@ -140,7 +141,7 @@ def test_after_an_attempt_that_the_kernel_ended_each_start_begins_with_twice_the
     ) in capsys.readouterr().out
     remembered = json.loads(path.read_text())
     assert (remembered["attempt"], remembered["samples"]) == (1, 5)
-    assert [event["micro_batches"] for event in records(where, "out_of_memory")] == [2]
+    assert [event["micro_batches"] for event in records_of(where / "run", "out_of_memory")] == [2]
     # Once more: half of what is remembered. Then, without the variable, no more than that.
     monkeypatch.setenv(OUT_OF_MEMORY_VARIABLE, "2")
     assert run(where, Task(), run={"steps": 7})["micro_batches"] == 8  # of 20 samples on one rank: 3 each

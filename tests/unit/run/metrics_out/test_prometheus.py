@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,9 @@ from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.errors import RecipeError
 from hpctrain.run.metrics_out import run_id
 from hpctrain.run.recipe.sections import TelemetrySection
-from hpctrain.telemetry import METRICS, read_records
+from hpctrain.telemetry import METRICS
+from tests.run_files import records_of
+from tests.states import wait_for
 from tests.unit.run.training_cases import Task, run
 
 Samples = dict[str, dict[frozenset[tuple[str, str]], float]]
@@ -95,8 +96,7 @@ def test_an_endpoint_tells_what_the_records_hold_and_is_gone_at_the_end(where: P
     assert cpu > 0
     assert found["hpctrain_resident_memory_bytes"][frozenset({("rank", "0")})] > 1e7
     assert list(folder.iterdir()) == []
-    records = read_records(where / "run" / "metrics" / "rank-00000.jsonl")
-    assert [record["step"] for record in records if record["kind"] == "step"] == [3, 6, 9, 10]
+    assert [record["step"] for record in records_of(where / "run")] == [3, 6, 9, 10]
     assert not [thread for thread in threading.enumerate() if "serve_forever" in thread.name]
 
 
@@ -137,8 +137,7 @@ def test_a_text_file_has_the_run_in_every_series_and_is_removed_at_the_end(where
 
 def whole(where: Path, capfd: pytest.CaptureFixture[str]) -> list[str]:
     """Checks that the run finished with its records, and returns what it said on standard error."""
-    records = read_records(where / "run" / "metrics" / "rank-00000.jsonl")
-    assert [record["step"] for record in records if record["kind"] == "step"] == list(range(1, 11))
+    assert [record["step"] for record in records_of(where / "run")] == list(range(1, 11))
     return [line for line in capfd.readouterr().err.splitlines() if line.startswith("hpctrain: ")]
 
 
@@ -172,13 +171,10 @@ def test_a_full_disk_is_one_warning(where: Path, capfd: pytest.CaptureFixture[st
 
     def fill_disk() -> None:
         """From now on nothing can be written where the file is prepared; returns when that was noticed."""
-        deadline_s = time.monotonic() + 300
         while not partial.is_symlink():
             with contextlib.suppress(FileExistsError):  # it is being written just now
                 partial.symlink_to("/dev/full")
-        while any(thread.name == "hpctrain-text-file" for thread in threading.enumerate()):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        wait_for(lambda: all(thread.name != "hpctrain-text-file" for thread in threading.enumerate()))
 
     if at_once:
         partial.symlink_to("/dev/full")

@@ -11,8 +11,8 @@ import pytest
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.report import make_report, read_run
-from hpctrain.telemetry import open_counters, read_records
-from tests.unit.run.tracking.records_by_step import newest
+from hpctrain.telemetry import open_counters
+from tests.run_files import newest, records_of, summary_of
 from tests.unit.run.training_cases import Task, run
 from tests.unit.slurm.busy_slurm import FakeSlurm
 from tests.unit.telemetry.counter_trees import set_cray, set_rapl, xeon
@@ -47,18 +47,14 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_records_summary_nodes_and_report_have_the_energy_of_all_starts(where: Path, root: Path) -> None:
     run(where, Burning(root), telemetry={"energy_every_s": 0.01})
-    summary = json.loads((where / "run/summary.json").read_text())
+    summary = summary_of(where / "run")
     expected = {"Cray pm_counters": 2500.0, "RAPL": pytest.approx(900.0)}
     assert summary["energy"] == {"total_j": 2500.0, "joules": expected, "nodes": 1}
     (node,) = json.loads((where / "run/nodes.json").read_text())
     assert node["energy"] == summary["energy"]
     # Another start goes on from the last step.
     run(where, Burning(root, before=10), run={"steps": STEPS}, telemetry={"energy_every_s": 0.01})
-    records = [
-        record
-        for record in read_records(where / "run/metrics/rank-00000.jsonl")
-        if record["kind"] == "energy"
-    ]
+    records = records_of(where / "run", "energy")
     assert {record["step"] for record in records} <= set(range(STEPS + 1))
     found = read_run(where / "run").energy
     assert found is not None

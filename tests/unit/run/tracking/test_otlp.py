@@ -13,8 +13,8 @@ import pytest
 from hpctrain.errors import RecipeError
 from hpctrain.run import metrics_out as open_sinks
 from hpctrain.telemetry import METRICS, MetricType
+from tests.run_files import newest
 from tests.unit.run.tracking.collector import Collector
-from tests.unit.run.tracking.records_by_step import newest
 from tests.unit.run.training_cases import Task, run
 
 service = pytest.importorskip("opentelemetry.proto.collector.metrics.v1.metrics_service_pb2")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpctrain.telemetry import TensorBoardSink
-from tests.unit.run.tracking.records_by_step import newest
+from tests.run_files import newest
 from tests.unit.run.training_cases import Task, run
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
