@@ -50,7 +50,7 @@ def record_of(step: int, seconds: dict[str, float]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def seconds_a_step(do: Callable[[int], object]) -> float:
+def seconds_per_step(do: Callable[[int], object]) -> float:
     """Returns the median over rounds of the mean time of `do` in a round."""
     found = []
     for _ in range(ROUNDS):
@@ -75,9 +75,9 @@ def measure(world: World, folder: Path) -> dict[str, float]:
         records.write(record_of(step, seconds))
         watch.after_step(step, seconds, samples=16, window_ends=False)
 
-    found = {"divide": seconds_a_step(lambda step: divide(clock)), "divide, add": seconds_a_step(add)}
+    found = {"divide": seconds_per_step(lambda step: divide(clock)), "divide, add": seconds_per_step(add)}
     watch.ends(0)
-    found["divide, add, record"] = seconds_a_step(add_and_record)
+    found["divide, add, record"] = seconds_per_step(add_and_record)
     windows = []
     for _ in range(WINDOWS):
         for step in range(int(WINDOW_S / STEP_S) - 1):

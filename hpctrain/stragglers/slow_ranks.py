@@ -193,9 +193,9 @@ _WINDOWS_REMEMBERED = 12
 _WINDOWS_COUNTED = 360
 _PRIOR = 0.05
 _PRIOR_WEIGHT = 4.0
-_WINDOWS_A_DAY = 8640
-_SAVES_A_DAY = 150
-_FALSE_A_DAY = 0.01
+_WINDOWS_PER_DAY = 8640
+_SAVES_PER_DAY = 150
+_FALSE_PER_DAY = 0.01
 # Saves are rare, and compared one by one.
 SAVES_IN_A_ROW = 2
 SAVE_EXCESS = 0.5  # share of the median
@@ -252,7 +252,7 @@ def streak_needed(*, num_out: int, num_seen: int, num_ranks: int, per_day: float
     streak of k windows has the k-th power of it.
     """
     probability = (num_out + _PRIOR * _PRIOR_WEIGHT) / (num_seen + _PRIOR_WEIGHT)
-    return math.ceil(math.log(num_ranks * per_day / _FALSE_A_DAY) / -math.log(min(probability, 0.9)))
+    return math.ceil(math.log(num_ranks * per_day / _FALSE_PER_DAY) / -math.log(min(probability, 0.9)))
 
 
 @final
@@ -301,8 +301,10 @@ class SlowRanks:
         self._topology = topology
         self._limits = limits
         self._deviations = deviations_for(num)
-        self._steps = _Streaks(num_ranks=num, least=limits.windows, per_day=_WINDOWS_A_DAY)
-        self._saves = _Streaks(num_ranks=num, least=min(limits.windows, SAVES_IN_A_ROW), per_day=_SAVES_A_DAY)
+        self._steps = _Streaks(num_ranks=num, least=limits.windows, per_day=_WINDOWS_PER_DAY)
+        self._saves = _Streaks(
+            num_ranks=num, least=min(limits.windows, SAVES_IN_A_ROW), per_day=_SAVES_PER_DAY
+        )
         self._recent: deque[tuple[Numbers, Numbers]] = deque(maxlen=limits.windows)  # own work, usual
         self._apart: Numbers | None = (
             None  # own work without the mean of the other ranks, in the window before

@@ -93,9 +93,9 @@ class ChunkedField:
                 )
                 for part in range(count)
             ]
-        rows_a_chunk, extent = self._source.chunk_shape[0], request.rows_a_sample
-        first = request.starts // rows_a_chunk
-        counts = (request.starts + (extent - 1)) // rows_a_chunk - first + 1
+        rows_per_chunk, extent = self._source.chunk_shape[0], request.rows_per_sample
+        first = request.starts // rows_per_chunk
+        counts = (request.starts + (extent - 1)) // rows_per_chunk - first + 1
         which = np.repeat(np.arange(len(first)), counts)
         chunk = np.repeat(first, counts) + (
             np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -123,7 +123,7 @@ class ChunkedField:
         It should if each chunk is one row that is requested once, and if the cache is too small to be likely to
         contain it.
         """
-        if not self._is_alone or request.rows_a_sample != 1 or request.lengths is not None:
+        if not self._is_alone or request.rows_per_sample != 1 or request.lengths is not None:
             return False
         if self._source.shape[0] * request.sample_bytes < _HARDLY * self._cache.capacity_bytes:
             return False
@@ -175,7 +175,7 @@ class ChunkedField:
         if not self._is_whole_row:
             target, values = target[of_row], values[of_chunk]
         first_row = place[0] * self._source.chunk_shape[0]
-        extent, rows_a_chunk = request.rows_a_sample, self._source.chunk_shape[0]
+        extent, rows_per_chunk = request.rows_per_sample, self._source.chunk_shape[0]
         if chunk.lengths is not None and request.lengths is not None:
             request.lengths[places] = chunk.lengths[starts - first_row]
         if extent == 1 and request.sample_bytes < ROW_COPY_BYTES:
@@ -186,7 +186,7 @@ class ChunkedField:
                 target[at, 0] = values[start - first_row]
                 continue
             row = start - first_row
-            begin, end = max(row, 0), min(row + extent, rows_a_chunk)
+            begin, end = max(row, 0), min(row + extent, rows_per_chunk)
             target[at, begin - row : end - row] = values[begin:end]
 
 

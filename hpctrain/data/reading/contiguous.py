@@ -32,7 +32,7 @@ class MappedField:
 
     def begin(self, request: ReadRequest) -> Sequence[ReadTask]:
         rows, starts, target = self._rows, request.starts, request.target
-        extent = request.rows_a_sample
+        extent = request.rows_per_sample
         if extent == 1:
             target = target.reshape(len(target), *target.shape[2:])
             if request.places is None and rows.dtype == target.dtype:

@@ -109,7 +109,7 @@ class ReadRequest(NamedTuple):
         return np.arange(len(self.starts)) if self.places is None else self.places
 
     @property
-    def rows_a_sample(self) -> int:
+    def rows_per_sample(self) -> int:
         return int(self.target.shape[1])
 
     @property

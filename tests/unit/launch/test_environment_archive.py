@@ -94,7 +94,7 @@ def test_the_lines_for_a_batch_script_are_valid_shell() -> None:
     assert "'/shared/my environment.tar'" in lines
 
 
-def test_the_lines_for_a_batch_script_unpack_it_once_a_node(places: PythonPlaces, tmp_path: Path) -> None:
+def test_the_lines_for_a_batch_script_unpack_it_once_per_node(places: PythonPlaces, tmp_path: Path) -> None:
     """With a stand-in for srun that shows its options and runs the command on this machine."""
     archive = tmp_path / "an environment.tar"
     pack_environment(archive, places=places)

@@ -118,7 +118,7 @@ def test_without_squeue_the_problem_is_given(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("left_s", "again_s"), [(None, 600), (86_400, 600), (6000, 300), (600, 60), (5, 60), (-5, 60)]
 )
-def test_slurm_is_asked_at_most_once_a_minute(left_s: float | None, again_s: float) -> None:
+def test_slurm_is_asked_at_most_once_per_minute(left_s: float | None, again_s: float) -> None:
     assert ask_again_after_s(left_s) == again_s
 
 

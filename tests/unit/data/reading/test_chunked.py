@@ -79,7 +79,7 @@ def test_every_filter_gives_what_was_written(packed: Path, written: str) -> None
         assert dataset._cache.used_bytes <= cache_bytes
 
 
-def test_a_chunk_is_decoded_once_a_batch_and_not_again_while_it_is_kept(packed: Path) -> None:
+def test_a_chunk_is_decoded_once_per_batch_and_not_again_while_it_is_kept(packed: Path) -> None:
     rewrite(packed, compression="gzip")
     dataset = Dataset.open(packed, cache_bytes=10 << 20)
     dataset.gather(np.arange(7).repeat(3))

@@ -51,7 +51,7 @@ def test_every_rank_reads_what_one_process_reads(packed: Path, num_ranks: int, v
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
 @pytest.mark.parametrize("verify", ["sizes", "headers"])
-def test_each_shard_is_checked_once_and_each_manifest_read_once_a_node(
+def test_each_shard_is_checked_once_and_each_manifest_read_once_per_node(
     packed: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, verify: str
 ) -> None:
     checked: Counter[str] = Counter()
