@@ -15,6 +15,7 @@ import resource
 import select
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +71,7 @@ def become(request: ForkRequest, *, title: str, command: Sequence[str], keep: se
     environ[CLIENT_VARIABLE] = str(client)
     os.environ.clear()
     os.environ.update(environ)
-    if (temporary := sys.modules.get("tempfile")) is not None:
-        temporary.tempdir = None  # what an import has found without this rank's TMPDIR
+    tempfile.tempdir = None  # what an import has found without this rank's TMPDIR
     _show(command, environ)
     _libc.prctl(_PR_SET_NAME, os.fsencode(title)[:15], 0, 0, 0)
     _seed()
