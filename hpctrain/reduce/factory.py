@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+import xxhash
 
 from hpctrain.comm import Collective, Transport, World, broadcast_json, is_true_everywhere, make_two_level
 from hpctrain.distributed import ShardKind, is_sharded, pipeline_of, shard_of, split_of
@@ -356,7 +356,7 @@ class Reduction:
         placement = repr(self.maker.capabilities.topology.ranks_by_node)
         return {
             "algorithm": self.reducer.algorithm, "wire": self.wire, "bucket_bytes": self.bucket_bytes,
-            "placement": hashlib.sha256(placement.encode()).hexdigest()[:16],
+            "placement": xxhash.xxh3_64_hexdigest(placement.encode()),
         }  # fmt: skip
 
     def can_become(self, saved: Any) -> bool:
