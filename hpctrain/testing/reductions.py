@@ -325,6 +325,7 @@ class DistributedOptimizerContract(OnRanks):
                 model, updater, optimizer = self._begin(world)
                 model.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])
+                updater.prepare_to_load(state)
                 updater.load_state(state, tensors)
             x = torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
             whole, rest = divmod(BATCH, world.num_ranks)
