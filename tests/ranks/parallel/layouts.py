@@ -112,7 +112,7 @@ def run_launch(world: World, cases: str, number: int, directory: str) -> Found:
 
 
 class LayoutTests:
-    """Any layout trains as one rank does, and continues any other's checkpoint. The module's FAMILY says which."""
+    """Any layout of the module's FAMILY trains as one rank does."""
 
     def test_a_split_model_trains_as_on_one_rank(
         self, launches: dict[int, list[Found]], directory: Path, family: Family, trained: tuple[int, str]
@@ -134,6 +134,10 @@ class LayoutTests:
             assert any(tensor.endswith("exp_avg_sq") for tensor in expected)
             for tensor, values in expected.items():
                 torch.testing.assert_close(found_state[tensor], values, rtol=1e-8, atol=1e-12, msg=tensor)
+
+
+class ContinuedTests:
+    """Any layout continues any other's checkpoint; the module's FAMILY says which."""
 
     def test_any_layout_continues_any_other(
         self, launches: dict[int, list[Found]], family: Family, continued: tuple[int, str]

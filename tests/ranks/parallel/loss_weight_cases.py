@@ -14,17 +14,15 @@ from hpctrain.comm import World
 from hpctrain.errors import HpctrainError
 from hpctrain.reduce import SPARSE_WIRES
 from hpctrain.train.task.task import Fields
-from tests.ranks.parallel.layouts import NODES, STEPS, train
+from tests.ranks.parallel.layouts import NODES, STEPS, Family, Found, Launch, Layout, train
 
 PIPELINE = {"pipeline": 2, "micro_batches": 3}
-ONE_PART = {"data": {"micro_batches": 1}}
 # Of each number of ranks: name -> layout, kind of the task, other settings.
-LAYOUTS: dict[int, dict[str, tuple[dict[str, Any], str, dict[str, Any]]]] = {
+LAYOUTS: dict[int, dict[str, tuple[Layout, str, dict[str, Any]]]] = {
     1: {
         "none": ({}, "pair", {"micro_batches": 1}),
         "micro": ({}, "method", {"micro_batches": 5}),
         "large": ({}, "pair of thousands", {"micro_batches": 1}),
-        "padded": ({}, "valid", {"last_batch": "pad"}),
     },
     2: {
         "none": ({}, "pair", {}),
@@ -38,7 +36,6 @@ LAYOUTS: dict[int, dict[str, tuple[dict[str, Any], str, dict[str, Any]]]] = {
     },
     3: {
         "none": ({}, "method", {"micro_batches": 5}),
-        "padded": ({}, "valid", {"last_batch": "pad"}),
         "parameters": ({"shard": "parameters"}, "method", {}),
     },
     4: {
@@ -186,7 +183,7 @@ class TakesValid(Masked):
 
 
 TASKS: dict[str, Callable[[], Any]] = {
-    "pair": Masked, "method": ByMethod, "pair of thousands": OfThousands, "valid": TakesValid,
+    "pair": Masked, "method": ByMethod, "pair of thousands": OfThousands,
     "uneven pair": Uneven, "uneven method": UnevenByMethod, "samples": OfSamples,
     "samples weighed": OfSamplesWeighed, "norm": Normed,
 }  # fmt: skip
@@ -225,7 +222,7 @@ def in_words(world: World, where: Path, name: str, task: Any, **data: Any) -> st
 
 
 def run(
-    world: World, where: Path, name: str, task: Any, layout: dict[str, Any] | None = None, *, steps: int = STEPS,
+    world: World, where: Path, name: str, task: Any, layout: Layout | None = None, *, steps: int = STEPS,
     reduction: dict[str, Any] | None = None, **data: Any,
 ) -> dict[str, Any]:  # fmt: skip
     settings = {
@@ -265,14 +262,16 @@ def with_wire(world: World, where: Path, wire: str) -> dict[str, Any]:
     return found
 
 
-def everything(world: World, directory: str) -> dict[str, Any]:
-    """All cases of one launch."""
-    where, size = Path(directory), world.num_ranks
-    found: dict[str, Any] = {
-        name: run(world, where, f"{size}-{name}", TASKS[kind](), layout, **data)
-        for name, (layout, kind, data) in LAYOUTS[size].items()
-    }
-    found["wires"] = {wire: with_wire(world, where, wire) for wire in WIRES.get(size, ())}
+def in_layouts(world: World, where: Path, name: str, layout: Layout, *, kind: str, **data: Any) -> Found:
+    return run(world, where, name, TASKS[kind](), layout, **data)
+
+
+def more(world: World, where: Path) -> Found:
+    """What one number of ranks does after its layouts."""
+    size = world.num_ranks
+    found: Found = {"wires": {wire: with_wire(world, where, wire) for wire in WIRES.get(size, ())}}
+    if size in (1, 3):
+        found["padded"] = run(world, where, f"{size}-padded", TakesValid(), last_batch="pad")
     if size == 1:
         found["longer"] = run(world, where, "1-longer", Masked(), micro_batches=1, steps=BEYOND_DENSE)
     if size <= 2:
@@ -287,3 +286,19 @@ def everything(world: World, directory: str) -> dict[str, Any]:
             found[name] = in_words(world, where, name, Wrong(weight))
         found["nothing"] = run(world, where, "nothing", CountsNothing())
     return found
+
+
+FAMILY = Family(
+    cases=__name__,
+    train=in_layouts,
+    reference="1-micro",
+    launches=[
+        Launch(
+            ranks=ranks,
+            layouts={name: layout for name, (layout, _, _) in of.items()},
+            options={name: {"kind": kind, **data} for name, (_, kind, data) in of.items()},
+            more=more,
+        )
+        for ranks, of in LAYOUTS.items()
+    ],
+)

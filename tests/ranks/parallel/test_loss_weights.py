@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hpctrain.data import pack_arrays
-from tests.ranks.parallel import loss_weight_cases
-from tests.ranks.parallel.loss_weight_cases import LAYOUTS, OF_SAMPLES, RESUMED, WIRES
-from tests.ranks_launcher import run_ranks
+from tests.ranks.parallel.layouts import RELATIVE, Found, LayoutTests, numbers
+from tests.ranks.parallel.loss_weight_cases import FAMILY, OF_SAMPLES, RESUMED, WIRES
 
+__all__ = ["FAMILY"]
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(2400)]  # a fixture makes all launches
 
-RELATIVE = 1e-10
-Launches = dict[int, list[dict[str, Any]]]
+Launches = dict[int, list[Found]]
 
 
-@pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    where = tmp_path_factory.mktemp("loss-weights")
+def pack(where: Path) -> None:
     random = np.random.default_rng(0)
     tokens = random.integers(0, 17, (37, 13)).astype(np.int64)  # the last batch of an epoch has one sample
     tokens[:, 1::2] = tokens[:, ::2][:, :6]
     lengths = random.integers(1, 13, 37) * (random.random(37) < 0.6)
     pack_arrays(where / "data", {"tokens": tokens, "length": lengths.astype(np.int64)})
-    return {n: run_ranks(n, loss_weight_cases.everything, str(where)).outputs for n in LAYOUTS}
 
 
-def numbers(found: dict[str, Any]) -> list[list[float]]:
-    """Loss, norm and whether it was applied, of each step; the norm of a skipped one is NaN, recorded as text."""
-    return [[float(value) for value in step] for step in found["steps"]]
+class TestLayouts(LayoutTests):
+    pass
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(n, name) for n in LAYOUTS for name in LAYOUTS[n]])
-def test_any_layout_trains_as_one_process(launches: Launches, ranks: int, layout: str) -> None:
-    alone = launches[1][0]["padded" if layout == "padded" else "none"]
-    assert len(alone["steps"]) == 20
-    losses, applied = [step[0] for step in alone["steps"]], [step[2] for step in alone["steps"]]
+@pytest.mark.parametrize("run", ["none", "padded"])
+def test_most_batches_have_a_token(launches: Launches, run: str) -> None:
+    losses, _, applied = np.transpose(numbers(launches[1][0][run]))
+    assert len(losses) == 20
     assert np.isfinite(losses).all()
     assert sum(applied) >= 15  # the last batch of an epoch is one sample, perhaps without a token
-    for found in launches[ranks]:
-        np.testing.assert_allclose(numbers(found[layout]), numbers(alone), rtol=RELATIVE)
-        assert found[layout]["evaluation"] == pytest.approx(alone["evaluation"], rel=RELATIVE)
+
+
+def test_a_padded_batch_trains_as_on_one_rank(launches: Launches) -> None:
+    alone = launches[1][0]["padded"]
+    for found in (output["padded"] for output in launches[3]):
+        np.testing.assert_allclose(numbers(found), numbers(alone), rtol=RELATIVE)
+        assert found["evaluation"] == pytest.approx(alone["evaluation"], rel=RELATIVE)
 
 
 def test_the_size_of_the_weights_changes_no_bit(launches: Launches) -> None:

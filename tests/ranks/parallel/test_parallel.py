@@ -12,7 +12,7 @@ import torch
 
 from hpctrain.checkpoint import open_checkpoint
 from hpctrain.comm import SerialWorld
-from tests.ranks.parallel.layouts import RELATIVE, Found, LayoutTests, OverflowTests
+from tests.ranks.parallel.layouts import RELATIVE, ContinuedTests, Found, LayoutTests, OverflowTests
 from tests.ranks.parallel.parallel_cases import FAMILY
 from tests.ranks_launcher import REPOSITORY, run_command
 
@@ -20,7 +20,7 @@ __all__ = ["FAMILY"]
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(2400)]  # a fixture makes all launches
 
 
-class TestLayouts(LayoutTests, OverflowTests):
+class TestLayouts(LayoutTests, ContinuedTests, OverflowTests):
     pass
 
 

@@ -11,7 +11,16 @@ import pytest
 from hpctrain.data import pack_arrays
 from hpctrain.scaling import efficiency_of, read_efficiency, read_step_times
 from hpctrain.telemetry import CLOCK_KEYS
-from tests.ranks.parallel.layouts import LATER, RELATIVE, STEPS, Found, LayoutTests, OverflowTests, pack_rows
+from tests.ranks.parallel.layouts import (
+    LATER,
+    RELATIVE,
+    STEPS,
+    ContinuedTests,
+    Found,
+    LayoutTests,
+    OverflowTests,
+    pack_rows,
+)
 from tests.ranks.parallel.pipeline_cases import FAMILY, LENGTH
 from tests.run_files import records_of
 
@@ -27,7 +36,7 @@ def pack(where: Path) -> None:
         pack_arrays(where / name, {"x": x, "label": (x.sum(2) > 0).astype(np.int64)})
 
 
-class TestLayouts(LayoutTests, OverflowTests):
+class TestLayouts(LayoutTests, ContinuedTests, OverflowTests):
     pass
 
 

@@ -7,7 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.ranks.parallel.layouts import RELATIVE, Found, LayoutTests, OverflowTests, pack_tokens as pack
+from tests.ranks.parallel.layouts import (
+    RELATIVE,
+    ContinuedTests,
+    Found,
+    LayoutTests,
+    OverflowTests,
+    pack_tokens as pack,
+)
 from tests.ranks.parallel.tensor_cases import FAMILY
 from tests.run_files import records_of
 
@@ -15,7 +22,7 @@ __all__ = ["FAMILY", "pack"]
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(2400)]  # a fixture makes all launches
 
 
-class TestLayouts(LayoutTests, OverflowTests):
+class TestLayouts(LayoutTests, ContinuedTests, OverflowTests):
     pass
 
 

@@ -8,14 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks.parallel.layouts import LATER, STEPS, Found, LayoutTests, OverflowTests, saved_states
+from tests.ranks.parallel.layouts import (
+    LATER,
+    STEPS,
+    ContinuedTests,
+    Found,
+    LayoutTests,
+    OverflowTests,
+    saved_states,
+)
 from tests.ranks.parallel.zero_cases import FAMILY, INT8_CONTINUED
 
 __all__ = ["FAMILY"]
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(2400)]  # a fixture makes all launches
 
 
-class TestLayouts(LayoutTests, OverflowTests):
+class TestLayouts(LayoutTests, ContinuedTests, OverflowTests):
     pass
 
 
