@@ -2,6 +2,7 @@
 
     python scripts/golden_records.py before.json
     python scripts/golden_records.py after.json --compare before.json
+    python scripts/golden_records.py cold.json --compare after.json --launch=--no-fork-server
 
 Trains digits and characters on 1, 2 and 4 ranks, over MPI and Horovod, flat and in two levels, with fp32 and int8 on
 the wire, to the end and again from the checkpoint in the middle. The digests of a run cover loss and gradient norm of
@@ -76,8 +77,11 @@ def cases() -> Iterator[Case]:
             )  # fmt: skip
 
 
-def train(case: Case, *, where: Path, environ: dict[str, str]) -> Path:
-    """Trains to the end, from the newest checkpoint if there is one. Returns the run's directory."""
+def train(case: Case, *, where: Path, environ: dict[str, str], launch: list[str]) -> Path:
+    """Trains to the end, from the newest checkpoint if there is one. Returns the run's directory.
+
+    launch: more options of `hpctrain launch`.
+    """
     directory = where / "runs" / case.name
     settings = {
         "run.directory": f"runs/{case.name}", "run.steps": STEPS, "run.epochs": None, "run.backend": case.backend,
@@ -91,8 +95,8 @@ def train(case: Case, *, where: Path, environ: dict[str, str]) -> Path:
     else:
         (where / f"{case.recipe}.toml").write_text(recipe)
     command = [
-        str(HPCTRAIN), "launch", "-n", str(case.num_ranks), "--ranks-per-node", str(case.ranks_per_node), "--",
-        str(HPCTRAIN), "train", f"{case.recipe}.toml", *(part for word in words for part in ("--set", word)),
+        str(HPCTRAIN), "launch", "-n", str(case.num_ranks), "--ranks-per-node", str(case.ranks_per_node), *launch,
+        "--", str(HPCTRAIN), "train", f"{case.recipe}.toml", *(part for word in words for part in ("--set", word)),
     ]  # fmt: skip
     done = subprocess.run(
         command, cwd=where, env=environ, capture_output=True, text=True, check=False, timeout=300
@@ -141,6 +145,13 @@ def main() -> int:
         metavar="TEXT",
         help="only runs whose name contains this text, such as digits, -2x1-, int8",
     )
+    parser.add_argument(
+        "--launch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="an option of `hpctrain launch`, such as --fork-server",
+    )
     arguments = parser.parse_args()
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     found: dict[str, dict[str, str]] = {}
@@ -156,10 +167,10 @@ def main() -> int:
                 stdout=subprocess.DEVNULL,
             )
         for case in filter(lambda case: arguments.only in case.name, cases()):
-            directory = train(case, where=where, environ=environ)
+            directory = train(case, where=where, environ=environ, launch=arguments.launch)
             whole = digest(directory)
             (directory / "checkpoints" / f"step-{STEPS:08}.h5").unlink()
-            resumed = digest(train(case, where=where, environ=environ))
+            resumed = digest(train(case, where=where, environ=environ, launch=arguments.launch))
             found[case.name] = whole
             if any(resumed[key] != whole[key] for key in ("steps after the middle", "tensors")):
                 found[case.name] = {**whole, "resumed": json.dumps(resumed)}
