@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hpctrain.checkpoint import finished_newest_first
 from hpctrain.telemetry import read_records
 
 
@@ -31,4 +32,5 @@ def summary_of(directory: Path) -> dict[str, Any]:
 
 
 def saved_steps(directory: Path, *, folder: str = "checkpoints") -> list[int]:
-    return sorted(int(path.stem.split("-")[1]) for path in (directory / folder).glob("step-*.h5"))
+    """Returns the steps of the finished checkpoints, files or folders, in order."""
+    return sorted(int(path.stem.split("-")[1]) for path in finished_newest_first(directory / folder))
