@@ -288,10 +288,11 @@ class Cluster:
         places = self._record.places if place is None else [place]
         return processes_in({self._record.namespaces[name] for name in places})
 
-    def ranks(self, job: int) -> dict[int, int]:
-        """World rank -> process id, as this process sees it, of the ranks that srun or mpirun has started in a job."""
+    def ranks(self, job: int, place: str | None = None) -> dict[int, int]:
+        """World rank -> process id, as this process sees it, of the ranks that srun or mpirun has started in a job: at
+        a place, or anywhere on the cluster."""
         found: dict[int, int] = {}
-        for pid in self.processes():
+        for pid in self.processes(place):
             rank = _rank_of(pid, job=job)
             if rank is not None:
                 found[rank] = min(pid, found.get(rank, pid))  # a rank's children carry its variables too
