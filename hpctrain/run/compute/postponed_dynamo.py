@@ -51,7 +51,7 @@ class _PostponedDynamo(ModuleType):
 
 
 def postpone_dynamo() -> None:
-    """Installs the stand-in, unless the module is imported already."""
+    """Makes the first use of `torch._dynamo` import it, unless it is imported already."""
     if NAME not in sys.modules:
         sys.modules[NAME] = torch._dynamo = _PostponedDynamo()
 
