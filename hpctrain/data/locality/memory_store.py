@@ -33,7 +33,7 @@ _READS_IN_FLIGHT = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """dtype and sample shape of one array that the dataset returns: a field, or the lengths of the samples of a field."""
+    """dtype and sample shape of one returned array: a field, or the lengths of the samples of a field."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]

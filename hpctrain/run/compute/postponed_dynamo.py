@@ -51,7 +51,7 @@ class _PostponedDynamo(ModuleType):
 
 
 def postpone_dynamo() -> None:
-    """Makes the first use of `torch._dynamo` import it, unless it is imported already."""
+    """Postpones the import of `torch._dynamo` to its first real use, unless it is imported already."""
     if NAME not in sys.modules:
         sys.modules[NAME] = torch._dynamo = _PostponedDynamo()
 
