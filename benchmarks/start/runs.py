@@ -160,7 +160,11 @@ class Workplace:
         what: str,
         environ: Mapping[str, str] | None = None,
     ) -> Epoch:
-        """Trains one epoch. argv_of: of the command of the ranks. environ: None for a user's. Raises RanksFailed."""
+        """Trains one epoch.
+
+        argv_of: returns the whole command line for the ranks' command. environ: variables; None for those of a user.
+        Raises RanksFailed.
+        """
         command, folder = self.training("run.epochs=1")
         began_s = time.perf_counter()
         done = run_command(argv_of(command), what=what, environ=environ)
@@ -203,20 +207,18 @@ def epochs(place: Workplace, *, num_ranks: int, rounds: int, seed: int) -> Compa
 def epochs_on_nodes(
     place: Workplace, cluster: Cluster, *, ranks_per_node: int, rounds: int, seed: int
 ) -> Compared:
-    """Figure 6: like `epochs`, in a job on all nodes of a cluster, where srun starts the ranks. A server ends with the
-    job, so no run finds one. Raises RanksFailed."""
+    """Figure 6: like `epochs`, in a job on all nodes of a cluster, where srun starts the ranks. The servers of a launch
+    end with its ranks, so no run finds one. Raises RanksFailed."""
     draw = random.Random(seed)
     num_nodes = cluster.plan.num_nodes
     num_ranks = num_nodes * ranks_per_node
     environ = at_head_node(cluster, user_environment())
+    words = ["--ranks-per-node", str(ranks_per_node)]
     found: list[tuple[int, str, Epoch]] = []
     for number in range(rounds):
         for kind in draw.sample((WITHOUT, NOTHING), 2):
-            words = ["--ranks-per-node", str(ranks_per_node)]
 
-            def argv_of(
-                command: Sequence[str], *, kind: str = kind, words: Sequence[str] = words
-            ) -> list[str]:
+            def argv_of(command: Sequence[str], *, kind: str = kind) -> list[str]:
                 launch = alone(kind, command, num_ranks=num_ranks, words=words)
                 return cluster.argv([*salloc(num_nodes), *launch], cwd=place.directory)
 

@@ -236,10 +236,17 @@ def _choose(
             raise LaunchError(
                 "--launcher srun takes its nodes from the allocation: leave out --host and --hostfile"
             )
-        if machine.mpirun is not None and machine.srun.mpi_types and srun_mpi_type(machine) is None:
+        is_known = machine.mpirun is not None and machine.mpirun.family is not MpirunFamily.UNKNOWN
+        if (
+            machine.mpirun is not None
+            and is_known
+            and machine.srun.mpi_types
+            and srun_mpi_type(machine) is None
+        ):
             raise LaunchError(
                 f"--launcher srun: srun cannot start ranks of {machine.mpirun.version} ({_listed(machine.srun)}): "
-                "leave --launcher out, so that mpirun starts them, or install the plugin of Slurm for PMIx"
+                "leave --launcher out, so that mpirun starts them, or install Slurm's plugin for PMIx (Open MPI) or PMI2 "
+                "(MPICH)"
             )
         return Launcher.SRUN
     if asked is Launcher.AUTO and in_slurm and not has_hosts:

@@ -106,14 +106,21 @@ def _hydra(placement: Placement, *, path: str, hosts: Sequence[str], hostfile: s
     return argv
 
 
+# The values of srun's --mpi that start ranks of an MPI, the best first. Slurm lists cray_shasta on other machines too,
+# and Open MPI cannot use it: each rank would be a run of its own.
+_MPI_TYPES: dict[MpirunFamily | None, tuple[str, ...]] = {
+    MpirunFamily.OPEN_MPI_4: ("pmix",),
+    MpirunFamily.OPEN_MPI_5: ("pmix",),
+    MpirunFamily.HYDRA: ("pmi2", "pmix", "cray_shasta"),
+    MpirunFamily.UNKNOWN: ("pmix", "cray_shasta"),
+    None: ("pmix", "cray_shasta", "pmi2"),
+}
+
+
 def srun_mpi_type(machine: LocalMachine) -> str | None:
     """Returns the `--mpi` type that both srun and the installed MPI support; None if there is none."""
     types = machine.srun.mpi_types if machine.srun else ()
-    hydra = machine.mpirun is not None and machine.mpirun.family is MpirunFamily.HYDRA
-    # Slurm lists cray_shasta on other machines too, and Open MPI cannot use it: each rank would be a run of its own.
-    wanted = ("pmi2", "pmix", "cray_shasta") if hydra else ("pmix",)
-    if machine.mpirun is None:
-        wanted = ("pmix", "cray_shasta", "pmi2")
+    wanted = _MPI_TYPES[machine.mpirun.family if machine.mpirun else None]
     for name in wanted:
         match = next((t for t in types if t == name or t.startswith(f"{name}_v")), None)
         if match is not None:

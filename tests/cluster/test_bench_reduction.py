@@ -25,7 +25,7 @@ def test_every_peer_and_ours_sum_on_the_cluster_in_one_run(cluster: Cluster) -> 
     found = place.run("buffers", settings, timeout_s=300)
     assert set(found) == {"hierarchical/fp16", "hierarchical/int8", "stream", *PEERS}
     assert {len(of["seconds"]) for name, of in found.items() if name != "stream"} == {1}
-    assert len(found["stream"]["seconds"]) == 2  # twice per round: all is held against it
+    assert len(found["stream"]["seconds"]) == 2  # twice per round: everything is compared with it
     (start,) = place.starts
     assert "salloc --nodes=4 --ntasks-per-node=1 --cpus-per-task=1 hpctrain launch -n 8 " in start.command
     assert " --ntasks-per-node=2 " in start.launched

@@ -147,7 +147,7 @@ def test_many_losses(cluster: Cluster, folder: Path) -> None:
             assert after.nodes == tuple(name for name in cluster.node_names if name not in lost)
             repeated[kind].append(before.steps_lost or 0)
             print(f"loss {number + 1}: {kind}: {node}, {seconds[kind][-1]:.1f} s, {repeated[kind][-1]} steps repeated, "
-                  f"goes on with {len(after.nodes)} nodes", flush=True)  # fmt: skip
+                  f"continues on {len(after.nodes)} nodes", flush=True)  # fmt: skip
     finally:
         cluster.run(["scancel", str(job)], timeout_s=300)
         for node in cluster.node_names:

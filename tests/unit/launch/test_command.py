@@ -228,6 +228,10 @@ def test_srun_without_pmix_is_refused_for_open_mpi_if_it_is_asked_for(types: tup
     assert plan(machine=machine, environ=JOB).launcher is Launcher.MPIRUN
     with pytest.raises(LaunchError, match=rf"srun cannot start ranks of .*it lists {', '.join(types)}.*PMIx"):
         plan(machine=machine, environ=JOB, launcher=Launcher.SRUN)
+    # Another mpirun may work with the cluster's default.
+    unknown = Mpirun(path="/usr/bin/mpirun", family=MpirunFamily.UNKNOWN, version="some mpirun")
+    other = dataclasses.replace(machine, mpirun=unknown)
+    assert plan(machine=other, environ=JOB, launcher=Launcher.SRUN).launcher is Launcher.SRUN
     # Without an answer of srun nothing is known.
     silent = dataclasses.replace(
         CLUSTER, srun=Srun(path="/usr/bin/srun", mpi_types=(), failure="did not answer")
