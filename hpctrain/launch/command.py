@@ -245,7 +245,8 @@ def _choose(
         ):
             raise LaunchError(
                 f"--launcher srun: srun cannot start ranks of {machine.mpirun.version} ({_listed(machine.srun)}): "
-                "leave --launcher out, so that mpirun starts them, or install Slurm's plugin for PMIx (Open MPI) or PMI2 "
+                "leave --launcher out, so that mpirun starts them, or install Slurm's plugin for PMIx (Open MPI) "
+                "or PMI2 (MPICH)"
                 "(MPICH)"
             )
         return Launcher.SRUN
