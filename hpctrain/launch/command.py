@@ -247,7 +247,6 @@ def _choose(
                 f"--launcher srun: srun cannot start ranks of {machine.mpirun.version} ({_listed(machine.srun)}): "
                 "leave --launcher out, so that mpirun starts them, or install Slurm's plugin for PMIx (Open MPI) "
                 "or PMI2 (MPICH)"
-                "(MPICH)"
             )
         return Launcher.SRUN
     if asked is Launcher.AUTO and in_slurm and not has_hosts:

@@ -226,7 +226,10 @@ def test_mpirun_is_used_where_srun_cannot_start_ranks_of_this_mpi() -> None:
 def test_srun_without_pmix_is_refused_for_open_mpi_if_it_is_asked_for(types: tuple[str, ...]) -> None:
     machine = dataclasses.replace(CLUSTER, srun=Srun(path="/usr/bin/srun", mpi_types=types))
     assert plan(machine=machine, environ=JOB).launcher is Launcher.MPIRUN
-    with pytest.raises(LaunchError, match=rf"srun cannot start ranks of .*it lists {', '.join(types)}.*PMIx"):
+    with pytest.raises(
+        LaunchError,
+        match=rf"srun cannot start ranks of .*it lists {', '.join(types)}.*PMIx \(Open MPI\) or PMI2 \(MPICH\)$",
+    ):
         plan(machine=machine, environ=JOB, launcher=Launcher.SRUN)
     # Another mpirun may work with the cluster's default.
     unknown = Mpirun(path="/usr/bin/mpirun", family=MpirunFamily.UNKNOWN, version="some mpirun")
