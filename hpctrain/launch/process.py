@@ -101,7 +101,7 @@ class Observer(Protocol):
         """
 
     def must_end(self) -> EndRequest | None:
-        """Called about twice per second, until it returns a request to end the ranks."""
+        """Called at least twice per second, until it returns a request to end the ranks."""
 
 
 def run_plan(
@@ -342,8 +342,11 @@ class _Watch:
             for copy in self._copies:
                 ready.register(copy.stream, selectors.EVENT_READ, copy)
             while self._child.poll() is None:
-                is_soon = self._stop_at_s is not None or (
-                    self._hydra is not None and self._hydra.is_looking()
+                is_soon = (
+                    self._stop_at_s is not None
+                    or self._kill_at_s is not None
+                    or self.failure is not None
+                    or (self._hydra is not None and self._hydra.is_looking())
                 )
                 for key, _ in ready.select(timeout=0.05 if is_soon else 0.5):
                     if key.fileobj is self._wakeup:
@@ -434,7 +437,7 @@ class _Watch:
         """Ends the ranks without saving: SIGTERM makes mpirun and srun kill them."""
         self._ending = True
         self._stop_at_s, self._kill_at_s = None, time.monotonic() + kill_after_s
-        _say(self._out, f"{reason}: ending the ranks now (SIGTERM); SIGKILL follows in {kill_after_s:.0f} s")
+        _say(self._out, f"{reason}: ending the ranks now (SIGTERM); SIGKILL follows in {kill_after_s:g} s")
         self._child.send_signal(signal.SIGTERM)
 
     def _say_and_kill(self) -> None:

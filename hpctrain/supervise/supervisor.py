@@ -92,6 +92,8 @@ class LogLines:
 
 # Seconds from the first line that names a lost rank or node until the others are ended: they may still print why.
 _GRACE_S = 1.5
+# The same if a signal has ended the rank: only lines that are under way are waited for, such as the report of a hang.
+_GRACE_AFTER_SIGNAL_S = 0.5
 
 
 @final
@@ -143,7 +145,8 @@ class AttemptWatch:
             return  # the other ranks have saved too, and are about to end
         if failure is not None or says_a_loss(line.decode(errors="replace")):
             self.lost_at = time.time()
-            self._end_by_s = time.monotonic() + _GRACE_S
+            by_signal = failure is not None and failure.signal is not None
+            self._end_by_s = time.monotonic() + (_GRACE_AFTER_SIGNAL_S if by_signal else _GRACE_S)
 
     def must_end(self) -> EndRequest | None:
         self._nodes.look()
@@ -178,9 +181,9 @@ ATTEMPT_VARIABLE = "HPCTRAIN_ATTEMPT"
 # Pauses before the nodes are checked again if none has answered, since the controller may be busy or failing over.
 _ASK_AGAIN_AFTER_S = (5.0, 15.0, 30.0)
 
-# srun has the living nodes' ranks killed in about a second, but then waits for the lost node for KillWait, 30 s as a
-# rule.
-_SRUN_KILLED_AFTER_S = 1.0
+# srun asks Slurm to kill the ranks on all nodes, and then waits for a lost node for KillWait, 30 s as a rule.
+# The check of the nodes ends ranks that it leaves behind.
+_SRUN_KILLED_AFTER_S = 0.3
 # mpirun gives its ranks a second before it kills them.
 _MPIRUN_KILLED_AFTER_S = 4.0
 

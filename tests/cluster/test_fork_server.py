@@ -75,7 +75,9 @@ def compare(cluster: Cluster, tmp_path: Path) -> list[list[str]]:
         f"{launch} --fork-server -- {program} 2> warm.err || exit 8\nmkdir warm; mv rank-? warm\n"
         f"{launch} --fork-server -- {sys.executable} {PROGRAM} exit > exit 2> exit.err; [[ $? == 3 ]] || exit 7\n"
         f"{launch} --fork-server -- {hpctrain} train recipe.toml > train 2> train.err || exit 6\n"
-        "srun --ntasks-per-node=1 --ntasks=2 find /dev/shm/ -path '*hpctrain-fork*' -type f > left\n"
+        # Servers of supervised runs wait for some time.
+        "srun --ntasks-per-node=1 --ntasks=2 bash -c 'for file in /dev/shm/hpctrain-fork*/*; do\n"
+        f"if [[ $file -nt {script} ]]; then echo $file; fi; done' > left\n"
     )
     prepare(tmp_path)
     (tmp_path / "seen").mkdir()

@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.supervise import AttemptEnd
 from tests.cluster import Cluster
-from tests.cluster.supervised_jobs import NODE_STORAGE, prepare, records, revive, submit, trains
+from tests.cluster.supervised_jobs import NODE_STORAGE, command_of, prepare, records, revive, submit, trains
 from tests.cluster.training_jobs import output, wait_for
 from tests.supervised_runs import attempts
 
@@ -50,6 +50,14 @@ def assert_goes_on(
     return first - lost_at
 
 
+def fork_servers(cluster: Cluster, *places: str) -> list[int]:
+    """The processes from which ranks are forked."""
+    words = {pid: command_of(pid).split(b"\0") for place in places for pid in cluster.processes(place)}
+    return [
+        pid for pid, found in words.items() if found[1:] and found[1].endswith(b"fork_server/__main__.py")
+    ]
+
+
 def test_a_run_outlives_a_killed_node_a_cut_link_and_killed_ranks_and_uses_spares_and_nodes_that_come_back(
     cluster: Cluster, folder: Path
 ) -> None:
@@ -77,8 +85,11 @@ def test_a_run_outlives_a_killed_node_a_cut_link_and_killed_ranks_and_uses_spare
         cluster.start_slurmd("hpct2")
         wait_for(trains(folder, attempt=3), folder=folder)
         # All ranks of a node are killed: that is not losing the node. One that has come back is used again.
+        servers = fork_servers(cluster, "hpct0", "hpct1")
+        assert len(servers) == 2
         os.kill(cluster.ranks(job)[1], signal.SIGKILL)
         wait_for(trains(folder, attempt=4), folder=folder)
+        assert fork_servers(cluster, "hpct0", "hpct1") == servers  # nothing is imported again
         assert (attempts(folder)[2].cause, attempts(folder)[2].blamed) == (AttemptEnd.LOST_RANK, ("hpct1",))
         assert attempts(folder)[3].nodes == ("hpct0", "hpct1", "hpct2")
         for node in ("hpct1", "hpct2", "hpct3"):

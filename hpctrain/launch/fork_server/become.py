@@ -69,10 +69,9 @@ def become(request: ForkRequest, *, title: str, command: Sequence[str], keep: se
     for name in FOR_CLIENT:
         environ.pop(name, None)
     environ[CLIENT_VARIABLE] = str(client)
-    os.environ.clear()
-    os.environ.update(environ)
+    replace_environ(environ)
     tempfile.tempdir = None  # what an import has found without this rank's TMPDIR
-    _show(command, environ)
+    _show_command(command)
     _libc.prctl(_PR_SET_NAME, os.fsencode(title)[:15], 0, 0, 0)
     _seed()
     _open_streams()
@@ -187,20 +186,24 @@ def _take_signals(*, ignored: int, blocked: int) -> None:
     )
 
 
-def _show(command: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Writes command line and variables where the kernel shows them to others: /proc/PID/cmdline and environ.
+def _show_command(command: Sequence[str]) -> None:
+    """Writes the command line where the kernel shows it to others: /proc/PID/cmdline."""
+    # The numbers of proc(5): arg_start 48, arg_end 49.
+    _fill(_address(48), _address(49), b"".join(os.fsencode(word) + b"\0" for word in command))
 
-    The C library has its own copies of the variables by now.
-    """
-    # The numbers of proc(5): arg_start 48, arg_end 49, env_start 50, env_end 51.
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    first_word, last_word, first_variable, last_variable = (
-        int(fields[number - 3]) for number in (48, 49, 50, 51)
-    )
-    words = b"".join(os.fsencode(word) + b"\0" for word in command)
+
+def replace_environ(environ: Mapping[str, str]) -> None:
+    """Makes `environ` the variables of this process, also where the kernel shows them to others: /proc/PID/environ."""
+    os.environ.clear()
+    os.environ.update(environ)  # the C library makes copies, so that what it had before may be overwritten
     variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environ.items())
-    _fill(first_word, last_word, words)
-    _fill(first_variable, last_variable, variables)
+    # env_start 50, env_end 51.
+    _fill(_address(50), _address(51), variables)
+
+
+def _address(number: int) -> int:
+    """Returns the field of this number in /proc/self/stat, see proc(5)."""
+    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[number - 3])
 
 
 def _fill(first: int, end: int, content: bytes) -> None:

@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Sequence
 
-from hpctrain.launch.fork_server.become import become, end_without_destructors
+from hpctrain.launch.fork_server.become import become, end_without_destructors, replace_environ
 from hpctrain.launch.fork_server.likeness import Likeness, is_per_rank
 from hpctrain.launch.fork_server.plan import PRELOAD_VARIABLE
 from hpctrain.launch.fork_server.preload import (
@@ -30,9 +30,8 @@ def serve(command: Sequence[str], *, directory: str, at_start: frozenset[str]) -
     gc.disable()  # until a rank runs
     own = Likeness.of(os.getpid())
     preload = [name for name in os.environ.get(PRELOAD_VARIABLE, "").split(",") if name]
-    for name in [*os.environ]:
-        if is_per_rank(name):
-            del os.environ[name]
+    # Also in /proc: `hpctrain supervise` finds the ranks of an earlier attempt by a variable, and ends them.
+    replace_environ({name: value for name, value in os.environ.items() if not is_per_rank(name)})
     found = read_program(command)
     program, refusal = (None, found) if isinstance(found, str) else (found, None)
     imported = Imported(None if program is None else folder_of(program, directory=directory), at_start)

@@ -201,6 +201,10 @@ def test_the_client_and_the_rank_end_and_wait_together(tmp_path: Path) -> None:
         assert (client.returncode, out, err) == (5, "at exit\n", "")
     with a_key() as key:
         client, rank = waiting_rank(key, tmp_path / "killed rank")
+        # `hpctrain supervise` must not take the server for a rank of an earlier attempt.
+        shown = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in (rank, server_of(key))}
+        assert [b"HPCTRAIN_" in text for text in shown.values()] == [True, False]
+        assert all(b"PATH=" in text for text in shown.values())
         os.kill(rank, signal.SIGKILL)
         assert client.wait(LIMIT_S) == -signal.SIGKILL
         client.communicate()
