@@ -16,6 +16,7 @@ from hpctrain.hvd.errors import HorovodValueError
 from hpctrain.hvd.gradient_reduction import GradientReduction, Named, Settings, reduce_deltas
 from hpctrain.hvd.reductions import Adasum, Average, Compression, Compressor, chosen_op
 from hpctrain.hvd.running import ProcessSet, global_process_set, gradient_group_of
+from hpctrain.reduce import keep_layouts
 
 
 def DistributedOptimizer(  # noqa: N802
@@ -112,6 +113,7 @@ class _Distributed(torch.optim.Optimizer):
         self._settings, self._process_set = settings, process_set
         self._named = _checked_names(self.param_groups, named)
         self._has_names = named is not None
+        keep_layouts(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, which is reduced too. Call it on all ranks, between two steps."""

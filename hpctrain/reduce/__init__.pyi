@@ -41,6 +41,10 @@ from .contract.updater import (
     takes_sparse_gradients as takes_sparse_gradients,
 )
 from .data_parallel.all_reduce_updater import AllReduceUpdater as AllReduceUpdater
+from .data_parallel.fused_kernels import (
+    keep_layouts as keep_layouts,
+    use_fused_kernels as use_fused_kernels,
+)
 from .data_parallel.gradient_memory import (
     PendingGradient as PendingGradient,
     describe_gradient as describe_gradient,

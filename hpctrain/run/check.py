@@ -143,6 +143,7 @@ class RecipeTrial:
                 recipe.run.precision, wire="fp32", max_skipped_in_row=recipe.optimizer.max_skipped_in_row
             ),
             clip_norm=recipe.optimizer.clip_norm, compare_ranks="off",  # as in `sum_exactly`
+            fused=recipe.optimizer.fused,
         )  # fmt: skip
         self.updater: DistributedOptimizer = updater
         self.drawing: Axis | None = session.axes.drawing

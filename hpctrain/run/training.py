@@ -216,6 +216,7 @@ def carry_out(
         ),
         clip_norm=recipe.optimizer.clip_norm,
         compare_ranks=compare_ranks(recipe),
+        fused=recipe.optimizer.fused,
     )
     seed_generators(derive_seed(recipe.run.seed, "rank", session.axes.drawing.index))
     state = session.trainings.state(updater, seed=recipe.run.seed)

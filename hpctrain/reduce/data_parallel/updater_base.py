@@ -20,6 +20,7 @@ from hpctrain.reduce.contract.bucket_reducer import KeepsState, Shapes, StateTen
 from hpctrain.reduce.contract.step_end import check_divide_by, clip_factor, divisor
 from hpctrain.reduce.contract.updater import Accepts, BackwardTimes, ReductionObserver, StepOutcome
 from hpctrain.reduce.data_parallel.bucket_filling import BackwardClock
+from hpctrain.reduce.data_parallel.fused_kernels import keep_layouts
 from hpctrain.reduce.data_parallel.gradient_memory import asks_for_gradients, refuse_grad_scaler
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
 from hpctrain.reduce.data_parallel.parameter_checks import check_open, trainable
@@ -85,7 +86,7 @@ class UpdaterBase(Watched, ABC):
         self._clock = BackwardClock()
         self._syncing = True
         self._closed = False
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = keep_layouts(optimizer)
 
     # ------------------------------------------------------------------ interface of the training loop
 

@@ -236,6 +236,11 @@ class OptimizerSection(RecipeSection):
         [0.9, 0.999], min_length=2, max_length=2, description="Betas of `adam`, `adamw`, `lamb`."
     )
     weight_decay: float = Field(0.0, ge=0, description="Weight decay.")
+    fused: bool = Field(
+        True,
+        description="Use PyTorch's fused kernels, which update each parameter in one pass over memory, for SGD, Adam, "
+        "AdamW and Adagrad, where they fit. The parameters differ from those without it by rounding.",
+    )
     clip_norm: float | None = Field(
         None,
         gt=0,
