@@ -29,15 +29,21 @@ def robust_z(loss: float, recent: Sequence[float]) -> float:
     of the estimate of the standard deviation (1.4826 MAD): Rousseeuw and Croux 1993,
     doi:10.1080/01621459.1993.10476408.
     """
-    values = list(recent)
-    if loss > 0 and min(values) > 0:
+    values = sorted(recent)
+    if loss > 0 and values[0] > 0:
         values, loss, least = [math.log(value) for value in values], math.log(loss), _LEAST_STD
-        median = statistics.median(values)
+        median = _middle(values)
     else:
-        median = statistics.median(values)
+        median = _middle(values)
         least = _LEAST_STD * abs(median) or math.ulp(1.0)
-    deviation = statistics.median(abs(value - median) for value in values)
+    deviation = _middle(sorted(abs(value - median) for value in values))
     return (loss - median) / max(_MAD_TO_STD * deviation, least)
+
+
+def _middle(values: Sequence[float]) -> float:
+    """Returns the median of sorted values."""
+    half = len(values) // 2
+    return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -99,6 +99,8 @@ class Batch:
         """
         if num_parts < 1:
             raise UsageError(f"cannot split a batch into {num_parts} parts; at least 1 is needed")
+        if num_parts == 1:
+            return [self]
         rows = self.num_samples + self.num_padded
         spans = [rank_share(0, rows, rank=part, num_ranks=num_parts) for part in range(num_parts)]
         return [self._part(span) for span in spans]
@@ -128,6 +130,8 @@ class Batch:
                 name: tensor.to(dtype) if tensor.is_floating_point() else tensor
                 for name, tensor in fields.items()
             }
+        if all(fields[name] is tensor for name, tensor in self.fields.items()):
+            return self
         return replace(self, fields=fields)
 
 

@@ -69,6 +69,8 @@ class LossScale:
 
     def after_good_step(self) -> LossScale:
         """Returns the loss scale to use after a step that was applied."""
+        if not self.dynamic and not self.skipped_in_row:
+            return self  # its good steps never count
         good = self.good_steps + 1
         if self.dynamic and good >= self.growth_steps:
             return replace(self, value=min(self.value * 2, LARGEST), good_steps=0, skipped_in_row=0)
