@@ -27,6 +27,7 @@ Everything else the server reads from /proc. */
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -89,11 +90,24 @@ static int own_folder(char *path, size_t size)
     return found.st_uid == geteuid() && (found.st_mode & 077) == 0 ? 0 : -1;
 }
 
-/* Starts the server in a session of its own, with the listening socket as descriptor 3. */
+/* Starts the server in a session of its own, with the listening socket as descriptor 3. Returns its process number, or -1.
+   It is not a child of this process: Slurm, where it follows processes by their parents (proctrack/linuxproc), would end
+   it with this step, and a supervisor's next step needs it. */
 static pid_t start_server(char **server, int listens, const char *log)
 {
-    pid_t pid = fork();
-    if (pid != 0) return pid;
+    int tells[2];
+    pid_t pid = -1, between;
+    if (pipe2(tells, O_CLOEXEC) != 0) return -1;
+    between = fork();
+    if (between != 0) {
+        close(tells[1]);
+        if (between > 0 && read(tells[0], &pid, sizeof pid) != sizeof pid) pid = -1;
+        close(tells[0]);
+        if (between > 0) waitpid(between, NULL, 0);
+        return pid;
+    }
+    pid = fork();
+    if (pid != 0) _exit(write(tells[1], &pid, sizeof pid) == sizeof pid ? 0 : 1);
     int number, nothing = open("/dev/null", O_RDWR), errors = open(log, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW, 0600);
     setsid();
     if (listens == LISTENS_AT) fcntl(listens, F_SETFD, 0); else dup2(listens, LISTENS_AT);
