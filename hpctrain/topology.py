@@ -142,9 +142,9 @@ class Mesh:
     rank: int
 
     def axis(self, name: str) -> Axis | None:
-        """Returns the axis `node` or `local`.
+        """Returns the axis of this name, `node` or `local`.
 
-        Returns None if this rank is in no group of it (nodes with different numbers of ranks).
+        Returns None if this rank belongs to no group along that axis, because nodes have different numbers of ranks.
         """
         groups = self.topology.groups(name)
         node, local_rank = self.topology.node_of(self.rank), self.topology.local_rank_of(self.rank)

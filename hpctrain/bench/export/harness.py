@@ -19,9 +19,9 @@ from hpctrain.errors import UsageError
 
 
 class Harness(str, Enum):
-    """A benchmark harness that can run a scaling sweep.
+    """A benchmark harness that can run a scaling sweep, which is exported as a file.
 
-    REFRAME: a Python file with one test (https://reframe-hpc.readthedocs.io). JUBE: an XML file
+    REFRAME: the file is Python and contains one test (https://reframe-hpc.readthedocs.io). JUBE: the file is XML
     (https://apps.fz-juelich.de/jsc/jube/docu).
     """
 

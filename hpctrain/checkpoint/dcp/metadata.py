@@ -322,7 +322,7 @@ def _state(value: Any, name: str, *, kind: type[Any] = dict) -> Any:
     # The class without fields, and one whose fields all have their defaults, have no state.
     state = kind() if value.state is None else value.state
     if not isinstance(state, kind):
-        raise TypeError(f"the state of {name} is a {type(state).__name__}")
+        raise TypeError(f"the state of {name} is a {type(state).__name__}, not a {kind.__name__}")
     return state
 
 

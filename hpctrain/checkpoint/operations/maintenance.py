@@ -221,7 +221,8 @@ def _copy_files(
         (found,) = verify(partial, comm=comm, progress=lambda done, total: progress(total + done, 2 * total))
         if found.damage:
             raise CheckpointError(
-                f"{checkpoint.path} was not copied: the copy is damaged: {found.damage[0]}: verify the original",
+                f"{checkpoint.path} was not copied, because the copy was damaged ({found.damage[0]}) and has been "
+                "removed: verify the original",
                 agreed=True,
             )
         final = Path(

@@ -146,7 +146,7 @@ class MonitoredMessages:
 
 @final
 class MonitoredTransport:
-    """`Transport` with a deadline, which runs while no operation in flight makes progress, and restarts on progress."""
+    """`Transport` with a time limit for operations in flight that make no progress; any progress restarts the timer."""
 
     def __init__(self, inner: Transport, *, track: Track) -> None:
         self._inner = inner

@@ -503,7 +503,7 @@ def _with_lengths(
     _check_number(base, where)
     if len(found.shape) != 1 or base.hasobject:
         raise DataError(
-            f"{where} has variable lengths in shape {found.shape}; only one per sample is possible"
+            f"{where} has values of variable length in an array of shape {found.shape}; a sample can have only one"
         )
     if base.newbyteorder("=") != base and base.itemsize > 1:
         # h5py (seen with 3.16) returns their bytes as if they had this machine's byte order.

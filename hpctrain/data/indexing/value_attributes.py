@@ -45,9 +45,10 @@ class ValueMeaning:
     Attributes:
         packing: Arguments of a `Packing`: scale, offset, missing values.
         mask: Path and member of the dataset that is not 0 where a value is missing, or None.
-        said: What attributes and neighbours say, one text each.
+        said: What the attributes of the dataset and the datasets beside it state, one text each.
         changes: True if the stored numbers are not the values, or if some stand for missing ones.
-        unseen_default: True if only records that were never written can be missing, and none was seen.
+        unseen_default: True if values can be missing only in records that were never written, and no such record was
+            found.
         units: The attribute `units`, or "".
         problem: Why the values cannot be decoded; "" if they can.
     """

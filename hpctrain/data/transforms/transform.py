@@ -33,7 +33,7 @@ class TransformContext:
         seed: Seed of the loader.
         epoch: Number of the epoch.
         start: Position of the global batch in the epoch, in samples.
-        indices: Number in the dataset of the sample in each row: int64, shape (num_rows,).
+        indices: For each row, the index of its sample in the dataset: int64, shape (num_rows,).
     """
 
     seed: int

@@ -367,10 +367,10 @@ class CollectiveReducer(StepEnd):
     ) -> CollectiveReducer:
         """Returns a reducer that uses the backend's all-reduce of the whole bucket. Not collective.
 
-        name: name of the algorithm, if the backend is configured for another one (`nccl-torus`).
+        name: name of the algorithm that the reducer reports, such as `nccl-torus` if the backend is configured for it.
         wire: wire format. Horovod sums fp16 in float16; the other backends sum it in float32, by slices.
 
-        `bytes_sent` is computed for a ring, or for slices where these are used. Raises UsageError if the backend
+        `bytes_sent` assumes that the backend uses a ring, or sums by slices as described. Raises UsageError if the backend
         cannot sum this wire format.
         """
         num_ranks = comm.num_ranks

@@ -124,7 +124,7 @@ class OptimizerState:
     made_with: Options | None = None
 
     def held(self) -> dict[str, ElementShard]:
-        """Returns the elements of each parameter whose optimizer state this rank holds; {} if it holds all of it."""
+        """Returns, by parameter, for which elements this rank holds the optimizer state; {} if for all of them."""
         found = {name: element_shard(parameter) for name, parameter in self._parameters().items()}
         return {name: shard for name, shard in found.items() if shard is not None}
 

@@ -36,8 +36,8 @@ from tests.unit.run.test_recipe import minimal
         ({"options": ["--mem 4G"]}, "options: write '--mem 4G' as --NAME or --NAME=VALUE"),
         ({"array": "all"}, "slurm.array: found"),
         ({"sweep": {"lr": [1]}}, "'lr' is not a key of the recipe: write SECTION.KEY"),
-        ({"sweep": {"run.directory": ["a"]}}, "run.directory is common to all tasks of an array"),
-        ({"sweep": {"slurm.nodes": [1]}}, "slurm.nodes is common to all tasks of an array"),
+        ({"sweep": {"run.directory": ["a"]}}, "run.directory cannot differ between the tasks of an array"),
+        ({"sweep": {"slurm.nodes": [1]}}, "slurm.nodes cannot differ between the tasks of an array"),
         ({"sweep": {"optimizer.lr": []}}, "sweep: optimizer.lr has no values"),
         (
             {"sweep": {"optimizer.lr": [1.0, 2.0], "run.seed": [1, 2]}, "array": "0,2-4%2"},

@@ -18,8 +18,8 @@ class SampleFacts:
     Samples are named by their index in the dataset, or by a hash of their content if `is_numbered` is False.
 
     - num_seen: the number of samples that one process reads in a pass over an epoch.
-    - repeated_one: how often samples are repeated in one process, by sample. has_equal: these may be different samples
-      with equal content.
+    - repeated_one: how often one process repeats a sample, by sample.
+    - has_equal: whether samples that seem to be repeated may be different samples with equal content.
     - repeated: how often samples are repeated over all ranks, where that is more than in one process.
     - missing: the number of samples that one process gets and no rank gets.
     - padded: the number of samples that complete the last batch of some ranks, at most one per rank.
@@ -29,10 +29,11 @@ class SampleFacts:
     - content_changes: samples whose content differs between two runs of one process.
     - content_unstable: samples whose content differs between two readings of an epoch by one process.
     - order_changes: whether two runs of one process get the same samples in different orders.
-    - draws: the process's generators that reading uses; searched only if contents differ.
-    - other_steps: the first step in which the ranks together get other samples than one process; 0 if there is none.
+    - draws: the random number generators of the process that are used while samples are read; searched only if contents
+      differ.
+    - other_steps: the number of the first step in which the ranks together get other samples than one process; 0 if there is none.
     - same_every_epoch: whether the shuffled orders of two epochs are equal.
-    - history: whether an epoch's samples depend on what was read before it.
+    - history: whether the samples of an epoch depend on what was read before that epoch.
     - num_rows, num_rank_rows: the number of samples of one step in one process and over all ranks.
     """
 
