@@ -35,7 +35,9 @@ def assert_goes_on(
 
     def steps_since() -> list[float]:
         newest = attempts(folder)[-1]
-        begun = newest.number == attempt and newest.first_step is not None  # the supervisor looks twice per second
+        begun = (
+            newest.number == attempt and newest.first_step is not None
+        )  # the supervisor looks twice per second
         return [at for at, _ in records(folder, "step") if begun and at > newest.began]
 
     first = wait_for(steps_since, folder=folder)[0]

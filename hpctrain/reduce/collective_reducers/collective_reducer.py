@@ -370,8 +370,8 @@ class CollectiveReducer(StepEnd):
         name: name of the algorithm that the reducer reports, such as `nccl-torus` if the backend is configured for it.
         wire: wire format. Horovod sums fp16 in float16; the other backends sum it in float32, by slices.
 
-        `bytes_sent` assumes that the backend uses a ring, or sums by slices as described. Raises UsageError if the backend
-        cannot sum this wire format.
+        `bytes_sent` assumes that the backend uses a ring, or sums by slices as described. Raises UsageError if the
+        backend cannot sum this wire format.
         """
         num_ranks = comm.num_ranks
         elsewhere = successor_is_elsewhere(comm.rank, num_ranks=num_ranks, topology=topology)

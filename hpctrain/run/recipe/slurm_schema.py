@@ -44,8 +44,8 @@ def _swept_key(text: str) -> str:
         raise ValueError(f"{text!r} is not a key of the recipe: write SECTION.KEY, such as optimizer.lr")
     if text.startswith("slurm.") or text == "run.directory":
         raise ValueError(
-            f"{text} cannot differ between the tasks of an array: settings of Slurm apply to all of them, and each task "
-            "gets a run directory of its own. Remove it from the sweep"
+            f"{text} cannot differ between the tasks of an array: settings of Slurm apply to all of them, and each "
+            "task gets a run directory of its own. Remove it from the sweep"
         )
     return text
 

@@ -31,7 +31,8 @@ class SampleFacts:
     - order_changes: whether two runs of one process get the same samples in different orders.
     - draws: the random number generators of the process that are used while samples are read; searched only if contents
       differ.
-    - other_steps: the number of the first step in which the ranks together get other samples than one process; 0 if there is none.
+    - other_steps: the number of the first step in which the ranks together get other samples than one process;
+      0 if there is none.
     - same_every_epoch: whether the shuffled orders of two epochs are equal.
     - history: whether the samples of an epoch depend on what was read before that epoch.
     - num_rows, num_rank_rows: the number of samples of one step in one process and over all ranks.
