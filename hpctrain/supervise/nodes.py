@@ -287,12 +287,45 @@ def read_check(text: str) -> dict[str, tuple[str, str]]:
     return {node: (word, rest.strip()) for node, word, rest in _LINE.findall(text)}
 
 
+# $1: key of the servers. A server on another node cannot see that the supervisor has ended.
+_END_SERVERS = r"""
+node=${SLURMD_NODENAME:-$(uname -n)}
+for lock in /dev/shm/hpctrain-fork-$(id -u)/"$1"*-"$(uname -n)".lock; do
+  server=$(cat "$lock" 2>/dev/null)
+  if [ -n "$server" ] && grep -q fork_server/__main__ "/proc/$server/cmdline" 2>/dev/null; then
+    kill -KILL "$server"; rm -f "$lock" "${lock%.lock}" "${lock%.lock}.log"
+  fi
+done
+printf 'hpctrain-node %s ok\n' "$node"
+"""
+_END_SERVERS_WITHIN_S = 5.0
+
+
+def end_fork_servers(
+    key: str, nodes: Sequence[str], *, allocation: Allocation, environ: Mapping[str, str]
+) -> None:
+    """Ends the fork servers with this key on the nodes, which would wait for another launch for up to two minutes."""
+    argv = ["sh", "-c", _END_SERVERS, "sh", key]
+    _run_on_nodes(argv, nodes, allocation=allocation, environ=environ, timeout_s=_END_SERVERS_WITHIN_S)
+
+
 def _run_check(
     nodes: Sequence[str], *, allocation: Allocation, checks: Checks, environ: Mapping[str, str]
 ) -> str:
-    """Runs the script on all nodes. Returns what was printed until all had answered or the time was over."""
     argv = ["sh", "-c", _SCRIPT, "sh", f"{MARK_VARIABLE}={checks.mark}", str(checks.run_directory)]
     argv += [checks.script or "", *checks.paths]
+    return _run_on_nodes(argv, nodes, allocation=allocation, environ=environ, timeout_s=checks.timeout_s)
+
+
+def _run_on_nodes(
+    argv: list[str],
+    nodes: Sequence[str],
+    *,
+    allocation: Allocation,
+    environ: Mapping[str, str],
+    timeout_s: float,
+) -> str:
+    """Runs a command on all nodes. Returns what was printed until all had answered or the time was over."""
     if allocation.in_slurm:
         count = len(nodes)
         srun = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpus-per-task=1"]
@@ -314,7 +347,7 @@ def _run_check(
     )
     assert child.stdout is not None
     try:
-        return _read_until(child.stdout, num_nodes=len(nodes), timeout_s=checks.timeout_s)
+        return _read_until(child.stdout, num_nodes=len(nodes), timeout_s=timeout_s)
     finally:
         child.stdout.close()
         if child.poll() is None:

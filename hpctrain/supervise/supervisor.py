@@ -43,6 +43,7 @@ from hpctrain.supervise.nodes import (
     Checks,
     NodeWatch,
     Survey,
+    end_fork_servers,
     nodes_now,
     survey_nodes,
     was_preempted,
@@ -258,6 +259,12 @@ class Supervisor:
         """
         self._run.directory.mkdir(parents=True, exist_ok=True)
         close_open_attempt(self._ledger, directory=self._run.directory, checkpoints=self._run.checkpoints)
+        try:
+            return self._run_attempts()
+        finally:
+            self._end_fork_servers()
+
+    def _run_attempts(self) -> int:
         with self._noting_signals():
             survey = self._survey()
             while True:
@@ -331,6 +338,14 @@ class Supervisor:
         before = self._ledger.attempts[-1].nodes if self._ledger.attempts else ()
         wanted = -(-self._run.num_ranks // self._run.ranks_per_node) if self._allocation.in_slurm else 1
         return choose_nodes(usable, wanted=wanted, in_use=before)
+
+    def _end_fork_servers(self) -> None:
+        server, attempts = self._run.fork_server, self._ledger.attempts
+        if server is not None and self._allocation.in_slurm and attempts:
+            nodes = [node for node in attempts[-1].nodes if node not in attempts[-1].blamed]
+            if nodes:
+                with contextlib.suppress(OSError):  # they end by themselves after two minutes
+                    end_fork_servers(server.key, nodes, allocation=self._allocation, environ=self._environ)
 
     # ---- one attempt
 

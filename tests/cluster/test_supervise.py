@@ -108,6 +108,10 @@ def test_a_run_outlives_a_killed_node_a_cut_link_and_killed_ranks_and_uses_spare
         assert asked.returncode == 0, asked.stderr
         wait_for(lambda: attempts(folder)[4].cause, folder=folder)
         assert (attempts(folder)[4].cause, attempts(folder)[4].exit_code) == (AttemptEnd.PREEMPTION, 75)
+        until_s = time.monotonic() + 60
+        while (left := fork_servers(cluster, "hpct0", "hpct3")) and time.monotonic() < until_s:
+            time.sleep(0.2)
+        assert not left
     finally:
         cluster.run(["scancel", str(job)], timeout_s=300)
         for node in cluster.node_names:

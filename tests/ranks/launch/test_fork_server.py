@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ import h5py
 import pytest
 
 from hpctrain.launch.fork_server.plan import KEY_VARIABLE, ForkServer, find_client, plan_fork_server
+from hpctrain.supervise.nodes import Allocation, end_fork_servers
 from tests.ranks_launcher import cold_starts, run_command
 from tests.states import state_of, wait_for
 
@@ -282,6 +284,22 @@ def test_what_cannot_be_forked_starts_by_itself_and_says_why(tmp_path: Path) -> 
             "None True False\n",
             True,
         )
+
+
+def test_a_supervisor_ends_the_servers_that_wait_for_its_next_launch() -> None:
+    host = socket.gethostname()
+    with a_key() as key, a_key() as other:
+        servers = {}
+        for each in (key, other):
+            command, environ = forked(PROGRAM, "exit", key=each, lingers_s=600.0)
+            done = subprocess.run(command, env=environ, stdout=subprocess.DEVNULL, timeout=LIMIT_S)
+            assert done.returncode == 3
+            servers[each] = server_of(each)
+        here = Allocation(job="local", number=0, nodes=(host,), in_slurm=False)
+        for ended in (key, other):
+            assert state_of(servers[ended]) == "S"
+            end_fork_servers(ended, [host], allocation=here, environ=os.environ)
+            wait_for(lambda ended=ended: state_of(servers[ended]) in ("gone", "Z"))
 
 
 def test_a_training_is_the_same_and_leaves_nothing(tmp_path: Path, packed_digits: Path) -> None:
