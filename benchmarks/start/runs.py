@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import random
 import re
 import secrets
@@ -30,7 +31,6 @@ from benchmarks.starting import (
     user_environment,
 )
 from benchmarks.turns import Training
-from hpctrain.launch.fork_server.plan import KEY_VARIABLE
 from hpctrain.telemetry import read_records
 from tests.cluster import Cluster
 
@@ -61,12 +61,11 @@ class Launches:
 
     def server(self) -> int | None:
         """Returns the process id of the fork server on this machine; None if there is none."""
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if is_server(process.cmdline()) and process.environ().get(KEY_VARIABLE, "").startswith(
-                    f"{self.key}-"
-                ):
-                    return process.pid
+        for lock in Path(f"/dev/shm/hpctrain-fork-{os.geteuid()}").glob(f"{self.key}-*.lock"):
+            with contextlib.suppress(psutil.Error, OSError, ValueError):
+                server = psutil.Process(int(lock.read_text()))
+                if is_server(server.cmdline()):
+                    return server.pid
         return None
 
 
