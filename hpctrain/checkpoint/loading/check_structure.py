@@ -44,7 +44,7 @@ class Structure:
 
     Attributes:
         path: The checkpoint, a file or a folder.
-        main: Its main file.
+        main: Path of the checkpoint's main file, which contains the metadata.
         main_bytes: Length of the main file.
         metadata_text: The metadata as stored, to be sent to the other ranks.
         metadata: The decoded metadata.
@@ -184,7 +184,7 @@ def hash_structure(fd: int, *, taken: Sequence[tuple[int, int]], file_bytes: int
     """Returns the hash of all bytes of a file that lie outside the byte ranges `taken`.
 
     `taken` contains (offset, length) of commit header, metadata and tensor content. Raises CheckpointError if two
-    of them overlap, or if more bytes remain than a save can have written.
+    byte ranges overlap, or if more bytes lie outside them than a save can have written.
     """
     content_bytes = sum(num_bytes for _, num_bytes in taken)
     left_bytes = file_bytes - content_bytes
@@ -251,9 +251,10 @@ class ContentFiles:
     """
 
     def __init__(self, paths: Sequence[Path], *, read_ahead: bool = False) -> None:
-        """Takes the paths of the main file and then of the part files, by number.
+        """Takes the paths of the main file (number 0) and of the part files (numbers 1, 2, ...), in this order.
 
-        Set `read_ahead` if nearly everything will be read, in the order of the files.
+        Set `read_ahead` if nearly all bytes will be read, file after file and from the start of each file to its
+        end.
         """
         self._paths = paths
         self._read_ahead = read_ahead
