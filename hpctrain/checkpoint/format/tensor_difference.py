@@ -68,7 +68,7 @@ class Amount:
 
     @property
     def relative(self) -> float | None:
-        """L2 norm of the difference divided by that of the first tensor; None if the latter is zero or not finite."""
+        """L2 norm of the difference divided by the first tensor's L2 norm; None if that is 0 or one is not finite."""
         if self.squares_of_first == 0 or not math.isfinite(self.squares + self.squares_of_first):
             return None
         return math.sqrt(self.squares / self.squares_of_first)

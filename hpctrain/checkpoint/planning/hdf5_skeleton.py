@@ -245,10 +245,10 @@ class TensorsText:
 
     Attributes:
         text: The JSON text.
-        hash_places: Position in the text of each extent's hash.
-        offset_places: Position in the text of each piece's file offset.
-        written_as: For the i-th extent in the text, its number when the extents of all ranks are counted rank by
-            rank, in the plan's order.
+        hash_places: Position in the text of each extent's hash: shape (num_extents,).
+        offset_places: Position in the text of each piece's file offset: shape (num_pieces,).
+        written_as: For each extent, in the order of the text, its index in the list of all ranks' extents: shape
+            (num_extents,). That list contains the extents rank by rank, in the plan's order.
     """
 
     text: bytes
@@ -257,7 +257,7 @@ class TensorsText:
     written_as: NDArray[np.int64]
 
     def with_offsets(self, offsets: Sequence[int]) -> TensorsText:
-        """Returns the text with the file offsets of all pieces filled in, given in the order of tensors and pieces."""
+        """Returns the text with the file offsets filled in; `offsets` has one per piece, in the text's order."""
         digits = b"".join(str(offset).ljust(_OFFSET_DIGITS).encode() for offset in offsets)
         filled = np.frombuffer(self.text, dtype=np.uint8).copy()
         _fill(filled, places=self.offset_places, digits=digits, width=_OFFSET_DIGITS)
@@ -304,7 +304,7 @@ def tensors_text(plan: WritePlan) -> TensorsText:
 
 
 def room_for(header: Mapping[str, Any], tensors: TensorsText, *, num_parts: int) -> int:
-    """Returns the number of bytes to reserve for the metadata: its length, plus some for a document that grows.
+    """Returns the number of bytes to reserve for the metadata: its length, plus a reserve for a document that grows.
 
     Raises CheckpointError if the metadata exceeds MAX_METADATA_BYTES.
     """
@@ -322,8 +322,8 @@ def metadata_text(
 ) -> memoryview:
     """Returns the complete metadata, padded with spaces to `padded_bytes` bytes.
 
-    `hashes` are those of all ranks' extents, rank by rank: uint64, shape (num_extents,). Raises CheckpointError if
-    the metadata exceeds `padded_bytes` or MAX_METADATA_BYTES.
+    `hashes` contains the hashes of all ranks' extents, rank by rank: uint64, shape (num_extents,). Raises
+    CheckpointError if the metadata exceeds `padded_bytes` or MAX_METADATA_BYTES.
     """
     head = json.dumps(header, separators=(",", ":")).encode()[:-1] + b',"tensors":'
     num_bytes = len(head) + len(tensors.text) + 1

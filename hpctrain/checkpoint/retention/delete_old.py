@@ -24,7 +24,8 @@ from hpctrain.storage import sync_directory
 def retain(directory: Path, *, saved: Path, retention: Retention) -> list[str]:
     """Deletes the checkpoints of `directory` that `retention` does not keep. Not collective.
 
-    saved: the new checkpoint, already committed. Returns errors as text, since they must not fail the save.
+    `saved` is the new checkpoint, already committed. Errors are returned as text, since they must not fail the
+    save.
     """
     paths, notes = deletable(directory, saved=saved, retention=retention)
     for path in paths:

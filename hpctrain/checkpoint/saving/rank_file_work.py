@@ -1,7 +1,8 @@
 """The file operations of a save on one rank: creating files, writing the rank's content, committing by a rename.
 
 Most operations are done only by the leader of a file, which is the lowest rank that writes to the file, or by the
-rank that leads the folder. Only `create_partial` is collective; the other operations can run in a separate thread.
+rank that leads the folder. Only `create_partial`, and writing with the engine `mpio`, are collective; all else can
+run in a separate thread.
 """
 
 from __future__ import annotations
