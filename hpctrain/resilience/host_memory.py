@@ -59,10 +59,10 @@ def limit_own_memory(limit: GroupLimit, *, num_sharing: int) -> tuple[int, int]:
 
     num_sharing: number of ranks that share the group's memory.
 
-    Returns this limit, and what the process already uses, both in bytes. RLIMIT_DATA counts what the process maps for
-    writing without sharing it: the heap, torch's tensors on the host, thread stacks. What is mapped at this moment but
-    was never written, like most data of torch's CUDA libraries, needs no memory; it is allowed in addition to the
-    share.
+    Returns this limit, and the private memory that the process already uses, both in bytes. RLIMIT_DATA counts what
+    the process maps for writing without sharing it: the heap, torch's tensors on the host, thread stacks. What is
+    mapped at this moment but was never written, like most data of torch's CUDA libraries, needs no memory; it is
+    allowed in addition to the share.
     """
     share = int(USED_SHARE * limit.num_bytes / num_sharing)
     status = Path("/proc/self/status")

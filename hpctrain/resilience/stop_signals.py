@@ -34,7 +34,7 @@ def hold_signals() -> None:
 
 
 def let_interrupts_end() -> None:
-    """Lets Ctrl-C end this process at once, until its handler is installed. For a rank without a launcher.
+    """Lets Ctrl-C end this process at once, until the run's handler is installed. For a rank without a launcher.
 
     There is nothing to save yet, and the run would otherwise stop only after its first step. Under a launcher it must
     not be called: a launcher does not pass Ctrl-C to its ranks, so a SIGINT that arrives there was sent to stop the
@@ -85,7 +85,8 @@ def release_signals() -> None:
 def keep_from_children(numbers: Iterable[signal.Signals]) -> None:
     """Keeps stop signals from child processes: blocks `numbers` except SIGTERM in this thread.
 
-    It unblocks what the previous call blocked. Threads that were started before still receive the signals.
+    Signals that the previous call blocked are unblocked, unless `numbers` contains them. Threads that were started
+    before still receive the signals.
 
     mpirun, srun and terminals send a stop signal also to processes that a rank has started, where it would end workers
     of torch's DataLoader before the rank has saved. A new process inherits the mask of the thread that starts it,

@@ -47,13 +47,13 @@ def guessed_path(key: str) -> Path:
 
 
 def below(path: Path, root: str) -> Path | None:
-    """Returns the part of `path` below `root` (parts joined by dots), or None if it does not begin with `root`."""
+    """Returns the part of `path` below `root` (parts joined by dots), or None if `path` does not lie below `root`."""
     parts = tuple(root.split(".")) if root else ()
     return path[len(parts) :] if path[: len(parts)] == parts and len(path) > len(parts) else None
 
 
 def optimizer_path(path: Path) -> Path | None:
-    """Returns the path within the optimizer's state dict, or None if `path` is not one of `get_optimizer_state_dict`.
+    """Returns the path within the optimizer's state dict, or None if `get_optimizer_state_dict` makes no such path.
 
     The result is (`state`, parameter, key, ...) or (`param_groups`, index, key), also if the state dict was
     flattened. The optimizer may be called "optim" or "optimizer".
@@ -119,7 +119,7 @@ class ArchivedBox:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DcpTensor:
-    """A tensor of the DCP checkpoint. Its chunks hold each element exactly once; none of them is empty."""
+    """A tensor of the DCP checkpoint. Its chunks together hold each element exactly once, and no chunk is empty."""
 
     path: Path
     dtype: str

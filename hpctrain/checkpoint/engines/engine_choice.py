@@ -151,7 +151,11 @@ def _compare(path: Path, *, rank: int, num_bytes: int, engine: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineChoice:
-    """The chosen engine, DIRECT or MPIO, the reason in words, and the filesystem of the directory as rank 0 sees it."""
+    """The chosen engine, DIRECT or MPIO.
+
+    `note` is the reason for the choice in words, and `filesystem` the filesystem of the checkpoint directory as
+    rank 0 sees it.
+    """
 
     engine: Engine
     note: str

@@ -149,9 +149,10 @@ def obstacle_to_mpio(comm: Collective) -> str | None:
 
 
 def files_of(comm: Collective, *, groups: Sequence[Sequence[int]] | None = None) -> CollectiveFiles | None:
-    """Returns the MPI files of this rank's group, or None without MPI. Created once and kept as long as `comm`.
+    """Returns the object that opens MPI files for this rank's group; None without MPI.
 
-    Collective over `comm` for the first call with these `groups`, which must be the same on every rank.
+    The first call with these `groups`, which must be the same on every rank, is collective over `comm` and creates
+    the object. Later calls return the same object, which is kept as long as `comm`.
     """
     key = (tuple(comm.members),) if groups is None else tuple(map(tuple, groups))
     known = comm.attribute(_Files)
@@ -178,8 +179,8 @@ def write_collectively(
 ) -> None:
     """Writes this rank's byte ranges to the existing file at `path` through MPI-IO and flushes them to disk.
 
-    Collective over `comm` for the first call with these `groups`, later over the rank's group. A rank that fails
-    reports it to the others, and all stop, so that no rank hangs.
+    The first call with these `groups` is collective over `comm`; later calls are collective over this rank's group.
+    A rank that fails reports this to the others, and all stop, so that no rank hangs.
 
     Args:
         path: The file.

@@ -43,7 +43,10 @@ class TensorDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntryDifference:
-    """An entry of the document that differs, as JSON text in the first and in the second; None where it is missing."""
+    """An entry of the document that differs between two checkpoints.
+
+    `first` and `second` are the entry's JSON text in the two checkpoints; None where the entry is missing.
+    """
 
     path: str
     first: str | None
@@ -91,7 +94,7 @@ def compare(
     The ranks share the work. Each rank uses about 100 MB of memory.
 
     Args:
-        first: A checkpoint, or a directory of checkpoints, whose newest one is taken.
+        first: A checkpoint, or a directory of checkpoints, whose newest one is compared.
         second: The checkpoint to compare with, given in the same way.
         comm: The ranks that share the work.
         prefix: Compare only tensors whose names begin with this, and not the documents.

@@ -48,7 +48,7 @@ _STORES = {"MEMOIZE", "BINPUT", "LONG_BINPUT"}
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """What an unpickler would create by calling `name` ("module.name") with `args`, noted but not created.
+    """Describes what an unpickler would create by calling `name` ("module.name") with `args`; nothing is created.
 
     If `args` is None, the record stands for the name itself. `state` is what the unpickler would then pass to
     `__setstate__` or put into `__dict__`.
@@ -62,9 +62,9 @@ class Record:
 def read_pickled_data(content: bytes | memoryview, *, where: str) -> Any:
     """Returns the content of a pickle as dicts, lists, tuples, text, numbers, bool, None and records.
 
-    `where` describes the source in messages. Lists and dicts may contain themselves. A storage of torch
-    ("persistent id") is the record "persistent id". Raises CheckpointError if the pickle is invalid or has other
-    instructions.
+    `where` describes the source in messages. Lists and dicts may contain themselves. A storage of torch is
+    represented by a record with the name "persistent id". Raises CheckpointError if the pickle is invalid or has
+    other instructions.
     """
     try:
         return _run(bytes(content))
@@ -187,8 +187,8 @@ _PARAMETER = "torch._utils._rebuild_parameter"
 class Located:
     """A tensor in an archive, and where its elements lie.
 
-    `file_offset` and `num_bytes` are the position and length of its storage in the file, in bytes. `first` and
-    `strides` say how the tensor lies in the storage, in elements.
+    `file_offset` and `num_bytes` are the position and length of its storage in the file, in bytes. `first` is the
+    position of the tensor's first element in the storage, `strides` are the tensor's strides, both in elements.
     """
 
     dtype: str
@@ -247,9 +247,9 @@ class Archive:
     def locate(self, value: Any, *, verify: bool) -> Located:
         """Returns where the tensor `value` of the description lies.
 
-        Raises CheckpointError unless it is plain and dense.
+        Raises CheckpointError unless the tensor is plain and dense.
 
-        `verify` also compares the content with the archive's CRC-32.
+        With `verify`, the content is also compared with the archive's CRC-32.
         """
         order = self.read("byteorder", verify=verify) if "byteorder" in self.records else None
         if order is not None and order != sys.byteorder.encode():
@@ -289,7 +289,7 @@ class Archive:
 def open_archive(path: Path, *, begin: int = 0, num_bytes: int | None = None) -> Iterator[Archive]:
     """Yields the archive at byte `begin` of a file; it has `num_bytes` bytes, or extends to the end of the file.
 
-    Raises CheckpointError. Errors in the block name the archive.
+    Raises CheckpointError if the archive is invalid. The message names the archive, also for errors in the block.
     """
     where = f"{path}, archive at byte {begin}" if num_bytes is not None else str(path)
     try:

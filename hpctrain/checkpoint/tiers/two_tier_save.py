@@ -71,7 +71,7 @@ class Tiers:
         shared: Directory of the finished checkpoints, which all nodes share.
         store: This node's folder on node storage.
         topology: Which rank runs on which node.
-        node: Number of this rank's node.
+        node: Index of this rank's node in the topology.
         is_leader: True on the lowest rank of each node, which copies the node's file.
         partner: Address of the node to which this node's file is copied; None on ranks other than leaders, and if
             there is only one node.
@@ -243,11 +243,11 @@ class Tiers:
             comm: All ranks of the topology that these tiers were opened with.
             options: As in `CheckpointSave.begin`, but `files`, `node_of_rank` and `local` are overridden, and `keep`
                 applies to the shared folder.
-            buffers: Host memory for a copy of the state, whose tensors may then change once this returns.
+            buffers: Host memory for a copy of the state. With it, the tensors may change as soon as this returns.
             executor: Runs the writing and copying of files; None: they run at once, in the calling thread.
 
         Returns:
-            The save, whose local files are being written.
+            The save in progress; its files on node storage are being written.
 
         Raises:
             CheckpointError: On every rank, as in `CheckpointSave.begin`.
@@ -394,7 +394,7 @@ def saving_through(
 ) -> Callable[..., CheckpointSave]:
     """Returns the function that a `Saver` calls to start saves through both tiers.
 
-    Not collective, but that function is.
+    Not collective; only the returned function is.
 
     Args:
         tiers: The two locations; checkpoints are committed in `tiers.shared`.
@@ -426,14 +426,18 @@ _OF_A_RUN = ("starts.jsonl", "recipe.toml")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunIdentity:
-    """Identity of a run: `id` names its folder on node storage; `is_new`: the run directory had none before."""
+    """Identity of a run.
+
+    `id` is the name of the run's folder on node storage. `is_new` is True if the run directory had no identity
+    before.
+    """
 
     id: str
     is_new: bool
 
 
 def identify_run(directory: Path, *, checkpoints: Path, comm: Collective) -> RunIdentity:
-    """Returns the identity of the run in `directory`, which exists, and gives the run one if it has none. Collective.
+    """Returns the identity of the run in the existing `directory`; a run without an identity gets one. Collective.
 
     `checkpoints` is the directory to which the run saves; runs of earlier versions are identified by its path.
     Raises LaunchError on every rank if the file with the identity cannot be read or written.
