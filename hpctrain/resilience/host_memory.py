@@ -4,10 +4,11 @@ A limit: the kernel kills a process of a control group (a Slurm job with Constra
 is used up, and no error can be handled then. With a lower limit of the process itself, an allocation fails instead,
 with an error.
 
-Freed memory: by default glibc returns freed memory to the system in pieces of more than 128 KiB. A training step frees
-its activations and allocates as many again in the next step, so the kernel clears and maps each page again. Measured
-with digits on two ranks, that is half of all page faults, and costs 14 % of the samples per second. If memory is
-short, keeping it does harm: a free block of one size is not used for other sizes, nor by other threads.
+Freed memory: by default glibc returns freed memory to the system in pieces of more than 128 KiB. A training step
+frees its activations and allocates as many again in the next step, so the kernel clears and maps each page again.
+In a measurement with the example `digits` on two ranks, this caused half of all page faults, and cost 14 % of the
+samples per second. If memory is short, keeping freed memory does harm: a free block of one size is not used for
+other sizes, nor by other threads.
 """
 
 from __future__ import annotations

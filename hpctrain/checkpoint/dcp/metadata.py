@@ -229,7 +229,7 @@ def _metadata(value: Any) -> DcpMetadata:
     state = _state(value, f"{_CLASSES}Metadata")
     version = state.get("version")
     if version not in (None, VERSION):
-        raise CheckpointError(f"its version is {version!r}; {VERSION} and before are known")
+        raise CheckpointError(f"its version is {version!r}; only {VERSION} and earlier can be read")
     entries, storage, paths = state["state_dict_metadata"], state["storage_data"], state.get("planner_data")
     if not isinstance(entries, dict) or not isinstance(storage, dict) or not isinstance(paths, dict | None):
         raise TypeError("a part of it is not a dict")
@@ -298,7 +298,7 @@ def _check_files(metadata: DcpMetadata, directory: FilePath) -> None:
             lengths[place.file] = path.stat().st_size
         if place.begin < 0 or place.num_bytes < 0 or place.begin + place.num_bytes > lengths[place.file]:
             raise CheckpointError(
-                f"bytes {place.begin} to {place.begin + place.num_bytes} of {place.file!r} are needed, and it is "
+                f"bytes {place.begin} to {place.begin + place.num_bytes} of {place.file!r} are needed, but it is only "
                 f"{lengths[place.file]} bytes long: the checkpoint is not complete"
             )
     claimed_bytes, file_bytes = sum(t.num_bytes for t in metadata.tensors), sum(lengths.values())

@@ -27,7 +27,7 @@ MANY_PIECES = 64
 class BatchExtent:
     """The part of the file that one rank's batch covers, from `begin` to `end` (exclusive).
 
-    It contains `num_pieces` contiguous pieces with `num_bytes` bytes in total.
+    The batch consists of `num_pieces` contiguous pieces with `num_bytes` bytes in total.
     """
 
     begin: int
@@ -235,7 +235,7 @@ def runs_of_neighbours(byte_ranges: Iterable[ByteRange]) -> Iterator[tuple[int, 
 def joined(byte_ranges: Iterable[ByteRange]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """Yields ascending byte ranges, in which small contiguous ones have been copied into one.
 
-    A byte range is a file offset and an array of uint8, shape (n,).
+    Each yielded byte range is a file offset and an array of uint8, shape (n,).
     """
     for begin, views in runs_of_neighbours(byte_ranges):
         offset, small, small_bytes = begin, list[memoryview](), 0

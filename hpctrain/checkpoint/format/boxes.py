@@ -146,7 +146,7 @@ class TooFragmentedError(ValueError):
 
 @dataclass(slots=True, kw_only=True)
 class Steps:
-    """Work limit of a check, counted in steps; about 2 million steps take one second.
+    """Limit on the work of a check such as `cover_exactly`, counted in steps; about 2 million steps take one second.
 
     Checking a terabyte in extents of 4 MiB takes half a million steps.
     """

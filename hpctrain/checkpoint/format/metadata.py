@@ -82,8 +82,8 @@ def _block(magic: bytes, values: dict[str, Any]) -> bytes:
 class PartSeal:
     """Header of a part file, which is any file but the main one.
 
-    `id` and `step` identify the checkpoint; `number` is the index of the file among its `num_files` files. This
-    header does not commit the file: the hashes of a part file are in the main file.
+    `id` and `step` identify the checkpoint; `number` is the index of the file among the checkpoint's `num_files`
+    files. This header does not commit the file: the hashes of a part file are in the main file.
     """
 
     id: str
@@ -201,13 +201,13 @@ class StoredExtent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPiece:
-    """One HDF5 dataset of a tensor: the elements of `box`, a box of the tensor's view, dense and in row-major order.
+    """One HDF5 dataset of a tensor: the elements of `box`, dense and in row-major order.
 
     Attributes:
         file: Index of the file that holds the dataset; 0 is the main file.
         dataset: HDF5 path of the dataset in that file.
         file_offset: Position of the dataset's first byte in that file; 0 if the piece is empty.
-        box: The elements, in coordinates of the tensor's view.
+        box: The elements, as a box of the tensor's view (`StoredTensor.view`).
         extents: The hashed parts of the piece.
     """
 
@@ -253,7 +253,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPart:
-    """A part file (any file but the main one). `structure_hash` covers all its bytes that are not tensor content."""
+    """A part file (any file but the main one).
+
+    `structure_hash` is the hash of all bytes of the file that are not tensor content.
+    """
 
     name: str
     num_bytes: int
@@ -373,8 +376,8 @@ def decode_metadata(data: bytes, *, file_bytes: int, byte_order: str) -> Metadat
 def _parsed(data: bytes) -> Any:
     """Returns the parsed JSON. The garbage collector is paused meanwhile.
 
-    It would traverse millions of small lists repeatedly. Without it parsing is 8 times as fast, and the time that a
-    malicious file can take stays bounded.
+    It would traverse millions of small lists repeatedly. While it is paused, parsing is 8 times as fast, and the
+    time that a malicious file can take stays bounded.
     """
     with collector_paused():
         return json.loads(data)

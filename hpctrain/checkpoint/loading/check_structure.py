@@ -112,7 +112,9 @@ def read_structure(path: Path) -> Structure:
             main_bytes = os.fstat(fd).st_size
             seal = decode_seal(os.pread(fd, SEAL_BYTES, 0), file_bytes=main_bytes)
             if seal.metadata_bytes > MAX_METADATA_BYTES:
-                raise CheckpointError(f"the metadata is too long: {seal.metadata_bytes} bytes")
+                raise CheckpointError(
+                    f"the metadata is {seal.metadata_bytes} bytes long, the limit is {MAX_METADATA_BYTES}"
+                )
             data = bytearray(seal.metadata_bytes)
             read_fully(fd, memoryview(data), offset=seal.metadata_offset)
             if hash_of(data) != seal.metadata_hash:
@@ -120,7 +122,7 @@ def read_structure(path: Path) -> Structure:
             metadata = decode_metadata(bytes(data), file_bytes=main_bytes, byte_order=sys.byteorder)
             if metadata.parts and not is_folder:
                 raise CheckpointError(
-                    f"it is one of the {len(metadata.parts) + 1} files of a checkpoint: name their folder instead"
+                    f"it is one of the {len(metadata.parts) + 1} files of a checkpoint: give the path of their folder"
                 )
             places = content_places(metadata)
             taken = [(0, SEAL_BYTES), (seal.metadata_offset, seal.metadata_bytes), *places[0]]
@@ -191,12 +193,14 @@ def hash_structure(fd: int, *, taken: Sequence[tuple[int, int]], file_bytes: int
     # Padding to the stripes of a parallel filesystem can take as many bytes as the content.
     most = _MAX_STRUCTURE_BYTES + len(taken) * _MAX_STRUCTURE_BYTES_PER_TENSOR + content_bytes
     if not 0 <= left_bytes <= most:
-        raise CheckpointError(f"{left_bytes} bytes of the file belong to nothing that a save writes")
+        raise CheckpointError(
+            f"{left_bytes} bytes of the file are neither metadata nor tensor content; a save writes 0 to {most}"
+        )
     digest = xxhash.xxh3_64()
     position = 0
     for offset, num_bytes in [*sorted(taken), (file_bytes, 0)]:
         if offset < position:
-            raise CheckpointError(f"two byte ranges in the file overlap at byte {offset}")
+            raise CheckpointError(f"the metadata is invalid: tensors or metadata overlap at byte {offset} of the file")
         while position < offset:
             chunk = bytearray(min(_CHUNK_BYTES, offset - position))
             read_fully(fd, memoryview(chunk), offset=position)
@@ -276,7 +280,7 @@ class ContentFiles:
         self._open.clear()
 
     def name(self, number: int) -> str:
-        """Returns the name of a file, for messages that also name the checkpoint."""
+        """Returns the name of file `number`, for messages that also name the checkpoint."""
         return "the file" if len(self._paths) == 1 else self._paths[number].name
 
     def read(self, number: int, buffer: memoryview, *, offset: int) -> None:
@@ -313,7 +317,7 @@ class ContentFiles:
         return digest.hexdigest()
 
     def scratch(self, num_bytes: int) -> NDArray[Any]:
-        """Returns memory for the bytes of one element run: uint8, shape (num_bytes,), valid until the next call."""
+        """Returns memory for the bytes of one `ElementRun`: uint8, shape (num_bytes,), valid until the next call."""
         if len(self._scratch) < num_bytes:
             self._scratch = np.empty(num_bytes, dtype=np.uint8)
         return self._scratch[:num_bytes]

@@ -118,8 +118,8 @@ def newest_that(
     """Returns the result of `read` for the newest checkpoint for which it raises no CheckpointError. Collective.
 
     `read` is collective and must raise on all ranks or on none. The skipped checkpoints are appended to `rejected`.
-    Returns None if there is no checkpoint. Raises CheckpointError on every rank if there are some but `read`
-    accepts none; UnknownFormatError and DoesNotFitError are raised at once.
+    Returns None if there is no checkpoint. Raises CheckpointError on every rank if there are checkpoints but `read`
+    raises for each of them; UnknownFormatError and DoesNotFitError are raised at once.
     """
     with doing(comm, f"loading the newest checkpoint of {directory}"):
         for path in on_rank_0(comm, lambda: list(map(str, finished_newest_first(directory)))):
@@ -268,7 +268,7 @@ def load_partial(
         path: A checkpoint, or a directory of checkpoints; of a directory, the newest checkpoint whose requested
             tensors are undamaged is used.
         comm: The ranks that load together.
-        prefix: Load only tensors whose names begin with this; it is removed from their names.
+        prefix: Load only tensors whose names begin with this text, and remove the text from the names.
         names: Requested names, as in this program; None: all, or the names in `expected`.
         rename: Maps a name in the checkpoint, without the prefix, to the name in this program: a mapping, or a
             function. A name that the mapping does not contain stays as it is. The function returns None for a

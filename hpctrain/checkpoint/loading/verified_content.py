@@ -117,7 +117,7 @@ class DamagedExtent:
 
 
 class DamagedContentError(CheckpointError):
-    """The content does not match its hash, or cannot be read. `damage` says where."""
+    """The content of an extent does not match its hash, or cannot be read. `damage` describes the extent."""
 
     def __init__(self, damage: DamagedExtent) -> None:
         super().__init__(f"damaged: {damage}")
@@ -152,7 +152,7 @@ def read_region(files: ContentFiles, *, tensor: StoredTensor, region: Box) -> to
 
 
 def planned(tensor: StoredTensor, *, region: Box) -> tuple[torch.Tensor, list[Read]]:
-    """Returns the still uninitialized result of `read_region`, and the reads that will fill it, in file order.
+    """Returns the still uninitialized result of `read_region`, and the functions that will fill it, in file order.
 
     Call this for many tensors before reading the first: reading a large tensor evicts this code and its data from
     the processor's caches, after which planning takes thirty times as long. Raises CheckpointError if there is not

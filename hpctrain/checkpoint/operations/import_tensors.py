@@ -171,7 +171,7 @@ MIN_CLAIM_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Foreign:
-    """Content of a file of another program.
+    """Content of a file in another format, such as safetensors.
 
     `step` and `document` are set only if `export_safetensors` wrote the file, with all tensors of a checkpoint.
     """
@@ -253,7 +253,7 @@ def refuse_existing(directory: Path, *, step: int, replace: bool) -> None:
     """
     if directory.suffix == ".h5" or is_checkpoint(directory):
         raise UsageError(
-            f"{directory}: give the directory to put it in; a checkpoint is named after its step"
+            f"{directory} is a checkpoint or has the name of one: give the directory in which to create step-<step>"
         )
     there = [path for path in finished_newest_first(directory) if step_of(path) == step]
     if there and not replace:
@@ -404,7 +404,10 @@ def _not_plain(found: Mapping[Any, Any], source: Path, key: str | None) -> str:
 
 
 def _stripped(foreign: Foreign, strip: str, *, source: Path) -> Foreign:
-    """Returns the tensors whose names begin with `strip`, without it. Raises CheckpointError if there are none."""
+    """Returns the tensors whose names begin with `strip`, under the rest of their names.
+
+    Raises CheckpointError if there are none.
+    """
     if not strip:
         return foreign
     found = {name[len(strip) :]: t for name, t in foreign.tensors.items() if name.startswith(strip)}

@@ -79,7 +79,7 @@ def verify(
 
 def _find(path: Path) -> list[str]:
     if not path.exists():
-        raise CheckpointError(f"there is no {path}")
+        raise CheckpointError(f"{path} does not exist")
     is_directory = path.is_dir() and not is_checkpoint(path)
     paths = finished_newest_first(path) if is_directory else [path]
     if not paths:

@@ -63,8 +63,8 @@ def read_pickled_data(content: bytes | memoryview, *, where: str) -> Any:
     """Returns the content of a pickle as dicts, lists, tuples, text, numbers, bool, None and records.
 
     `where` describes the source in messages. Lists and dicts may contain themselves. A storage of torch is
-    represented by a record with the name "persistent id". Raises CheckpointError if the pickle is invalid or has
-    other instructions.
+    represented by a record with the name "persistent id". Raises CheckpointError if the pickle is invalid or
+    contains an instruction that such values do not need.
     """
     try:
         return _run(bytes(content))
@@ -213,7 +213,7 @@ class Archive:
     def read(self, name: str, *, verify: bool) -> memoryview:
         begin, num_bytes, _ = self._record(name)
         if num_bytes > MAX_DESCRIPTION_BYTES:
-            raise CheckpointError(f"its record {name!r} has {num_bytes} bytes")
+            raise CheckpointError(f"its record {name!r} has {num_bytes} bytes; the limit is {MAX_DESCRIPTION_BYTES}")
         if verify:
             self.check(name)
         return self.content[begin : begin + num_bytes]
@@ -274,9 +274,9 @@ class Archive:
         offset, num_bytes = self.place(record)
         last = first + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
         if math.prod(size) and (min(first, *strides, 0) < 0 or (last + 1) * elem_bytes > num_bytes):
-            raise CheckpointError(f"its tensor does not lie inside its {num_bytes} bytes")
+            raise CheckpointError(f"its tensor does not lie inside its storage of {num_bytes} bytes")
         if math.prod(size) * elem_bytes > num_bytes:
-            raise CheckpointError("its tensor repeats elements")
+            raise CheckpointError("its tensor repeats elements (a stride is 0 or too small): it cannot be stored")
         if verify:
             self.check(record)
         return Located(

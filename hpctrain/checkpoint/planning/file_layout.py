@@ -197,8 +197,8 @@ def _kind_of(source: Item) -> _Kind:
 class _Remembered:
     """A cached layout.
 
-    `number` counts the layouts of a communicator, the same on all its ranks. `frame` is everything that the layout
-    depends on, except dtypes and shapes.
+    `number` is the index of the layout among all layouts of the communicator, the same on all its ranks. `frame` is
+    everything that the layout depends on, except dtypes and shapes.
     """
 
     number: int

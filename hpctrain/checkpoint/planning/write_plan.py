@@ -85,7 +85,7 @@ class EvenShards(Sequence[Sequence[Header]]):
 
 
 def even_box(header: Header, *, rank: int) -> Box:
-    """Returns the box of an even tensor that `rank` holds, given the header of the first rank."""
+    """Returns the box that `rank` holds of a tensor in `EvenShards`. `header` is the first rank's header."""
     assert header.box is not None
     return Box(offset=(rank * header.box.shape[0], *header.box.offset[1:]), shape=header.box.shape)
 
@@ -174,7 +174,10 @@ class Division:
         self._rest_bytes = total_bytes - self._first_bytes
 
     def pieces(self, part: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (tensor, start, stop) for each tensor in a part: its elements start <= i < stop, flattened."""
+        """Yields (tensor, start, stop) for each tensor that has elements in a part.
+
+        These are the elements start <= i < stop of the flattened tensor; `tensor` is the index of the tensor.
+        """
         return self._pieces_between(self._boundary(part), self._boundary(part + 1))
 
     def pieces_of_run(self, run: int, *, ends: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
@@ -186,7 +189,10 @@ class Division:
         return self._pieces_between(int(ends[run - 1]) if run else 0, int(ends[run]))
 
     def number_of_run(self, run: int, tensor: int, *, ends: NDArray[np.int64]) -> int:
-        """Returns how many runs before run `run` contain elements of a tensor of which run `run` contains some."""
+        """Returns how many of the runs before run `run` contain elements of a tensor.
+
+        Run `run` itself must contain elements of the tensor. `ends` is as in `pieces_of_run`.
+        """
         first, begin = self._begins[tensor], int(ends[run - 1]) if run else 0
         if begin <= first:
             return 0

@@ -106,5 +106,5 @@ def file_of_rank(options: SaveOptions, *, num_ranks: int) -> tuple[int, ...]:
 
 
 def retention_of(keep: Retention | int | None) -> Retention:
-    """Returns `keep` as a retention. Raises UsageError if it is a number below 1."""
+    """Returns `keep` as a `Retention`. Raises UsageError if `keep` is a number below 1."""
     return keep if isinstance(keep, Retention) else Retention(last=keep)

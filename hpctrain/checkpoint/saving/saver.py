@@ -1,8 +1,8 @@
 """`Saver` runs the saves of one run, one at a time, in the foreground or in the background.
 
-The module also contains the requests for a checkpoint on demand. It is independent of the training loop. All ranks
-must call a collective method after the same step. `Saver.ready` is not collective, so its result can be added to an
-all-reduce that the training loop does anyway.
+The module also receives requests for a checkpoint on demand, by a file or by a signal. It is independent of the
+training loop. All ranks must call a collective method after the same step. `Saver.ready` is not collective, so its
+result can be added to an all-reduce that the training loop does anyway.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class WhenBusy(Enum):
 def saving_into(
     directory: Path | str, *, comm: Collective, options: SaveOptions | None = None
 ) -> Callable[..., CheckpointSave]:
-    """Returns the function that a `Saver` calls to start saves into `directory`. Only that function is collective.
+    """Returns the function that a `Saver` calls to start saves into `directory`. Only its calls are collective.
 
     Args:
         directory: Directory of the checkpoints; the same on every rank.

@@ -6,7 +6,7 @@
     LOCAL/<run>/<node>/partner/step-00000050/data-00000.h5    sent by the leader of another node
     LOCAL/<run>/<node>/partner/step-00000050.json
 
-Not collective: called by the leader of the node.
+LOCAL is the argument `local` of `Tiers.open`. Not collective: called by the leader of the node.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class LocalStore:
 
 
 def forget_under(base: Path, *, from_step: int) -> None:
-    """Removes all files of step `from_step` and later under LOCAL/<run>, for any node name.
+    """Removes all files of step `from_step` and later under LOCAL/<run>, whichever node they belong to.
 
     The run will write these steps again. Raises CheckpointError.
     """

@@ -157,7 +157,7 @@ def receive_partner_message(connection: socket.socket) -> dict[str, Any]:
     """Returns the next message. Raises PartnerError if it is too long or not a JSON object, and OSError."""
     (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
     if length > _MAX_MESSAGE_BYTES:
-        raise PartnerError(f"a message of {length} bytes was announced")
+        raise PartnerError(f"a message of {length} bytes was announced; the limit is {_MAX_MESSAGE_BYTES}")
     try:
         value = json.loads(receive_exactly(connection, length))
     except (ValueError, RecursionError) as error:

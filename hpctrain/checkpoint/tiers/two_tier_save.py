@@ -65,7 +65,9 @@ _TOKEN_BYTES = 32
 
 @final
 class Tiers:
-    """The two locations of a run's checkpoints, and this node's connection to its partner node. Create it with `open`.
+    """The two locations of a run's checkpoints, node storage and a shared folder. Create it with `open`.
+
+    It also connects this node to its partner node.
 
     Attributes:
         shared: Directory of the finished checkpoints, which all nodes share.
@@ -488,8 +490,8 @@ def _read(path: Path) -> tuple[str, str] | None:
     known = lines[0].strip() if lines else ""
     if not _VALID.fullmatch(known):
         raise LaunchError(
-            f"{path} must hold the run's identity in its first line, letters, digits, - and _, and has {known!r:.60}: "
-            "delete it for a new identity; checkpoints that only nodes hold are then not recovered"
+            f"{path} must hold the run's identity in its first line (letters, digits, - and _), not {known!r:.60}: "
+            "delete the file to get a new identity; checkpoints that are only on nodes are then not recovered"
         )
     return known, lines[1].strip() if len(lines) > 1 else ""
 
