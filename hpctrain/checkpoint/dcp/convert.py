@@ -69,7 +69,9 @@ def locate_tensor(
     with open_archive(directory / place.file, begin=place.begin, num_bytes=place.num_bytes) as archive:
         found = archive.locate(archive.description(verify=verify), verify=verify)
         if found.dtype != dtype or found.shape != tuple(shape):
-            raise CheckpointError(f"it holds {found.dtype} {list(found.shape)}, not {dtype} {list(shape)}")
+            raise CheckpointError(
+                f"it holds {found.dtype} {list(found.shape)}, but the metadata says {dtype} {list(shape)}"
+            )
     return found
 
 

@@ -304,7 +304,7 @@ def _check_files(metadata: DcpMetadata, directory: FilePath) -> None:
     claimed_bytes, file_bytes = sum(t.num_bytes for t in metadata.tensors), sum(lengths.values())
     if claimed_bytes > file_bytes:
         raise CheckpointError(
-            f"its tensors have {claimed_bytes} bytes together, and its files only {file_bytes}"
+            f"its tensors have {claimed_bytes} bytes together, but its files have only {file_bytes}"
         )
 
 
@@ -379,7 +379,7 @@ def _stored(info: Any) -> ArchiveLocation:
 def _found(places: dict[Any, ArchiveLocation], key: str, offset: tuple[int, ...] | None) -> ArchiveLocation:
     if (key, offset) not in places:
         what = "its content" if offset is None else f"the chunk at {list(offset)}"
-        raise CheckpointError(f"{key!r}: it does not say where {what} is stored")
+        raise CheckpointError(f"{key!r}: the metadata does not say where {what} is stored")
     return places[key, offset]
 
 

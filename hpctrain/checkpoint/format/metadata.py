@@ -400,7 +400,7 @@ def _tensor(entry: Any, *, budget: _Budget) -> StoredTensor:
     entry = _object(entry, "tensor")
     name = entry["name"]
     if not isinstance(name, str):
-        raise CheckpointError(f"a tensor's name is {name!r:.100}")
+        raise CheckpointError(f"a tensor's name in the metadata is not text: {name!r:.100}")
     shape, view = _shape(entry["shape"]), _shape(entry["view"])
     elem_bytes = dtype_named(str(entry["dtype"])).itemsize
     num_elems = math.prod(shape)
@@ -435,7 +435,7 @@ def _piece(item: Any, *, name: str, view: tuple[int, ...], elem_bytes: int, budg
     num_bytes, file_bytes = box.num_elems * elem_bytes, budget.file_bytes[number]
     if num_bytes and (offset < SEAL_BYTES or offset + num_bytes > file_bytes):
         raise CheckpointError(
-            f"tensor {name!r} at byte {offset}, {num_bytes} bytes long, does not fit a file of length {file_bytes}"
+            f"tensor {name!r} at byte {offset}, {num_bytes} bytes long, lies outside its file of {file_bytes} bytes"
         )
     budget.bytes_left[number] -= num_bytes
     if budget.bytes_left[number] < 0:
@@ -495,13 +495,15 @@ def _object(value: Any, what: str) -> dict[str, Any]:
 
 def _list(value: Any) -> Sequence[Any]:
     if not isinstance(value, list):
-        raise CheckpointError("the metadata has another value where a list is required")
+        raise CheckpointError("the metadata has a value that is not a list where a list is required")
     return value
 
 
 def _natural(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MAX_INT:
-        raise CheckpointError(f"{value!r:.100} is not an integer from 0 to 2^63 - 1")
+        raise CheckpointError(
+            f"the metadata has {value!r:.100} where an integer from 0 to 2^63 - 1 is required"
+        )
     return value
 
 

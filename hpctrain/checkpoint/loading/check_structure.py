@@ -200,7 +200,9 @@ def hash_structure(fd: int, *, taken: Sequence[tuple[int, int]], file_bytes: int
     position = 0
     for offset, num_bytes in [*sorted(taken), (file_bytes, 0)]:
         if offset < position:
-            raise CheckpointError(f"the metadata is invalid: tensors or metadata overlap at byte {offset} of the file")
+            raise CheckpointError(
+                f"the metadata is invalid: tensors or metadata overlap at byte {offset} of the file"
+            )
         while position < offset:
             chunk = bytearray(min(_CHUNK_BYTES, offset - position))
             read_fully(fd, memoryview(chunk), offset=position)

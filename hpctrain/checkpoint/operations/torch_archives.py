@@ -122,7 +122,7 @@ def _run(content: bytes) -> Any:
         elif name in ("REDUCE", "NEWOBJ"):
             args, called = stack.pop(), stack.pop()
             if not isinstance(called, Record) or not isinstance(args, tuple):
-                raise CheckpointError("it calls something that is not a name")
+                raise CheckpointError("it calls a value that is not a name of a class or function")
             stack.append(_called(called, args))
         elif name == "BUILD":
             state = stack.pop()
@@ -213,7 +213,9 @@ class Archive:
     def read(self, name: str, *, verify: bool) -> memoryview:
         begin, num_bytes, _ = self._record(name)
         if num_bytes > MAX_DESCRIPTION_BYTES:
-            raise CheckpointError(f"its record {name!r} has {num_bytes} bytes; the limit is {MAX_DESCRIPTION_BYTES}")
+            raise CheckpointError(
+                f"its record {name!r} has {num_bytes} bytes; the limit is {MAX_DESCRIPTION_BYTES}"
+            )
         if verify:
             self.check(name)
         return self.content[begin : begin + num_bytes]
@@ -276,7 +278,9 @@ class Archive:
         if math.prod(size) and (min(first, *strides, 0) < 0 or (last + 1) * elem_bytes > num_bytes):
             raise CheckpointError(f"its tensor does not lie inside its storage of {num_bytes} bytes")
         if math.prod(size) * elem_bytes > num_bytes:
-            raise CheckpointError("its tensor repeats elements (a stride is 0 or too small): it cannot be stored")
+            raise CheckpointError(
+                "its tensor repeats elements (a stride is 0 or too small): it cannot be stored"
+            )
         if verify:
             self.check(record)
         return Located(

@@ -181,7 +181,9 @@ class FileLayout:
         """
         for group in self.own.groups:
             if any(_kind_of(sources[s.source]) != self.kinds[s.source] for s in group.segments):
-                raise CheckpointError("a tensor's dtype or shape changed during the save")
+                raise CheckpointError(
+                    "a tensor's dtype or shape changed during the save: leave the state unchanged until the save ends"
+                )
             yield group
 
 

@@ -140,7 +140,9 @@ def _with_ranks(shards_by_rank: Sequence[Sequence[Header]]) -> Iterator[tuple[in
 
 def _check_name(name: str, *, rank: int, replicated_names: set[str]) -> None:
     if name in replicated_names:
-        raise CheckpointError(f"{name!r} is sharded on rank {rank} and also replicated", agreed=True)
+        raise CheckpointError(
+            f"{name!r} is sharded on rank {rank} and also replicated: list it one way", agreed=True
+        )
 
 
 # Division of the replicated tensors' bytes into one part of equal size per rank. Pure.
@@ -501,7 +503,9 @@ def make_plan(
     if len(replicated_names) != len(replicated):
         names = [header.name for header in replicated]
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise CheckpointError(f"more than one replicated tensor is called {_quoted(twice)}", agreed=True)
+        raise CheckpointError(
+            f"more than one replicated tensor is called {_quoted(twice)}: give each another name", agreed=True
+        )
     sharded = check_shards(shards_by_rank, replicated_names=replicated_names)
     tensors = [
         *(PlannedTensor(name=h.name, dtype=h.dtype, shape=h.shape, view=(math.prod(h.shape),)) for h in replicated),

@@ -90,7 +90,7 @@ def check_save_options(options: SaveOptions, *, step: int, num_ranks: int) -> En
     engine = engine_named(options.engine)
     if engine is Engine.MPIO and options.page_cache == "bypass":
         raise UsageError(
-            'page_cache = "bypass" does not apply to engine = "mpio", which writes through MPI-IO'
+            'page_cache = "bypass" does not apply to engine = "mpio", which writes through MPI-IO: drop one of the two'
         )
     return engine
 

@@ -91,7 +91,9 @@ def file_pieces(path: Path, *, chunk_bytes: int) -> Iterator[memoryview]:
     finally:
         os.close(fd)
     if position != num_bytes:
-        raise UnreadableError(f"{path} was {num_bytes} bytes long and ended at byte {position}")
+        raise UnreadableError(
+            f"{path} was {num_bytes} bytes long and ended at byte {position}: did another program change it?"
+        )
 
 
 def _read_some(fd: int, buffer: memoryview, *, offset: int, path: Path) -> int:

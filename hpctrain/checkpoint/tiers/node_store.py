@@ -299,6 +299,6 @@ def own_file(folder: Path) -> Path:
         files = [path for path in folder.iterdir() if path.suffix == ".h5"]
     if len(files) != 1:
         raise CheckpointError(
-            f"{folder} must hold exactly one file of this node; the number found is {len(files)}"
+            f"{folder} must hold exactly one .h5 file, that of this node, but holds {len(files)}"
         )
     return files[0]

@@ -285,12 +285,16 @@ class Offer:
         numbers = {name: value.get(name) for name in ("step", "file", "num_files", "num_bytes")}
         for name, found in numbers.items():
             if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < 10**18:
-                raise PartnerError(f"the offered file has {name} = {found!r:.40}")
+                raise PartnerError(
+                    f"the offered file has {name} = {found!r:.40}, not an integer from 0 to 10^18 - 1"
+                )
         save_id = value.get("save_id")
         if not isinstance(save_id, str) or len(save_id) > 32 or set(save_id) - set("0123456789abcdef"):
-            raise PartnerError(f"the offered file has save_id = {save_id!r:.40}")
+            raise PartnerError(f"the offered file has save_id = {save_id!r:.40}, not up to 32 hex digits")
         if not numbers["file"] < numbers["num_files"] <= 99999:  # type: ignore[operator]  # checked above
-            raise PartnerError(f"file {numbers['file']} of {numbers['num_files']} was offered")
+            raise PartnerError(
+                f"the offered file has index {numbers['file']} among {numbers['num_files']} files: out of range"
+            )
         created = value.get("created_unix_s")
         if not isinstance(created, float) or not 0 <= created < 1e12:
             raise PartnerError(f"the offered file has created_unix_s = {created!r:.40}")
