@@ -54,7 +54,7 @@ class DivergenceLimits:
     losses; 0: no loss is a jump.
     window: number of recent losses to compare with; until there are that many, no loss is a jump.
     max_skipped_in_row: largest allowed number of consecutive steps whose loss jumps or is not finite.
-    max_roll_backs: largest number of roll-backs in the whole run.
+    max_roll_backs: largest allowed number of roll-backs in the whole run.
     lr_factor: factor by which each roll-back multiplies the learning rate.
     """
 

@@ -184,7 +184,7 @@ class EngineChoice:
             comm: All ranks of the save.
             groups: World ranks that write to each file, for MPIO; see `write_collectively`.
             bypass_cache: Write past the page cache, for DIRECT; see `write_direct`.
-            staging: Memory to join small byte ranges in, for DIRECT; see `write_direct`.
+            staging: Provides the memory in which small byte ranges are joined, for DIRECT; see `write_direct`.
             limit_bytes_per_s: Maximum write rate of this rank, in bytes/s; None: no limit.
 
         Raises:

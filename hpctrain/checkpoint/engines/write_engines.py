@@ -54,7 +54,7 @@ def write_direct(
         structure: Further byte ranges, which will soon be read back and are therefore written through the page
             cache.
         bypass_cache: Write `byte_ranges` past the page cache, if the filesystem supports it.
-        staging: Memory in which small byte ranges are joined.
+        staging: Provides the memory in which small byte ranges are joined.
 
     Raises:
         CheckpointError: If the file cannot be written.
@@ -134,10 +134,9 @@ _FAILED, _GOING_ON = 1, 0
 
 
 class _Files(dict[tuple[tuple[int, ...], ...], CollectiveFiles | None]):
-    """The MPI files of this rank's group, for each way in which the ranks of one communicator were divided into
-    groups.
+    """Cache of `files_of`: for each division of a communicator's ranks into groups, the object for this rank's group.
 
-    The same group may occur in several divisions.
+    A division is a tuple of groups of world ranks. The same group may occur in several divisions.
     """
 
 
@@ -228,7 +227,7 @@ def _as_checkpoint_error() -> Iterator[None]:
 
 @final
 class _Writing:
-    """One rank's part in writing one file together."""
+    """This rank's part in the collective write of one file."""
 
     def __init__(
         self, path: Path, writer: CollectiveWriter, *, batch: WriteBatch, num_writers: int, block_bytes: int

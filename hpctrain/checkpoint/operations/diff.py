@@ -1,7 +1,7 @@
 """Compares two checkpoints: which tensors and document entries differ, and by how much. The ranks share the work.
 
-Tensors with the same extents and the same hashes are equal and are not read, so checkpoints of mostly frozen
-tensors are compared quickly. For the same reason this does not detect damage in such tensors; `verify` does. All
+Tensors with the same extents and the same hashes are equal and are not read, so checkpoints in which most tensors
+are the same are compared quickly. Damage in tensors that are not read is not detected here, but by `verify`. All
 that is read is verified.
 """
 

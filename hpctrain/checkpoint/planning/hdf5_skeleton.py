@@ -42,8 +42,8 @@ from hpctrain.storage import HASH_DIGITS
 def gaps_between(taken: Iterable[tuple[int, int]], *, file_bytes: int) -> list[tuple[int, int]]:
     """Returns the gaps between used byte ranges of a file as (begin, end), ascending.
 
-    `taken` contains the used byte ranges, (offset, length), in any order. Raises CheckpointError if two of them
-    overlap, or if one extends beyond the end of the file.
+    `taken` contains the used byte ranges, (offset, length), in any order. Raises CheckpointError if two used byte
+    ranges overlap, or if one extends beyond the end of the file.
     """
     gaps, position = [], 0
     for offset, num_bytes in [*sorted(taken), (file_bytes, 0)]:
@@ -67,7 +67,7 @@ _HEADER_BYTES = 400  # approximate size of a dataset's object header
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkeletonDataset:
-    """A dataset of the file: its HDF5 path, the name of its torch dtype, its shape, and the length of its content."""
+    """A dataset of the file: its HDF5 path, the name of its torch dtype, its shape, and its length in bytes."""
 
     path: str
     dtype: str
@@ -346,7 +346,7 @@ def _places(text: bytes, token: str) -> NDArray[np.int64]:
 
 
 def _fill(text: NDArray[np.uint8], *, places: NDArray[np.int64], digits: bytes, width: int) -> None:
-    """Writes the next `width` of the digits at each of the positions."""
+    """Writes `digits` into `text`: the next `width` digits at each of the positions in `places`."""
     if len(places):
         windows = np.lib.stride_tricks.sliding_window_view(text, width, writeable=True)
         windows[places] = np.frombuffer(digits, dtype=np.uint8).reshape(-1, width)

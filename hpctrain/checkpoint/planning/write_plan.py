@@ -458,7 +458,7 @@ class WritePlan:
     def _listed_shards(
         self,
     ) -> tuple[dict[tuple[int, int], int], dict[int, list[tuple[PieceKey, int, Box]]]]:
-        """The piece number of each shard, by (rank, index of the shard), and the pieces of each file.
+        """Maps (rank, index of the shard) to the index of the shard's piece, and each file to the pieces in it.
 
         The pieces are as `_boxes_in` yields them.
         """

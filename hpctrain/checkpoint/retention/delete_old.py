@@ -61,7 +61,7 @@ def deletable(directory: Path, *, saved: Path, retention: Retention) -> tuple[li
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Deletes a finished checkpoint, a file or a folder. Raises OSError, but not for a file that does not exist.
+    """Deletes a finished checkpoint, a file or a folder. Raises OSError, except for a file that does not exist.
 
     A folder is first renamed to a partial checkpoint. So a partly deleted folder is never taken for a checkpoint,
     and the next save removes the rest.

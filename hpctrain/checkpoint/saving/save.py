@@ -78,7 +78,10 @@ class SaveResult:
 
     @property
     def result(self) -> SaveResult:
-        """Deprecated: this object. Earlier versions passed `on_saved` an object with this attribute."""
+        """Deprecated: returns this object.
+
+        Earlier versions passed an object with this attribute to `on_saved`.
+        """
         warn_of_old_name("Saved.result", use="the SaveResult that on_saved is called with")
         return self
 

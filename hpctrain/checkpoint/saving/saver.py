@@ -299,8 +299,8 @@ class CheckpointRequests:
 
     `run_directory` is the directory of the request file; only one rank passes it, the others pass None. `every_s`
     is the minimum time between two polls of the file, since the directory is on a shared filesystem. A signal that
-    arrives less than `same_request_s` after a save counts as the request for that save: a signal to all ranks
-    reaches them at different times.
+    arrives less than `same_request_s` seconds after a save is ignored, since a signal sent to all ranks reaches
+    them at different times: it belongs to the request for that save.
     """
 
     def __init__(

@@ -168,7 +168,7 @@ def receive_partner_message(connection: socket.socket) -> dict[str, Any]:
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Returns the next `num_bytes` bytes. Raises PartnerError if the connection ends before, and OSError."""
+    """Returns the next `num_bytes` bytes. Raises PartnerError if the connection ends earlier, and OSError."""
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view.nbytes:
@@ -306,7 +306,7 @@ class Shelf(Protocol):
 
     `place(offer)` returns the path, in an existing folder, to which the server writes the offered file.
     `keep(offer, path, digest)` is called when the file is complete and on disk, and makes it valid. Both may raise
-    CheckpointError or OSError, which is reported to the sender.
+    CheckpointError or OSError; the server reports the error to the sender.
     """
 
     def place(self, offer: Offer) -> Path: ...

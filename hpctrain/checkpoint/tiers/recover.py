@@ -187,7 +187,7 @@ def _copy_all(candidate: RecoverableCheckpoint, *, partial: Path, comm: Collecti
 
 
 def _copy_own(own: Mapping[int, Held], *, partial: Path) -> dict[str, str]:
-    """Copies the files assigned to this rank. Returns the errors of damaged copies by file number."""
+    """Copies the files assigned to this rank. Returns the errors of damaged copies, by the index of the file."""
     damaged = {}
     for number, held in own.items():
         try:
