@@ -111,10 +111,10 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
 def give_back_large_pieces(environ: Mapping[str, str] = os.environ) -> bool:
     """Makes glibc return all freed memory to the system now, and later each freed piece of more than 1 MiB at once.
 
-    It is for a model whose blocks are gathered and freed again in each step: if pieces of many sizes are kept, with
-    other pieces between them, only part of them is used again, and a rank holds much more memory than it needs. Up to
-    256 MiB of smaller pieces, and of pieces allocated before, are still kept. Returns False, and changes nothing, in
-    the cases of `keep_freed_memory`.
+    It is for a model whose sharded blocks are gathered from the ranks and freed again in each step. Freed pieces of
+    memory of many sizes, with pieces in use between them, would be used again only in part, and a rank would hold
+    much more memory than it needs. Up to 256 MiB of smaller pieces, and of pieces allocated before this call, are
+    still kept. Returns False, and changes nothing, in the cases of `keep_freed_memory`.
     """
     return _set_thresholds(_LARGE_BYTES, _TRIM_BYTES, environ=environ) and give_back_once(environ)
 

@@ -169,7 +169,7 @@ class StopRequest:
     def _forget_in_child(self) -> None:
         """Removes the handlers in a forked child, such as a worker of torch's DataLoader.
 
-        Its signals do not concern its parent.
+        Signals that the child receives do not concern the parent.
         """
         if self._writer >= 0:
             self._restore()

@@ -26,9 +26,9 @@ _kept_from_children: set[signal.Signals] = set()
 def hold_signals() -> None:
     """Blocks all signals that the recipe may configure; `release_signals` delivers those that arrive meanwhile.
 
-    Loading torch takes seconds, and only afterwards does the recipe state which signals are handled; until then a
-    signal would end the rank. The block survives the exec of `restart_with_sleep`. Call it in the main thread, before
-    other threads exist.
+    Loading torch takes seconds, and only afterwards is the recipe read, which states the signals to handle. Until
+    then, a signal that is not blocked would end the rank. The block survives the exec of `restart_with_sleep`. Call
+    it in the main thread, before other threads exist.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _all())
 

@@ -109,9 +109,9 @@ class SlurmAnswer:
 def job_to_ask_about(environ: Mapping[str, str]) -> str | None:
     """Returns the id of this process's job, as squeue and scontrol accept it; None outside a Slurm job.
 
-    In a job array, SLURM_JOB_ID of one task may be the number of the whole array, for which squeue lists every task;
-    so the result is `<array>_<task>`. The components of a heterogeneous job end together, and rank 0 is in the first
-    one, whose number stands for all of them.
+    In a job array the result is `<array>_<task>`, since SLURM_JOB_ID of one task may be the number of the whole
+    array, for which squeue lists every task. In a heterogeneous job, rank 0 is in the first component, whose number
+    stands for all components; they end together.
     """
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     if array and task:

@@ -193,7 +193,8 @@ class LeaseLocation:
 
     @classmethod
     def in_parent_of(cls, directory: Path) -> LeaseLocation:
-        """Returns the place in the parent of the directory, or within it if the parent cannot be read and written."""
+        """Returns the location in the parent of `directory`; if the parent cannot be read and written, in `directory`.
+        """
         folder = directory.parent
         if folder == directory or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             return cls.within(directory)
@@ -250,7 +251,7 @@ class Lease:
         poll_s: float = 2.0,
         environ: Mapping[str, str] = os.environ,
     ) -> Lease:
-        """Returns the lease on `place`, whose folder exists, once no other process holds it.
+        """Takes and returns the lease on `place`, whose folder must exist, unless another process holds it.
 
         For a holder on this machine, or of another start of this Slurm job, it is known whether it still runs. Any
         other holder is watched for `lost_after_s` seconds, to see whether it renews the lease; `say` is called
@@ -304,7 +305,7 @@ class Lease:
     def check(self) -> None:
         """Raises InUseError if another process has taken the lease over.
 
-        It looks up two files. If somebody has deleted the file of this lease, it is created again.
+        This looks up two files. If somebody has deleted the file of this lease, it is created again.
         """
         if self._own.exists() and not self._place.path(self._number + 1).exists():
             return
@@ -435,7 +436,7 @@ def take_lease(
 
     With `in_parent`, the lease file lies in the parent of the directory. This is for directories whose content
     users list. Looks up two files if this process already holds the lease. Raises InUseError if another process
-    holds it, and OSError.
+    holds the lease, and OSError.
     """
     key = _key(directory, in_parent=in_parent)
     with _lock:

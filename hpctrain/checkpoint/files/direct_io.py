@@ -93,7 +93,7 @@ def fresh_tensor(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
 def in_large_pages(num_bytes: int) -> mmap.mmap | None:
     """Returns at least `num_bytes` bytes of memory in huge pages; None if the system does not support it.
 
-    The kernel is asked for huge pages for all whole ones that fit into `num_bytes`; the end stays in small pages.
+    The kernel is asked to use huge pages for as many as fit into `num_bytes`; the rest stays in small pages.
     """
     if _ADVICE is None:
         return None
@@ -325,7 +325,7 @@ class _Writer:
         return self._free.pop() if self._free else _pages(_PIECE_BYTES)
 
     def _wait(self) -> None:
-        """Waits until the oldest write is done. Raises its error."""
+        """Waits until the oldest write is done. Raises the error of that write, if there is one."""
         memory, job = self._in_flight.popleft()
         job.result()
         if memory is not None:

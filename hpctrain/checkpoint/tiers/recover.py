@@ -37,7 +37,8 @@ class Recovered:
     Attributes:
         path: The recovered checkpoint, now in the shared folder; None if there was none to recover.
         step: Step of the recovered checkpoint, or None.
-        notes: Messages for the user about damaged copies and steps of which a file is lost.
+        notes: Messages for the user about damaged copies, and about steps that cannot be recovered because one of
+            their files is lost.
     """
 
     path: Path | None
