@@ -193,7 +193,7 @@ class LeaseLocation:
 
     @classmethod
     def in_parent_of(cls, directory: Path) -> LeaseLocation:
-        """Returns the location in the parent of `directory`; in `directory` if the parent cannot be read and written."""
+        """Returns the place in the parent of `directory`; in `directory` if the parent cannot be read and written."""
         folder = directory.parent
         if folder == directory or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             return cls.within(directory)
