@@ -50,11 +50,11 @@ def _middle(values: Sequence[float]) -> float:
 class DivergenceLimits:
     """Limits of the divergence guard.
 
-    jump_z: number of robust standard deviations above the recent losses from which on a loss is a jump; 0: no loss is
-    one.
+    jump_z: a loss is a jump if it is at least this many robust standard deviations above the median of the recent
+    losses; 0: no loss is a jump.
     window: number of recent losses to compare with; until there are that many, no loss is a jump.
-    max_skipped_in_row: number of consecutive steps with a loss that jumps or is not finite that is still allowed.
-    max_roll_backs: largest number of roll-backs in the whole run.
+    max_skipped_in_row: largest allowed number of consecutive steps whose loss jumps or is not finite.
+    max_roll_backs: largest allowed number of roll-backs in the whole run.
     lr_factor: factor by which each roll-back multiplies the learning rate.
     """
 
@@ -71,7 +71,7 @@ class Divergence:
 
     lr_factor: factor on the learning rate, which each roll-back lowers.
     num_roll_backs: number of roll-backs so far.
-    skipped_in_row: number of newest consecutive steps that were not accepted.
+    skipped_in_row: number of steps that were not accepted since the last applied step or roll-back.
     last_applied: newest step that changed the parameters.
     rolled_back_to: step of the checkpoint of the newest roll-back; None before the first.
     """
@@ -88,7 +88,8 @@ class Divergence:
     def why_not(self, *, loss: float, grad_norm: float) -> str | None:
         """Returns why a step must not be applied; None if it may be.
 
-        It is None for gradients that are not finite: the updater itself skips such steps and adapts the loss scale.
+        The result is None for gradients that are not finite: the updater itself skips such steps and adapts the
+        loss scale.
         """
         if not math.isfinite(grad_norm):
             return None
@@ -107,7 +108,7 @@ class Divergence:
     def after_step(self, step: int, *, loss: float, applied: bool, why_not: str | None) -> None:
         """Records the outcome of `step`. Raises DivergedError after too many consecutive dropped steps.
 
-        why_not: why this step was not accepted; None if it was.
+        why_not: reason why this step was not accepted; None if it was accepted.
         """
         if applied:
             self.skipped_in_row = 0
@@ -142,8 +143,9 @@ class Divergence:
     def choose(self, saved_steps: Sequence[int]) -> int | None:
         """Returns the step of the checkpoint to roll back to; None if there is none from before the divergence.
 
-        The last applied step may have spoiled the parameters, so only older checkpoints count. If the last roll-back
-        already led to the newest of these, the one before it is chosen, if there is one.
+        The last applied step may have spoiled the parameters, so only checkpoints of earlier steps are considered.
+        If the last roll-back already went to the newest of these, the next older checkpoint is chosen, if there is
+        one.
         """
         before = sorted(step for step in saved_steps if step < self.last_applied)
         if not before:

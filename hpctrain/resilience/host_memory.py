@@ -4,10 +4,11 @@ A limit: the kernel kills a process of a control group (a Slurm job with Constra
 is used up, and no error can be handled then. With a lower limit of the process itself, an allocation fails instead,
 with an error.
 
-Freed memory: by default glibc returns freed memory to the system in pieces of more than 128 KiB. A training step frees
-its activations and allocates as many again in the next step, so the kernel clears and maps each page again. Measured
-with digits on two ranks, that is half of all page faults, and costs 14 % of the samples per second. If memory is
-short, keeping it does harm: a free block of one size is not used for other sizes, nor by other threads.
+Freed memory: by default glibc returns freed memory to the system in pieces of more than 128 KiB. A training step
+frees its activations and allocates as many again in the next step, so the kernel clears and maps each page again.
+In a measurement with the example `digits` on two ranks, this caused half of all page faults, and cost 14 % of the
+samples per second. If memory is short, keeping freed memory does harm: a free block of one size is not used for
+other sizes, nor by other threads.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ def limit_own_memory(limit: GroupLimit, *, num_sharing: int) -> tuple[int, int]:
 
     num_sharing: number of ranks that share the group's memory.
 
-    Returns this limit, and what the process already uses, both in bytes. RLIMIT_DATA counts what the process maps for
-    writing without sharing it: the heap, torch's tensors on the host, thread stacks. What is mapped at this moment but
-    was never written, like most data of torch's CUDA libraries, needs no memory; it is allowed in addition to the
-    share.
+    Returns this limit, and the private memory that the process already uses, both in bytes. RLIMIT_DATA counts what
+    the process maps for writing without sharing it: the heap, torch's tensors on the host, thread stacks. What is
+    mapped at this moment but was never written, like most data of torch's CUDA libraries, needs no memory; it is
+    allowed in addition to the share.
     """
     share = int(USED_SHARE * limit.num_bytes / num_sharing)
     status = Path("/proc/self/status")
@@ -110,10 +111,10 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
 def give_back_large_pieces(environ: Mapping[str, str] = os.environ) -> bool:
     """Makes glibc return all freed memory to the system now, and later each freed piece of more than 1 MiB at once.
 
-    It is for a model whose blocks are gathered and freed again in each step: if pieces of many sizes are kept, with
-    other pieces between them, only part of them is used again, and a rank holds much more memory than it needs. Up to
-    256 MiB of smaller pieces, and of pieces allocated before, are still kept. Returns False, and changes nothing, in
-    the cases of `keep_freed_memory`.
+    It is for a model whose sharded blocks are gathered from the ranks and freed again in each step. Freed pieces of
+    memory of many sizes, with pieces in use between them, would be used again only in part, and a rank would hold
+    much more memory than it needs. Up to 256 MiB of smaller pieces, and of pieces allocated before this call, are
+    still kept. Returns False, and changes nothing, in the cases of `keep_freed_memory`.
     """
     return _set_thresholds(_LARGE_BYTES, _TRIM_BYTES, environ=environ) and give_back_once(environ)
 

@@ -19,9 +19,9 @@ _ASKED = re.compile(r"(?:ried|nable) to allocate ([\d.]+) ?(bytes|[KMGTP]iB)")
 
 
 def shortage(error: BaseException) -> str | None:
-    """Returns the amount of memory that could not be allocated, such as "1.6 GiB"; "" if the error does not state it.
+    """Returns the amount of memory that could not be allocated, such as "1.6 GiB"; "" if the error states no amount.
 
-    None if the error has another cause.
+    Returns None if the error has another cause than lack of memory.
     """
     text = str(error)
     known = isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError))

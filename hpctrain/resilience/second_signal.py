@@ -1,8 +1,8 @@
 """Ends this process at a second request to stop, even if Python is blocked.
 
-Python's own thread that reads signals needs Python's lock, which C code in another thread may hold forever. The thread
-of `_second_signal.c` does not need it: it passes each signal on, and ends the process if a second request is not
-answered.
+Python's own thread that reads signals needs Python's lock, which C code in another thread may hold forever. The
+thread of `_second_signal.c` does not need that lock. It passes each signal on to Python, and ends the process if
+Python does not answer a second request.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class SecondSignal:
     """The C thread. It reads signal numbers from the file `reader` and passes each on to `self.reader` as a byte.
 
     handled: signals that ask for a stop.
-    same_request_s: seconds after the first signal from which on another one is a second request.
-    leaves_within_s: seconds after a second request within which the process ends, whatever Python does.
+    same_request_s: a signal that arrives at least this many seconds after the first one is a second request.
+    leaves_within_s: the process ends at most this many seconds after a second request, whatever Python does.
     who: description of this rank, for the message.
 
     Decode the bytes with `number_of`. Raises OSError if the thread cannot be started or was not compiled.

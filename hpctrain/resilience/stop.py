@@ -31,15 +31,17 @@ _LEAVE_MAY_TAKE_S = 15.0
 class StopRequest:
     """Records that this rank was asked to stop. The training loop acts on it after a vote of all ranks.
 
-    A second request ends this rank at once, without saving: any of the signals at least `SAME_REQUEST_S` seconds
-    after the first one, or a second Ctrl-C (SIGINT). A separate thread handles it, so that it works while the main
-    thread waits inside a library; a thread of the C library (`SecondSignal`) handles it if Python itself is blocked.
+    A second request ends this rank at once, without saving. It is any of the signals at least `SAME_REQUEST_S`
+    seconds after the first one, or a second Ctrl-C (SIGINT). A separate thread handles the second request, also
+    while the main thread waits inside a library. If Python itself is blocked, a thread of the C library
+    (`SecondSignal`) handles it.
 
     Args:
         names: Signals to handle.
 
     Attributes:
-        signal_name: Name of the signal, or the reason, of the first request; None before it.
+        signal_name: Name of the signal of the first request, or the reason if the request was made with `request`;
+            None before the first request.
         leave: Function that ends the rank at a second request, called with the exit code. Replace it to end all
             ranks.
         leave_code: Exit code after a second request; None means 128 + the signal's number. Set it once the state is
@@ -167,7 +169,7 @@ class StopRequest:
     def _forget_in_child(self) -> None:
         """Removes the handlers in a forked child, such as a worker of torch's DataLoader.
 
-        Its signals do not concern its parent.
+        Signals that the child receives do not concern the parent.
         """
         if self._writer >= 0:
             self._restore()

@@ -26,15 +26,15 @@ _kept_from_children: set[signal.Signals] = set()
 def hold_signals() -> None:
     """Blocks all signals that the recipe may configure; `release_signals` delivers those that arrive meanwhile.
 
-    Loading torch takes seconds, and only afterwards does the recipe state which signals are handled; until then a
-    signal would end the rank. The block survives the exec of `restart_with_sleep`. Call it in the main thread, before
-    other threads exist.
+    Loading torch takes seconds, and only afterwards is the recipe read, which states the signals to handle. Until
+    then, a signal that is not blocked would end the rank. The block survives the exec of `restart_with_sleep`. Call
+    it in the main thread, before other threads exist.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _all())
 
 
 def let_interrupts_end() -> None:
-    """Lets Ctrl-C end this process at once, until its handler is installed. For a rank without a launcher.
+    """Lets Ctrl-C end this process at once, until the run's handler is installed. For a rank without a launcher.
 
     There is nothing to save yet, and the run would otherwise stop only after its first step. Under a launcher it must
     not be called: a launcher does not pass Ctrl-C to its ranks, so a SIGINT that arrives there was sent to stop the
@@ -85,7 +85,8 @@ def release_signals() -> None:
 def keep_from_children(numbers: Iterable[signal.Signals]) -> None:
     """Keeps stop signals from child processes: blocks `numbers` except SIGTERM in this thread.
 
-    It unblocks what the previous call blocked. Threads that were started before still receive the signals.
+    Signals that the previous call blocked are unblocked, unless `numbers` contains them. Threads that were started
+    before still receive the signals.
 
     mpirun, srun and terminals send a stop signal also to processes that a rank has started, where it would end workers
     of torch's DataLoader before the rank has saved. A new process inherits the mask of the thread that starts it,

@@ -109,9 +109,9 @@ class SlurmAnswer:
 def job_to_ask_about(environ: Mapping[str, str]) -> str | None:
     """Returns the id of this process's job, as squeue and scontrol accept it; None outside a Slurm job.
 
-    In a job array, SLURM_JOB_ID of one task may be the number of the whole array, for which squeue lists every task;
-    so the result is `<array>_<task>`. The components of a heterogeneous job end together, and rank 0 is in the first
-    one, whose number stands for all of them.
+    In a job array the result is `<array>_<task>`, since SLURM_JOB_ID of one task may be the number of the whole
+    array, for which squeue lists every task. In a heterogeneous job, rank 0 is in the first component, whose number
+    stands for all components; they end together.
     """
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     if array and task:
@@ -289,9 +289,9 @@ class RecentTimes:
         self._seconds.append(seconds)
 
     def p95(self) -> float | None:
-        """Returns the 95th percentile: the smallest duration that at least 95% of them do not exceed.
+        """Returns the 95th percentile: the smallest duration that at least 95% of the durations do not exceed.
 
-        Returns None if there are none.
+        Returns None if there are no durations yet.
         """
         if not self._seconds:
             return None
@@ -335,7 +335,7 @@ class TimeToStop:
         return (self.steps.p95() or 0.0) + evaluation_s + num_saves * self.save_s + self.margin_s
 
     def must_stop(self, time_left_s: float | None, *, num_saves: int = 1, evaluates: bool = False) -> bool:
-        """Returns True if less time is left than `needed_s` says.
+        """Returns True if less time is left than `needed_s` returns.
 
         Args:
             time_left_s: Seconds until the run must have ended; None if there is no limit.

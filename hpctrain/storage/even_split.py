@@ -10,7 +10,7 @@ def split_evenly(num: int, *, num_parts: int) -> list[int]:
 
 
 def part_of(num: int, *, part: int, num_parts: int) -> tuple[int, int]:
-    """Returns the first element of part number `part` of `split_evenly`, and the one after its last."""
+    """Returns the index of the first element of part `part` of `split_evenly`, and the index after its last element."""
     whole, rest = divmod(num, num_parts)
     first = part * whole + min(part, rest)
     return first, first + whole + (part < rest)

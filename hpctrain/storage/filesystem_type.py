@@ -24,7 +24,7 @@ class Filesystem:
     """Type of a filesystem, and the options of its mount.
 
     `kind` is the system's name of the type, such as `ext4`, `nfs4`, `lustre` or `fuse.glusterfs`, or `unknown`.
-    `options` are those of the mount, such as `rw` and `soft`.
+    `options` contains the options of the mount, such as `rw` and `soft`.
     """
 
     kind: str
@@ -37,7 +37,10 @@ class Filesystem:
 
     @property
     def is_written_past_cache(self) -> bool:
-        """True if writing past the page cache is faster: measured on ext4; xfs implements it in the same way."""
+        """True if writes that bypass the page cache are faster.
+
+        This was measured on ext4; xfs implements them in the same way.
+        """
         return self.kind in ("ext4", "xfs")
 
     @property
@@ -63,8 +66,8 @@ def filesystem_of(path: Path) -> Filesystem:
 def on_mount(mounts: Iterable[tuple[str, T]], *, path: Path) -> T | None:
     """Returns the value that belongs to the mount on which `path` lies, or None. Pure.
 
-    `mounts` lists (mount point, value) in the order of mounting; of several mounts at one point, the last one is
-    visible. `path` is absolute, without symbolic links.
+    `mounts` lists (mount point, value) in the order of mounting. If several mounts have the same mount point, the
+    last one is used, since only that one is visible. `path` is absolute, without symbolic links.
     """
     kinds = {Path(point): kind for point, kind in mounts}
     return next((kinds[parent] for parent in (path, *path.parents) if parent in kinds), None)

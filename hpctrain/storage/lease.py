@@ -27,16 +27,16 @@ class Holder:
     """A process that holds a lease, described so that other processes can tell whether it still runs.
 
     Attributes:
-        id: Random identifier of the lease's holder.
-        host: Name of its machine.
-        pid: Its process number.
-        boot: Identifier of the machine's boot, since process numbers are used again after a reboot.
-        namespace: Its namespace of process numbers.
-        ticks: Its start in clock ticks since the boot, since process numbers are used again.
-        job: Its Slurm job, or "".
+        id: Random identifier of this holder.
+        host: Name of the machine on which the process runs.
+        pid: Process id.
+        boot: Identifier of the machine's boot, since process ids are used again after a reboot.
+        namespace: PID namespace of the process.
+        ticks: Start time of the process, in clock ticks since the boot, since process ids are used again.
+        job: Id of the Slurm job of the process, or "".
         restart: How often Slurm has requeued the job.
-        attempt: Number of the attempt of `hpctrain supervise`, or 0.
-        since: Unix time at which it took the lease, on its own clock; only for messages.
+        attempt: Number of the attempt of `hpctrain supervise` that the process belongs to, or 0.
+        since: Unix time at which the process took the lease, by the clock of its machine; only for messages.
     """
 
     id: str
@@ -74,11 +74,12 @@ class Holder:
         return cls(**{f.name: type_of(value[f.name]) for f, type_of in zip(fields(cls), _TYPES, strict=True)})
 
     def has_ended(self, *, seen_by: Holder) -> bool | None:
-        """Returns whether this process has ended, as far as the process `seen_by` can tell; None if it cannot.
+        """Returns whether this process has ended; None if the process `seen_by`, which asks, cannot tell.
 
-        Processes of the same Slurm job are compared first: the one of an earlier start of the job (before Slurm
-        requeued it), or of an earlier attempt of the supervisor, has ended; the later one has not. Otherwise, on
-        the same machine, it has ended if the machine has no such process any more.
+        If both processes belong to the same Slurm job, but to different starts of the job (which Slurm has
+        requeued) or to different attempts of the supervisor, the process of the earlier start or attempt has ended,
+        and the other one has not. Otherwise, if both are on the same machine, this process has ended if the machine
+        no longer has such a process.
         """
         if self.job and self.job == seen_by.job:
             if self.restart != seen_by.restart:
@@ -96,11 +97,11 @@ class Holder:
 
     @property
     def process(self) -> tuple[str, str, str, int, int]:
-        """Values that no other process shares: host, boot, namespace, process number and start."""
+        """Values that together identify the process: host, boot, namespace, process id and start time."""
         return self.host, self.boot, self.namespace, self.pid, self.ticks
 
     def shares_machine(self, other: Holder) -> bool:
-        """Returns whether both processes see each other's process numbers."""
+        """Returns whether both processes are on the same boot of the same machine, in the same PID namespace."""
         return self.process[:3] == other.process[:3]
 
     def describe(self) -> str:
@@ -192,7 +193,7 @@ class LeaseLocation:
 
     @classmethod
     def in_parent_of(cls, directory: Path) -> LeaseLocation:
-        """Returns the place in the parent of the directory, or within it if the parent cannot be read and written."""
+        """Returns the place in the parent of `directory`; in `directory` if the parent cannot be read and written."""
         folder = directory.parent
         if folder == directory or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             return cls.within(directory)
@@ -249,11 +250,12 @@ class Lease:
         poll_s: float = 2.0,
         environ: Mapping[str, str] = os.environ,
     ) -> Lease:
-        """Returns the lease on `place`, whose folder exists, once no other process holds it.
+        """Takes and returns the lease on `place`, whose folder must exist, unless another process holds it.
 
-        A holder on this machine, or of an earlier start of this Slurm job, is known to run or to have ended. Any
-        other holder is watched for `lost_after_s` seconds, after `say` was called with a line that says so. Raises
-        InUseError if another process holds the lease, and OSError if the directory cannot be written to.
+        For a holder on this machine, or of another start of this Slurm job, it is known whether it still runs. Any
+        other holder is watched for `lost_after_s` seconds, to see whether it renews the lease; `say` is called
+        before with a line that says so. Raises InUseError if another process holds the lease, and OSError if the
+        directory cannot be written to.
         """
         holder = Holder.of_this_process(secrets.token_hex(8), environ=environ)
         watched: tuple[int, bytes] | None = None
@@ -302,7 +304,7 @@ class Lease:
     def check(self) -> None:
         """Raises InUseError if another process has taken the lease over.
 
-        It looks up two files. If somebody has deleted the file of this lease, it is created again.
+        This looks up two files. If somebody has deleted the file of this lease, it is created again.
         """
         if self._own.exists() and not self._place.path(self._number + 1).exists():
             return
@@ -431,9 +433,9 @@ def take_lease(
 ) -> None:
     """Takes the lease on an existing directory, or checks that this process still holds it.
 
-    With `in_parent` the file of the lease is in the parent of the directory, for directories whose content users list.
-    Looks up two files if this process already holds the lease. Raises InUseError if another process holds it, and
-    OSError.
+    With `in_parent`, the lease file lies in the parent of the directory. This is for directories whose content
+    users list. Looks up two files if this process already holds the lease. Raises InUseError if another process
+    holds the lease, and OSError.
     """
     key = _key(directory, in_parent=in_parent)
     with _lock:

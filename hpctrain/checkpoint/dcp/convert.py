@@ -63,13 +63,15 @@ def locate_tensor(
 ) -> Located:
     """Returns where the content of the tensor in a torch.save archive lies in its file.
 
-    `verify` also compares the content with the archive's CRC-32. Raises CheckpointError if the archive does not
-    hold one tensor of this dtype and shape.
+    With `verify`, the content is also compared with the archive's CRC-32. Raises CheckpointError if the archive
+    does not hold one tensor of this dtype and shape.
     """
     with open_archive(directory / place.file, begin=place.begin, num_bytes=place.num_bytes) as archive:
         found = archive.locate(archive.description(verify=verify), verify=verify)
         if found.dtype != dtype or found.shape != tuple(shape):
-            raise CheckpointError(f"it holds {found.dtype} {list(found.shape)}, not {dtype} {list(shape)}")
+            raise CheckpointError(
+                f"it holds {found.dtype} {list(found.shape)}, but the metadata says {dtype} {list(shape)}"
+            )
     return found
 
 
@@ -103,8 +105,8 @@ class DcpImport:
     Attributes:
         saved: The new checkpoint.
         num_tensors: Number of imported tensors.
-        left_out: Objects of the DCP checkpoint that were not imported since they are not plain data: key and
-            reason.
+        left_out: Objects of the DCP checkpoint that were not imported since they are not plain data. Maps the key
+            of each object to the reason.
     """
 
     saved: SaveResult
@@ -355,14 +357,14 @@ def export_dcp(
     """Writes a checkpoint to `directory` in the default format of torch.distributed.checkpoint (DCP). Collective.
 
     The ranks share the work; each holds one region of REGION_BYTES in memory at a time. Any number of ranks can
-    load the result, sharded or not: a tensor is written in chunks of such regions. All that is read is verified,
-    and the directory gets its name only when it is complete.
+    load the result, sharded or not, since a tensor is written in chunks of one region each. All that is read is
+    verified, and the directory gets its name only when it is complete.
 
-    The names are those of `import_dcp` in reverse: `model/0.weight` becomes `model.0.weight` and
-    `optimizer/0.weight::exp_avg` becomes `optim.state.0.weight.exp_avg`, which is where the state dict {"model":
-    ..., "optim": ...} of `get_state_dict` has them. The optimizer's groups and scalars and other objects of the
-    document are written by torch.save. Step and document go into the entry "hpctrain", from which `import_dcp`
-    restores the same checkpoint.
+    The names are converted in the reverse of `import_dcp`: `model/0.weight` becomes `model.0.weight` and
+    `optimizer/0.weight::exp_avg` becomes `optim.state.0.weight.exp_avg`. These are the keys in the state dict
+    {"model": ..., "optim": ...} that is made with `get_state_dict`. The optimizer's groups and scalars and other
+    objects of the document are written by torch.save. Step and document go into the entry "hpctrain", from which
+    `import_dcp` restores the same checkpoint.
 
     Args:
         source: A checkpoint, or a directory of checkpoints, whose newest one is exported.

@@ -47,13 +47,13 @@ def guessed_path(key: str) -> Path:
 
 
 def below(path: Path, root: str) -> Path | None:
-    """Returns the part of `path` below `root` (parts joined by dots), or None if it does not begin with `root`."""
+    """Returns the part of `path` below `root` (parts joined by dots), or None if `path` does not lie below `root`."""
     parts = tuple(root.split(".")) if root else ()
     return path[len(parts) :] if path[: len(parts)] == parts and len(path) > len(parts) else None
 
 
 def optimizer_path(path: Path) -> Path | None:
-    """Returns the path within the optimizer's state dict, or None if `path` is not one of `get_optimizer_state_dict`.
+    """Returns the path within the optimizer's state dict, or None if `get_optimizer_state_dict` makes no such path.
 
     The result is (`state`, parameter, key, ...) or (`param_groups`, index, key), also if the state dict was
     flattened. The optimizer may be called "optim" or "optimizer".
@@ -119,7 +119,7 @@ class ArchivedBox:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DcpTensor:
-    """A tensor of the DCP checkpoint. Its chunks hold each element exactly once; none of them is empty."""
+    """A tensor of the DCP checkpoint. Its chunks together hold each element exactly once, and no chunk is empty."""
 
     path: Path
     dtype: str
@@ -229,7 +229,7 @@ def _metadata(value: Any) -> DcpMetadata:
     state = _state(value, f"{_CLASSES}Metadata")
     version = state.get("version")
     if version not in (None, VERSION):
-        raise CheckpointError(f"its version is {version!r}; {VERSION} and before are known")
+        raise CheckpointError(f"its version is {version!r}; only {VERSION} and earlier can be read")
     entries, storage, paths = state["state_dict_metadata"], state["storage_data"], state.get("planner_data")
     if not isinstance(entries, dict) or not isinstance(storage, dict) or not isinstance(paths, dict | None):
         raise TypeError("a part of it is not a dict")
@@ -298,13 +298,13 @@ def _check_files(metadata: DcpMetadata, directory: FilePath) -> None:
             lengths[place.file] = path.stat().st_size
         if place.begin < 0 or place.num_bytes < 0 or place.begin + place.num_bytes > lengths[place.file]:
             raise CheckpointError(
-                f"bytes {place.begin} to {place.begin + place.num_bytes} of {place.file!r} are needed, and it is "
+                f"bytes {place.begin} to {place.begin + place.num_bytes} of {place.file!r} are needed, but it is only "
                 f"{lengths[place.file]} bytes long: the checkpoint is not complete"
             )
     claimed_bytes, file_bytes = sum(t.num_bytes for t in metadata.tensors), sum(lengths.values())
     if claimed_bytes > file_bytes:
         raise CheckpointError(
-            f"its tensors have {claimed_bytes} bytes together, and its files only {file_bytes}"
+            f"its tensors have {claimed_bytes} bytes together, but its files have only {file_bytes}"
         )
 
 
@@ -379,7 +379,7 @@ def _stored(info: Any) -> ArchiveLocation:
 def _found(places: dict[Any, ArchiveLocation], key: str, offset: tuple[int, ...] | None) -> ArchiveLocation:
     if (key, offset) not in places:
         what = "its content" if offset is None else f"the chunk at {list(offset)}"
-        raise CheckpointError(f"{key!r}: it does not say where {what} is stored")
+        raise CheckpointError(f"{key!r}: the metadata does not say where {what} is stored")
     return places[key, offset]
 
 

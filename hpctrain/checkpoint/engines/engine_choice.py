@@ -151,7 +151,11 @@ def _compare(path: Path, *, rank: int, num_bytes: int, engine: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineChoice:
-    """The chosen engine, DIRECT or MPIO, the reason in words, and the filesystem of the directory as rank 0 sees it."""
+    """The chosen engine, DIRECT or MPIO.
+
+    `note` is the reason for the choice in words, and `filesystem` the filesystem of the checkpoint directory as
+    rank 0 sees it.
+    """
 
     engine: Engine
     note: str
@@ -180,7 +184,7 @@ class EngineChoice:
             comm: All ranks of the save.
             groups: World ranks that write to each file, for MPIO; see `write_collectively`.
             bypass_cache: Write past the page cache, for DIRECT; see `write_direct`.
-            staging: Memory to join small byte ranges in, for DIRECT; see `write_direct`.
+            staging: Provides the memory in which small byte ranges are joined, for DIRECT; see `write_direct`.
             limit_bytes_per_s: Maximum write rate of this rank, in bytes/s; None: no limit.
 
         Raises:

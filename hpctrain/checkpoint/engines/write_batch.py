@@ -1,4 +1,4 @@
-"""Byte ranges that are to be written to a file: batches of bounded size, rate limit, joining of neighbours."""
+"""Byte ranges that are written to a file: batches of bounded size, a rate limit, joining of contiguous ranges."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MANY_PIECES = 64
 class BatchExtent:
     """The part of the file that one rank's batch covers, from `begin` to `end` (exclusive).
 
-    It contains `num_pieces` contiguous pieces with `num_bytes` bytes in total.
+    The batch consists of `num_pieces` contiguous pieces with `num_bytes` bytes in total.
     """
 
     begin: int
@@ -42,10 +42,11 @@ class BatchExtent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeRound:
-    """Plan of one turn of writing together.
+    """Plan of one turn of a two-phase write, in which the ranks of a file write together.
 
-    The ranks in `alone` write their whole batch by themselves. The ranks in `together` redistribute their bytes in
-    begin <= byte < until among each other. All other bytes wait for a later turn.
+    The ranks in `alone` write their whole batch by themselves. The ranks in `together` redistribute among each
+    other their bytes at the file offsets begin <= offset < until, and write them. All other bytes wait for a later
+    turn.
     """
 
     alone: frozenset[int]
@@ -105,9 +106,10 @@ def domains(*, begin: int, until: int, num_ranks: int, num_writers: int, block_b
 def dealt(
     byte_ranges: Iterable[tuple[int, memoryview]], *, places: Sequence[int]
 ) -> list[list[tuple[int, memoryview]]]:
-    """Cuts byte ranges at the boundaries of the ranks' domains, and returns for each rank those in its domain.
+    """Cuts byte ranges at the boundaries of the ranks' domains, and returns for each rank the parts in its domain.
 
-    The byte ranges must be ascending, none empty. `places` are the boundaries that `domains` returned.
+    The byte ranges must be ascending, and none may be empty. `places` contains the boundaries that `domains`
+    returned.
     """
     parts: list[list[tuple[int, memoryview]]] = [[] for _ in places[1:]]
     rank = 0
@@ -184,7 +186,7 @@ class WriteBatch:
         )
 
     def take(self, *, until: int | None = None) -> list[ByteRange]:
-        """Removes and returns the bytes before file offset `until`, or all bytes if it is None."""
+        """Removes and returns the bytes before file offset `until`, or all bytes if `until` is None."""
         reach = self.reach
         if until is None or reach is None or reach.end <= until:
             taken, self._byte_ranges, self._num_bytes = self._byte_ranges, [], 0
@@ -231,9 +233,9 @@ def runs_of_neighbours(byte_ranges: Iterable[ByteRange]) -> Iterator[tuple[int, 
 
 
 def joined(byte_ranges: Iterable[ByteRange]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """Yields ascending byte ranges, with small neighbours copied into one.
+    """Yields ascending byte ranges, in which small contiguous ones have been copied into one.
 
-    A byte range is a file offset and an array of uint8, shape (n,).
+    Each yielded byte range is a file offset and an array of uint8, shape (n,).
     """
     for begin, views in runs_of_neighbours(byte_ranges):
         offset, small, small_bytes = begin, list[memoryview](), 0

@@ -54,7 +54,7 @@ def write_direct(
         structure: Further byte ranges, which will soon be read back and are therefore written through the page
             cache.
         bypass_cache: Write `byte_ranges` past the page cache, if the filesystem supports it.
-        staging: Memory in which small byte ranges are joined.
+        staging: Provides the memory in which small byte ranges are joined.
 
     Raises:
         CheckpointError: If the file cannot be written.
@@ -134,10 +134,9 @@ _FAILED, _GOING_ON = 1, 0
 
 
 class _Files(dict[tuple[tuple[int, ...], ...], CollectiveFiles | None]):
-    """The MPI files of this rank's group, for each way in which the ranks of one communicator were divided into
-    groups.
+    """Cache of `files_of`: for each division of a communicator's ranks into groups, the object for this rank's group.
 
-    The same group may occur in several divisions.
+    A division is a tuple of groups of world ranks. The same group may occur in several divisions.
     """
 
 
@@ -149,9 +148,10 @@ def obstacle_to_mpio(comm: Collective) -> str | None:
 
 
 def files_of(comm: Collective, *, groups: Sequence[Sequence[int]] | None = None) -> CollectiveFiles | None:
-    """Returns the MPI files of this rank's group, or None without MPI. Created once and kept as long as `comm`.
+    """Returns the object that opens MPI files for this rank's group; None without MPI.
 
-    Collective over `comm` for the first call with these `groups`, which must be the same on every rank.
+    The first call with these `groups`, which must be the same on every rank, is collective over `comm` and creates
+    the object. Later calls return the same object, which is kept as long as `comm`.
     """
     key = (tuple(comm.members),) if groups is None else tuple(map(tuple, groups))
     known = comm.attribute(_Files)
@@ -178,8 +178,8 @@ def write_collectively(
 ) -> None:
     """Writes this rank's byte ranges to the existing file at `path` through MPI-IO and flushes them to disk.
 
-    Collective over `comm` for the first call with these `groups`, later over the rank's group. A rank that fails
-    reports it to the others, and all stop, so that no rank hangs.
+    The first call with these `groups` is collective over `comm`; later calls are collective over this rank's group.
+    A rank that fails reports this to the others, and all stop, so that no rank hangs.
 
     Args:
         path: The file.
@@ -227,7 +227,7 @@ def _as_checkpoint_error() -> Iterator[None]:
 
 @final
 class _Writing:
-    """One rank's part in writing one file together."""
+    """This rank's part in the collective write of one file."""
 
     def __init__(
         self, path: Path, writer: CollectiveWriter, *, batch: WriteBatch, num_writers: int, block_bytes: int

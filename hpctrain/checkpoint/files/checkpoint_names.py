@@ -1,7 +1,8 @@
 """Names of checkpoints in a directory: finished, partial, replaced. Used by rank 0; not collective.
 
-A finished checkpoint is a file `step-00000050.h5` or a folder `step-00000050`. The names of all others begin with a
-dot.
+A finished checkpoint is a file `step-00000050.h5` or a folder `step-00000050`. A partial checkpoint is one that is
+being written, or was when its run was killed. A replaced checkpoint is an older one of the same step that a save
+has moved aside. The names of partial and replaced checkpoints begin with a dot.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ def part_path(path: Path, number: int) -> Path:
 
 
 def partial_name(name: str, *, unique: str) -> str:
-    """Returns the name of the checkpoint `name` while it is being written. `unique` consists of 16 hex digits."""
+    """Returns the name that the checkpoint `name` has while it is being written. `unique` consists of 16 hex digits."""
     return f".{name}.partial-{unique}"
 
 
 def replaced_name(name: str, *, unique: str) -> str:
-    """Returns the name of the checkpoint `name` while another one of its step replaces it.
+    """Returns the name that the checkpoint `name` has while a new checkpoint of the same step replaces it.
 
     `unique` consists of 16 hex digits.
     """
@@ -66,8 +67,9 @@ def step_of(path: Path) -> int | None:
 def finished_newest_first(directory: Path) -> list[Path]:
     """Returns the finished checkpoints of a directory, newest first; none if the directory does not exist.
 
-    A replaced checkpoint is included if its step has no other one, as after a kill between two renames. Only names
-    are looked at. Raises CheckpointError if the directory cannot be read.
+    A replaced checkpoint is included if there is no other checkpoint of its step, as after a kill between the two
+    renames of a save. Only names and file types are looked at, not contents. Raises CheckpointError if the
+    directory cannot be read.
     """
     found, replaced = [], []
     for path in _entries(directory):
@@ -83,8 +85,8 @@ def finished_newest_first(directory: Path) -> list[Path]:
 def partial_files(directory: Path) -> list[Path]:
     """Returns what saves have left in a directory besides finished checkpoints.
 
-    These are partial checkpoints, and replaced ones whose step has a new one. Raises CheckpointError if the directory
-    cannot be read.
+    These are partial checkpoints, and replaced checkpoints for whose step there is a finished one. Raises
+    CheckpointError if the directory cannot be read.
     """
     entries = _entries(directory)
     steps = {step_of(path) for path in entries if _FINISHED.fullmatch(path.name)}
@@ -98,8 +100,8 @@ def partial_files(directory: Path) -> list[Path]:
 def remove_partial_files(directory: Path) -> list[str]:
     """Removes the `partial_files` of the directory. Returns a message for each that could not be removed.
 
-    Only the run that saves to the directory may call this: to any other, a partial file may belong to a save in
-    progress. Raises CheckpointError if the directory cannot be read.
+    Only the run that saves to the directory may call this. If another run called it, a partial file could belong to
+    a save in progress. Raises CheckpointError if the directory cannot be read.
     """
     notes = []
     for path in partial_files(directory):
@@ -113,7 +115,7 @@ def remove_partial_files(directory: Path) -> list[str]:
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint's file or folder. Raises OSError, FileNotFoundError if it does not exist."""
+    """Removes a checkpoint's file or folder. Raises OSError; FileNotFoundError if it does not exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -39,7 +39,7 @@ Lend: TypeAlias = Callable[[int, int], _Memory | None]
 
 @final
 class Staging:
-    """Provides memory in which small tensors are joined: the direct writer's while one is active, else new memory."""
+    """Provides memory for joining small tensors: the direct writer's buffer while one is active, else new memory."""
 
     def __init__(self) -> None:
         self._lend: Lend | None = None
@@ -48,7 +48,7 @@ class Staging:
         """Returns uninitialized memory for the `num_bytes` bytes of the file at `offset`: uint8, shape (num_bytes,).
 
         The caller fills it and passes all of it, or nothing, to the writer, before other bytes and before the next
-        call of `memory_for`. Afterwards it must not use the memory.
+        call of `memory_for`. Afterwards the caller must not use the memory.
         """
         lent = None if self._lend is None else self._lend(offset, num_bytes)
         return np.empty(num_bytes, dtype=np.uint8) if lent is None else lent
@@ -76,7 +76,7 @@ _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
 def fresh_tensor(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
     """Returns an uninitialized CPU tensor, in huge pages if it is large.
 
-    Raises CheckpointError if there is no memory.
+    Raises CheckpointError if there is not enough memory.
     """
     kind = dtype_named(dtype)
     num_bytes = math.prod(shape) * kind.itemsize
@@ -93,7 +93,7 @@ def fresh_tensor(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
 def in_large_pages(num_bytes: int) -> mmap.mmap | None:
     """Returns at least `num_bytes` bytes of memory in huge pages; None if the system does not support it.
 
-    The kernel is asked for huge pages for all whole ones that fit into `num_bytes`; the end stays in small pages.
+    The kernel is asked to use huge pages for as many as fit into `num_bytes`; the rest stays in small pages.
     """
     if _ADVICE is None:
         return None
@@ -151,10 +151,11 @@ def write_uncached(
 ) -> None:
     """Writes byte ranges, (offset, bytes), past the page cache, without flushing them. Raises OSError.
 
-    `cached` and `uncached` are two descriptors of the file. Partial blocks and short runs are written through the
-    page cache, and so must be all concurrent writes of other ranks to the same blocks. Bytes are not copied if they
-    lie in memory lent by `staging`, or if they are large and aligned in memory as in the file. All views must keep
-    their bytes until the call returns, except those in lent memory, which is reused.
+    `cached` and `uncached` are two descriptors of the file. Partial blocks and short runs of bytes are written
+    through the page cache. Other ranks that write to the same blocks meanwhile must also write through the page
+    cache. A byte range is not copied if it lies in memory lent by `staging`, or if it is large and aligned in
+    memory as in the file. The content of a view must not change until the call returns, unless the view lies in
+    lent memory, which is reused.
     """
     with _Writer(cached, uncached) as writer, staging.lent(writer.lend):
         for offset, data in byte_ranges:
@@ -324,7 +325,7 @@ class _Writer:
         return self._free.pop() if self._free else _pages(_PIECE_BYTES)
 
     def _wait(self) -> None:
-        """Waits until the oldest write is done. Raises its error."""
+        """Waits until the oldest write is done. Raises the error of that write, if there is one."""
         memory, job = self._in_flight.popleft()
         job.result()
         if memory is not None:
@@ -349,7 +350,7 @@ class _Writer:
     def _write_blocks(self, blocks: _Memory, *, offset: int) -> int:
         """Writes whole blocks past the page cache, and returns the number of bytes written.
 
-        These may not be all, and are 0 if the filesystem requires larger blocks.
+        The number may be less than the length of `blocks`, and is 0 if the filesystem requires larger blocks.
         """
         uncached = self._uncached  # another thread may reset it
         if uncached is None:
@@ -395,8 +396,8 @@ def _call(name: str) -> Callable[..., int] | None:
 def allocate(fd: int, *, num_bytes: int) -> None:
     """Sets the length of an empty file and allocates its disk space, if the filesystem supports that. Raises OSError.
 
-    So a full disk is detected before writing, and the bytes of several ranks are contiguous on disk. It does not
-    use posix_fallocate, which writes every block if the filesystem does not support allocation.
+    So a full disk is detected before writing, and the bytes of several ranks are contiguous on disk. This function
+    does not use posix_fallocate, which writes every block if the filesystem does not support allocation.
     """
     if num_bytes:
         _fallocate(fd, num_bytes=num_bytes)

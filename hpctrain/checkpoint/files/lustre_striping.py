@@ -44,10 +44,10 @@ def stripes_for(file_bytes: int) -> Stripes:
 
 
 def set_stripes(path: Path, *, stripes: Stripes, filesystem: Filesystem) -> str | None:
-    """Sets the stripe layout of a new file, which is created, or of future files in a folder. Not collective.
+    """Creates a file with a stripe layout, or sets the layout of future files in an existing folder. Not collective.
 
-    Does nothing on filesystems other than Lustre. Returns an error as text, or None: a checkpoint with another
-    layout is slower, but valid.
+    Does nothing on filesystems other than Lustre. Returns None, or the error as text: it is not raised, since a
+    checkpoint with another layout is slower but valid.
     """
     if not filesystem.is_lustre:
         return None

@@ -61,7 +61,7 @@ def intersection(first: Box, second: Box) -> Box | None:
 def split_box(box: Box, *, max_elems: int) -> Iterator[Box]:
     """Yields boxes of at most `max_elems` elements that together make up `box`, in row-major order.
 
-    In a dense copy of the box each of them is contiguous, and begins where the one before ends.
+    In a dense row-major copy of `box`, each yielded box is contiguous and begins where the previous one ends.
     """
     num_elems = box.num_elems
     if num_elems <= max_elems:
@@ -146,7 +146,7 @@ class TooFragmentedError(ValueError):
 
 @dataclass(slots=True, kw_only=True)
 class Steps:
-    """Work limit of a check, counted in steps; about 2 million steps take one second.
+    """Limit on the work of a check such as `cover_exactly`, counted in steps; about 2 million steps take one second.
 
     Checking a terabyte in extents of 4 MiB takes half a million steps.
     """

@@ -132,8 +132,9 @@ def escape(name: str) -> str:
 
 
 def dataset_path(name: str, *, number: int = 0) -> str:
-    """Returns the HDF5 path of the dataset for a tensor's piece; `number` counts the tensor's pieces in the same file.
+    """Returns the HDF5 path of the dataset that holds a piece of the tensor `name`.
 
-    Numbers from 1 on are appended as `%-1`, which `escape` never produces, so no tensor's name can collide with it.
+    `number` is the index of the piece among the tensor's pieces in the same file. An index above 0 is appended, as
+    in `%-1`. `escape` never produces such text, so the path cannot collide with that of another tensor.
     """
     return f"/{TENSOR_GROUP}/{escape(name)}" + (f"%-{number}" if number else "")

@@ -32,7 +32,9 @@ _PART_MAGIC = b"hpctrain checkpoint part\n"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seal:
-    """Content of the commit header of a main file. With the hashes of the extents it covers every byte of the file.
+    """Content of the commit header of a main file.
+
+    Its hashes, together with those of the extents in the metadata, cover every byte of the file.
 
     Attributes:
         metadata_offset: File offset of the metadata, in bytes.
@@ -78,9 +80,10 @@ def _block(magic: bytes, values: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartSeal:
-    """Header of a part file (any file but the main one): its checkpoint, and its number among `num_files` files.
+    """Header of a part file, which is any file but the main one.
 
-    It commits nothing: the hashes of a part file are in the main file.
+    `id` and `step` identify the checkpoint; `number` is the index of the file among the checkpoint's `num_files`
+    files. This header does not commit the file: the hashes of a part file are in the main file.
     """
 
     id: str
@@ -110,8 +113,8 @@ def empty_part_block() -> bytes:
 def decode_seal(block: bytes, *, file_bytes: int) -> Seal:
     """Returns the decoded commit header of a file whose length is now `file_bytes`.
 
-    Raises CheckpointError if the header is missing, damaged, or records another file length, and UnknownFormatError
-    if it is valid but of an unknown format version.
+    Raises CheckpointError if the header is missing, is damaged, or records another file length. Raises
+    UnknownFormatError if the header is valid but has an unknown format version.
     """
     if len(block) == SEAL_BYTES and not any(block):
         raise CheckpointError("the save of this file was never finished: its commit header (seal) is empty")
@@ -198,13 +201,13 @@ class StoredExtent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPiece:
-    """One HDF5 dataset of a tensor: the elements of `box`, a box of the tensor's view, dense and in row-major order.
+    """One HDF5 dataset of a tensor: the elements of `box`, dense and in row-major order.
 
     Attributes:
-        file: Number of the file that holds the dataset.
+        file: Index of the file that holds the dataset; 0 is the main file.
         dataset: HDF5 path of the dataset in that file.
         file_offset: Position of the dataset's first byte in that file; 0 if the piece is empty.
-        box: The elements, in coordinates of the tensor's view.
+        box: The elements, as a box of the tensor's view (`StoredTensor.view`).
         extents: The hashed parts of the piece.
     """
 
@@ -223,8 +226,8 @@ class StoredTensor:
         name: Name of the tensor.
         dtype: Name of the torch dtype, such as "float32".
         shape: Shape of the tensor.
-        view: Shape of an array with the same elements, of which pieces and extents are boxes: the tensor's own
-            shape if it was sharded, (num_elems,) if it was replicated.
+        view: Shape of the array in which pieces and extents are boxes. It is the tensor's own shape if the tensor
+            was sharded, and (num_elems,), the shape of the flattened tensor, if it was replicated.
         pieces: The datasets. Together they hold every element of the view exactly once.
     """
 
@@ -250,7 +253,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPart:
-    """A part file (any file but the main one). `structure_hash` covers all its bytes that are not tensor content."""
+    """A part file (any file but the main one).
+
+    `structure_hash` is the hash of all bytes of the file that are not tensor content.
+    """
 
     name: str
     num_bytes: int
@@ -269,7 +275,7 @@ class Metadata:
         tensors: The tensors by name.
         id: Identifier of the save, 16 hex digits; "" in format 1.
         parent: Step and id of the checkpoint from which the run resumed, or None.
-        parts: The files number 1, 2, ...; file number 0 is the main one, which holds this metadata.
+        parts: The part files, which have the indices 1, 2, ...; file 0 is the main file, which holds this metadata.
     """
 
     step: int
@@ -370,8 +376,8 @@ def decode_metadata(data: bytes, *, file_bytes: int, byte_order: str) -> Metadat
 def _parsed(data: bytes) -> Any:
     """Returns the parsed JSON. The garbage collector is paused meanwhile.
 
-    It would traverse millions of small lists repeatedly. Without it parsing is 8 times as fast, and the time that a
-    malicious file can take stays bounded.
+    It would traverse millions of small lists repeatedly. While it is paused, parsing is 8 times as fast, and the
+    time that a malicious file can take stays bounded.
     """
     with collector_paused():
         return json.loads(data)
@@ -394,7 +400,7 @@ def _tensor(entry: Any, *, budget: _Budget) -> StoredTensor:
     entry = _object(entry, "tensor")
     name = entry["name"]
     if not isinstance(name, str):
-        raise CheckpointError(f"a tensor's name is {name!r:.100}")
+        raise CheckpointError(f"a tensor's name in the metadata is not text: {name!r:.100}")
     shape, view = _shape(entry["shape"]), _shape(entry["view"])
     elem_bytes = dtype_named(str(entry["dtype"])).itemsize
     num_elems = math.prod(shape)
@@ -429,7 +435,7 @@ def _piece(item: Any, *, name: str, view: tuple[int, ...], elem_bytes: int, budg
     num_bytes, file_bytes = box.num_elems * elem_bytes, budget.file_bytes[number]
     if num_bytes and (offset < SEAL_BYTES or offset + num_bytes > file_bytes):
         raise CheckpointError(
-            f"tensor {name!r} at byte {offset}, {num_bytes} bytes long, does not fit a file of length {file_bytes}"
+            f"tensor {name!r} at byte {offset}, {num_bytes} bytes long, lies outside its file of {file_bytes} bytes"
         )
     budget.bytes_left[number] -= num_bytes
     if budget.bytes_left[number] < 0:
@@ -489,13 +495,15 @@ def _object(value: Any, what: str) -> dict[str, Any]:
 
 def _list(value: Any) -> Sequence[Any]:
     if not isinstance(value, list):
-        raise CheckpointError("the metadata has another value where a list is required")
+        raise CheckpointError("the metadata has a value that is not a list where a list is required")
     return value
 
 
 def _natural(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MAX_INT:
-        raise CheckpointError(f"{value!r:.100} is not an integer from 0 to 2^63 - 1")
+        raise CheckpointError(
+            f"the metadata has {value!r:.100} where an integer from 0 to 2^63 - 1 is required"
+        )
     return value
 
 

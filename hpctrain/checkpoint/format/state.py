@@ -67,13 +67,12 @@ def tensor_items(name: str, tensor: torch.Tensor) -> list[Item]:
 
 
 def element_items(name: str, part: torch.Tensor, *, shard: ElementShard) -> list[Item]:
-    """Returns the shards that save this rank's range of a parameter's elements, or a tensor that belongs to the
-    parameter.
+    """Returns the shards that save `part`: elements of a parameter, or a tensor that belongs to the parameter.
 
-    A range of a flattened array is at most a few boxes; each becomes one `TensorShard` of a tensor with the parameter's
-    shape. `part` has the shape of `shard.part` (perhaps empty), or any other shape if it describes the parameter as
-    a whole, such as an optimizer's step counter. Such a tensor is saved by the rank that holds the parameter's
-    first element.
+    `shard` says which range of the flattened parameter this rank holds. A range consists of at most a few boxes.
+    Each box becomes one `TensorShard` of a tensor with the parameter's shape. `part` has the shape of `shard.part`
+    (perhaps empty), or any other shape if it describes the parameter as a whole, such as an optimizer's step
+    counter. Such a tensor is saved by the rank that holds the parameter's first element.
     """
     if part.shape != shard.part.shape:
         offset = (0,) * part.dim()
@@ -134,7 +133,7 @@ class State:
     parent: Mapping[str, Any] | None = None
 
     def sources(self) -> list[Item]:
-        """Returns the items in the order of the write plan: those that every rank lists, by name, then the shards."""
+        """Returns the items in the write plan's order: `Replicated` and `FromRank0` items by name, then the shards."""
         listed = [item for item in self.items if not isinstance(item, TensorShard)]
         shards = [item for item in self.items if isinstance(item, TensorShard)]
         return [*sorted(listed, key=attrgetter("name")), *shards]

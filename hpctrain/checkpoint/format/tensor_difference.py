@@ -39,7 +39,8 @@ class Amount:
 
     Attributes:
         num_elems: Number of compared elements.
-        num_different: Number of elements whose bits differ, or if the dtypes differ, whose values do.
+        num_different: Number of elements whose bits differ; if the two dtypes differ, number of elements whose
+            values differ.
         num_beyond: Number of elements that differ by more than the tolerance.
         num_not_finite: Number of elements whose difference is not finite; `max_abs` and `squares` leave them out.
         max_abs: Largest absolute difference.
@@ -68,7 +69,10 @@ class Amount:
 
     @property
     def relative(self) -> float | None:
-        """L2 norm of the difference divided by that of the first tensor; None if the latter is zero or not finite."""
+        """L2 norm of the difference, divided by the L2 norm of the first tensor.
+
+        None if the first tensor's norm is 0, or if one of the two norms is not finite.
+        """
         if self.squares_of_first == 0 or not math.isfinite(self.squares + self.squares_of_first):
             return None
         return math.sqrt(self.squares / self.squares_of_first)

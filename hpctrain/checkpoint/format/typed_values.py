@@ -43,10 +43,10 @@ _NUMPY_KINDS = "biufcmMSU"
 def encode(value: Any, *, put: Put, where: str) -> Any:
     """Returns the JSON that represents a value. `where` says in error messages what the value is.
 
-    `put` stores a tensor and returns the JSON that refers to it. Functions and classes are not stored, only their
-    names are: `decode` takes the function at the same place of another value. Raises CheckpointError, with the
-    place and the type, for values of unsupported types, values that contain themselves, and tensors that are not
-    plain strided memory.
+    `put` stores a tensor and returns the JSON that refers to it. Of functions and classes, only the names are
+    stored: `decode` takes the functions and classes themselves from its argument `present`. Raises CheckpointError,
+    with the place and the type, for values of unsupported types, values that contain themselves, and tensors that
+    are not plain strided memory.
     """
     return _Encoder(put, where).json_of(value, ())
 
@@ -54,9 +54,9 @@ def encode(value: Any, *, put: Put, where: str) -> Any:
 def decode(value: Any, *, get: Get, where: str, present: Any = None) -> Any:
     """Returns the value that `encode` turned into this JSON. `where` says in error messages what the value is.
 
-    `get` returns the tensor that a piece of JSON refers to. `present` is a value of the same structure, from which
-    functions and classes are taken. Raises CheckpointError for JSON that `encode` cannot have written, and for a
-    function that is not in `present` under the same name.
+    `get` returns the tensor that a piece of JSON refers to. `present` is a value of the same structure as the
+    encoded one, from which functions and classes are taken. Raises CheckpointError for JSON that `encode` cannot
+    have written, and for a function that is not in `present` under the same name.
     """
     try:
         return _Decoder(get, where).value_of(value, present, ())
@@ -67,13 +67,13 @@ def decode(value: Any, *, get: Get, where: str, present: Any = None) -> Any:
 
 
 def put_inline(path: Path, tensor: torch.Tensor) -> Any:
-    """Stores a tensor of a few elements as bytes inside the JSON: a `put` for `encode`."""
+    """Stores a tensor of a few elements as bytes inside the JSON. It is to be passed to `encode` as `put`."""
     content = byte_view(tensor).cpu().numpy().tobytes().hex()
     return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "hex": content}
 
 
 def get_inline(value: Any) -> torch.Tensor:
-    """Returns, on the CPU, a tensor that `put_inline` has stored: a `get` for `decode`."""
+    """Returns, on the CPU, a tensor that `put_inline` has stored. It is to be passed to `decode` as `get`."""
     tensor = empty_tensor(tuple(map(int, value["shape"])), dtype=value["dtype"])
     byte_view(tensor).copy_(_bytes_tensor(bytes.fromhex(value["hex"])))
     return tensor
@@ -288,7 +288,7 @@ class _Decoder:
 
 
 def describe_value(where: str, path: Path) -> str:
-    """Returns text for messages: the value's description, followed by the keys that lead to the place at `path`."""
+    """Returns text for messages: the value's description `where`, followed by the keys in `path`."""
     return where + "".join(f"[{key!r}]" for key in path)
 
 
@@ -340,8 +340,9 @@ def value_items(
 ) -> tuple[Any, list[Item]]:
     """Returns the JSON that represents a value, and the items that save the value's tensors.
 
-    Each tensor is named `name` followed by its keys. `items_of` makes the items for a tensor's name; `taken`
-    contains names that must not be used. Raises CheckpointError for a value that cannot be stored.
+    The name of each tensor is `name`, followed by the keys that lead to the tensor in the value. `items_of` makes
+    the items from a tensor's name and the tensor; `taken` contains names that must not be used. Raises
+    CheckpointError for a value that cannot be stored.
     """
     items: list[Item] = []
     names: set[str] = set()
@@ -378,11 +379,12 @@ def model_items(model: torch.nn.Module, *, prefix: str = "") -> list[Item]:
 
     Parameters become the items of `tensor_items`: `Replicated`, or shards of DTensors. Everything else, such as
     buffers with running statistics, becomes `FromRank0`. An entry that is not a tensor, such as a module's extra
-    state, becomes a tensor `<prefix><key>::json` and one per tensor in it; `model_state` restores it.
+    state, becomes a tensor `<prefix><key>::json` and one more tensor for each tensor in the entry; `model_state`
+    restores the entry.
 
     Args:
         model: The model; its tensors are not copied.
-        prefix: Put before every key of the state dict to make the name of the tensor.
+        prefix: Text put before every key of the state dict to make the name of the tensor.
 
     Returns:
         The items of this rank, for `State.items`.
@@ -410,7 +412,8 @@ def model_state(
 
     Args:
         tensors: The loaded tensors by name, without the prefix.
-        present: The model's own state dict; only needed if the state contains functions, which are taken from it.
+        present: The model's present state dict. It is needed only if the state contains functions, which are taken
+            from this dict.
 
     Raises:
         CheckpointError: If an entry that is not a tensor is invalid.

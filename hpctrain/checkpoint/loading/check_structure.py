@@ -44,7 +44,7 @@ class Structure:
 
     Attributes:
         path: The checkpoint, a file or a folder.
-        main: Its main file.
+        main: Path of the checkpoint's main file, which contains the metadata.
         main_bytes: Length of the main file.
         metadata_text: The metadata as stored, to be sent to the other ranks.
         metadata: The decoded metadata.
@@ -112,7 +112,9 @@ def read_structure(path: Path) -> Structure:
             main_bytes = os.fstat(fd).st_size
             seal = decode_seal(os.pread(fd, SEAL_BYTES, 0), file_bytes=main_bytes)
             if seal.metadata_bytes > MAX_METADATA_BYTES:
-                raise CheckpointError(f"the metadata is too long: {seal.metadata_bytes} bytes")
+                raise CheckpointError(
+                    f"the metadata is {seal.metadata_bytes} bytes long, the limit is {MAX_METADATA_BYTES}"
+                )
             data = bytearray(seal.metadata_bytes)
             read_fully(fd, memoryview(data), offset=seal.metadata_offset)
             if hash_of(data) != seal.metadata_hash:
@@ -120,7 +122,7 @@ def read_structure(path: Path) -> Structure:
             metadata = decode_metadata(bytes(data), file_bytes=main_bytes, byte_order=sys.byteorder)
             if metadata.parts and not is_folder:
                 raise CheckpointError(
-                    f"it is one of the {len(metadata.parts) + 1} files of a checkpoint: name their folder instead"
+                    f"it is one of the {len(metadata.parts) + 1} files of a checkpoint: give the path of their folder"
                 )
             places = content_places(metadata)
             taken = [(0, SEAL_BYTES), (seal.metadata_offset, seal.metadata_bytes), *places[0]]
@@ -184,19 +186,23 @@ def hash_structure(fd: int, *, taken: Sequence[tuple[int, int]], file_bytes: int
     """Returns the hash of all bytes of a file that lie outside the byte ranges `taken`.
 
     `taken` contains (offset, length) of commit header, metadata and tensor content. Raises CheckpointError if two
-    of them overlap, or if more bytes remain than a save can have written.
+    byte ranges overlap, or if more bytes lie outside them than a save can have written.
     """
     content_bytes = sum(num_bytes for _, num_bytes in taken)
     left_bytes = file_bytes - content_bytes
     # Padding to the stripes of a parallel filesystem can take as many bytes as the content.
     most = _MAX_STRUCTURE_BYTES + len(taken) * _MAX_STRUCTURE_BYTES_PER_TENSOR + content_bytes
     if not 0 <= left_bytes <= most:
-        raise CheckpointError(f"{left_bytes} bytes of the file belong to nothing that a save writes")
+        raise CheckpointError(
+            f"{left_bytes} bytes of the file are neither metadata nor tensor content; a save writes 0 to {most}"
+        )
     digest = xxhash.xxh3_64()
     position = 0
     for offset, num_bytes in [*sorted(taken), (file_bytes, 0)]:
         if offset < position:
-            raise CheckpointError(f"two byte ranges in the file overlap at byte {offset}")
+            raise CheckpointError(
+                f"the metadata is invalid: tensors or metadata overlap at byte {offset} of the file"
+            )
         while position < offset:
             chunk = bytearray(min(_CHUNK_BYTES, offset - position))
             read_fully(fd, memoryview(chunk), offset=position)
@@ -251,9 +257,10 @@ class ContentFiles:
     """
 
     def __init__(self, paths: Sequence[Path], *, read_ahead: bool = False) -> None:
-        """Takes the paths of the main file and then of the part files, by number.
+        """Takes the paths of the main file (number 0) and of the part files (numbers 1, 2, ...), in this order.
 
-        Set `read_ahead` if nearly everything will be read, in the order of the files.
+        Set `read_ahead` if nearly all bytes will be read, file after file and from the start of each file to its
+        end.
         """
         self._paths = paths
         self._read_ahead = read_ahead
@@ -275,7 +282,7 @@ class ContentFiles:
         self._open.clear()
 
     def name(self, number: int) -> str:
-        """Returns the name of a file, for messages that also name the checkpoint."""
+        """Returns the name of file `number`, for messages that also name the checkpoint."""
         return "the file" if len(self._paths) == 1 else self._paths[number].name
 
     def read(self, number: int, buffer: memoryview, *, offset: int) -> None:
@@ -312,7 +319,7 @@ class ContentFiles:
         return digest.hexdigest()
 
     def scratch(self, num_bytes: int) -> NDArray[Any]:
-        """Returns memory for the bytes of one element run: uint8, shape (num_bytes,), valid until the next call."""
+        """Returns memory for the bytes of one `ElementRun`: uint8, shape (num_bytes,), valid until the next call."""
         if len(self._scratch) < num_bytes:
             self._scratch = np.empty(num_bytes, dtype=np.uint8)
         return self._scratch[:num_bytes]

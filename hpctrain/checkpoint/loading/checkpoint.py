@@ -1,4 +1,4 @@
-"""Opens a checkpoint and reads its tensors, on every rank by itself or shared by the ranks of a node.
+"""Opens a checkpoint and reads its tensors: every rank reads by itself, or the ranks of a node share the reading.
 
 Rank 0 verifies the structure, and sends the metadata to the other ranks.
 """
@@ -63,8 +63,8 @@ class Checkpoint:
 
     Attributes:
         path: The checkpoint's file or folder.
-        files: Paths of its files, by number; the first is the main one.
-        file_bytes: Total length of its files.
+        files: Paths of the checkpoint's files. The first one is the main file, which contains the metadata.
+        file_bytes: Total length of the checkpoint's files.
         metadata: What the checkpoint records about itself.
     """
 
@@ -119,8 +119,8 @@ class Checkpoint:
         """Reads all tensors, or those in `names`, and verifies every byte that it reads.
 
         Args:
-            regions: For tensors that are needed only in part: by name the box to read, (offset, shape), or a list
-                of boxes, which are joined along the first dimension.
+            regions: For tensors that are needed only in part. Maps a tensor's name to the box to read, (offset,
+                shape), or to a list of boxes, whose elements are concatenated along the first dimension.
             names: Names of the tensors to read; None: all.
 
         Returns:
@@ -195,10 +195,10 @@ class Checkpoint:
 
 
 def open_checkpoint(path_or_directory: Path | str, *, comm: Collective) -> Checkpoint:
-    """Opens one checkpoint, or the newest one of a directory whose structure is undamaged. Collective.
+    """Opens one checkpoint, or the newest checkpoint with an undamaged structure in a directory. Collective.
 
-    Only rank 0 accesses the filesystem. In a directory it skips checkpoints of damaged structure, with a line on
-    stderr.
+    Only rank 0 accesses the filesystem. In a directory, checkpoints with a damaged structure are skipped; a line on
+    stderr reports each.
 
     Args:
         path_or_directory: A checkpoint (file or folder), or a directory of checkpoints.
@@ -214,9 +214,9 @@ def open_checkpoint(path_or_directory: Path | str, *, comm: Collective) -> Check
 
 
 def from_rank_0(comm: Collective, look: Callable[[], Structure]) -> Checkpoint:
-    """Calls `look` on rank 0 and returns the checkpoint that it found on every rank. Collective.
+    """Calls `look` on rank 0, and returns on every rank the checkpoint that `look` found. Collective.
 
-    An error of `look` is raised on every rank: UnknownFormatError as such, others as by `on_rank_0`.
+    An error of `look` is raised on every rank: UnknownFormatError unchanged, any other error as by `on_rank_0`.
     """
     seen: list[Structure] = []
 
@@ -337,10 +337,10 @@ class ReadUnit:
 
 
 def units_of(tensor: StoredTensor) -> list[ReadUnit] | None:
-    """Returns the tensor cut into units, or None if it cannot be shared.
+    """Returns the tensor divided into units, or None if the ranks of a node cannot share the reading of the tensor.
 
-    It cannot be if a byte range of the file is not contiguous in the tensor too, or is too large for one round of
-    the exchange.
+    They cannot share it if a piece, which is contiguous in its file, is not contiguous in the tensor, or if an
+    element run is longer than _ROUND_BYTES, the limit of one round of the exchange.
     """
     units = []
     for piece in tensor.pieces:
@@ -389,8 +389,8 @@ def nodes_that_share(
 ) -> list[list[int]] | None:
     """Returns the ranks (of `comm`) of each node, or None if every rank is to read for itself. Collective.
 
-    `node_of_rank` contains the node of each rank; None: found out from the host names. Raises UsageError on every
-    rank if it does not have one entry per rank, or if `sharing` is unknown.
+    `node_of_rank` contains the node of each rank; None: ranks with the same host name share a node. Raises
+    UsageError on every rank if `node_of_rank` does not have one entry per rank, or if `sharing` is unknown.
     """
     try:
         asked = Sharing(sharing)
@@ -425,11 +425,11 @@ def read_sharing(
     names: Sequence[str],
     regions: Regions,
 ) -> dict[str, torch.Tensor]:
-    """Reads tensors, those that all ranks need as a whole only once per node. Collective.
+    """Reads tensors. A tensor that all ranks need as a whole is read only once per node. Collective.
 
-    These are the tensors that no rank lists in `regions`; all others are read as by `Checkpoint.read_all`. `nodes`
-    comes from `nodes_that_share`; `names` must be the same on every rank. Raises CheckpointError on every rank if
-    any rank finds damage.
+    A tensor is needed as a whole if no rank lists it in `regions`. All other tensors, and those that cannot be
+    shared (see `units_of`), are read as by `Checkpoint.read_all`. `nodes` comes from `nodes_that_share`; `names`
+    must be the same on every rank. Raises CheckpointError on every rank if any rank finds damage.
     """
     not_whole = set().union(*all_gather_json(comm, sorted(regions)))
     units: list[ReadUnit] = []
@@ -491,8 +491,8 @@ def read_sharing(
 def _exchange(
     comm: Collective, *, round_of: Mapping[int, Sequence[ReadUnit]], memory: Mapping[str, NDArray[Any]]
 ) -> None:
-    """Sends this rank's units of one round to the other ranks of the node, and copies theirs into `memory`.
-    Collective.
+    """Sends this rank's units of one round to the other ranks of the node, and copies the units of these ranks into
+    `memory`. Collective.
 
     `memory` contains the bytes of each tensor: uint8, shape (num_bytes,).
     """

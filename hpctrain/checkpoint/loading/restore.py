@@ -39,7 +39,7 @@ RegionsOf = Callable[[Checkpoint], Regions]
 
 
 class DoesNotFitError(CheckpointError):
-    """The checkpoint is undamaged but does not have the requested tensors, so no older one is tried."""
+    """The checkpoint is undamaged but does not have the requested tensors, so no older checkpoint is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +85,14 @@ def load_newest_good(
     Args:
         directory: Directory of the checkpoints.
         comm: The ranks that load together.
-        regions: Tensors that this rank needs only in part: by name a box (offset, shape), or a list of boxes, which
-            are joined along the first dimension; or a function of the checkpoint that returns such a mapping. All
-            other tensors are read whole.
-        sharing: Whether the ranks of a node each read a part and exchange the parts: "node", "none" or "auto",
-            which decides by size and filesystem; the same on every rank.
-        node_of_rank: Node of each rank, the same on every rank; None: found out from the host names.
+        regions: For tensors that this rank needs only in part. Maps a tensor's name to a box (offset, shape), or to
+            a list of boxes, whose elements are concatenated along the first dimension. A function that takes the
+            checkpoint and returns such a mapping is also accepted. All other tensors are read whole.
+        sharing: Whether the ranks of a node each read a part and exchange the parts: "node" (they do), "none"
+            (every rank reads all that it needs) or "auto" (the size and the filesystem of the checkpoint decide).
+            The same on every rank.
+        node_of_rank: Node of each rank; the same list on every rank. None: ranks with the same host name share a
+            node.
 
     Returns:
         The checkpoint and its tensors; None if the directory holds no checkpoint.
@@ -116,8 +118,8 @@ def newest_that(
     """Returns the result of `read` for the newest checkpoint for which it raises no CheckpointError. Collective.
 
     `read` is collective and must raise on all ranks or on none. The skipped checkpoints are appended to `rejected`.
-    Returns None if there is no checkpoint. Raises CheckpointError on every rank if there are some but `read`
-    accepts none; UnknownFormatError and DoesNotFitError are raised at once.
+    Returns None if there is no checkpoint. Raises CheckpointError on every rank if there are checkpoints but `read`
+    raises for each of them; UnknownFormatError and DoesNotFitError are raised at once.
     """
     with doing(comm, f"loading the newest checkpoint of {directory}"):
         for path in on_rank_0(comm, lambda: list(map(str, finished_newest_first(directory)))):
@@ -266,14 +268,15 @@ def load_partial(
         path: A checkpoint, or a directory of checkpoints; of a directory, the newest checkpoint whose requested
             tensors are undamaged is used.
         comm: The ranks that load together.
-        prefix: Load only tensors whose names begin with this; it is removed from their names.
+        prefix: Load only tensors whose names begin with this text, and remove the text from the names.
         names: Requested names, as in this program; None: all, or the names in `expected`.
-        rename: Maps a name in the checkpoint, without the prefix, to the name in this program: a mapping, in which
-            other names may be missing and stay as they are, or a function, which returns None for a tensor to skip.
-        expected: Tensors by their names in this program, whose dtype and shape the loaded ones must have; tensors
-            on the meta device will do.
-        values: Names, in this program, of values that are not tensors; the checkpoint has several tensors for each
-            (see `model_items`).
+        rename: Maps a name in the checkpoint, without the prefix, to the name in this program: a mapping, or a
+            function. A name that the mapping does not contain stays as it is. The function returns None for a
+            tensor to skip.
+        expected: Tensors by their names in this program. The loaded tensors must have the same dtypes and shapes.
+            Tensors on the meta device are accepted.
+        values: Names, in this program, of state-dict entries that are not tensors. The checkpoint stores each such
+            entry as one or more tensors (see `model_items`).
         reads: Names, in this program, of the tensors whose content this rank needs; None: all.
         strict: Raise CheckpointError for missing, unexpected and mismatched tensors, instead of reporting them in
             the result.

@@ -1,4 +1,8 @@
-"""Reads tensor content and verifies the hash of every extent that it reads from. Not collective."""
+"""Reads tensor content and verifies the hash of every extent that it reads from. Not collective.
+
+A piece is the part of a tensor that one HDF5 dataset holds. An extent is a box of a piece that has a hash of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,10 @@ from hpctrain.storage import hash_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementRun:
-    """Consecutive elements of a piece, `start` to `start + num_elems - 1` in row-major order, and the extents in them.
+    """Elements `start` to `start + num_elems - 1` of a piece, in row-major order, and the extents that they make up.
 
-    Each extent lies entirely in one run. A run with a single extent consists of exactly its elements.
+    Each extent lies entirely in one run. A run with a single extent consists of exactly the elements of this
+    extent.
     """
 
     start: int
@@ -37,7 +42,7 @@ class ElementRun:
 
 
 def element_runs_of(piece: StoredPiece) -> Iterator[ElementRun]:
-    """Yields the element runs of the piece in file order, cut wherever the cut divides no extent."""
+    """Yields the element runs of the piece in file order. The piece is cut wherever the cut divides no extent."""
     if len(piece.extents) == 1:  # fast path for thousands of small tensors
         yield ElementRun(start=0, num_elems=piece.box.num_elems, extents=piece.extents)
         return
@@ -67,7 +72,7 @@ def element_runs_of(piece: StoredPiece) -> Iterator[ElementRun]:
 def flat_start(box: Box, *, shape: Sequence[int]) -> int | None:
     """Returns the position of the box's first element in the flattened array of `shape`.
 
-    Returns None if the box is not contiguous there. The box must not be empty.
+    Returns None if the box is not contiguous in that array. The box must not be empty.
     """
     inner_full = True
     start, stride = 0, 1
@@ -93,10 +98,10 @@ def strides_of(shape: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DamagedExtent:
-    """An extent whose bytes are not those that were written.
+    """An extent (a box of a tensor with one hash) whose bytes are not those that were written, or cannot be read.
 
-    Its bytes are among the bytes `first_byte` to `last_byte` (inclusive) of `file`. Bytes of other extents of a
-    sharded tensor may lie between them.
+    The bytes of the extent lie between `first_byte` and `last_byte` (both inclusive) of `file`. Bytes of other
+    extents of a sharded tensor may lie between them.
     """
 
     tensor: str
@@ -112,7 +117,7 @@ class DamagedExtent:
 
 
 class DamagedContentError(CheckpointError):
-    """The content does not match its hash, or cannot be read. `damage` says where."""
+    """The content of an extent does not match its hash, or cannot be read. `damage` describes the extent."""
 
     def __init__(self, damage: DamagedExtent) -> None:
         super().__init__(f"damaged: {damage}")
@@ -147,7 +152,7 @@ def read_region(files: ContentFiles, *, tensor: StoredTensor, region: Box) -> to
 
 
 def planned(tensor: StoredTensor, *, region: Box) -> tuple[torch.Tensor, list[Read]]:
-    """Returns the still uninitialized result of `read_region`, and the reads that will fill it, in file order.
+    """Returns the still uninitialized result of `read_region`, and the functions that will fill it, in file order.
 
     Call this for many tensors before reading the first: reading a large tensor evicts this code and its data from
     the processor's caches, after which planning takes thirty times as long. Raises CheckpointError if there is not
@@ -168,7 +173,7 @@ def planned(tensor: StoredTensor, *, region: Box) -> tuple[torch.Tensor, list[Re
 def planned_run(
     tensor: StoredTensor, *, piece: StoredPiece, element_run: ElementRun, region: Box, target: NDArray[Any]
 ) -> Read | None:
-    """Returns a function that reads the part of `region` in one element run of the file; None if they do not overlap.
+    """Returns a function that reads the elements of `region` that lie in one element run; None if there are none.
 
     The function writes to `target`, the bytes of `region` in row-major order: uint8, shape (num_bytes,).
     """
@@ -231,8 +236,8 @@ def find_damage(
 ) -> Iterator[DamagedExtent]:
     """Hashes this rank's share of the tensors' extents and yields the damaged ones. Not collective.
 
-    The share is every `num_ranks`-th element run, beginning with number `rank`. `progress` is called before each
-    run with the number of bytes hashed so far.
+    The share is every `num_ranks`-th element run, beginning with the run of index `rank`. `progress` is called
+    before each run with the number of bytes hashed so far.
     """
     element_runs = (
         (t, piece, element_run)

@@ -1,7 +1,7 @@
 """Compares two checkpoints: which tensors and document entries differ, and by how much. The ranks share the work.
 
-Tensors with the same extents and the same hashes are equal and are not read, so checkpoints of mostly frozen
-tensors are compared quickly. For the same reason this does not detect damage in such tensors; `verify` does. All
+Tensors with the same extents and the same hashes are equal and are not read, so checkpoints in which most tensors
+are the same are compared quickly. Damage in tensors that are not read is not detected here, but by `verify`. All
 that is read is verified.
 """
 
@@ -43,7 +43,10 @@ class TensorDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntryDifference:
-    """An entry of the document that differs, as JSON text in the first and in the second; None where it is missing."""
+    """An entry of the document that differs between two checkpoints.
+
+    `first` and `second` are the entry's JSON text in the two checkpoints; None where the entry is missing.
+    """
 
     path: str
     first: str | None
@@ -91,7 +94,7 @@ def compare(
     The ranks share the work. Each rank uses about 100 MB of memory.
 
     Args:
-        first: A checkpoint, or a directory of checkpoints, whose newest one is taken.
+        first: A checkpoint, or a directory of checkpoints, whose newest one is compared.
         second: The checkpoint to compare with, given in the same way.
         comm: The ranks that share the work.
         prefix: Compare only tensors whose names begin with this, and not the documents.

@@ -93,8 +93,8 @@ def export_safetensors(
         source: A checkpoint, or a directory of checkpoints, whose newest one is exported.
         target: The new file.
         comm: The ranks that share the work.
-        prefix: Export only tensors whose names begin with this, such as `model/`; it is removed from their names.
-            If empty, the file also contains step and document, from which `import_tensors` restores the same
+        prefix: Export only tensors whose names begin with this text, such as `model/`, and remove the text from the
+            names. If empty, the file also contains step and document, from which `import_tensors` restores the same
             checkpoint.
         progress: Called with the number of bytes of this rank's share written so far, and with the size of the
             share.
@@ -144,7 +144,7 @@ def export_state_dict(
         source: A checkpoint, or a directory of checkpoints, whose newest one is exported.
         target: The new file.
         comm: The ranks of the call.
-        prefix: Export only tensors whose names begin with this; it is removed from their names.
+        prefix: Export only tensors whose names begin with this text, and remove the text from the names.
 
     Returns:
         Path, number of tensors and size of the file.
@@ -181,7 +181,7 @@ def export_state_dict(
 
 
 def select(checkpoint: Checkpoint, prefix: str) -> dict[str, StoredTensor]:
-    """Returns the tensors whose names begin with `prefix`, by their names without it.
+    """Returns the tensors whose names begin with `prefix`, by their names without the prefix.
 
     Raises CheckpointError if there are none.
     """

@@ -44,8 +44,8 @@ def map_items(checkpoint: Checkpoint, *, rank: int, num_ranks: int) -> list[Repl
     """Returns the items that `rank` of `num_ranks` passes to a save of a checkpoint's content. Not collective.
 
     A tensor stored in one piece is `Replicated`: every rank maps it, and the save divides it. A tensor in several
-    pieces is distributed over the ranks as shards, balanced in bytes. The tensors take only page cache. Raises
-    CheckpointError.
+    pieces is distributed over the ranks as shards, balanced in bytes. The tensors are memory-mapped and use no
+    memory but the page cache. Raises CheckpointError.
     """
     tensors = checkpoint.tensors
     numbers = {piece.file for tensor in tensors.values() for piece in tensor.pieces if piece.box.num_elems}
@@ -71,7 +71,7 @@ def map_items(checkpoint: Checkpoint, *, rank: int, num_ranks: int) -> list[Repl
 
 
 def shards_of_rank(shards: Sequence[TensorShard], *, rank: int, num_ranks: int) -> list[TensorShard]:
-    """Returns the part of `shards` that `rank` passes to a save: neighbours, with about equal bytes on each rank."""
+    """Returns the consecutive part of `shards` that `rank` passes to a save; all parts have about equal bytes."""
     total_bytes = sum(shard.tensor.nbytes for shard in shards)
     found, begin = [], 0
     for shard in shards:
@@ -171,7 +171,7 @@ MIN_CLAIM_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Foreign:
-    """Content of a file of another program.
+    """Content of a file in another format, such as safetensors.
 
     `step` and `document` are set only if `export_safetensors` wrote the file, with all tensors of a checkpoint.
     """
@@ -200,18 +200,19 @@ def import_tensors(
     file is run. Other checkpoints in `directory` are kept.
 
     Args:
-        source: A safetensors file (x.safetensors), the index of several (x.safetensors.index.json), or a state dict
-            written by torch.save (x.pt, .pth, .bin, .ckpt). The latter is read with weights_only=True, or as plain
-            data if it also contains objects of classes, as files of Lightning do.
+        source: A safetensors file (x.safetensors), the index of several such files (x.safetensors.index.json), or a
+            state dict written by torch.save (x.pt, .pth, .bin, .ckpt). A state dict is read with weights_only=True,
+            or as plain data if the file also contains objects of classes, as files of Lightning do.
         directory: Directory of checkpoints in which the new one is created.
         comm: The ranks that share the work.
         step: Step of the new checkpoint; required unless `export_safetensors` wrote the file from a whole
             checkpoint.
-        prefix: Put before every name. None: `model/`, where a run looks for weights, or "" for a whole checkpoint.
+        prefix: Text put before every name. None: "" if the file holds a whole checkpoint, otherwise `model/`, where
+            a run looks for weights.
         key: Key of the state dict in a file that contains several objects. None: "state_dict" in a file of
             Lightning.
-        strip: Import only tensors whose names begin with this, and remove it, such as "model." of a
-            LightningModule.
+        strip: Import only tensors whose names begin with this text, and remove the text from the names, such as
+            "model." of a LightningModule.
         files: Number of files. 1: a single file; larger: a folder of that many files.
         replace: Replace an existing checkpoint of the same step.
         **options: Options of `save`.
@@ -252,7 +253,7 @@ def refuse_existing(directory: Path, *, step: int, replace: bool) -> None:
     """
     if directory.suffix == ".h5" or is_checkpoint(directory):
         raise UsageError(
-            f"{directory}: give the directory to put it in; a checkpoint is named after its step"
+            f"{directory} is a checkpoint or has the name of one: give the directory in which to create step-<step>"
         )
     there = [path for path in finished_newest_first(directory) if step_of(path) == step]
     if there and not replace:
@@ -403,7 +404,10 @@ def _not_plain(found: Mapping[Any, Any], source: Path, key: str | None) -> str:
 
 
 def _stripped(foreign: Foreign, strip: str, *, source: Path) -> Foreign:
-    """Returns the tensors whose names begin with `strip`, without it. Raises CheckpointError if there are none."""
+    """Returns the tensors whose names begin with `strip`, under the rest of their names.
+
+    Raises CheckpointError if there are none.
+    """
     if not strip:
         return foreign
     found = {name[len(strip) :]: t for name, t in foreign.tensors.items() if name.startswith(strip)}

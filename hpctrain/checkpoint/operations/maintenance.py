@@ -42,7 +42,7 @@ class Verified:
 
     Attributes:
         path: The checkpoint's file or folder.
-        file_bytes: Total length of its files.
+        file_bytes: Total length of the checkpoint's files.
         damage: One line per damaged extent or file; empty if every byte is as it was written.
     """
 
@@ -79,7 +79,7 @@ def verify(
 
 def _find(path: Path) -> list[str]:
     if not path.exists():
-        raise CheckpointError(f"there is no {path}")
+        raise CheckpointError(f"{path} does not exist")
     is_directory = path.is_dir() and not is_checkpoint(path)
     paths = finished_newest_first(path) if is_directory else [path]
     if not paths:
@@ -312,7 +312,8 @@ class Pruned:
 
     Attributes:
         proven: The newest undamaged checkpoint, every byte of which was verified.
-        passed_over: Errors of newer checkpoints, which are damaged and kept.
+        passed_over: For each newer checkpoint, its name and the first error in it. These checkpoints are damaged,
+            and are kept.
         kept: Names of the checkpoints that are kept.
         deleted: Names of the checkpoints that were deleted, or with `dry_run` would be.
         freed_bytes: Total length of the deleted checkpoints.

@@ -48,7 +48,7 @@ _STORES = {"MEMOIZE", "BINPUT", "LONG_BINPUT"}
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """What an unpickler would create by calling `name` ("module.name") with `args`, noted but not created.
+    """Describes what an unpickler would create by calling `name` ("module.name") with `args`; nothing is created.
 
     If `args` is None, the record stands for the name itself. `state` is what the unpickler would then pass to
     `__setstate__` or put into `__dict__`.
@@ -62,9 +62,9 @@ class Record:
 def read_pickled_data(content: bytes | memoryview, *, where: str) -> Any:
     """Returns the content of a pickle as dicts, lists, tuples, text, numbers, bool, None and records.
 
-    `where` describes the source in messages. Lists and dicts may contain themselves. A storage of torch
-    ("persistent id") is the record "persistent id". Raises CheckpointError if the pickle is invalid or has other
-    instructions.
+    `where` describes the source in messages. Lists and dicts may contain themselves. A storage of torch is
+    represented by a record with the name "persistent id". Raises CheckpointError if the pickle is invalid or
+    contains an instruction that such values do not need.
     """
     try:
         return _run(bytes(content))
@@ -122,7 +122,7 @@ def _run(content: bytes) -> Any:
         elif name in ("REDUCE", "NEWOBJ"):
             args, called = stack.pop(), stack.pop()
             if not isinstance(called, Record) or not isinstance(args, tuple):
-                raise CheckpointError("it calls something that is not a name")
+                raise CheckpointError("it calls a value that is not a name of a class or function")
             stack.append(_called(called, args))
         elif name == "BUILD":
             state = stack.pop()
@@ -187,8 +187,8 @@ _PARAMETER = "torch._utils._rebuild_parameter"
 class Located:
     """A tensor in an archive, and where its elements lie.
 
-    `file_offset` and `num_bytes` are the position and length of its storage in the file, in bytes. `first` and
-    `strides` say how the tensor lies in the storage, in elements.
+    `file_offset` and `num_bytes` are the position and length of its storage in the file, in bytes. `first` is the
+    position of the tensor's first element in the storage, `strides` are the tensor's strides, both in elements.
     """
 
     dtype: str
@@ -213,7 +213,9 @@ class Archive:
     def read(self, name: str, *, verify: bool) -> memoryview:
         begin, num_bytes, _ = self._record(name)
         if num_bytes > MAX_DESCRIPTION_BYTES:
-            raise CheckpointError(f"its record {name!r} has {num_bytes} bytes")
+            raise CheckpointError(
+                f"its record {name!r} has {num_bytes} bytes; the limit is {MAX_DESCRIPTION_BYTES}"
+            )
         if verify:
             self.check(name)
         return self.content[begin : begin + num_bytes]
@@ -247,9 +249,9 @@ class Archive:
     def locate(self, value: Any, *, verify: bool) -> Located:
         """Returns where the tensor `value` of the description lies.
 
-        Raises CheckpointError unless it is plain and dense.
+        Raises CheckpointError unless the tensor is plain and dense.
 
-        `verify` also compares the content with the archive's CRC-32.
+        With `verify`, the content is also compared with the archive's CRC-32.
         """
         order = self.read("byteorder", verify=verify) if "byteorder" in self.records else None
         if order is not None and order != sys.byteorder.encode():
@@ -274,9 +276,11 @@ class Archive:
         offset, num_bytes = self.place(record)
         last = first + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
         if math.prod(size) and (min(first, *strides, 0) < 0 or (last + 1) * elem_bytes > num_bytes):
-            raise CheckpointError(f"its tensor does not lie inside its {num_bytes} bytes")
+            raise CheckpointError(f"its tensor does not lie inside its storage of {num_bytes} bytes")
         if math.prod(size) * elem_bytes > num_bytes:
-            raise CheckpointError("its tensor repeats elements")
+            raise CheckpointError(
+                "its tensor repeats elements (a stride is 0 or too small): it cannot be stored"
+            )
         if verify:
             self.check(record)
         return Located(
@@ -289,7 +293,7 @@ class Archive:
 def open_archive(path: Path, *, begin: int = 0, num_bytes: int | None = None) -> Iterator[Archive]:
     """Yields the archive at byte `begin` of a file; it has `num_bytes` bytes, or extends to the end of the file.
 
-    Raises CheckpointError. Errors in the block name the archive.
+    Raises CheckpointError if the archive is invalid. The message names the archive, also for errors in the block.
     """
     where = f"{path}, archive at byte {begin}" if num_bytes is not None else str(path)
     try:

@@ -52,7 +52,7 @@ from hpctrain.storage import hash_of
 
 
 def document_hash(state: State) -> str:
-    """Returns the hash of document and parent, which must be the same on every rank.
+    """Returns the hash of the state's `document` and `parent`, which must be the same on every rank.
 
     Raises CheckpointError if they cannot be encoded as JSON.
     """
@@ -68,8 +68,9 @@ def agree_on_plan(
 ) -> WritePlan:
     """Returns the write plan for the states of all ranks. Collective.
 
-    It compares step, files, document and replicated tensors of the ranks by their hashes. Raises CheckpointError on
-    every rank, with the difference, if they are not the same.
+    The step, the assignment of ranks to files, the document and the list of replicated tensors must be the same on
+    all ranks. If they are not, CheckpointError, with a description of the difference, is raised on every rank.
+    `file_of_rank` is as in `make_plan`.
     """
     headers = agreed(comm, lambda: [header_of(item) for item in state.sources()])
     replicated = [header.to_json() for header in headers if header.box is None]
@@ -153,10 +154,10 @@ class FileLayout:
     Attributes:
         files: Which rank writes to which file.
         skeleton: The HDF5 structures of this rank's file, if the rank is its leader; else None.
-        text: The metadata's list of tensors, on rank 0; else None.
+        text: The list of tensors in the metadata, as JSON text, on rank 0; else None.
         own: The bytes that this rank writes.
-        kinds: Dtype, shape and memory layout of each source.
-        replicas: The tensors that the ranks compare.
+        kinds: Dtype, shape and memory layout of each source. The sources are the items in `State.sources()`.
+        replicas: The replicated tensors, of which the ranks compare their copies.
     """
 
     files: Files
@@ -180,7 +181,9 @@ class FileLayout:
         """
         for group in self.own.groups:
             if any(_kind_of(sources[s.source]) != self.kinds[s.source] for s in group.segments):
-                raise CheckpointError("a tensor's dtype or shape changed during the save")
+                raise CheckpointError(
+                    "a tensor's dtype or shape changed during the save: leave the state unchanged until the save ends"
+                )
             yield group
 
 
@@ -196,8 +199,8 @@ def _kind_of(source: Item) -> _Kind:
 class _Remembered:
     """A cached layout.
 
-    `number` counts the layouts of a communicator, the same on all its ranks. `frame` is everything that the layout
-    depends on, except dtypes and shapes.
+    `number` is the index of the layout among all layouts of the communicator, the same on all its ranks. `frame` is
+    everything that the layout depends on, except dtypes and shapes.
     """
 
     number: int
@@ -232,7 +235,7 @@ def layout_for(
         sources: `state.sources()`.
         step: Step of the save.
         comm: The ranks that save together.
-        file_of_rank: Number of the file that each rank writes to.
+        file_of_rank: For each rank, the index of the file that it writes to.
         alignment: Alignment of large datasets in the file, in bytes.
         header: The metadata without tensors, parts and hashes; rank 0's is used.
 

@@ -42,8 +42,8 @@ from hpctrain.storage import HASH_DIGITS
 def gaps_between(taken: Iterable[tuple[int, int]], *, file_bytes: int) -> list[tuple[int, int]]:
     """Returns the gaps between used byte ranges of a file as (begin, end), ascending.
 
-    `taken` contains the used byte ranges, (offset, length), in any order. Raises CheckpointError if two of them
-    overlap, or if one extends beyond the end of the file.
+    `taken` contains the used byte ranges, (offset, length), in any order. Raises CheckpointError if two used byte
+    ranges overlap, or if one extends beyond the end of the file.
     """
     gaps, position = [], 0
     for offset, num_bytes in [*sorted(taken), (file_bytes, 0)]:
@@ -67,7 +67,7 @@ _HEADER_BYTES = 400  # approximate size of a dataset's object header
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkeletonDataset:
-    """A dataset of the file: its HDF5 path, the name of its torch dtype, its shape, and the length of its content."""
+    """A dataset of the file: its HDF5 path, the name of its torch dtype, its shape, and its length in bytes."""
 
     path: str
     dtype: str
@@ -245,10 +245,10 @@ class TensorsText:
 
     Attributes:
         text: The JSON text.
-        hash_places: Position in the text of each extent's hash.
-        offset_places: Position in the text of each piece's file offset.
-        written_as: For the i-th extent in the text, its number when the extents of all ranks are counted rank by
-            rank, in the plan's order.
+        hash_places: Position in the text of each extent's hash: shape (num_extents,).
+        offset_places: Position in the text of each piece's file offset: shape (num_pieces,).
+        written_as: For each extent, in the order of the text, its index in the list of all ranks' extents: shape
+            (num_extents,). That list contains the extents rank by rank, in the plan's order.
     """
 
     text: bytes
@@ -257,7 +257,7 @@ class TensorsText:
     written_as: NDArray[np.int64]
 
     def with_offsets(self, offsets: Sequence[int]) -> TensorsText:
-        """Returns the text with the file offsets of all pieces filled in, given in the order of tensors and pieces."""
+        """Returns the text with the file offsets filled in; `offsets` has one per piece, in the text's order."""
         digits = b"".join(str(offset).ljust(_OFFSET_DIGITS).encode() for offset in offsets)
         filled = np.frombuffer(self.text, dtype=np.uint8).copy()
         _fill(filled, places=self.offset_places, digits=digits, width=_OFFSET_DIGITS)
@@ -304,7 +304,7 @@ def tensors_text(plan: WritePlan) -> TensorsText:
 
 
 def room_for(header: Mapping[str, Any], tensors: TensorsText, *, num_parts: int) -> int:
-    """Returns the number of bytes to reserve for the metadata: its length, plus some for a document that grows.
+    """Returns the number of bytes to reserve for the metadata: its length, plus a reserve for a document that grows.
 
     Raises CheckpointError if the metadata exceeds MAX_METADATA_BYTES.
     """
@@ -322,8 +322,8 @@ def metadata_text(
 ) -> memoryview:
     """Returns the complete metadata, padded with spaces to `padded_bytes` bytes.
 
-    `hashes` are those of all ranks' extents, rank by rank: uint64, shape (num_extents,). Raises CheckpointError if
-    the metadata exceeds `padded_bytes` or MAX_METADATA_BYTES.
+    `hashes` contains the hashes of all ranks' extents, rank by rank: uint64, shape (num_extents,). Raises
+    CheckpointError if the metadata exceeds `padded_bytes` or MAX_METADATA_BYTES.
     """
     head = json.dumps(header, separators=(",", ":")).encode()[:-1] + b',"tensors":'
     num_bytes = len(head) + len(tensors.text) + 1
@@ -346,7 +346,7 @@ def _places(text: bytes, token: str) -> NDArray[np.int64]:
 
 
 def _fill(text: NDArray[np.uint8], *, places: NDArray[np.int64], digits: bytes, width: int) -> None:
-    """Writes the next `width` of the digits at each of the positions."""
+    """Writes `digits` into `text`: the next `width` digits at each of the positions in `places`."""
     if len(places):
         windows = np.lib.stride_tricks.sliding_window_view(text, width, writeable=True)
         windows[places] = np.frombuffer(digits, dtype=np.uint8).reshape(-1, width)

@@ -27,7 +27,10 @@ _JOINED_BYTES = 1 << 18
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A byte range of one tensor: the tensor's index among the sources, and position and length in row-major order."""
+    """A byte range of one tensor, in row-major order.
+
+    `source` is the index of the tensor in `State.sources()`, `start` is the position of the range's first byte.
+    """
 
     source: int
     start: int
@@ -36,10 +39,11 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExtentGroup:
-    """Byte ranges of tensors that are taken at once: a single one, or small ones that are contiguous in the file.
+    """Segments whose bytes are taken from memory at once: a single one, or small ones that are contiguous in the file.
 
-    `extents` are the numbers of the rank's extents in the group, in order. `offset` is the file offset of a group
-    of small segments; it is None for a single segment, whose extents have byte ranges of their own in the file.
+    `extents` contains the extents in the group, in order, as indices into the list of the rank's extents. `offset`
+    is the file offset of a group of small segments. It is None for any other single segment, whose extents have
+    byte ranges of their own in the file (`OwnBytes.runs`).
     """
 
     segments: tuple[Segment, ...]
@@ -60,7 +64,8 @@ class OwnBytes:
     Attributes:
         groups: The groups of segments, in file order.
         extent_bytes: Length of each extent, in the plan's order.
-        runs: For each extent its byte ranges in the file, (offset, length), in the order of its bytes.
+        runs: For each extent, the byte ranges of the file, (offset, length), that hold the extent's bytes, in the
+            order of these bytes.
     """
 
     groups: tuple[ExtentGroup, ...]
@@ -104,7 +109,7 @@ class OwnBytes:
 def own_bytes(
     plan: WritePlan, *, rank: int, pieces: Mapping[PieceKey, PlannedPiece], offsets: Mapping[PieceKey, int]
 ) -> OwnBytes:
-    """Returns the bytes that `rank` writes, given the pieces of its file and their file offsets."""
+    """Returns the bytes that `rank` writes; `pieces` and `offsets` are its file's pieces and their file offsets."""
     extent_bytes: list[int] = []
     runs: list[tuple[tuple[int, int], ...]] = []
     segments: list[tuple[Segment, range]] = []  # each with its extents
@@ -141,7 +146,7 @@ def own_bytes(
 
 
 def join_segments(segments: Sequence[Segment]) -> OwnBytes:
-    """Returns the segments as if they were the extents of a file, one after another."""
+    """Returns the segments laid out like the extents of a file: each begins where the previous one ends."""
     runs: list[tuple[tuple[int, int], ...]] = []
     position = 0
     for segment in segments:
@@ -182,11 +187,11 @@ def _grouped(
 def content_of(
     sources: Sequence[Item], own: OwnBytes, *, groups: Iterable[ExtentGroup], staging: Staging
 ) -> Content:
-    """Yields the bytes of each of `groups`, which belong to `own`.
+    """Yields each of `groups`, which are groups of `own`, with its bytes.
 
-    Small tensors are joined in memory of `staging`. Large ones are not copied, unless they are not contiguous or
-    are on a device. Those on a device are copied to the host one extent at a time, so the host never holds a whole
-    copy.
+    Small tensors are joined in memory of `staging`. Large tensors are not copied, unless they are not contiguous or
+    are on a device. Large tensors on a device are copied to the host one extent at a time, so the host never holds
+    a whole copy.
     """
     for group in groups:
         if group.offset is not None:
@@ -269,7 +274,7 @@ def _copy_group(target: torch.Tensor, sources: Sequence[Item], group: ExtentGrou
 def _copy_small(address: int, sources: Sequence[Item], segments: Sequence[Segment]) -> bool:
     """Copies small segments with memmove, which is several times as fast as a copy by torch.
 
-    Returns False, perhaps after copying some, if one of them is not on the host.
+    Returns False, perhaps after copying some segments, if a segment is not on the host.
     """
     for segment in segments:
         tensor, start = sources[segment.source].tensor, segment.start

@@ -1,8 +1,8 @@
 """Checks, before a save writes them, that the ranks' copies of replicated tensors have the same bits.
 
 Each rank writes a part of every replicated tensor, so copies that differ would be saved as a mixture of the ranks.
-Every rank hashes the same parts of its copies, and the ranks compare one number; they exchange more only if it
-differs.
+Every rank hashes the same parts of its copies, and combines the hashes into one number. The ranks compare this
+number, and exchange the hashes themselves only if it differs.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class Replicas:
 
     Attributes:
         sources: Indices of the replicated tensors in `State.sources()`.
-        num_bytes: Length of each of them, by index.
-        turns: Number of samples over which the tensors are distributed.
-        part: A sample contains 1/part of a tensor.
-        numbers: Iterator over the numbers of the samples.
+        num_bytes: Length of each replicated tensor in bytes, by the tensor's index in `State.sources()`.
+        turns: A sample contains parts of every `turns`-th tensor, so that `turns` successive samples contain a part
+            of each tensor.
+        part: Of each of its tensors, a sample contains 1/`part`, but at least MIN_PIECE_BYTES.
+        numbers: Iterator over the sample numbers, one for each save; see `sample`.
     """
 
     sources: Sequence[int]
@@ -60,10 +61,10 @@ class Replicas:
 
     @classmethod
     def of(cls, sources: Sequence[Item], *, step: int) -> Replicas:
-        """Returns the replicated tensors among `sources`, to be sampled from a number that depends on the step.
+        """Returns the replicated tensors among `sources`; the number of the first sample depends on `step`.
 
-        So runs that are often resumed do not compare the same parts each time. `step` is that of the save for which
-        the layout is made.
+        So a run that is often resumed does not compare the same parts each time. `step` is the step of the save for
+        which the layout is made.
         """
         num_bytes = {
             number: source.tensor.nbytes
@@ -107,7 +108,7 @@ class ReplicaMismatch:
     """Replicated tensors whose copies differ.
 
     Attributes:
-        ranks_by_name: For each such tensor the world ranks whose copy differs from rank 0's.
+        ranks_by_name: For the name of each such tensor, the world ranks whose copies differ from rank 0's.
         amounts: For the first few of these tensors, the largest difference among the compared elements of all
             ranks.
         num_ranks: Number of ranks that were compared.
@@ -150,9 +151,9 @@ def compare_replicas(
 ) -> ReplicaMismatch | None:  # fmt: skip
     """Compares the ranks' copies, and returns the differences or None. Collective.
 
-    It costs one all-reduce of three numbers, unless copies differ. `sources` are the state's, in the order of the
-    layout; the sample's `number` is the same on every rank. Raises on every rank: CheckpointError if a rank cannot
-    read its copies; UsageError if copies differ and the ranks have different settings.
+    It costs one all-reduce of three numbers, unless copies differ. `sources` is `State.sources()`; `number` is the
+    number of the sample, the same on every rank. Raises on every rank: CheckpointError if a rank cannot read its
+    copies; UsageError if copies differ and the ranks have different settings.
     """
     segments: list[Segment] = []
     if comm.num_ranks > 1 and how != "off":

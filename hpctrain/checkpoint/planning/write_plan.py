@@ -54,7 +54,7 @@ class EvenShards(Sequence[Sequence[Header]]):
 
     @classmethod
     def of(cls, headers: Sequence[Header], *, rank: int, num_ranks: int) -> EvenShards | None:
-        """Returns the shards of all ranks, derived from those of this rank; None if these are not even."""
+        """Returns the shards of all ranks, derived from this rank's shards; None if this rank's shards are not even."""
         first = []
         for header in headers:
             if header.box is None or not header.shape or len(header.box.offset) != len(header.shape):
@@ -85,7 +85,7 @@ class EvenShards(Sequence[Sequence[Header]]):
 
 
 def even_box(header: Header, *, rank: int) -> Box:
-    """Returns the box of an even tensor that `rank` holds, given the header of the first rank."""
+    """Returns the box that `rank` holds of a tensor in `EvenShards`. `header` is the first rank's header."""
     assert header.box is not None
     return Box(offset=(rank * header.box.shape[0], *header.box.offset[1:]), shape=header.box.shape)
 
@@ -95,7 +95,8 @@ def check_shards(
 ) -> dict[str, Header]:
     """Returns one header per sharded tensor.
 
-    Raises CheckpointError unless the shards of each tensor agree in dtype and shape and cover it exactly.
+    Raises CheckpointError unless the shards of each tensor agree in dtype and shape and together hold every element
+    exactly once.
     """
     if isinstance(shards_by_rank, EvenShards):
         for header in shards_by_rank.first:
@@ -139,7 +140,9 @@ def _with_ranks(shards_by_rank: Sequence[Sequence[Header]]) -> Iterator[tuple[in
 
 def _check_name(name: str, *, rank: int, replicated_names: set[str]) -> None:
     if name in replicated_names:
-        raise CheckpointError(f"{name!r} is sharded on rank {rank} and also replicated", agreed=True)
+        raise CheckpointError(
+            f"{name!r} is sharded on rank {rank} and also replicated: list it one way", agreed=True
+        )
 
 
 # Division of the replicated tensors' bytes into one part of equal size per rank. Pure.
@@ -155,13 +158,14 @@ CUT_BYTES = 4096
 class Division:
     """The concatenated bytes of tensors, divided into `num_parts` parts of about equal size.
 
-    If `ahead_bytes` is at most an equal share, every part's size differs from that share by less than CUT_BYTES.
+    The rank of part 0 also writes `ahead_bytes` other bytes, which count as a part of its share. If they are at
+    most an equal share of all bytes, every share differs from an equal one by less than CUT_BYTES.
     """
 
     def __init__(self, sizes: Sequence[tuple[int, int]], *, num_parts: int, ahead_bytes: int = 0) -> None:
         """Takes (number of bytes, bytes per element) of each tensor.
 
-        `ahead_bytes` is the number of other bytes that the writer of part 0 writes; that part is smaller by as many
+        `ahead_bytes` is the number of other bytes that the writer of part 0 writes. Part 0 is smaller by as many
         bytes, and may be empty.
         """
         self._elem_bytes = [elem_bytes for _, elem_bytes in sizes]
@@ -172,18 +176,25 @@ class Division:
         self._rest_bytes = total_bytes - self._first_bytes
 
     def pieces(self, part: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (tensor, start, stop) for each tensor in a part: its elements start <= i < stop, flattened."""
+        """Yields (tensor, start, stop) for each tensor that has elements in a part.
+
+        These are the elements start <= i < stop of the flattened tensor; `tensor` is the index of the tensor.
+        """
         return self._pieces_between(self._boundary(part), self._boundary(part + 1))
 
     def pieces_of_run(self, run: int, *, ends: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-        """Yields the same as `pieces` for a run of successive parts, such as those of one file.
+        """Yields the same as `pieces`, for a run of successive parts, such as the parts in one file.
 
-        `ends` contains the positions at which the runs end, from `boundaries`: shape (num_runs,).
+        `run` is the index of the run. `ends` contains the positions at which the runs end, from `boundaries`: shape
+        (num_runs,).
         """
         return self._pieces_between(int(ends[run - 1]) if run else 0, int(ends[run]))
 
     def number_of_run(self, run: int, tensor: int, *, ends: NDArray[np.int64]) -> int:
-        """Returns how many runs before this one contain elements of a tensor, given that this one does."""
+        """Returns how many of the runs before run `run` contain elements of a tensor.
+
+        Run `run` itself must contain elements of the tensor. `ends` is as in `pieces_of_run`.
+        """
         first, begin = self._begins[tensor], int(ends[run - 1]) if run else 0
         if begin <= first:
             return 0
@@ -209,10 +220,9 @@ class Division:
         return cut - (cut - self._begins[bisect_right(self._begins, cut) - 1]) % CUT_BYTES
 
     def boundaries(self, parts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the byte positions in the concatenated tensors at which these parts begin: shape and dtype of
-        `parts`.
+        """Returns the byte positions in the concatenated tensors at which these parts begin.
 
-        The part `num_parts` stands for the end.
+        The result has the shape and dtype of `parts`. The position of part `num_parts` is the end of the tensors.
         """
         if self._num_parts == 1:
             return np.where(parts == 0, 0, self._begins[-1])
@@ -235,7 +245,7 @@ PieceKey: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedPiece:
-    """One dataset: the elements of `box`, a box of the tensor's view. `shape` is the shape of the dataset."""
+    """One dataset: the elements of `box`, a box of `PlannedTensor.view`. `shape` is the dataset's shape."""
 
     file: int
     dataset: str
@@ -271,10 +281,11 @@ class Extent:
 
     Attributes:
         tensor: Index of the tensor in the plan.
-        piece: Number of the piece among those of the tensor.
+        piece: Index of the piece among the tensor's pieces.
         box: The elements, as a box of the tensor's view.
-        source: Index in `State.sources()` of the writing rank.
-        source_start: The extent's first element in that source's row-major memory, where the extent is contiguous.
+        source: Index of the tensor's item in `State.sources()` of the writing rank.
+        source_start: Position of the extent's first element in that item's elements in row-major order. The extent
+            is contiguous there.
     """
 
     tensor: int
@@ -289,10 +300,11 @@ class Files:
     """Which rank writes to which file.
 
     Attributes:
-        of_rank: Number of the file that each rank writes to; numbers start at 0, without gaps.
+        of_rank: For each rank, the index of the file that it writes to. The indices start at 0, without gaps.
         order: The ranks, file by file: int64, shape (num_ranks,).
-        first: Position in `order` of each file's first rank, then num_ranks: int64, shape (count + 1,).
-        leaders: For each file the rank that creates it, the lowest that writes to it.
+        first: For each file, the position of its first rank in `order`; the last entry is num_ranks: int64, shape
+            (count + 1,).
+        leaders: For each file, the rank that creates it: the lowest rank that writes to it.
     """
 
     of_rank: tuple[int, ...]
@@ -446,7 +458,7 @@ class WritePlan:
     def _listed_shards(
         self,
     ) -> tuple[dict[tuple[int, int], int], dict[int, list[tuple[PieceKey, int, Box]]]]:
-        """The piece number of each shard, by (rank, index of the shard), and the pieces of each file.
+        """Maps (rank, index of the shard) to the index of the shard's piece, and each file to the pieces in it.
 
         The pieces are as `_boxes_in` yields them.
         """
@@ -480,17 +492,20 @@ def make_plan(
         replicated: The tensors that every rank lists, `Replicated` and `FromRank0`, sorted by name.
         shards_by_rank: Each rank's shards, in its own order; as `EvenShards` if possible, since otherwise the plan
             takes time and memory in proportion to the number of ranks.
-        file_of_rank: Number of the file that each rank writes to, from 0 without gaps; None: one file for all.
+        file_of_rank: For each rank, the index of the file that it writes to; the indices start at 0, without gaps.
+            None: one file for all ranks.
 
     Raises:
-        CheckpointError: If a name occurs twice, or if the shards of a tensor are inconsistent or do not cover it
-            exactly.
+        CheckpointError: If a name occurs twice, or if the shards of a tensor are inconsistent or do not hold every
+            element exactly once.
     """
     replicated_names = {header.name for header in replicated}
     if len(replicated_names) != len(replicated):
         names = [header.name for header in replicated]
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise CheckpointError(f"more than one replicated tensor is called {_quoted(twice)}", agreed=True)
+        raise CheckpointError(
+            f"more than one replicated tensor is called {_quoted(twice)}: give each another name", agreed=True
+        )
     sharded = check_shards(shards_by_rank, replicated_names=replicated_names)
     tensors = [
         *(PlannedTensor(name=h.name, dtype=h.dtype, shape=h.shape, view=(math.prod(h.shape),)) for h in replicated),

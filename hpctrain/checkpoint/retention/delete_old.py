@@ -24,7 +24,8 @@ from hpctrain.storage import sync_directory
 def retain(directory: Path, *, saved: Path, retention: Retention) -> list[str]:
     """Deletes the checkpoints of `directory` that `retention` does not keep. Not collective.
 
-    saved: the new checkpoint, already committed. Returns errors as text, since they must not fail the save.
+    `saved` is the new checkpoint, already committed. Errors are returned as text, since they must not fail the
+    save.
     """
     paths, notes = deletable(directory, saved=saved, retention=retention)
     for path in paths:
@@ -60,7 +61,7 @@ def deletable(directory: Path, *, saved: Path, retention: Retention) -> tuple[li
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Deletes a finished checkpoint, a file or a folder. Raises OSError, but not for a file that does not exist.
+    """Deletes a finished checkpoint, a file or a folder. Raises OSError, except for a file that does not exist.
 
     A folder is first renamed to a partial checkpoint. So a partly deleted folder is never taken for a checkpoint,
     and the next save removes the rest.

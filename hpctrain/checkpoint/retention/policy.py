@@ -60,7 +60,7 @@ class Best:
     def among(self, quality: Mapping[int, float]) -> int | None:
         """Returns the step with the best value.
 
-        Of equal values the oldest step counts, and NaN never.
+        If several steps have the best value, the oldest of them is returned. NaN is never the best.
 
         Args:
             quality: The metric's value by step.
@@ -81,8 +81,8 @@ class Retention:
 
     Attributes:
         last: Number of the newest checkpoints to keep, at least 1; None: keep all.
-        every_steps: Keep the checkpoints whose step is a multiple of this number; None: no further ones.
-        best: Keep the checkpoint with the best value of a metric; None: no further one.
+        every_steps: Keep the checkpoints whose step is a multiple of this number; None: this field selects none.
+        best: Keep the checkpoint with the best value of a metric; None: this field selects none.
     """
 
     last: int | None = 3
@@ -124,7 +124,7 @@ def steps_to_delete(
     keep: Retention | int | None,
     quality: Mapping[int, float] | None = None,
 ) -> list[int]:
-    """Returns, ascending, the steps whose checkpoints are to be deleted after the one of step `saved` is committed.
+    """Returns, ascending, the steps whose checkpoints are to be deleted after the commit of step `saved`.
 
     Of the steps up to `saved` the newest `keep.last` are kept, always including `saved`. Steps beyond `saved` exist
     if the run resumed from an older checkpoint. They are neither counted nor deleted, since counting them could
@@ -160,7 +160,7 @@ def daly_interval_s(*, cost_s: float, failure_every_s: float) -> float:
     """Returns the training time between two checkpoints that minimizes the lost time, in seconds.
 
     `cost_s` is the time for which training waits per checkpoint, `failure_every_s` the mean time between failures
-    of the whole job. Raises UsageError if one is out of range. Source: Daly 2006, equation 37 (see above).
+    of the whole job. Raises UsageError if an argument is out of range. Source: Daly 2006, equation 37 (see above).
     """
     if not (cost_s >= 0 and failure_every_s > 0 and math.isfinite(cost_s)):
         raise UsageError(
@@ -210,7 +210,8 @@ class IntervalAdvice:
 def advise(*, cost_s: float, write_s: float, failures_per_day: float) -> IntervalAdvice:
     """Returns the recommended interval for measured times.
 
-    It is never shorter than a write, since only one save can be in progress.
+    The interval is at least `write_s - cost_s`, the time for which a save continues while training runs, since only
+    one save can be in progress.
     """
     failure_every_s = SECONDS_PER_DAY / failures_per_day if failures_per_day > 0 else math.inf
     return IntervalAdvice(

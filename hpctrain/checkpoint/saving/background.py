@@ -37,8 +37,8 @@ _BEST_EFFORT_LOWEST = (2 << 13) | 7  # not the idle class, which can starve
 class BackgroundThread(Executor):
     """Executor that runs the submitted calls one after another, in one thread of low CPU and I/O priority.
 
-    It is not a ThreadPoolExecutor, which accepts no work once the interpreter shuts down: a checkpoint in progress
-    must still run its last phase then. The thread is a daemon.
+    A ThreadPoolExecutor would not do, since it accepts no work once the interpreter shuts down. A checkpoint in
+    progress must still submit its last phase at that time. The thread is a daemon thread.
     """
 
     def __init__(self, *, name: str) -> None:
@@ -50,7 +50,7 @@ class BackgroundThread(Executor):
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queues `fn(*args, **kwargs)` for the thread, after the calls submitted before.
 
-        Raises RuntimeError once closed.
+        Raises RuntimeError after `shutdown`.
         """
         if self._closed:
             raise RuntimeError(f"the thread {self._name} is closed: nothing more can be submitted")
@@ -73,7 +73,7 @@ class BackgroundThread(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accepts no further calls. The thread ends after those already submitted; `cancel_futures` has no effect."""
+        """Ends the thread after the calls submitted so far, and accepts no new ones. `cancel_futures` has no effect."""
         if not self._closed:
             self._closed = True
             self._tasks.put(None)
@@ -102,10 +102,10 @@ def _lower_priority() -> None:
 
 
 def submit(executor: Executor | None, work: Callable[[], Any]) -> Future[Any]:
-    """Runs `work` in the executor, or at once if `executor` is None, and returns its future.
+    """Runs `work` in the executor, or at once if `executor` is None, and returns a future of the result.
 
-    An OSError or HpctrainError of `work` is raised by `Future.result`. Without an executor any other exception,
-    which is a bug, is raised at once.
+    An OSError or HpctrainError of `work` is raised by `Future.result`. Without an executor, any other exception is
+    a bug and is raised by this function.
     """
     if executor is not None:
         return executor.submit(work)
@@ -135,7 +135,7 @@ class HostBuffers:
         return self._memory.numel()
 
     def take(self, num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
-        """Returns uninitialized memory, the same as in the previous call if that is large enough.
+        """Returns uninitialized memory: the memory of the previous call if that is large enough, otherwise new memory.
 
         Args:
             num_bytes: Required length.
@@ -185,11 +185,11 @@ def _pin(memory: torch.Tensor) -> weakref.finalize[..., torch.Tensor] | None:
 
 
 def content_copied(sources: Sequence[Item], own: OwnBytes, *, buffers: HostBuffers) -> Content:
-    """Copies this rank's bytes into `buffers` and returns them as content, after which the tensors may change.
+    """Copies the bytes that this rank writes into `buffers` and returns them. The tensors may change afterwards.
 
-    Not collective. The copy may fail for lack of memory, possibly on this rank only. Then iterating over the result
-    raises CheckpointError, not this function, so that an engine in which all ranks write together can report the
-    error to the other ranks.
+    Not collective. The copy may fail for lack of memory, possibly on this rank only. In that case this function
+    does not raise, but iterating over the result raises CheckpointError. So an engine in which all ranks write
+    together can report the error to the other ranks.
     """
     devices = {source.tensor.device for source in sources if not source.tensor.is_cpu}
     try:

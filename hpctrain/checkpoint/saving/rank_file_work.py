@@ -1,7 +1,8 @@
-"""The file operations of a save on one rank: allocating, writing its content, committing by a rename.
+"""The file operations of a save on one rank: creating files, writing the rank's content, committing by a rename.
 
-Most are done by the rank that leads a file or folder. Except for `create_partial` none is collective, so that they
-can run in a separate thread.
+Most operations are done only by the leader of a file, which is the lowest rank that writes to the file, or by the
+rank that leads the folder. Only `create_partial`, and writing with the engine `mpio`, are collective; all else can
+run in a separate thread.
 """
 
 from __future__ import annotations
@@ -60,10 +61,11 @@ from hpctrain.storage import InUseError, check_lease, hash_of, sync_directory, t
 
 
 def make_room(directory: Path, partial: Path, *, folder: bool) -> list[str]:
-    """Prepares the directory for a save: creates it, takes its lease, removes partial checkpoints of killed saves.
+    """Creates the checkpoint directory, takes its lease, and removes the partial checkpoints of killed saves.
 
-    Also creates the partial checkpoint if it is a folder. Returns a message for each file that could not be removed,
-    which does not prevent the save. Raises CheckpointError if the directory cannot be written to.
+    The lease keeps other runs from saving to the directory. If `folder` is True, this also creates the folder
+    `partial`. Returns a message for each file that could not be removed; such a file does not prevent the save.
+    Raises CheckpointError if the directory cannot be written to, or if another run saves to it.
     """
     with explained(action="write checkpoints to", path=directory):
         missing = [place for place in (directory, *directory.parents) if not place.is_dir()]
@@ -95,7 +97,7 @@ def _claim(directory: Path) -> None:
 def create_file(path: Path, *, file_bytes: int) -> None:
     """Gives a file its full length and disk space, without content. Raises CheckpointError.
 
-    The file may exist already, with a stripe layout.
+    The file may exist already, since setting a stripe layout creates it.
     """
     with explained(action="create", path=path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -106,7 +108,7 @@ def create_file(path: Path, *, file_bytes: int) -> None:
 
 
 def seal_file(path: Path, *, skeleton: Skeleton, metadata: memoryview) -> None:
-    """Writes metadata and commit header of the main file, flushes it, and reads back all that is not content.
+    """Writes metadata and commit header of the main file, flushes the file, and reads back all but tensor content.
 
     Call it after the content of all ranks is on disk. The rename that follows commits the checkpoint. Raises
     CheckpointError.
@@ -139,7 +141,7 @@ def rename_finished(partial: Path, final: Path, *, unique: str) -> None:
     """Commits the checkpoint: renames it to its final name, under which readers find it, and flushes the directory.
 
     An older checkpoint of the same step is moved aside, to a name under which readers still find it, and deleted
-    after the rename; if that fails, the next save deletes it. Raises CheckpointError.
+    after the rename. If the deletion fails, the next save deletes it. Raises CheckpointError.
     """
     try:
         check_lease(final.parent, in_parent=True)
@@ -186,9 +188,10 @@ def create_partial(
     comm: Collective,
     options: SaveOptions,
 ) -> tuple[Path, str, str]:
-    """Creates the files of the partial checkpoint, without content. Collective. Returns its path, its id, and a note.
+    """Creates the files of the partial checkpoint, without content. Collective.
 
-    Raises CheckpointError on every rank if any rank fails; the partial checkpoint is then removed.
+    Returns the path of the partial checkpoint, the id of the save, and notes for the user as one text. If any rank
+    fails, the partial checkpoint is removed and every rank raises CheckpointError.
     """
     leads = leads_folder(layout, comm=comm, options=options)
     unique = on_rank_0(comm, lambda: secrets.token_hex(8))
@@ -222,7 +225,8 @@ def create_partial(
 def leads_folder(layout: FileLayout, *, comm: Collective, options: SaveOptions) -> bool:
     """Returns True if this rank creates and renames the checkpoint. Not collective.
 
-    It is rank 0, or in local mode the leader of each file.
+    That rank is rank 0. In local mode each node has a checkpoint folder of its own, and the leader of each file
+    creates and renames it.
     """
     return layout.skeleton is not None if options.local else comm.rank == 0
 
@@ -246,9 +250,9 @@ class FileWork:
         partial: Path of the partial checkpoint.
         comm: The ranks that save together.
         layout: Which bytes this rank writes, and where.
-        choice: The engine that writes them.
+        choice: The engine that writes the bytes.
         options: Options of the save.
-        header: The metadata without tensors, parts and hashes.
+        header: The metadata, without the lists of tensors and part files and without hashes.
     """
 
     final: Path
@@ -264,10 +268,10 @@ class FileWork:
         return self.choice.engine is Engine.DIRECT and self.options.bypass_cache(self.choice.filesystem)
 
     def write_content(self, content: Content, *, staging: Staging) -> bytes:
-        """Writes this rank's bytes, flushes them to disk, and returns this rank's entry in the argument of `commit`.
+        """Writes this rank's bytes, flushes them to disk, and returns a record for `commit`.
 
-        The entry is a line of JSON about the rank's file, followed by the hashes of its extents (uint64) in the
-        plan's order.
+        The record is a line of JSON about the rank's file, followed by the hashes of the rank's extents (uint64) in
+        the order of the write plan.
         """
         layout, options = self.layout, self.options
         hashes = np.zeros(len(layout.own.extent_bytes), dtype=np.uint64)
@@ -287,10 +291,11 @@ class FileWork:
         return json.dumps(about).encode() + b"\n" + hashes.tobytes()
 
     def commit(self, content_results: Sequence[bytes]) -> dict[str, Any]:
-        """Does this rank's part of the commit: on rank 0 metadata and commit header, on leaders the rename.
+        """Does this rank's part of the commit.
 
-        `content_results` are the results of `write_content` of all ranks. Returns the size of the checkpoint as
-        "bytes" (0 except on rank 0), and a list of messages as "notes".
+        Rank 0 writes the metadata and the commit header. A rank that leads a folder (see `leads_folder`) renames
+        it. `content_results` contains the result of `write_content` on each rank. Returns a dict with two entries:
+        "bytes" is the size of the checkpoint (0 except on rank 0), "notes" is a list of messages.
         """
         notes: list[str] = []
         total_bytes = 0
@@ -321,9 +326,9 @@ class FileWork:
     def undo(self, *, committing: bool) -> None:
         """Removes the files of a save that failed on any rank.
 
-        If `commit` was started (`committing`), this rank may have renamed the checkpoint in local mode, so the
-        final name is removed too. Otherwise the final name may belong to an older checkpoint of the same step,
-        which is kept.
+        `committing` is True if `commit` was started. In local mode this rank may then have renamed the checkpoint
+        already, so the checkpoint with the final name is removed too. In all other cases a checkpoint with the
+        final name is kept, since it may be an older one of the same step.
         """
         if self._leads_folder:
             for path in (self.partial, *([self.final] if self.options.local and committing else [])):

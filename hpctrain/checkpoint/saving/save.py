@@ -1,11 +1,12 @@
 """A save is a transaction: afterwards the checkpoint is complete and verified, or it does not exist.
 
-`phases_of_save` is the whole of it, from top to bottom: the ranks agree on the layout and compare replicated tensors,
-every rank writes its bytes and flushes them, rank 0 writes the metadata, and a rename commits the checkpoint.
+The function `phases_of_save` is the whole save, from top to bottom: the ranks agree on the layout and compare
+replicated tensors, every rank writes its bytes and flushes them, rank 0 writes the metadata, and a rename commits
+the checkpoint.
 
-During a phase every rank works on files without communicating, in this thread or in another one. Between phases all
-ranks exchange their results and start the next phase. So only the calling thread communicates, and training can
-continue while files are written: the exchanges are small and happen at step boundaries.
+During a phase every rank works on files without communicating, in the calling thread or in another one. Between
+phases all ranks exchange their results and start the next phase. So only the calling thread communicates, and
+training can continue while files are written: the exchanges are small and happen at step boundaries.
 
 In `local` mode the leader of each file creates and renames a separate folder, on the storage of its node. The file
 operations of a rank are in `rank_file_work`.
@@ -77,7 +78,10 @@ class SaveResult:
 
     @property
     def result(self) -> SaveResult:
-        """Deprecated: this object. Earlier versions passed `on_saved` an object with this attribute."""
+        """Deprecated: returns this object.
+
+        Earlier versions passed an object with this attribute to `on_saved`.
+        """
         warn_of_old_name("Saved.result", use="the SaveResult that on_saved is called with")
         return self
 
@@ -143,11 +147,11 @@ class CheckpointSave:
             options: Options of the save, the same on every rank.
             buffers: Host memory for a copy of the state. With it, the tensors may change as soon as this returns;
                 without it, they must not change until the save is finished.
-            executor: Runs the file operations, which do not communicate. None: they run in the calling thread, here
-                and in `advance`.
+            executor: Runs the file operations, which do not communicate. None: the file operations run in the
+                calling thread, in this call and in `advance`.
 
         Returns:
-            The save, whose bytes are being written.
+            The save in progress, in its first phase (writing).
 
         Raises:
             CheckpointError: On every rank, if the ranks' states are inconsistent, if replicated tensors differ, or
@@ -174,8 +178,8 @@ class CheckpointSave:
             The result once the checkpoint is committed, until then None.
 
         Raises:
-            CheckpointError: On every rank, if any rank fails. The partial checkpoint is removed; older ones are
-                untouched.
+            CheckpointError: On every rank, if any rank fails. The partial checkpoint is removed; older checkpoints
+                are untouched.
         """
         if self._phase is None:
             raise RuntimeError(f"the save of step {self.step} has ended already")
@@ -217,7 +221,7 @@ def phases_of_save(
     buffers: HostBuffers | None,
     executor: Executor | None,
 ) -> Phases:
-    """Saves `state`: plan, write, commit. Collective; a generator, see `Phases`.
+    """Generator that plans, writes and commits the save of `state` (see `Phases`). Collective.
 
     The arguments are those of `CheckpointSave.begin`.
     """
@@ -286,8 +290,8 @@ def _agree_on_layout(
 ) -> tuple[list[Item], Metadata, FileLayout, str]:
     """Plans the save and compares the replicated tensors. Collective.
 
-    Returns the items to save, with rank 0's replicas if they differ and the options allow it; the metadata without
-    tensors, parts and hashes; the layout; and a warning or "".
+    Returns the items to save; the metadata without tensors, parts and hashes; the layout; and a warning or "". If
+    replicated tensors differ between ranks and the options allow it, the items save rank 0's values.
     """
     files = file_of_rank(options, num_ranks=comm.num_ranks)
     header = Metadata(
@@ -335,7 +339,7 @@ def _warn_or_raise(mismatch: ReplicaMismatch, *, step: int, comm: Collective, op
 
 
 def _with_copied_document(header: Metadata) -> Metadata:
-    """Copies document and parent, which are written later, and which the caller may change before."""
+    """Returns the header with copies of document and parent, which the caller may change before they are written."""
     copied = json.loads(encode_document({"document": header.document, "parent": header.parent}))
     return replace(header, document=copied["document"], parent=copied["parent"])
 
@@ -370,7 +374,7 @@ def save(
 
     Raises:
         CheckpointError: On every rank, if the ranks' states are inconsistent, if replicated tensors differ, or if a
-            rank cannot write. The partial checkpoint is removed; older ones are untouched.
+            rank cannot write. The partial checkpoint is removed; older checkpoints are untouched.
         UsageError: On every rank, for an invalid argument.
     """
     chosen = SaveOptions(keep=keep, engine=engine, **options)

@@ -24,10 +24,10 @@ class SaveOptions:
         keep: Which checkpoints to keep after the commit: a `Retention`, the number of the newest ones to keep, or
             None for all.
         engine: How the bytes are written: "auto", "direct" or "mpio" (see `Engine`).
-        files: Number of files. 1: one file. K > 1: a folder of K files, each written by neighbouring ranks. "node":
-            a folder with one file per node.
-        node_of_rank: Node of each rank, numbered from 0 in the order of their first ranks; needed for
-            `files="node"`.
+        files: Number of files. 1: one file. K > 1: a folder of K files, each written by a group of consecutive
+            ranks. "node": a folder with one file per node.
+        node_of_rank: For each rank, the index of its node. Nodes are numbered from 0 in the order of their lowest
+            ranks. Needed for `files="node"`.
         local: True if `directory` is on node storage, so that each node keeps its own file only; needs
             `files="node"`.
         limit_mb_per_s: Maximum write rate per rank, in 10^6 bytes/s; None: no limit.
@@ -35,7 +35,7 @@ class SaveOptions:
             bypasses it on filesystems where this is known to be faster, except for `local` files, which are soon
             read again.
         replica_check: How much of the ranks' copies of `Replicated` tensors a save compares. "sampled": 1/64 of
-            each tensor, at most 64 MiB in total, another part in each save. "full": every byte, hashed by every
+            each tensor, at most 64 MiB in total, a different part in each save. "full": every byte, hashed by every
             rank. "off": nothing.
         on_replica_mismatch: What to do if the copies differ. "error": raise CheckpointError on every rank and save
             nothing. "rank0": save rank 0's copies of all replicated tensors, with a warning.
@@ -90,13 +90,13 @@ def check_save_options(options: SaveOptions, *, step: int, num_ranks: int) -> En
     engine = engine_named(options.engine)
     if engine is Engine.MPIO and options.page_cache == "bypass":
         raise UsageError(
-            'page_cache = "bypass" does not apply to engine = "mpio", which writes through MPI-IO'
+            'page_cache = "bypass" does not apply to engine = "mpio", which writes through MPI-IO: drop one of the two'
         )
     return engine
 
 
 def file_of_rank(options: SaveOptions, *, num_ranks: int) -> tuple[int, ...]:
-    """Returns the number of the file that each rank writes to. There are at most as many files as ranks."""
+    """Returns, for each rank, the index of the file that it writes to. There are at most as many files as ranks."""
     if options.files == "node":
         assert options.node_of_rank is not None
         number: dict[int, int] = {}
@@ -106,5 +106,5 @@ def file_of_rank(options: SaveOptions, *, num_ranks: int) -> tuple[int, ...]:
 
 
 def retention_of(keep: Retention | int | None) -> Retention:
-    """Returns `keep` as a retention. Raises UsageError if it is a number below 1."""
+    """Returns `keep` as a `Retention`. Raises UsageError if `keep` is a number below 1."""
     return keep if isinstance(keep, Retention) else Retention(last=keep)

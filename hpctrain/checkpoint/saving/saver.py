@@ -1,7 +1,8 @@
-"""`Saver` runs the saves of one run, one at a time, in the foreground or in the background; saves on demand.
+"""`Saver` runs the saves of one run, one at a time, in the foreground or in the background.
 
-It is independent of the training loop. All ranks must call a collective method after the same step. `Saver.ready`
-is not collective, so its result can be added to an all-reduce that the training loop does anyway.
+The module also receives requests for a checkpoint on demand, by a file or by a signal. It is independent of the
+training loop. All ranks must call a collective method after the same step. `Saver.ready` is not collective, so its
+result can be added to an all-reduce that the training loop does anyway.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class SaveMode(Enum):
 
 
 class WhenBusy(Enum):
-    """What a new save does while an earlier one is in progress: WAIT until that is committed, or SKIP the new one."""
+    """What a new save does while an earlier one is in progress.
+
+    WAIT: the new save waits until the earlier one is committed. SKIP: the new save is skipped.
+    """
 
     WAIT = "wait"
     SKIP = "skip"
@@ -48,7 +52,7 @@ class WhenBusy(Enum):
 def saving_into(
     directory: Path | str, *, comm: Collective, options: SaveOptions | None = None
 ) -> Callable[..., CheckpointSave]:
-    """Returns the function that a `Saver` calls to start saves into `directory`. Not collective, but that function is.
+    """Returns the function that a `Saver` calls to start saves into `directory`. Only its calls are collective.
 
     Args:
         directory: Directory of the checkpoints; the same on every rank.
@@ -64,12 +68,12 @@ def saving_into(
 class Saver:
     """Runs the saves of a run in one mode, with at most one save in progress.
 
-    As a context manager it waits at the end for the save in progress. An error of a background save is raised by
-    the next collective method, the same one on all ranks.
+    At the end of a `with` block it waits for the save in progress. An error of a background save is raised on all
+    ranks, by the collective method that is called next.
 
     Args:
-        begin: Starts a save, as `CheckpointSave.begin` without `directory`, `comm` and `options`; made by
-            `saving_into` or `saving_through`.
+        begin: Function that starts a save. It takes the arguments of `CheckpointSave.begin` except `directory`,
+            `comm` and `options`; `saving_into` or `saving_through` makes it.
         comm: The ranks that save together.
         mode: Whether training waits for the whole save ("sync") or only for the copy of the state ("async").
         when_busy: What a new save does while another is in progress: "wait" or "skip".
@@ -281,9 +285,9 @@ def ask_for_save(run_directory: Path) -> Path:
 
 
 class AskedBySignal(Protocol):
-    """Interface of a signal handler: the time at which this rank received the signal, or None.
+    """Interface of a signal handler that records the time at which this rank received the signal.
 
-    `received_s` is in seconds of the monotonic clock.
+    `received_s` is that time in seconds of the monotonic clock, or None if no signal has been received.
     """
 
     received_s: float | None
@@ -295,8 +299,8 @@ class CheckpointRequests:
 
     `run_directory` is the directory of the request file; only one rank passes it, the others pass None. `every_s`
     is the minimum time between two polls of the file, since the directory is on a shared filesystem. A signal that
-    arrives less than `same_request_s` after a save counts as the request for that save: a signal to all ranks
-    reaches them at different times.
+    arrives less than `same_request_s` seconds after a save is ignored, since a signal sent to all ranks reaches
+    them at different times: it belongs to the request for that save.
     """
 
     def __init__(

@@ -74,9 +74,9 @@ class Pace:
 
 
 def file_pieces(path: Path, *, chunk_bytes: int) -> Iterator[memoryview]:
-    """Yields the file's bytes in order, as views of one reused buffer: each is valid until the next one.
+    """Yields the file's bytes in order, as views of one reused buffer: each view is valid until the next is yielded.
 
-    Raises UnreadableError, also if the length of the file changes meanwhile.
+    Raises UnreadableError if the file cannot be read, or if its length changes meanwhile.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -91,7 +91,9 @@ def file_pieces(path: Path, *, chunk_bytes: int) -> Iterator[memoryview]:
     finally:
         os.close(fd)
     if position != num_bytes:
-        raise UnreadableError(f"{path} was {num_bytes} bytes long and ended at byte {position}")
+        raise UnreadableError(
+            f"{path} was {num_bytes} bytes long and ended at byte {position}: did another program change it?"
+        )
 
 
 def _read_some(fd: int, buffer: memoryview, *, offset: int, path: Path) -> int:
@@ -204,9 +206,10 @@ def copy_file(
 
 
 def prepare_target(shared: Path, *, step: int) -> Path:
-    """Creates the folder in the shared folder to which a checkpoint is drained, and returns its path.
+    """Creates the partial checkpoint, a folder in `shared`, to which a checkpoint is drained. Returns its path.
 
-    Creates the shared folder too, and removes partial checkpoints of killed saves in it. Raises CheckpointError.
+    Also creates the shared folder `shared` if necessary, and removes partial checkpoints of killed saves from it.
+    Raises CheckpointError.
     """
     partial = shared / partial_name(folder_name(step), unique=secrets.token_hex(8))
     make_room(shared, partial, folder=True)

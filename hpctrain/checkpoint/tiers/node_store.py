@@ -1,4 +1,4 @@
-"""Checkpoint files of a run on node storage: the node's own files, and copies of another node's.
+"""Checkpoint files of a run on node storage: the node's own files, and copies of another node's files.
 
     LOCAL/<run>/<node>/own/step-00000050/data-00001.h5        written by the node's ranks
     LOCAL/<run>/<node>/own/step-00000050.json                 the note that describes it; a file without one is
@@ -6,7 +6,7 @@
     LOCAL/<run>/<node>/partner/step-00000050/data-00000.h5    sent by the leader of another node
     LOCAL/<run>/<node>/partner/step-00000050.json
 
-Not collective: called by the leader of the node.
+LOCAL is the argument `local` of `Tiers.open`. Not collective: called by the leader of the node.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Held:
     Attributes:
         path: The file.
         kind: OWN if the node's ranks wrote it, PARTNER if another node sent it.
-        offer: Which file of which checkpoint it is.
-        digest: xxh3_64 of all its bytes; "" if the file was never read as a whole.
+        offer: The checkpoint that the file belongs to, and the file's index and length.
+        digest: Hash (xxh3_64) of all bytes of the file; "" if the file was never read as a whole.
     """
 
     path: str
@@ -77,7 +77,11 @@ def run_key(shared: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalStore:
-    """One node's part of LOCAL/<run>. Of each kind it keeps the files of the newest `keep_steps` steps, at least 1."""
+    """One node's folder in LOCAL/<run>.
+
+    Of each kind of file, OWN and PARTNER, it keeps those of the newest `keep_steps` steps. `keep_steps` is at least
+    1.
+    """
 
     base: Path  # LOCAL/<run>
     node: str
@@ -124,7 +128,10 @@ class LocalStore:
         return taking / part_name(offer.file)
 
     def keep(self, offer: Offer, path: Path, digest: str) -> None:
-        """Replaces the copy of that step by the complete file at `path`, which `place` returned; see `Shelf`."""
+        """Stores the complete file at `path`, which `place` returned, as the copy of its step; see `Shelf`.
+
+        A copy of the same step that is already there is replaced.
+        """
         final = self.partner / folder_name(offer.step)
         with explained(action="keep a partner's copy as", path=final):
             sync_directory(path.parent)
@@ -152,7 +159,7 @@ class LocalStore:
 
 
 def forget_under(base: Path, *, from_step: int) -> None:
-    """Removes all files of step `from_step` and later under LOCAL/<run>, for any node name.
+    """Removes all files of step `from_step` and later under LOCAL/<run>, whichever node they belong to.
 
     The run will write these steps again. Raises CheckpointError.
     """
@@ -176,7 +183,7 @@ def note_directory(base: Path, *, shared: Path) -> None:
 def others_of(base: Path, *, shared: Path) -> dict[str, int]:
     """Returns other runs on this node with the same shared checkpoint directory that have left checkpoints.
 
-    The result maps the name of each run's folder, a neighbour of `base`, to its newest step. Raises
+    The result maps the name of each such run's folder, which lies beside `base`, to the newest step in it. Raises
     CheckpointError.
     """
     found = {}
@@ -195,7 +202,7 @@ def others_of(base: Path, *, shared: Path) -> dict[str, int]:
 
 
 def held_under(base: Path) -> list[Held]:
-    """Returns all files under LOCAL/<run> that this node can read, for any node name, own files first.
+    """Returns all valid files under LOCAL/<run> that this node can read, of any node; those of kind OWN come first.
 
     Files without a note, or of another length than in the note, are left out. Raises CheckpointError.
     """
@@ -292,6 +299,6 @@ def own_file(folder: Path) -> Path:
         files = [path for path in folder.iterdir() if path.suffix == ".h5"]
     if len(files) != 1:
         raise CheckpointError(
-            f"{folder} must hold exactly one file of this node; the number found is {len(files)}"
+            f"{folder} must hold exactly one .h5 file, that of this node, but holds {len(files)}"
         )
     return files[0]

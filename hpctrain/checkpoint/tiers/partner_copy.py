@@ -1,7 +1,7 @@
 """Copies each node's file to a partner node, so that the loss of one node loses no data.
 
 Each node's leader runs a `PartnerServer` in a thread, which stores the files that the leader of another node sends
-with `send_file`. It uses TCP, since most MPI builds allow only one thread to call MPI.
+with `send_file`. The files are sent over TCP, since most MPI builds allow only one thread to call MPI.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class PartnerError(CheckpointError):
 class PartnerAddress:
     """Where a node's leader accepts copies.
 
-    `node` is the unique name of the node, used in messages and in the handshake. `addresses` are all addresses at
-    which it may be reachable, all with the same port.
+    `node` is the unique name of the node, used in messages and in the handshake. `addresses` contains all addresses
+    at which the node may be reachable, all with the same port.
     """
 
     node: str
@@ -157,7 +157,7 @@ def receive_partner_message(connection: socket.socket) -> dict[str, Any]:
     """Returns the next message. Raises PartnerError if it is too long or not a JSON object, and OSError."""
     (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
     if length > _MAX_MESSAGE_BYTES:
-        raise PartnerError(f"a message of {length} bytes was announced")
+        raise PartnerError(f"a message of {length} bytes was announced; the limit is {_MAX_MESSAGE_BYTES}")
     try:
         value = json.loads(receive_exactly(connection, length))
     except (ValueError, RecursionError) as error:
@@ -168,7 +168,7 @@ def receive_partner_message(connection: socket.socket) -> dict[str, Any]:
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Returns the next `num_bytes` bytes. Raises PartnerError if the connection ends before, and OSError."""
+    """Returns the next `num_bytes` bytes. Raises PartnerError if the connection ends earlier, and OSError."""
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view.nbytes:
@@ -263,7 +263,7 @@ class Offer:
     Attributes:
         step: Step of the checkpoint.
         save_id: Identifier of the save that wrote the file.
-        file: Number of the file in the checkpoint.
+        file: Index of the file in the checkpoint, from 0.
         num_files: Number of files of the checkpoint.
         num_bytes: Length of the file.
         created_unix_s: Start of the save, in seconds since 1970.
@@ -285,12 +285,16 @@ class Offer:
         numbers = {name: value.get(name) for name in ("step", "file", "num_files", "num_bytes")}
         for name, found in numbers.items():
             if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < 10**18:
-                raise PartnerError(f"the offered file has {name} = {found!r:.40}")
+                raise PartnerError(
+                    f"the offered file has {name} = {found!r:.40}, not an integer from 0 to 10^18 - 1"
+                )
         save_id = value.get("save_id")
         if not isinstance(save_id, str) or len(save_id) > 32 or set(save_id) - set("0123456789abcdef"):
-            raise PartnerError(f"the offered file has save_id = {save_id!r:.40}")
+            raise PartnerError(f"the offered file has save_id = {save_id!r:.40}, not up to 32 hex digits")
         if not numbers["file"] < numbers["num_files"] <= 99999:  # type: ignore[operator]  # checked above
-            raise PartnerError(f"file {numbers['file']} of {numbers['num_files']} was offered")
+            raise PartnerError(
+                f"the offered file has index {numbers['file']} among {numbers['num_files']} files: out of range"
+            )
         created = value.get("created_unix_s")
         if not isinstance(created, float) or not 0 <= created < 1e12:
             raise PartnerError(f"the offered file has created_unix_s = {created!r:.40}")
@@ -300,9 +304,9 @@ class Offer:
 class Shelf(Protocol):
     """Interface of a server's storage.
 
-    `place(offer)` returns the path to write to, in an existing folder. `keep(offer, path, digest)` is called when
-    the file is complete and on disk, and makes it valid. Both may raise CheckpointError or OSError, which is
-    reported to the sender.
+    `place(offer)` returns the path, in an existing folder, to which the server writes the offered file.
+    `keep(offer, path, digest)` is called when the file is complete and on disk, and makes it valid. Both may raise
+    CheckpointError or OSError; the server reports the error to the sender.
     """
 
     def place(self, offer: Offer) -> Path: ...
@@ -314,10 +318,11 @@ class Shelf(Protocol):
 class PartnerServer:
     """Receives files from the leader of another node, in separate threads, until `close`.
 
-    `address` is where the others connect; `token` is a secret shared by the run's leaders; `timeout_s` is the
-    longest time without data on a connection. A connection that does not authenticate is closed after
-    HANDSHAKE_WITHIN_S, or sooner if _MAX_UNPROVEN newer ones exist, so that unknown clients cannot lock out the
-    partner. Each authenticated connection uses 1 MiB of memory. Raises CheckpointError if the server cannot listen.
+    `address` is where other nodes' leaders connect; `token` is a secret shared by the run's leaders; `timeout_s` is
+    the longest time without data on a connection. A connection that does not authenticate is closed after
+    HANDSHAKE_WITHIN_S, or sooner if _MAX_UNPROVEN newer connections exist, so that unknown clients cannot lock out
+    the partner. Each authenticated connection uses 1 MiB of memory. Raises CheckpointError if the server cannot
+    listen.
     """
 
     def __init__(
@@ -441,7 +446,7 @@ def _check_space(directory: Path, *, num_bytes: int) -> None:
 
 
 def greet(partner: PartnerAddress, *, token: bytes, within_s: float = GREET_WITHIN_S) -> PartnerAddress:
-    """Connects to the partner to check that it answers, and returns its address reduced to the one that did.
+    """Checks that the partner answers, and returns its `PartnerAddress` with only the one address that answered.
 
     Raises PartnerError.
     """
@@ -472,16 +477,16 @@ def send_file(
 
     Args:
         path: The file.
-        offer: Its description.
-        partner: Where to send it.
+        offer: Description of the file.
+        partner: Address of the node to which the file is sent.
         token: Secret shared by the run's leaders.
         pace: Rate limiter; None: no limit.
         timeout_s: Longest time to wait for an answer, in seconds.
         on_bytes: Called with the length of each piece; it may raise to stop.
 
     Raises:
-        PartnerError: If the partner cannot be reached or fails; says its name, the bytes sent and the error it
-            reported.
+        PartnerError: If the partner cannot be reached or fails. The message states the partner's name and the
+            error, and how many bytes were sent.
         CheckpointError: If `path` cannot be read.
     """
     begin_s = time.perf_counter()

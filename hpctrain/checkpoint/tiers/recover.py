@@ -36,8 +36,9 @@ class Recovered:
 
     Attributes:
         path: The recovered checkpoint, now in the shared folder; None if there was none to recover.
-        step: Its step, or None.
-        notes: Messages for the user about damaged copies and steps of which a file is lost.
+        step: Step of the recovered checkpoint, or None.
+        notes: Messages for the user about damaged copies, and about steps that cannot be recovered because one of
+            their files is lost.
     """
 
     path: Path | None
@@ -49,7 +50,7 @@ class Recovered:
 class RecoverableCheckpoint:
     """A checkpoint of which every file is on some node.
 
-    `holders[f]` lists the copies of file number f, the best one first, each with a rank on the node that holds it.
+    `holders[f]` lists the copies of file f, the best one first, each with a rank on the node that holds the copy.
     """
 
     step: int
@@ -102,9 +103,10 @@ def plan_recovery(
 ) -> tuple[list[RecoverableCheckpoint], list[str]]:
     """Returns the checkpoints that can be recovered, newest first, and notes on those that cannot. Pure.
 
-    `held` contains the files on all nodes, each with a rank on the node. Of several copies of a file, those with a
-    known hash are preferred to those never read as a whole, then a node's own files to partner copies, then the
-    first in `held`.
+    Only checkpoints with a step above `after_step` that were saved after `after_unix_s` are considered. `held`
+    contains the files on all nodes, each with a rank on the node. Of several copies of a file, those with a known
+    hash are preferred to those never read as a whole, then a node's own files to partner copies, then the first in
+    `held`.
     """
     saves: dict[tuple[int, float, str], list[tuple[int, Held]]] = {}
     for rank, entry in held:
@@ -186,7 +188,7 @@ def _copy_all(candidate: RecoverableCheckpoint, *, partial: Path, comm: Collecti
 
 
 def _copy_own(own: Mapping[int, Held], *, partial: Path) -> dict[str, str]:
-    """Copies the files assigned to this rank. Returns the errors of damaged copies by file number."""
+    """Copies the files assigned to this rank. Returns the errors of damaged copies, by the index of the file."""
     damaged = {}
     for number, held in own.items():
         try:

@@ -65,13 +65,15 @@ _TOKEN_BYTES = 32
 
 @final
 class Tiers:
-    """The two locations of a run's checkpoints, and this node's connection to its partner node. Create it with `open`.
+    """The two locations of a run's checkpoints, node storage and a shared folder. Create it with `open`.
+
+    It also connects this node to its partner node.
 
     Attributes:
         shared: Directory of the finished checkpoints, which all nodes share.
         store: This node's folder on node storage.
         topology: Which rank runs on which node.
-        node: Number of this rank's node.
+        node: Index of this rank's node in the topology.
         is_leader: True on the lowest rank of each node, which copies the node's file.
         partner: Address of the node to which this node's file is copied; None on ranks other than leaders, and if
             there is only one node.
@@ -243,11 +245,11 @@ class Tiers:
             comm: All ranks of the topology that these tiers were opened with.
             options: As in `CheckpointSave.begin`, but `files`, `node_of_rank` and `local` are overridden, and `keep`
                 applies to the shared folder.
-            buffers: Host memory for a copy of the state, whose tensors may then change once this returns.
+            buffers: Host memory for a copy of the state. With it, the tensors may change as soon as this returns.
             executor: Runs the writing and copying of files; None: they run at once, in the calling thread.
 
         Returns:
-            The save, whose local files are being written.
+            The save in progress; its files on node storage are being written.
 
         Raises:
             CheckpointError: On every rank, as in `CheckpointSave.begin`.
@@ -394,7 +396,7 @@ def saving_through(
 ) -> Callable[..., CheckpointSave]:
     """Returns the function that a `Saver` calls to start saves through both tiers.
 
-    Not collective, but that function is.
+    Not collective; only the returned function is.
 
     Args:
         tiers: The two locations; checkpoints are committed in `tiers.shared`.
@@ -426,14 +428,18 @@ _OF_A_RUN = ("starts.jsonl", "recipe.toml")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunIdentity:
-    """Identity of a run: `id` names its folder on node storage; `is_new`: the run directory had none before."""
+    """Identity of a run.
+
+    `id` is the name of the run's folder on node storage. `is_new` is True if the run directory had no identity
+    before.
+    """
 
     id: str
     is_new: bool
 
 
 def identify_run(directory: Path, *, checkpoints: Path, comm: Collective) -> RunIdentity:
-    """Returns the identity of the run in `directory`, which exists, and gives the run one if it has none. Collective.
+    """Returns the identity of the run in the existing `directory`; a run without an identity gets one. Collective.
 
     `checkpoints` is the directory to which the run saves; runs of earlier versions are identified by its path.
     Raises LaunchError on every rank if the file with the identity cannot be read or written.
@@ -484,8 +490,8 @@ def _read(path: Path) -> tuple[str, str] | None:
     known = lines[0].strip() if lines else ""
     if not _VALID.fullmatch(known):
         raise LaunchError(
-            f"{path} must hold the run's identity in its first line, letters, digits, - and _, and has {known!r:.60}: "
-            "delete it for a new identity; checkpoints that only nodes hold are then not recovered"
+            f"{path} must hold the run's identity in its first line (letters, digits, - and _), not {known!r:.60}: "
+            "delete the file to get a new identity; checkpoints that are only on nodes are then not recovered"
         )
     return known, lines[1].strip() if len(lines) > 1 else ""
 

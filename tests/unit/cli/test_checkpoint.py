@@ -102,7 +102,7 @@ def test_verify_names_tensor_and_bytes_and_ends_with_the_checkpoint_code(directo
 def test_missing_files_and_directories_are_named(tmp_path: Path) -> None:
     assert "is not a directory" in str(error("list", tmp_path / "none"))
     assert "cannot open" in str(error("show", tmp_path / "none"))
-    assert "there is no" in str(error("verify", tmp_path / "none"))
+    assert "does not exist" in str(error("verify", tmp_path / "none"))
     assert "there is no checkpoint in" in str(error("verify", tmp_path))
     assert "no checkpoint in" in output("list", tmp_path)
 

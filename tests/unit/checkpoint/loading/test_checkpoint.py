@@ -125,7 +125,9 @@ def test_a_folder_without_one_of_its_files_or_with_another_one_is_no_checkpoint(
 
 def test_one_file_of_a_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
     path = folder_of(tmp_path)
-    with pytest.raises(CheckpointError, match="one of the 3 files of a checkpoint: name their folder"):
+    with pytest.raises(
+        CheckpointError, match="one of the 3 files of a checkpoint: give the path of their folder"
+    ):
         load(path / "data-00000.h5", comm=SerialWorld())
     with pytest.raises(CheckpointError):
         load(path / "data-00001.h5", comm=SerialWorld())

@@ -119,7 +119,7 @@ def test_a_checkpoint_that_is_there_is_replaced_only_when_asked(tmp_path: Path) 
     with pytest.raises(UsageError, match="choose another directory"):
         copy_checkpoint(path, tmp_path / "run", comm=SERIAL, replace=True)
     for target in (tmp_path / "x.h5", path, saved(tmp_path / "folder", files=2)):
-        with pytest.raises(UsageError, match="a checkpoint is named after its step"):
+        with pytest.raises(UsageError, match="give the directory in which to create"):
             copy_checkpoint(path, target, comm=SERIAL)
     with pytest.raises(UsageError, match="3 files by 2 ranks"):
         run_threads(2, lambda w: copy_checkpoint(path, tmp_path / "x", comm=w, files=3), timeout_s=300)
