@@ -39,7 +39,7 @@ from hpctrain.topology import Topology
 
 
 class Rendezvous:
-    """A barrier for the threads of one group, with one slot per thread to pass a value to the others."""
+    """A barrier for the threads of one group. Each thread has a slot through which it passes a value to the others."""
 
     def __init__(self, run: ThreadsRun, *, members: tuple[int, ...]) -> None:
         self.run = run
@@ -74,11 +74,11 @@ class Rendezvous:
 
 
 class LeftError(CommunicationError):
-    """Another rank has ended or aborted, so this one cannot continue. It is always a consequence, never the cause."""
+    """Another rank has ended or aborted, so this rank cannot continue. This error is never the original one."""
 
 
 class ThreadsRun:
-    """State of one call of `run_threads`: all its rendezvous points, so that the end of one rank ends every wait."""
+    """State of one call of `run_threads`. It knows all barriers, and breaks them when a rank ends: no rank waits on."""
 
     def __init__(self) -> None:
         self.reason = ""
