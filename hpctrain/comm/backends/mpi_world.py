@@ -113,7 +113,7 @@ class MpiTransport:
         return segments
 
     def _check_free_memory(self, num_bytes: int) -> None:
-        """Raises CommunicationError on all ranks of the node if the node lacks memory, before MPI or the kernel fails."""
+        """Raises CommunicationError on all ranks of the node if it lacks memory, before MPI or the kernel fails."""
         free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 2**62
         asked = np.zeros((self._node.Get_size(), 2), dtype=np.int64)
         self._node.Allgather(np.array([num_bytes, free], dtype=np.int64), asked)
@@ -237,7 +237,7 @@ def open_remote_memory(num_bytes: int) -> RemoteMemory:
 def open_collective_files(members: Sequence[int]) -> CollectiveFiles:
     """Returns collective files for the world ranks `members`. Collective over `members`.
 
-    It also works if Horovod has initialized MPI. Raises CommunicationError if `members` are not ranks of MPI's COMM_WORLD.
+    It also works if Horovod has initialized MPI. Raises CommunicationError if `members` are not ranks of COMM_WORLD.
     """
     return make_collective_files(_import_mpi(initialize=False), members)
 

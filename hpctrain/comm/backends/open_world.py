@@ -112,8 +112,9 @@ def why_no_horovod() -> str | None:
 def yield_while_idle(environ: MutableMapping[str, str], *, identity: RankIdentity, num_cores: int) -> None:
     """Makes Open MPI yield the core while it waits, unless the user has set `YIELD_VARIABLE`.
 
-    Call it before MPI starts. Horovod's thread waits inside MPI on a core that also computes: with yielding, two ranks on two cores train 1.4 to
-    2.1 times as fast. If there are more ranks than cores, yielding needs a preloaded library (docs/adr/0024).
+    Call it before MPI starts. Horovod's thread waits inside MPI on a core that also computes: with yielding, two ranks
+    on two cores train 1.4 to 2.1 times as fast. If there are more ranks than cores, yielding needs a preloaded library
+    (docs/adr/0024).
     """
     if (identity.host_size or 1) <= num_cores or in_effect():
         environ.setdefault(YIELD_VARIABLE, "1")

@@ -117,7 +117,7 @@ def derive_limit(
 class RecentMaximum:
     """Largest of the newest `window` to 2 x `window` values, in constant memory.
 
-    before: largest value of an earlier run; later the largest of the last `window` values that were completed.
+    before: largest value of an earlier run; after `window` values, the largest value of the last complete window.
     """
 
     window: int

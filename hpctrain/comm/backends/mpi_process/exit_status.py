@@ -53,7 +53,7 @@ def leave_finalizing(rc: Any) -> bool:
 
 
 def take_over_finalizing(mpi: Any) -> None:
-    """Calls `finalize_at_exit`, and keeps mpi4py from finalizing MPI although it was imported before `leave_finalizing`.
+    """Calls `finalize_at_exit`, and keeps mpi4py from finalizing MPI even if mpi4py was imported before hpctrain.
 
     It may be called repeatedly; later calls do nothing.
     """

@@ -86,7 +86,7 @@ def calls_path(directory: Path) -> Path:
 
 
 def call_path(directory: Path, *, rank: int) -> Path:
-    """Returns the path of the file that asks `rank` to print its stacks, because other ranks have waited long for it."""
+    """Returns the path of the file that asks `rank` to print its stacks, because other ranks have waited for it."""
     return calls_path(directory) / f"{rank}"
 
 
@@ -97,7 +97,7 @@ def call(directory: Path, *, rank: int) -> None:
 
 
 def alarm_path(directory: Path) -> Path:
-    """Returns the path of the file that is touched when an operation is late. Every rank then probes the other hosts."""
+    """Returns the path of the file that is touched when an operation is late: every rank then probes other hosts."""
     return directory / "late"
 
 

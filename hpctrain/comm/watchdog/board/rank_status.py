@@ -250,8 +250,8 @@ def find_absent(
 ) -> list[Absence]:
     """Returns the `members` that, by their files, have not started operation `sequence` of the communicator `group`.
 
-    A rank without a file counts as absent. The ranks of a silent node form one absence. Ranks of a node whose file could
-    not be read are left out.
+    A rank without a file counts as absent. The ranks of a silent node form one absence. Ranks of a node whose file
+    could not be read are left out.
 
     now: current time, in seconds since 1970.
     usual_silence_s: age of a file above which the message states how long the rank has been silent.
