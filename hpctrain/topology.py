@@ -41,10 +41,13 @@ class Topology:
         ranks = np.fromiter(chain.from_iterable(self.ranks_by_node), dtype=np.int64, count=int(sizes.sum()))
         if not len(ranks) or not np.array_equal(np.sort(ranks), np.arange(len(ranks))):
             raise TopologyError(
-                f"ranks on the nodes are {sorted(ranks.tolist())}, not 0 to {len(ranks) - 1} each once"
+                f"the nodes hold the ranks {sorted(ranks.tolist())}, not 0 to {len(ranks) - 1}: put each rank on "
+                "exactly one node"
             )
         if len(self.node_names) != len(self.ranks_by_node):
-            raise TopologyError(f"{len(self.node_names)} node names for {len(self.ranks_by_node)} nodes")
+            raise TopologyError(
+                f"{len(self.node_names)} node names for {len(self.ranks_by_node)} nodes: give one name per node"
+            )
         nodes = np.empty_like(ranks)
         nodes[ranks] = np.repeat(np.arange(len(sizes)), sizes)
         object.__setattr__(self, "node_of_rank", tuple(nodes.tolist()))

@@ -216,9 +216,9 @@ class StartSum(Protocol):
 def overlap_communication(model: nn.Module, blocks: Mapping[str, nn.Module], *, num_axes: int) -> None:
     """Overlaps FSDP2's communication with computation on a CPU. Does not communicate itself.
 
-    The parameters of a block are gathered while the block that is computed before it computes. The gradients of a block
-    are summed while backward of the next block in backward's order runs. This needs memory for the parameters of one
-    more block, or for the gradients of one block as they are sent.
+    While a block computes, the parameters of the block that is computed next are gathered. In backward, the gradients
+    of a block are summed while backward of the next block runs. This needs memory for the parameters of one more block,
+    or for the gradients of one block as they are sent.
 
     Args:
         model: A model sharded by `fully_shard`.
@@ -313,7 +313,7 @@ class _Unfinished:
         self._work: dist.Work | None = None
 
     def start(self, begin: Callable[[], dist.Work]) -> None:
-        """Waits for the previous sum, and starts the next one. The running backward waits for it before it ends."""
+        """Waits for the previous sum, and starts the next one, which ends before the running backward ends."""
         self.wait()
         self._work = begin()
         try:

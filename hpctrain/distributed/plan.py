@@ -121,8 +121,8 @@ class ParallelPlan:
         if self.shard == "gradients":
             raise UsageError(
                 f"pipeline = {self.pipeline} with shard = 'gradients' would save no memory over 'optimizer': a stage "
-                "adds up whole gradients until its last micro-batch, after which both keep a rank's share only. Use "
-                "'optimizer'"
+                "adds up whole gradients until its last micro-batch, and then each rank keeps only its share with both "
+                "settings. Use 'optimizer'"
             )
         if self.activation_checkpointing == "selective" and self.schedule == "zero-bubble":
             raise UsageError(

@@ -216,8 +216,9 @@ def end_process_group() -> None:
 
 
 def broadcast_model(world: World, model: nn.Module) -> None:
-    """Copies rank 0's parameters and buffers to all ranks. Collective. Raises UsageError if the parameters are
-    DTensors.
+    """Copies rank 0's parameters and buffers to all ranks. Collective.
+
+    Raises UsageError if a parameter is a DTensor.
     """
     if any(map(is_sharded_tensor, model.parameters())):
         raise UsageError(

@@ -280,8 +280,9 @@ class OperationThread:
         return CollectiveWork(task, outputs, thread=self)
 
     def advance_to(self, task: concurrent.futures.Future[None]) -> None:
-        """If a callback calls it, runs the operations up to that of `task`, which would otherwise wait for the
-        callback.
+        """If a callback on this thread calls it, runs the pending operations up to the one of `task`.
+
+        That operation would otherwise not start before the callback ends.
         """
         while threading.get_ident() == self._thread and not task.done():
             self._run_next()

@@ -42,7 +42,7 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until all ranks of the process set have called it."""
+    """Waits until all ranks of the process set have called this function."""
     group_of(process_set).run("barrier", lambda: None, behind=False)
 
 

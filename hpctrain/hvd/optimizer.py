@@ -209,7 +209,7 @@ class _Reducing(_Distributed):
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
         """Sets the gradients to zero or None.
 
-        Raises UsageError while they are being reduced: between backward and `step`.
+        Raises UsageError while the gradients are being reduced: between backward and `step`.
         """
         if self._reduction is not None and self._reduction.begun:
             raise UsageError(

@@ -46,9 +46,10 @@ class Packed:
 class PythonPlaces:
     """The folders of a Python environment.
 
-    prefix: the environment.
-    base: the Python from which it was created, if it is a virtual environment; otherwise the same as `prefix`.
-    library: folder of the standard library relative to both, such as `lib/python3.11`.
+    prefix: folder of the environment.
+    base: folder of the Python from which the environment was created, if it is a virtual environment; otherwise the
+    same as `prefix`.
+    library: folder of the standard library relative to `prefix` or `base`, such as `lib/python3.11`.
     """
 
     prefix: Path

@@ -61,8 +61,8 @@ class LaunchOutcome:
 
     exit_code: exit code of the launch; 128 + n if signal n ended the launcher, 130 after a second Ctrl-C.
     stop_asked: True if a signal asked the launch to stop.
-    signals: names of the signals that this process received and forwarded, in order.
-    failure: the first failure that was reported, see `Observer.saw_line`; None if there was none.
+    signals: names of the signals of `STOP_SIGNALS` that this process received, in order.
+    failure: the failure that caused the others, see `FirstFailure`; None if none was reported.
     """
 
     exit_code: int

@@ -318,5 +318,5 @@ class MpiGroup(Attributes):
             self._call("Allgatherv", self._mpi.IN_PLACE, whole_of)
 
     def _fits_ring(self, whole: torch.Tensor) -> bool:
-        """Returns True if the parts of `whole` are large enough to be sent in a ring. The same on every rank."""
+        """Returns True if the parts of `whole` are large enough to be sent in a ring; the same value on every rank."""
         return whole.numel() * whole.element_size() >= self.num_ranks * _RING_BYTES

@@ -74,11 +74,14 @@ class Rendezvous:
 
 
 class LeftError(CommunicationError):
-    """Another rank has ended or aborted, so this rank cannot continue. This error is never the original one."""
+    """Another rank has ended or aborted, so this rank cannot continue. This is never the cause of a failure."""
 
 
 class ThreadsRun:
-    """State of one call of `run_threads`. It knows all barriers, and breaks them when a rank ends: no rank waits on."""
+    """State of one call of `run_threads`.
+
+    When a rank ends, it breaks all barriers, so that no other rank waits forever.
+    """
 
     def __init__(self) -> None:
         self.reason = ""
@@ -401,8 +404,9 @@ class ThreadsWorld(Forwarding):
 def run_threads(num_ranks: int, function: Callable[[ThreadsWorld], T], *, timeout_s: float = 60) -> list[T]:
     """Runs `function(world)` on `num_ranks` threads of this process, one per rank, and returns their results by rank.
 
-    An exception on one rank ends the waits of all others and is raised here; if several ranks failed, the exception of
-    the lowest rank is raised. Raises CommunicationError, with the stacks of the unfinished ranks, after `timeout_s`.
+    An exception on one rank ends the waits of all other ranks, and is raised here. If several ranks failed, the
+    exception of the lowest rank is raised. Raises CommunicationError, with the stacks of the unfinished ranks, after
+    `timeout_s` seconds.
     """
     run = ThreadsRun()
     rendezvous = Rendezvous(run, members=tuple(range(num_ranks)))

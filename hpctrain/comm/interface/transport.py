@@ -2,7 +2,7 @@
 
 The collective operations of a backend block until they are done. A reduction that keeps the network, the node's memory
 and the conversions busy at the same time needs operations that it can start and poll. `Transport` has such operations.
-`PeerMessages` is for messages within a group of ranks, with tags that the caller chooses and receives from any rank.
+`PeerMessages` is for messages within a group of ranks: the caller chooses the tags, and may receive from any rank.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class PeerMessages(Protocol):
     def finished(self, pending: Pending) -> bool:
         """Returns True if the operation is finished. Does not wait, but lets the library make progress.
 
-        Raises CommunicationError if the operation has failed, on every call.
+        Once the operation has failed, every call raises CommunicationError.
         """
 
     def wait(self, pending: Pending, *, what: str) -> None:

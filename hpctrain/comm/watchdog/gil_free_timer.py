@@ -114,7 +114,7 @@ def _describe_blocked(seconds: str, note: str) -> list[str]:
     return [
         f"its Python interpreter has been blocked for {seconds} s by C code that holds the GIL: no stacks. What this "
         f"rank was preparing when it blocked: {note}",
-        "no other rank is needed for that: the transform, the dataset or the filesystem hangs; if it is only slow, "
+        "other ranks are not the cause: the transform, the dataset or the filesystem hangs; if it is only slow, "
         "raise run.timeout_s or limits.input_s, or run the transform in worker processes (data.workers)",
     ]
 

@@ -21,7 +21,7 @@ class Track:
     members: world ranks of the communicator.
     sequence: number of operations that were started so far.
     operation, detail: name and description of the current operation, or else of the last one.
-    signature: text that must be equal on all ranks in the same operation; None if no text is compared.
+    signature: text with the operation's arguments, which must be equal on all ranks; None if it is not compared.
     limited: False while the time limit is suspended.
     since: start of the current operation on the monotonic clock; None if no operation is running.
     ended: end of the last operation, in seconds since 1970; None before the first operation has ended.
@@ -89,7 +89,7 @@ class InputWait:
         self.since = time.monotonic()
 
     advice = (
-        "no other rank is needed for that: the transform, the dataset or the filesystem hangs; if it is only slow, "
+        "other ranks are not the cause: the transform, the dataset or the filesystem hangs; if it is only slow, "
         "raise run.timeout_s or limits.input_s"
     )
 
@@ -150,7 +150,7 @@ class InputWaits:
 
     @property
     def made(self) -> str:
-        """The input that the threads are producing now; "" if none."""
+        """The names of the inputs that threads are producing now; "" if there are none."""
         return "; ".join(self._making.copy().values())
 
     @property
@@ -206,7 +206,7 @@ class ProgressMonitor:
     _usual_gap_s: float = 0.0
 
     def is_usual(self, progress: Iterable[tuple[int, float | None]], *, now_s: float) -> bool:
-        """Returns True if the time since the last progress is usual.
+        """Returns True if the time since the last progress is not longer than usual.
 
         progress: `Track.progress` of all tracks.
         now_s: current monotonic time, not before that of the last call.

@@ -59,7 +59,7 @@ class LimitSettings:
     configured: Mapping[Section, float] = field(default_factory=dict)
 
     def limit_s(self, section: Section | None) -> float:
-        """Returns the limit of `section` that always ends the run, in seconds."""
+        """Returns the limit of `section` in seconds. When it is over, the run always ends."""
         return self.timeout_s if section is None else self.configured.get(section, self.timeout_s)
 
     def longer_by(self, seconds: float) -> LimitSettings:
@@ -68,7 +68,7 @@ class LimitSettings:
         return replace(self, timeout_s=self.timeout_s + seconds, configured=configured)
 
     def derived_s(self, section: Section, *, slowest_s: float) -> float:
-        """Returns the limit in seconds that follows from the slowest measured time of a section in `RULES`."""
+        """Returns the limit in seconds that follows from the slowest measured time of `section`, a key of `RULES`."""
         return max(RULES[section].least_factor * self.least_s, FACTOR * slowest_s)
 
 

@@ -75,7 +75,9 @@ class Imported:
         if folder not in self._known:
             others = (name for name in [*sys.modules] if self._is_other(name, folder))
             other = next(others, None)
-            self._known[folder] = other and f"{other} is another module for this program"
+            self._known[folder] = (
+                other and f"{other} is another module for this program than for the fork server"
+            )
         return self._known[folder]
 
     def _is_other(self, name: str, folder: str | None) -> bool:

@@ -21,7 +21,7 @@ class Program:
     """A Python program: either `script` or `module` is set.
 
     python: absolute path of the interpreter.
-    options: options of Python.
+    options: options of the interpreter.
     script: path of the script, as given.
     module: name of the module after `-m`.
     arguments: arguments of the program.

@@ -1,4 +1,4 @@
-"""Finds the launcher's process on this machine, and the processes between it and this one.
+"""Finds the launcher's process on this machine, and the processes between the launcher and this process.
 
 The processes between them may be wrapper scripts, or the rank itself if the rank has started this process. The launcher
 is the nearest ancestor that is one of the known programs, or that lacks the rank's variables.
@@ -116,7 +116,7 @@ def seconds_since_start(environ: Mapping[str, str], *, proc: Path = Path("/proc"
 
 
 def find_launcher_process(environ: Mapping[str, str]) -> LauncherProcess:
-    """Finds the launcher of the rank that this process is. environ: environment variables of this process."""
+    """Finds the process of the launcher that started this rank. environ: environment variables of this process."""
     row = find_launcher(environ)
     between: list[int] = []
     if row is None:

@@ -114,7 +114,7 @@ def time_of(path: Path, *, since: float = 0.0) -> float | None:
 
 
 def write_position(position: RankPosition, *, local: Path) -> None:
-    """Replaces this rank's file atomically, so that no rank reads a half-written one. Raises OSError."""
+    """Replaces this rank's file atomically, so that no rank reads a half-written file. Raises OSError."""
     path = position_path(local, rank=position.rank)
     replace_file(path, json.dumps(asdict(position)).encode(), partial=path.with_suffix(".partial"))
 
@@ -359,7 +359,7 @@ def reported_path(directory: Path) -> Path:
 
 
 def take_over_path(directory: Path) -> Path:
-    """Returns the path of a file. The rank that creates it reports in place of the announcing rank, which has not."""
+    """Returns the path of the file that a rank creates when it reports because the announcing rank has not reported."""
     return directory / "taken-over"
 
 

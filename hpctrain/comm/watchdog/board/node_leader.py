@@ -117,9 +117,9 @@ class NodeLeader:
         write_node(status, shared=self._shared, rank=self._folders.rank)
 
     def lead(self, *, ends: bool) -> None:
-        """Copies news from the run directory to the node's folder, and writes the node's file if that is due.
+        """Copies new information from the run directory to the node's folder, and writes the node's file if it is due.
 
-        The news are announcements of the end, alarms, and requests for stacks. Raises OSError.
+        Copied are the announcement of the end, alarms, and requests for stacks. Raises OSError.
 
         ends: True if the ranks of this node already know that the run ends.
         """

@@ -100,7 +100,7 @@ class GroupPosition:
     sequence: number of operations that the rank has started on the communicator.
     operation: name of the last operation that was started.
     waiting_s: seconds since that operation started; None if it is complete.
-    signature: text that must be equal on all ranks in the operation; None if no text is compared.
+    signature: text with the operation's arguments, which must be equal on all ranks; None if it is not compared.
     num_ranks: size of the communicator.
     """
 
@@ -517,7 +517,9 @@ class ComparisonSchedule:
         self._after_s = min(_COMPARE_AFTER_S, self.timeout_s / 4)
 
     def due(self, positions: Iterable[RankPosition]) -> dict[str, int]:
-        """Returns the communicators to compare now, each with the number of comparisons that remain afterwards.
+        """Returns the communicators whose ranks' signatures are to be compared now.
+
+        Each is returned with the number of comparisons of the same operation that remain afterwards.
 
         positions: positions of the ranks of one node.
         """
@@ -568,6 +570,8 @@ def find_mismatch(
     The most frequent signature counts as correct. If several are equally frequent, the one of the lowest rank counts as
     correct; this case is reported only if all ranks of the group are in the operation, or the group is in `decided`.
     Otherwise the next rank that starts the operation may decide which signature is the most frequent.
+
+    decided: communicators that will not be compared again for this operation.
     """
     held: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
     members: dict[str, int] = {}
