@@ -358,7 +358,10 @@ class _ReduceScatter(_Allocating):
     ) -> None:
         """Sums `input_tensor`, shape (num_ranks * n,), into `output_tensor`, shape (n,). Collective."""
         if op != dist.ReduceOp.SUM:
-            raise UsageError(f"FSDP2 asks for {op}: gradients of this model are summed, set no divide factor")
+            raise UsageError(
+                f"FSDP2 asks to reduce gradients by {op}, but the gradients of this model must be summed: set no "
+                "gradient divide factor on its modules"
+            )
         if (factor := self._factor()) != 1.0:
             input_tensor.mul_(factor)
         self._unfinished.start(lambda: self._start(input_tensor, out=output_tensor, group=group))

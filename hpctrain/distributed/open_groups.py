@@ -329,11 +329,11 @@ class _SharedStore(Store):
         counts = ", ".join(f"rank {rank}: {count}" for rank, count in made.items())
         return (
             f"waited {self._limit.total_seconds():g} s in torch.distributed's store for {missing}, which no rank has "
-            "set. This happens when a group of another backend, such as gloo, waits until all of its ranks have "
-            "made it. Its name contains how many groups the rank has made before, so all of its ranks must have "
-            f"made equally many. Groups made by the ranks that have waited: {counts}. From PyTorch 2.14 on "
-            "new_group(use_local_synchronization=True) counts on the group's own ranks only: make such groups after "
-            "those of other backends, or without that argument"
+            "set. This happens when a group of another backend, such as gloo, waits until all ranks of the group have "
+            "made it. PyTorch names the group by the number of groups that a rank has made before, so all ranks of the "
+            f"group must have made equally many. Groups made by the ranks that have waited: {counts}. From PyTorch "
+            "2.14 on, a group made with new_group(use_local_synchronization=True) is counted only on its own ranks: "
+            "make such groups after the groups of other backends, or without that argument"
         )
 
     def deleteKey(self, key: str) -> bool:  # noqa: N802

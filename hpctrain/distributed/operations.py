@@ -185,7 +185,7 @@ def elements_of_ranks(tensor: torch.Tensor, rows: Sequence[int], *, num_ranks: i
         rows = [tensor.shape[0] // num_ranks] * num_ranks
     if sum(rows) != tensor.shape[0]:
         raise BufferMismatch(
-            f"all_to_all: the sizes {list(rows)} add up to {sum(rows)}, not to {tensor.shape[0]}"
+            f"all_to_all: the sizes {list(rows)} add up to {sum(rows)}, but the tensor has {tensor.shape[0]} rows"
         )
     per_row = tensor[0].numel() if tensor.shape[0] else 0
     return [count * per_row for count in rows]

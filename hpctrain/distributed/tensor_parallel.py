@@ -329,8 +329,8 @@ def _check_sequence(model: nn.Module, entries: Mapping[str, _Entry], *, tensor: 
         shown = ", ".join(name or "the model itself" for name in absent[:8])
         raise UsageError(
             f"sequence = true: tensor_plan does not name {shown}{', ...' if len(absent) > 8 else ''}. It must name "
-            "each module that has parameters of its own, and each dropout: name each that is not split with "
-            "'sequence', and the last of them with 'sequence-gathered'"
+            "each module that has parameters of its own, and each dropout: give the modules that are not split the "
+            "style 'sequence', and the last of these modules 'sequence-gathered'"
         )
     if not any(isinstance(model.get_submodule(name), nn.Embedding) for name in entries):
         raise UsageError(
@@ -380,7 +380,7 @@ def _resolve(model: nn.Module, plan: TensorPlan, *, sequence: bool) -> dict[str,
             raise UsageError(f"tensor_plan splits {pattern} by {how!r}: choose one of {', '.join(_STYLES)}")
         if parts is not None and parts < 1:
             raise UsageError(
-                f"tensor_plan splits {pattern} into {parts} parts: give their number, such as heads"
+                f"tensor_plan splits {pattern} into {parts} parts: give a number of parts, such as heads, of at least 1"
             )
         matching = [name for name in modules if matches(name, pattern)]
         if not matching:

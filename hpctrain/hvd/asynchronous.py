@@ -434,7 +434,9 @@ def alltoall_async(
     group = group_of(process_set)
     rows, size = _rows_of(tensor, "alltoall"), group.num_ranks
     if splits is None and rows % size:
-        raise HorovodValueError(f"alltoall of {rows} rows to {size} ranks: give splits")
+        raise HorovodValueError(
+            f"alltoall of {rows} rows to {size} ranks: the rows cannot be divided into equal shares, give splits"
+        )
     if splits is not None and torch.as_tensor(splits).dtype.is_floating_point and len(splits):
         raise HorovodValueError(f"alltoall: splits must be integers, not {torch.as_tensor(splits).dtype}")
     sent = [rows // size] * size if splits is None else torch.as_tensor(splits).tolist()

@@ -103,8 +103,8 @@ class Group:
         """
         if named is not None and self._is_in_use(named):
             raise HorovodValueError(
-                f"{named} was started before and has not been waited for: give another name, or call "
-                "hvd.synchronize with the first one's handle"
+                f"{named} was started before and has not been waited for: give another name, or first call "
+                "hvd.synchronize with the handle of the earlier operation"
             )
         # Decided here and not when the operation runs, so that it does not depend on timing.
         before = self._unseen[-1][1] if self._unseen and not self._unseen[-1][1].awaited else None
@@ -207,8 +207,8 @@ class Group:
                 broadcast_json(self.comm, zeros, root=active)
                 if zeros is None:
                     raise HorovodInternalError(
-                        f"{what}: rank {self.comm.members[joined]} has called join, and without it only sums, "
-                        "averages and Adasum of dense tensors are possible",
+                        f"{what}: rank {self.comm.members[joined]} has called join, and until all ranks have, the "
+                        "others can run only sums, averages and Adasum of dense tensors",
                         agreed=True,
                     )
             operation()

@@ -275,8 +275,8 @@ def _checked_names(param_groups: Sequence[dict[str, Any]], named: list[Any] | No
     missing = [place for place, parameter in parameters if id(parameter) not in name_of]
     if missing:
         raise HorovodValueError(
-            f"named_parameters lacks {len(missing)} of the optimizer's parameters; the first is number "
-            f"{missing[0]} (group and place)"
+            f"named_parameters lacks {len(missing)} of the optimizer's parameters: give all of them. The first is "
+            f"{missing[0]} (parameter group and index in it)"
         )
     return [(name_of[id(parameter)], parameter) for _, parameter in parameters]
 

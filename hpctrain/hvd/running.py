@@ -286,9 +286,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         process_set = ProcessSet(process_set)
     ranks = process_set.ranks
     if not ranks or not set(ranks) <= set(global_process_set.ranks):
-        raise HorovodValueError(f"a process set of ranks {ranks}: there are ranks 0 to {size() - 1}")
+        raise HorovodValueError(
+            f"a process set of ranks {ranks}: give one or more of the ranks 0 to {size() - 1}"
+        )
     if any(known.ranks == ranks for known, _ in _state.sets.values()):
-        raise HorovodValueError(f"there is a process set of {describe_ranks(ranks)} already")
+        raise HorovodValueError(f"there is a process set of {describe_ranks(ranks)} already: use that one")
     group_of(global_process_set).run(f"add_process_set {ranks}", lambda: None, behind=False)
     _make_known(process_set)
     return process_set
