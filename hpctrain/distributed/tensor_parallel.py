@@ -76,7 +76,10 @@ class SequenceParts:
         return self._gathered(part).to_local(grad_placements=(Partial(),))
 
     def sharing_gradient(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the result of `as_input` as a DTensor, whose gradient `as_input` sums. Does not communicate."""
+        """Returns `rows`, a result of `as_input`, as a DTensor. Does not communicate.
+
+        Backward of `as_input` sums the gradient of this DTensor over the ranks.
+        """
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         return DTensor.from_local(rows, self._mesh, (Replicate(),), grad_placements=(Partial(),))
@@ -89,7 +92,7 @@ class SequenceParts:
         return self._gathered(part).to_local()
 
     def summed(self, features: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of the sum of all ranks' features. Collective."""
+        """Returns this rank's part, along the sequence, of the sum of all ranks' features. Collective."""
         from torch.distributed.tensor import DTensor, Partial, Shard
 
         whole = DTensor.from_local(features, self._mesh, (Partial(),))

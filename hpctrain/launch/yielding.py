@@ -47,7 +47,7 @@ def with_preload(environ: Mapping[str, str], library: str) -> str:
 
 
 def yields(environ: Mapping[str, str]) -> bool:
-    """Returns True if Open MPI will yield the core while it waits: unless the user has switched that off."""
+    """Returns False if the user has switched off that Open MPI yields the core while it waits, otherwise True."""
     return environ.get(YIELD_VARIABLE, "").strip().lower() not in ("0", "false", "no")
 
 

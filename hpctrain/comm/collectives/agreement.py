@@ -126,9 +126,11 @@ def _to_json(error: HpctrainError) -> dict[str, Any]:
 
 
 def _class_of(entry: dict[str, Any]) -> type[HpctrainError]:
-    """Returns the class in `hpctrain.errors` with the entry's name, or else the class for its exit code.
+    """Returns the class in `hpctrain.errors` that `entry` names, or else the class for the exit code in `entry`.
 
-    So every rank raises the same class, even if it never imported the module that defines the original one.
+    So every rank raises the same class, even if it has not imported the module that defines the original class.
+
+    entry: an error as JSON, from `_to_json`.
     """
     named = getattr(errors, entry["class"], None)
     if isinstance(named, type) and issubclass(named, HpctrainError) and named.exit_code == entry["code"]:

@@ -151,7 +151,7 @@ class MpiRemoteMemory:
 
 
 def _free_bytes() -> int:
-    """Returns the bytes that this node has free for windows."""
+    """Returns the number of bytes of memory that are free on this node for MPI windows."""
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 2**62
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():

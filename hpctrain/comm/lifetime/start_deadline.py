@@ -288,7 +288,12 @@ def _meet(here: NodeAtDeadline, found: Mapping[str, Any]) -> dict[int, NodeAtDea
 def _describe_nodes(
     known: Mapping[int, NodeAtDeadline], here: NodeAtDeadline, found: Mapping[str, Any]
 ) -> list[str]:
-    """Returns lines about the absent ranks of all nodes. known: result of `_meet`."""
+    """Returns lines about the absent ranks of all nodes.
+
+    known: state of each known node, from `_meet`.
+    here: state of this node.
+    found: the decoded argument of this file as a program.
+    """
     if not known:
         return here.lines
     lines = [line for _, node in sorted(known.items()) for line in node.lines]

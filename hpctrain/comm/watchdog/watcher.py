@@ -156,9 +156,10 @@ class Watcher:
         threading.Thread(target=self._watch, name="hpctrain-watcher", daemon=True).start()
 
     def prepare(self, folders: WatchFolders) -> None:
-        """Removes announcements of an earlier attempt (on rank 0) and creates the node's folder (on its lowest rank).
+        """Prepares the folders of the ranks' files. Call it on every rank before any rank calls `publish_in`.
 
-        Call it on every rank before any rank calls `publish_in`. Raises OSError.
+        On rank 0, it removes announcements that an earlier attempt of the run has left, and creates the folders of the
+        nodes' files. On the lowest rank of each node, it creates the folder of the node. Raises OSError.
         """
         if self.rank == 0:
             forget_endings(folders.shared, since=self._since)

@@ -45,7 +45,7 @@ class LauncherVariables:
     """One row of the table: the names of a launcher's variables. Of several names, the first that is set counts.
 
     name: name of the launcher, for messages.
-    present: returns True if an environment was set by this launcher.
+    present: function that returns True if the environment variables that it is given were set by this launcher.
     rank, num_ranks: variables of the rank and of the number of ranks.
     local_rank, local_size: variables of the local rank on the node, and of the number of ranks on the node.
     node_rank: variables of the index of the node.

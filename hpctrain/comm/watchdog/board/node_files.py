@@ -373,7 +373,10 @@ def create_exclusively(path: Path) -> bool:
 
 
 def announce_ending(ending: Ending, *, directory: Path) -> Ending:
-    """Publishes `ending` unless another rank was first, and returns the published announcement. Raises OSError."""
+    """Publishes the announcement `ending`, unless another rank has published one before. Raises OSError.
+
+    Returns the announcement that was published first.
+    """
     if (found := read_ending(directory)) is not None:
         return found  # of N ranks whose limits end at the same time, few make a file
     text = json.dumps(asdict(ending))
@@ -418,7 +421,10 @@ def _announce_without_link(text: str, *, directory: Path) -> Ending | None:
 
 
 def wait_for_ending(directory: Path, *, within_s: float, since: float = 0.0) -> Ending | None:
-    """Waits for an announcement and returns it; None if there is none within `within_s` seconds. See `read_ending`."""
+    """Waits for the announcement that the run ends, and returns it; None if there is none within `within_s` seconds.
+
+    since: as in `read_ending`.
+    """
     until = time.monotonic() + within_s
     while (found := read_ending(directory, since=since)) is None and time.monotonic() < until:
         time.sleep(0.05)
@@ -426,7 +432,10 @@ def wait_for_ending(directory: Path, *, within_s: float, since: float = 0.0) -> 
 
 
 def read_ending(directory: Path, *, since: float = 0.0) -> Ending | None:
-    """Returns the announcement; None if there is none, or it is older than `since` (seconds since 1970)."""
+    """Returns the announcement that the run ends; None if there is none that is as new as `since`.
+
+    since: time in seconds since 1970.
+    """
     try:
         ending = Ending(**json.loads(ending_path(directory).read_text()))
     except (OSError, ValueError, TypeError):
@@ -435,7 +444,12 @@ def read_ending(directory: Path, *, since: float = 0.0) -> Ending | None:
 
 
 def forget_endings(directory: Path, *, since: float) -> None:
-    """Removes announcements made before `since` (seconds since 1970), which would prevent new ones. Raises OSError."""
+    """Removes an announcement of the run's end that was made before `since`, as it would prevent a new announcement.
+
+    Raises OSError.
+
+    since: time in seconds since 1970.
+    """
     if read_ending(directory, since=since) is None:
         for path in (ending_path, reported_path, take_over_path):
             path(directory).unlink(missing_ok=True)
