@@ -154,7 +154,7 @@ def from_exit_code(exit_code: int) -> type[HpctrainError]:
     """Returns the exception class for an exit code, so that one rank's error can be raised on the other ranks.
 
     Args:
-        exit_code: Exit code of an `hpctrain` command, or the code that a rank has sent.
+        exit_code: Exit code of an `hpctrain` command, or the exit code that another rank has sent.
 
     Returns:
         The class with this exit code; `HpctrainError` if no class has it. If several classes have it, the one that

@@ -25,8 +25,8 @@ class Topology:
     emulated: True if the nodes are groups of ranks on one machine (`--ranks-per-node`).
     node_of_rank: index of the node of each world rank, for lookup in constant time; computed if not given.
 
-    Unless `node_of_rank` is given, raises TopologyError if a rank from 0 on does not occur exactly once, or a node has
-    no name.
+    Raises TopologyError unless each rank from 0 to N - 1 is on exactly one node and there is one name per node. These
+    checks are skipped if `node_of_rank` is given.
     """
 
     ranks_by_node: tuple[tuple[int, ...], ...]
@@ -41,10 +41,13 @@ class Topology:
         ranks = np.fromiter(chain.from_iterable(self.ranks_by_node), dtype=np.int64, count=int(sizes.sum()))
         if not len(ranks) or not np.array_equal(np.sort(ranks), np.arange(len(ranks))):
             raise TopologyError(
-                f"ranks on the nodes are {sorted(ranks.tolist())}, not 0 to {len(ranks) - 1} each once"
+                f"the nodes hold the ranks {sorted(ranks.tolist())}, not 0 to {len(ranks) - 1}: put each rank on "
+                "exactly one node"
             )
         if len(self.node_names) != len(self.ranks_by_node):
-            raise TopologyError(f"{len(self.node_names)} node names for {len(self.ranks_by_node)} nodes")
+            raise TopologyError(
+                f"{len(self.node_names)} node names for {len(self.ranks_by_node)} nodes: give one name per node"
+            )
         nodes = np.empty_like(ranks)
         nodes[ranks] = np.repeat(np.arange(len(sizes)), sizes)
         object.__setattr__(self, "node_of_rank", tuple(nodes.tolist()))
@@ -90,8 +93,8 @@ class Topology:
         """Returns the groups of the `node` axis: for each local index, the ranks that have it on their node.
 
         If the nodes have different numbers of ranks, there are as many groups as the smallest node has ranks. Ranks
-        with a larger local index belong to no group; other ranks of their node reduce that node's slices between
-        nodes.
+        with a larger local index belong to no group; in two-level reduction, only the other ranks of their node
+        exchange data with other nodes.
         """
         smallest = min(len(ranks) for ranks in self.ranks_by_node)
         return tuple(tuple(ranks[i] for ranks in self.ranks_by_node) for i in range(smallest))
@@ -136,7 +139,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The groups of ranks along the axes `node` and `local` that `rank` belongs to."""
+    """The two axes `node` and `local`, with the groups to which the rank `rank` belongs."""
 
     topology: Topology
     rank: int
@@ -162,7 +165,8 @@ class ParallelMesh:
     Ranks that differ only in their node and local indices are data parallel: they hold the same part of the model.
 
     ranks: world rank at each index [stage][node][local][tensor]. A tensor group always lies on one node.
-    by_node: True if all ranks with the same index on the `node` axis are on one node, so that `local` groups are too.
+    by_node: True if each entry [stage][node] of `ranks` holds ranks of one node only. False if `plan` could not arrange
+    the ranks so: the `node` axis then has size 1.
     """
 
     ranks: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
@@ -172,10 +176,12 @@ class ParallelMesh:
     def plan(cls, topology: Topology, *, pipeline: int = 1, tensor: int = 1) -> ParallelMesh:
         """Arranges the ranks on the four axes.
 
-        Each tensor group is adjacent ranks of one node, and each pipeline stage is consecutive ranks. If the nodes
-        have different numbers of ranks, or one stage ends and the next begins within a node, the `node` axis has size
-        1 and all data-parallel ranks of a stage are on the `local` axis. Raises TopologyError if the sizes do not
-        divide the ranks.
+        A tensor group consists of adjacent ranks of one node, and a pipeline stage of consecutive ranks. The `node`
+        axis has size 1, with all data-parallel ranks of a stage on the `local` axis, if the nodes have different
+        numbers of ranks, or if the ranks of a stage cannot be divided evenly over whole nodes or equal parts of a node.
+
+        Raises TopologyError if `pipeline` or `tensor` is less than 1, if `tensor` does not divide the number of ranks
+        on each node, or if `pipeline` * `tensor` does not divide the number of all ranks.
         """
         cls.check(topology, pipeline=pipeline, tensor=tensor)
         in_order = np.concatenate([np.array(ranks, dtype=np.int64) for ranks in topology.ranks_by_node])
@@ -225,7 +231,7 @@ class ParallelMesh:
         return found
 
     def data_axis(self, rank: int) -> Axis:
-        """Returns the data-parallel ranks of `rank` (same stage and tensor index) and its index among them.
+        """Returns the axis of the ranks that are data parallel to `rank`: those with its stage and tensor index.
 
         All ranks of one tensor group have the same index on this axis.
         """
@@ -235,13 +241,16 @@ class ParallelMesh:
         return Axis("data", tuple(ranks), node * grid.shape[2] + local)
 
     def pipeline_axis(self, rank: int) -> Axis:
-        """Returns the ranks that hold the stages of the model copy of `rank`, and the index of its stage."""
+        """Returns the axis of the ranks that differ from `rank` only in their stage; `index` is the stage of `rank`.
+
+        These ranks together hold all pipeline stages of one copy of the model, or of one tensor-parallel part of it.
+        """
         grid = np.array(self.ranks)
         stage, node, local, tensor = (int(place[0]) for place in np.nonzero(grid == rank))
         return Axis("pipeline", tuple(grid[:, node, local, tensor].tolist()), stage)
 
     def tensor_axis(self, rank: int) -> Axis:
-        """Returns the ranks of the tensor group of `rank`, and its index in the group."""
+        """Returns the tensor group of `rank` as an axis. Its `index` is the index of `rank` in the group."""
         group = next(group for stage in self.ranks for node in stage for group in node if rank in group)
         return Axis("tensor", group, group.index(rank))
 
@@ -252,7 +261,7 @@ class ParallelMesh:
     def data_grid(self, *, stage: int = 0, tensor: int = 0) -> tuple[tuple[int, ...], ...]:
         """Returns the data-parallel ranks of one stage and tensor index, grouped by node.
 
-        Raises TopologyError unless every node has the same number of them.
+        Raises TopologyError if the ranks could not be arranged by node (`by_node` is False).
         """
         if not self.by_node:
             raise TopologyError(

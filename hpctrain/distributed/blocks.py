@@ -23,8 +23,10 @@ def matches(name: str, pattern: str) -> bool:
 def name_blocks(model: nn.Module, patterns: Sequence[str]) -> None:
     """Makes `repeated_blocks` return the modules with these names, for the model and for its submodules.
 
-    patterns: module names, in which `*` stands for any text without a dot. Raises UsageError if a pattern matches no
-    module, or a module that has no parameters or no forward of its own or that lies within another matched module.
+    patterns: module names, in which `*` stands for any text without a dot.
+
+    Raises UsageError if a pattern matches no module, or if a matched module has no parameters, has no forward of its
+    own, or lies within another matched module.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     found: dict[str, nn.Module] = {}
@@ -49,11 +51,12 @@ def name_blocks(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the model's blocks by name: those of `name_blocks` if it was called. No block lies within another.
+    """Returns the model's blocks by name: the modules given to `name_blocks`, if it was called. Blocks are not nested.
 
-    Otherwise a block is a module with children and parameters whose parent has several modules of its class. Containers
-    (`nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict`) are searched first; one of several `nn.Sequential`s is itself a
-    block if it contains none. The other containers have no forward.
+    Otherwise a block is a module with children and parameters whose parent has several children of the same class.
+    Containers (`nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict`) are searched for blocks first. One of several
+    `nn.Sequential`s is itself a block if it contains no block. `nn.ModuleList` and `nn.ModuleDict` are never blocks,
+    since they have no forward.
     """
     named = {name: module for name, module in model.named_modules() if name and hasattr(module, _NAMED)}
     return named or dict(_blocks_in(model, prefix=""))
@@ -75,9 +78,9 @@ def _blocks_in(module: nn.Module, *, prefix: str) -> list[tuple[str, nn.Module]]
 
 
 def tied_across(model: nn.Module, blocks: dict[str, nn.Module]) -> list[tuple[str, str]]:
-    """Returns the parameters with two names that lie in different blocks, or in a block and outside all blocks.
+    """Returns the parameters that are shared by two blocks, or by a block and a module outside all blocks.
 
-    Each is a pair of the two names.
+    Each is a pair of the two names of the parameter.
     """
     first: dict[int, tuple[str, str]] = {}
     pairs = []

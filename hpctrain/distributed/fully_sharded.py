@@ -1,4 +1,4 @@
-"""Shards parameters with FSDP2, and overlaps its communication with computation on CPUs."""
+"""Shards parameters with FSDP2, and overlaps FSDP2's communication with computation on CPUs."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def free_after_evaluation(model: nn.Module) -> None:
 def kept_whole(model: nn.Module) -> Iterator[None]:
     """Within the `with` block, forwards without gradients gather each parameter once and then keep it whole.
 
-    The parameters must not change within the block; at its end they are sharded again. For a model without sharded
-    parameters it does nothing. Every rank enters it; entering does not communicate.
+    The parameters must not change within the block; at the end of the block they are sharded again. For a model
+    without sharded parameters it does nothing. Every rank must enter the block; entering does not communicate.
     """
     if shard_of(model) != "parameters":
         yield
@@ -75,10 +75,10 @@ def kept_whole(model: nn.Module) -> Iterator[None]:
 
 @final
 class ShardedPasses:
-    """Controls when forward and backward of a model sharded by FSDP2 sum, keep and drop gradients.
+    """Controls when gradients of a model sharded by FSDP2 are summed over the ranks, kept and dropped.
 
-    Every rank must call each method equally often; only `sum_whole_gradients` communicates. plain_factor: the factor of
-    the gradients of a backward outside `weighted`, until `close`.
+    Every rank must call each method the same number of times; only `sum_whole_gradients` communicates. plain_factor:
+    the factor by which the gradients of a backward outside of `weighted` are multiplied, until `close`.
     """
 
     def __init__(self, model: nn.Module, *, plain_factor: float = 1.0) -> None:
@@ -100,9 +100,9 @@ class ShardedPasses:
             self._set_factor(self._plain_factor)
 
     def drop_with(self, owner: nn.Module | torch.optim.Optimizer) -> None:
-        """Makes `owner.zero_grad` drop whole gradients too, until `close`.
+        """Makes `owner.zero_grad` also drop whole gradients, until `close`.
 
-        Otherwise the gradients of `without_sums` would be added to those of a later step.
+        Otherwise gradients that were added up in `without_sums` would be added to the gradients of a later step.
         """
         zero_grad = owner.zero_grad
 
@@ -136,7 +136,10 @@ class ShardedPasses:
 
     @contextmanager
     def without_sums(self) -> Iterator[None]:
-        """Within the `with` block, backward adds up whole gradients on each rank. A backward outside sums them."""
+        """Within the `with` block, backward only adds up whole gradients on each rank.
+
+        The next backward outside of the block sums them over the ranks.
+        """
         before, self._sums = self._sums, False
         self._may_hold_gradients = True
         self._root.set_requires_gradient_sync(False)
@@ -147,7 +150,7 @@ class ShardedPasses:
             self._root.set_requires_gradient_sync(before)
 
     def sum_whole_gradients(self) -> None:
-        """Sums the gradients that no backward has summed since `without_sums`. Collective.
+        """Sums over the ranks the gradients that no backward has summed since `without_sums`. Collective.
 
         The gradients of a backward that has failed are not summed.
         """
@@ -176,7 +179,7 @@ class ShardedPasses:
         self._may_hold_gradients = False
 
     def end_step(self) -> None:
-        """Frees the whole copies of parameters that `step` has updated, and forgets all passes before it."""
+        """Frees the whole copies of parameters that `step` has updated, and the state of all earlier passes."""
         self._reset()
         _reshard(self._modules)
 
@@ -201,9 +204,10 @@ def _reshard(modules: list[Any]) -> None:
 
 
 class StartSum(Protocol):
-    """A function that starts a sum over the ranks and returns its work.
+    """A function that starts a sum over the ranks, and returns the work, on which the caller waits.
 
-    It sums `values`, shape (num_ranks * n,), into this rank's part `out`, shape (n,). group: FSDP2's process group.
+    The function sums `values`, shape (num_ranks * n,), and writes this rank's part of the sum into `out`, shape (n,).
+    group: FSDP2's process group.
     """
 
     def __call__(self, values: torch.Tensor, *, out: torch.Tensor, group: Any) -> dist.Work: ...
@@ -212,15 +216,16 @@ class StartSum(Protocol):
 def overlap_communication(model: nn.Module, blocks: Mapping[str, nn.Module], *, num_axes: int) -> None:
     """Overlaps FSDP2's communication with computation on a CPU. Does not communicate itself.
 
-    Gathers each block's parameters while its neighbour computes, and sums its gradients while backward of the block
-    before it runs. This needs memory for the parameters of one more block, or for its gradients as they are sent.
+    While a block computes, the parameters of the block that is computed next are gathered. In backward, the gradients
+    of a block are summed while backward of the next block runs. This needs memory for the parameters of one more block,
+    or for the gradients of one block as they are sent.
 
     Args:
         model: A model sharded by `fully_shard`.
-        blocks: Its blocks in the order in which forward runs them; a block that runs out of order is gathered when it
-            is needed.
-        num_axes: The axes of the mesh. With two axes (shards within a node) backward still waits for the sums, since
-            the sum between the nodes follows at once.
+        blocks: The blocks of the model in the order in which forward runs them. A block that runs out of order is
+            gathered when it is needed.
+        num_axes: The number of axes of the mesh. With two axes (shards within a node) backward still waits for the
+            sums, since the sum between the nodes follows at once.
     """
     gather = _Gather()
     modules: list[Any] = [model, *blocks.values()]
@@ -260,8 +265,9 @@ def _gather_ahead(modules: Sequence[Any]) -> None:
 def sum_gradients_by(start: StartSum, model: nn.Module) -> None:
     """Makes FSDP2 sum the gradients of `model` with the function `start`. Does not communicate itself.
 
-    The model must be sharded over one axis of ranks. All sums have ended when backward has; at most one runs at a time.
-    Backward waits for a sum that is added to an existing gradient or that a hook of the parameter reads.
+    The model must be sharded over one axis of ranks. At most one sum runs at a time, and all sums have ended when
+    backward ends. Backward waits for a sum at once if the sum is added to an existing gradient, or if a hook of a
+    parameter reads it.
     """
     unfinished = _Unfinished()
     sharded = sharded_modules(model)
@@ -277,7 +283,7 @@ def sum_gradients_by(start: StartSum, model: nn.Module) -> None:
 
 
 def start_group_sum(values: torch.Tensor, *, out: torch.Tensor, group: Any) -> dist.Work:
-    """Starts the sum with the process group itself; a `StartSum`. Collective."""
+    """Starts the sum with an operation of the process group. It is a `StartSum`. Collective."""
     work = dist.reduce_scatter_single(out, values, group=group, op=dist.ReduceOp.SUM, async_op=True)
     assert work is not None
     return work
@@ -290,7 +296,7 @@ class _Allocating:
 
 @final
 class _Gather(_Allocating):
-    """FSDP2's `AllGather`, which it calls to gather the parameters of a group."""
+    """Implements FSDP2's `AllGather`. FSDP2 calls the object to gather the parameters of a group."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
@@ -301,13 +307,13 @@ class _Gather(_Allocating):
 
 @final
 class _Unfinished:
-    """The sum that backward has started and not waited for. A model has at most one."""
+    """The sum that backward has started but not waited for yet. A model has at most one such sum."""
 
     def __init__(self) -> None:
         self._work: dist.Work | None = None
 
     def start(self, begin: Callable[[], dist.Work]) -> None:
-        """Waits for the sum before it, and starts another one, which ends before the running backward does."""
+        """Waits for the previous sum, and starts the next one, which ends before the running backward ends."""
         self.wait()
         self._work = begin()
         try:
@@ -323,10 +329,10 @@ class _Unfinished:
 
 @final
 class _ReduceScatter(_Allocating):
-    """FSDP2's `ReduceScatter`, which it calls with the gradients of a group of parameters.
+    """Implements FSDP2's `ReduceScatter`. FSDP2 calls the object with the gradients of a group of parameters.
 
-    parameters: the sharded parameters of the group. factor: returns the factor of the gradients, which is applied
-    before the sum. FSDP2 would apply it at once after the call, when the sum has not ended yet.
+    parameters: the sharded parameters of the group. factor: function that returns the factor of the gradients, which is
+    applied here before the sum. FSDP2 would apply the factor directly after the call, when the sum has not ended yet.
     """
 
     def __init__(
@@ -352,7 +358,10 @@ class _ReduceScatter(_Allocating):
     ) -> None:
         """Sums `input_tensor`, shape (num_ranks * n,), into `output_tensor`, shape (n,). Collective."""
         if op != dist.ReduceOp.SUM:
-            raise UsageError(f"FSDP2 asks for {op}: gradients of this model are summed, set no divide factor")
+            raise UsageError(
+                f"FSDP2 asks to reduce gradients by {op}, but the gradients of this model must be summed: set no "
+                "gradient divide factor on its modules"
+            )
         if (factor := self._factor()) != 1.0:
             input_tensor.mul_(factor)
         self._unfinished.start(lambda: self._start(input_tensor, out=output_tensor, group=group))
@@ -366,11 +375,11 @@ class _ReduceScatter(_Allocating):
 
 
 def shard_parameters(model: nn.Module, mesh: DeviceMesh, *, offload: bool = False) -> None:
-    """Shards the parameters of each repeated block, and the remaining ones, with FSDP2 over `mesh`. Collective.
+    """Shards the parameters of each repeated block, and the other parameters, with FSDP2 over `mesh`. Collective.
 
-    On a mesh with the axes `node` and `local` they are sharded over `local`, with a replica per node. offload: whether
-    the shards, their gradients and the optimizer state are in page-locked host memory, where the optimizer steps. This
-    was never run: see docs/gpu.md.
+    On a mesh with the axes `node` and `local`, parameters are sharded over `local`, with a replica per node. offload:
+    whether the shards, their gradients and the optimizer state are kept in page-locked host memory, where the optimizer
+    steps. Offloading was never run: see docs/gpu.md.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
@@ -423,7 +432,7 @@ def check_shardable(model: nn.Module) -> None:
 
 
 def _check_dtypes(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Raises UsageError if the gradients of a block, or of what is outside the blocks, differ in dtype."""
+    """Raises UsageError if the trained parameters within a block, or those outside all blocks, differ in dtype."""
     of_block = {id(p): name for name, block in blocks.items() for p in block.parameters()}
     first: dict[str | None, tuple[str, torch.dtype]] = {}
     for name, parameter in model.named_parameters():

@@ -27,10 +27,10 @@ _LOOPBACK = "127.0.0.1"
 
 
 def address_of_rank_0(topology: Topology) -> str:
-    """Returns a name or address of this host, rank 0's, to which the other ranks can connect. Does not communicate.
+    """Returns, on rank 0, a name or address of its host to which the other ranks can connect. Does not communicate.
 
-    On a single node this is the loopback address. If the host's own name does not resolve, as in containers, it is the
-    address of a network interface.
+    On a single node this is the loopback address. If the host's own name does not resolve, as in containers, the
+    address of a network interface is returned. On other ranks the result is not meaningful.
     """
     if topology.num_nodes == 1:
         return _LOOPBACK
@@ -120,8 +120,8 @@ def _register() -> None:
 def _forget_meshes() -> None:
     """Clears what DTensor has cached per mesh.
 
-    Two meshes are equal if their ranks and axes are, whatever their groups. A new mesh would otherwise compute with the
-    groups of an equal mesh that has ended, and whose names other groups may have taken.
+    Two meshes count as equal if their ranks and axes are equal, even if their groups differ. Without this, a new mesh
+    would compute with the groups of an equal mesh that has ended; other groups may have taken their names.
     """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import DTensor, debug
@@ -134,7 +134,7 @@ def _forget_meshes() -> None:
 
 
 class _Open:
-    """What new groups are created from. PyTorch passes no object to the function that creates a group."""
+    """What is needed to create new groups. PyTorch passes no object of ours to the function that creates a group."""
 
     ranks: tuple[World, Topology] | None = None
     close: Callable[[], None] | None = None
@@ -191,9 +191,9 @@ def two_level_sums(
 ) -> TwoLevelSums | None:
     """Returns a function that sums a tensor in place, first within the nodes, then between them. Collective.
 
-    The tensor has shape (n,). Each call opens communicators of its own, which `close` of the result frees. Returns None
-    if there is one node, or one rank per node. flat_sum: the sum used for small tensors. traffic: counts the bytes of
-    the larger ones.
+    The tensor has shape (n,). Each call opens new communicators, which `close` of the result frees. Returns None if
+    there is one node, or one rank per node. flat_sum: the function that sums tensors of less than 64 KiB. traffic: the
+    counter of the bytes that are sent for larger tensors.
     """
     if topology.num_nodes == 1 or topology.num_nodes == topology.num_ranks:
         return None
@@ -261,10 +261,10 @@ def _over_nccl(world: World, topology: Topology, *, device: torch.device, timeou
 
 
 def _store_on_rank_0(world: World, topology: Topology, *, timeout: timedelta) -> Callable[[], Store]:
-    """Returns a function that connects to a store on rank 0. The address is broadcast over MPI. Collective.
+    """Returns a function that connects to a store on rank 0. The store's address is broadcast over MPI. Collective.
 
-    The returned function is not collective. A single rank uses a store in its own memory. timeout: the time limit of
-    the store's operations.
+    The returned function is not collective. A run of one rank uses a store in that rank's memory. timeout: the time
+    limit of the store's operations.
     """
     if world.num_ranks == 1:
         return HashStore
@@ -280,8 +280,9 @@ def _store_on_rank_0(world: World, topology: Topology, *, timeout: timedelta) ->
 class _SharedStore(Store):
     """A store on rank 0, to which this rank connects at the first use.
 
-    Only groups of other backends and the user's program use it. PyTorch calls the methods by these names. limit: the
-    longest time of `wait`, if the caller's own is longer (Gloo's is half an hour); then CommunicationError is raised.
+    Only groups of other backends and the user's program use the store. PyTorch calls the methods by these names. limit:
+    time limit of `wait` if the caller gives a longer one, as Gloo does (half an hour), or none. When this limit is
+    over, `wait` raises CommunicationError.
     """
 
     def __init__(self, connect: Callable[[], Store], *, rank: int, num_ranks: int, limit: timedelta) -> None:
@@ -318,7 +319,7 @@ class _SharedStore(Store):
             raise CommunicationError(self._missing(store, keys)) from error
 
     def _missing(self, store: Store, keys: list[str]) -> str:
-        """Returns the message about `keys` that no rank has set within the limit."""
+        """Returns the message about those of `keys` that no rank has set within the limit."""
         missing = ", ".join(key for key in keys if not store.check([key]))
         made = {
             rank: store.get(_groups_key(rank)).decode()
@@ -328,11 +329,11 @@ class _SharedStore(Store):
         counts = ", ".join(f"rank {rank}: {count}" for rank, count in made.items())
         return (
             f"waited {self._limit.total_seconds():g} s in torch.distributed's store for {missing}, which no rank has "
-            "set. This happens when a group of another backend, such as gloo, waits until all of its ranks have "
-            "made it. Its name contains how many groups the rank has made before, so all of its ranks must have "
-            f"made equally many. Groups made by the ranks that have waited: {counts}. From PyTorch 2.14 on "
-            "new_group(use_local_synchronization=True) counts on the group's own ranks only: make such groups after "
-            "those of other backends, or without that argument"
+            "set. This happens when a group of another backend, such as gloo, waits until all ranks of the group have "
+            "made it. PyTorch names the group by the number of groups that a rank has made before, so all ranks of the "
+            f"group must have made equally many. Groups made by the ranks that have waited: {counts}. From PyTorch "
+            "2.14 on, a group made with new_group(use_local_synchronization=True) is counted only on its own ranks: "
+            "make such groups after the groups of other backends, or without that argument"
         )
 
     def deleteKey(self, key: str) -> bool:  # noqa: N802

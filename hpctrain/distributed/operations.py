@@ -82,7 +82,7 @@ def all_reduce(
     """Reduces `flat`, contiguous, shape (n,), over the ranks in place. Collective.
 
     A mean of a half type is computed in float32 and rounded once. sums: a function that sums over the ranks in place,
-    used instead of `comm.all_reduce`; with it such a mean is also sent as float32.
+    used instead of `comm.all_reduce`. If it is given, a mean of a half type is also sent as float32.
     """
     if op in ("product", "and", "or", "exclusive or"):
         _from_all_parts(comm, flat, op=op)
@@ -110,7 +110,7 @@ def all_reduce(
 def reduce_scatter(comm: Collective, whole: torch.Tensor, *, counts: Sequence[int], op: str) -> torch.Tensor:
     """Returns this rank's part of the reduction of `whole`. Collective.
 
-    The shapes are (counts[rank],) of the part and (sum(counts),) of `whole`.
+    `whole` has the shape (sum(counts),), and the returned part has the shape (counts[rank],).
     """
     if op == "mean" and whole.dtype in _HALF:
         return _mean_of_halves(comm, whole, counts=counts)
@@ -125,9 +125,9 @@ def reduce_scatter(comm: Collective, whole: torch.Tensor, *, counts: Sequence[in
 
 
 def _mean_of_halves(comm: Collective, whole: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-    """Returns this rank's part of the mean of `whole`, a half type. It is summed in float32, in rank order.
+    """Returns this rank's part of the mean of `whole`, which is of a half type. The sum is in float32, in rank order.
 
-    Sends as many bytes as a sum, since the slices are sent unconverted.
+    Sends as many bytes as a sum, since the slices are sent in the half type.
     """
     mine = counts[comm.rank]
     received = exchange(comm, whole, send_counts=counts, receive_counts=[mine] * comm.num_ranks)
@@ -142,7 +142,7 @@ def all_gather(
 ) -> torch.Tensor:
     """Returns the parts of all ranks, each of shape (counts[rank],), as one tensor of shape (sum(counts),). Collective.
 
-    out: the tensor that receives the result; None: a new one. `part` may be this rank's slice of it.
+    out: the tensor that receives the result; None for a new tensor. `part` may be this rank's slice of `out`.
     """
     size = part.element_size()
     if out is not None and _shares_memory(part, out):
@@ -175,17 +175,17 @@ def exchange(
 
 
 def elements_of_ranks(tensor: torch.Tensor, rows: Sequence[int], *, num_ranks: int) -> list[int]:
-    """Returns the number of elements for each rank. Does not communicate.
+    """Returns how many elements of `tensor` belong to each rank. Does not communicate.
 
-    rows: the rows of each rank along dimension 0; empty: equal shares. Raises BufferMismatch if they do not add up to
-    the rows of the tensor.
+    rows: for each rank, the number of rows along dimension 0; empty for equal shares. Raises BufferMismatch if they do
+    not add up to the number of rows of the tensor, or if it cannot be divided into equal shares.
     """
     if not rows:
         check_sizes(tensor.shape[0] % num_ranks, 0, operation="all_to_all", num_ranks=num_ranks)
         rows = [tensor.shape[0] // num_ranks] * num_ranks
     if sum(rows) != tensor.shape[0]:
         raise BufferMismatch(
-            f"all_to_all: the sizes {list(rows)} add up to {sum(rows)}, not to {tensor.shape[0]}"
+            f"all_to_all: the sizes {list(rows)} add up to {sum(rows)}, but the tensor has {tensor.shape[0]} rows"
         )
     per_row = tensor[0].numel() if tensor.shape[0] else 0
     return [count * per_row for count in rows]

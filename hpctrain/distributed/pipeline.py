@@ -44,9 +44,10 @@ def timed(busy: list[tuple[float, float]]) -> Iterator[None]:
 
 
 def timed_stage(*arguments: Any, busy: list[tuple[float, float]], **options: Any) -> Any:
-    """Returns PyTorch's `PipelineStage(*arguments, **options)`, which appends the times when it computes to `busy`.
+    """Returns PyTorch's `PipelineStage(*arguments, **options)`, which also records when it computes.
 
-    The sums of sharded gradients after the last backward of a stage count as computing. Imports torch's pipelining.
+    The stage appends the start and end of each computation to `busy`. The sums of sharded gradients after the last
+    backward of a stage count as computing. Imports torch's pipelining.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -89,8 +90,8 @@ def divide_into_stages(model: nn.Module, layers: Sequence[nn.Module], *, num_sta
     """Divides `model` into stages. `layers` are all its layers, in the order in which they are called.
 
     The blocks, which are the layers of the most frequent class, are divided evenly. Layers before the first block
-    belong to the first stage, other layers to the stage of the block before them. Raises UsageError if the blocks
-    cannot be divided evenly, if a parameter is in no layer or in two stages, and for batch normalisation.
+    belong to the first stage, and other layers to the stage of the block before them. Raises UsageError if the blocks
+    cannot be divided evenly, if a parameter is in no layer or in two stages, or if a layer has batch normalisation.
     """
     if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
         raise UsageError("pipeline_layers returned no list of modules: return the model's layers, in order")
@@ -125,7 +126,10 @@ def check_held_by_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
 
 
 def release_others(model: nn.Module, stages: Stages, *, own: Sequence[int]) -> None:
-    """Removes from `model` the parameters and buffers that lie only in other stages. The others keep their names."""
+    """Removes from `model` the parameters and buffers that lie only in stages other than `own`.
+
+    The remaining parameters and buffers keep their names.
+    """
     kept = {id(tensor) for stage in own for layer in stages.layers[stage] for tensor in _tensors(layer)}
     everything = {id(tensor) for stage in stages.layers for layer in stage for tensor in _tensors(layer)}
     for module in model.modules():
@@ -193,9 +197,10 @@ class Pipeline:
     Args:
         stages: The stages of the whole model.
         state: The `state_dict` of the whole model on the meta device.
-        pipelines: For each pipeline, its world ranks by stage.
+        pipelines: For each pipeline, its world ranks in the order of their stages.
         group: The process group of this rank's pipeline, in the same order.
-        replicas: The ranks with the same stages, which compute other samples or hold other parts of the tensors.
+        replicas: The communicator of the ranks with the same stages. They compute other samples, or hold other parts of
+            the tensors.
 
     Attributes:
         bubbles: The start and end, by `time.perf_counter`, of each interval of the last `forward_backward` in which
@@ -352,9 +357,9 @@ class Pipeline:
     def _kinds_for(self, inputs: torch.Tensor, *, parts: int) -> list[_Kind]:
         """Returns shape and dtype of each stage's input, and of the last output, for one of `parts` parts of `inputs`.
 
-        All ranks of a pipeline have the same inputs, so each knows whether their shape is new. Other pipelines may have
-        other inputs; if there are any, the ranks with the same stages agree in 4 bytes. A new shape is collective over
-        the world.
+        All ranks of a pipeline have inputs of the same shape, so each rank knows whether the shape is new. Other
+        pipelines may have inputs of other shapes. If there are other pipelines, the ranks with the same stages vote
+        whether the shape is new, with 4 bytes from each rank. For a new shape the call is collective over the world.
         """
         given = (len(inputs) // parts, *inputs.shape[1:]), inputs.dtype
         key = given, self._model.training  # layers may compute less in one of the modes
@@ -368,9 +373,9 @@ class Pipeline:
     def _find_kinds(self, given: _Kind) -> list[_Kind]:
         """Finds what each stage receives, with a forward through one stage after another. Collective over the world.
 
-        given: shape and dtype of the input of the first stage of this rank's pipeline. All ranks of a stage compute it,
-        since forward is collective with sharded parameters and split layers. Raises UsageError on every rank if a stage
-        fails.
+        given: shape and dtype of the input of the first stage of this rank's pipeline. All ranks of a stage compute the
+        stage, since forward is collective with sharded parameters and split layers. Raises UsageError on every rank if
+        a stage fails.
         """
         kinds = [given]
         for number in range(self.num_stages):
@@ -394,7 +399,10 @@ class Pipeline:
                         module.reshard()
 
     def _try(self, number: int, given: _Kind) -> list[Any]:
-        """Runs one of this rank's stages on zeros. Returns shape and dtype of its output as JSON. Raises UsageError."""
+        """Runs one of this rank's stages on zeros. Returns shape and dtype of the output as JSON values.
+
+        Raises UsageError if the stage fails, or does not return one tensor with the samples along dimension 0.
+        """
         shape, dtype = given
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):

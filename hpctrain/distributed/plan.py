@@ -35,8 +35,9 @@ class ParallelPlan:
         blocks: Names of the modules that are sharded and recomputed one at a time, such as `encoder.layers.*`; `*`
             stands for any text without a dot. Empty: the repeated blocks that are found in the model.
         tensor: The number of ranks of a node that share each layer and compute the same samples (tensor parallelism).
-        tensor_plan: How each module is split over these ranks, by its name; see `TensorParallelTask.tensor_plan`.
-        sequence: Whether each of these ranks computes only a part of the sequence between split layers.
+        tensor_plan: How each module is split over the tensor-parallel ranks, by the name of the module; see
+            `TensorParallelTask.tensor_plan`.
+        sequence: Whether each tensor-parallel rank computes only a part of the sequence between split layers.
         offload: Whether a GPU's shards of parameters, gradients and optimizer state are kept in host memory. For
             sharded parameters only.
         pipeline: The number of ranks that hold the stages of one copy of the model; 1: no pipeline.
@@ -120,8 +121,8 @@ class ParallelPlan:
         if self.shard == "gradients":
             raise UsageError(
                 f"pipeline = {self.pipeline} with shard = 'gradients' would save no memory over 'optimizer': a stage "
-                "adds up whole gradients until its last micro-batch, after which both keep a rank's share only. Use "
-                "'optimizer'"
+                "adds up whole gradients until its last micro-batch, and then each rank keeps only its share with both "
+                "settings. Use 'optimizer'"
             )
         if self.activation_checkpointing == "selective" and self.schedule == "zero-bubble":
             raise UsageError(

@@ -1,7 +1,8 @@
 """A process group of torch.distributed over one of hpctrain's communicators, for tensors in host memory.
 
 PyTorch calls the methods under the names of `torch.distributed.ProcessGroup`; the aliases are the names of other
-PyTorch releases. Each operation returns a work. Without `opts.asyncOp` it has ended when the method returns.
+PyTorch releases. Each method returns a work, the handle of its operation. Without `opts.asyncOp` the operation has
+ended when the method returns.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class CommunicatorGroup(dist.ProcessGroup):
     """A process group of the backend `hpctrain`, which `init_process_group` registers.
 
     Args:
-        comm: The communicator of the group's ranks. Only this object uses it, and closes it.
-        messages: The messages between the ranks, with the same ownership; None for one rank.
+        comm: The communicator of the group's ranks. Only this object uses it, and this object closes it.
+        messages: The messages between the ranks, which only this object uses and closes; None for a group of one rank.
         sums: A function that sums a tensor of shape (n,) over the ranks in place, used instead of `comm.all_reduce`,
             for example in two levels.
-        timeout_s: The time limit of a barrier, after which it raises CommunicationError; None: only the session's limit
-            applies.
+        timeout_s: The time limit of a barrier in seconds, after which the barrier raises CommunicationError. None if
+            only the time limit of the session applies.
     """
 
     def __init__(
@@ -375,7 +376,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _give_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copies `flat` into `tensor`, unless it is a view of it."""
+    """Copies `flat` into `tensor`, unless `flat` is a view of `tensor`."""
     if flat.data_ptr() != tensor.data_ptr():
         _fill(tensor, flat)
 

@@ -87,7 +87,10 @@ def device_of(model: torch.nn.Module) -> torch.device:
 
 
 def box_of(tensor: Any) -> Box:
-    """Returns the box of the whole tensor that this rank holds of a DTensor. It may be empty for a small tensor."""
+    """Returns the box of a DTensor, as (offset, shape) in the whole tensor, that this rank holds.
+
+    The box may be empty if the tensor is small.
+    """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -109,7 +112,7 @@ def is_first_replica(tensor: Any) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _is_first_along_others(mesh: DeviceMesh) -> bool:
-    """Returns True on the first rank along the axes of the whole mesh that `mesh` lacks.
+    """Returns True if this rank has index 0 on all axes of the whole mesh that `mesh` lacks, except the pipeline axis.
 
     A DTensor on some axes of a larger mesh has equal replicas along the other axes.
     """
@@ -136,8 +139,8 @@ def _root_of(mesh: DeviceMesh) -> DeviceMesh:
 def _has_part(whole: DeviceMesh, mesh: DeviceMesh) -> bool:
     """Returns True if `mesh` is the slice of `whole` through this rank along some axes.
 
-    The root of `mesh` cannot tell. PyTorch replaces a mesh with the first equal mesh that DTensor operations have used,
-    so that a DTensor of the second model that a process splits may have a mesh of the first model.
+    The root mesh of `mesh` does not tell this. PyTorch replaces a mesh with the first equal mesh that DTensor
+    operations have used, so that a DTensor of the second model that a process splits may have a mesh of the first.
     """
     names, own = whole.mesh_dim_names or (), mesh.mesh_dim_names or ()
     coordinate = whole.get_coordinate()
@@ -179,11 +182,11 @@ _HELD = "_hpctrain_elements"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ElementShard:
-    """This rank's elements of a parameter, from `begin` to before `end` in memory order. The range may be empty.
+    """This rank's elements of a parameter: from `begin` to before `end` in memory order. The range may be empty.
 
     Attributes:
         shape: The shape of the parameter.
-        dims: Its dimensions, outermost in memory first.
+        dims: The dimensions of the parameter, outermost in memory first.
         part: The optimizer's parameter, which shares these elements with the model's parameter. Its shape is (end -
             begin,), or () if the parameter has no dimensions.
     """
@@ -200,8 +203,9 @@ class ElementShard:
         return tuple(self.shape[dim] for dim in self.dims)
 
     def box_to_read(self) -> Box:
-        """Returns the smallest box (offset, shape) of whole rows that contains the elements; `cut` extracts them from
-        it.
+        """Returns the smallest box (offset, shape) of whole rows of the parameter that contains the elements.
+
+        `cut` extracts the elements from the content of this box.
         """
         if not self.shape or (self.dims[0] != 0 and self.end > self.begin):
             return (0,) * len(self.shape), self.shape
@@ -231,7 +235,10 @@ class ElementShard:
 
 
 def hold_elements(parameter: torch.nn.Parameter, *, begin: int, end: int) -> ElementShard:
-    """Creates this rank's part of `parameter` and stores it there. The memory of the parameter must have no gaps."""
+    """Creates this rank's part of `parameter`, and stores it as an attribute of `parameter`.
+
+    The memory of the parameter must have no gaps.
+    """
     flat = flat_view(parameter)[begin:end]
     part = torch.nn.Parameter(flat if parameter.dim() or begin == end else flat.view(()))
     shard = ElementShard(tuple(parameter.shape), tuple(memory_order(parameter)), begin, end, part)
@@ -240,7 +247,7 @@ def hold_elements(parameter: torch.nn.Parameter, *, begin: int, end: int) -> Ele
 
 
 def element_shard(parameter: torch.Tensor) -> ElementShard | None:
-    """Returns the elements of which this rank holds the optimizer's state; None if the parameter is not divided."""
+    """Returns the elements of `parameter` whose optimizer state this rank holds; None if it was not divided."""
     return getattr(parameter, _HELD, None)
 
 

@@ -188,8 +188,9 @@ class _Placement:
 
 
 def _place(plan: ParallelPlan, topology: Topology) -> _Placement | None:
-    """Returns the place of each rank in the mesh, or None if nothing is split. Raises TopologyError if the ranks do not
-    fit.
+    """Returns the place of each rank in the mesh, or None if nothing is split.
+
+    Raises TopologyError if the ranks do not match the plan.
     """
     if plan.shard != "parameters" and plan.tensor == 1:
         return None
@@ -215,8 +216,9 @@ def end_process_group() -> None:
 
 
 def broadcast_model(world: World, model: nn.Module) -> None:
-    """Copies rank 0's parameters and buffers to all ranks. Collective. Raises UsageError if the parameters are
-    DTensors.
+    """Copies rank 0's parameters and buffers to all ranks. Collective.
+
+    Raises UsageError if a parameter is a DTensor.
     """
     if any(map(is_sharded_tensor, model.parameters())):
         raise UsageError(
@@ -227,10 +229,11 @@ def broadcast_model(world: World, model: nn.Module) -> None:
 
 
 def checkpoint_activations(model: nn.Module, kind: Recomputation = "blocks") -> int:
-    """Makes each repeated block keep only its inputs in forward; backward runs its forward again. Does not communicate.
+    """Makes each repeated block keep only its inputs in forward; backward runs the block's forward again.
 
     With `kind = "selective"` a block also keeps the results of matrix products, convolutions and attention, and
-    backward recomputes the rest. Names of parameters do not change. Both runs draw the same random numbers (dropout).
+    backward recomputes the rest. Names of parameters do not change. Both runs of forward draw the same random numbers
+    (dropout). Does not communicate.
 
     Returns the number of blocks. Raises UsageError if the model has no repeated blocks or a block contains batch
     normalisation, whose running statistics would be updated twice per step; with "selective" also for in-place modules.

@@ -45,11 +45,11 @@ def put_in_pipeline(
     """Splits `model` into pipeline stages as `plan` says, and leaves this rank its stages. Collective.
 
     The model is changed in place. Rank 0's parameters and buffers are copied to all ranks first. The ranks of a stage
-    then split its layers, if `plan.tensor` is above 1, and shard its parameters, if the plan says so.
-    `pipeline_of(model)` computes afterwards.
+    then split the layers of the stage, if `plan.tensor` is above 1, and shard its parameters, if the plan says so.
+    Afterwards `pipeline_of(model)` returns the `Pipeline` that computes.
 
     Args:
-        layers: A function that returns the model's modules that are called one after another.
+        layers: A function that returns the modules of the model, in the order in which forward calls them.
         timeout_s: The time limit of NCCL's operations in seconds.
 
     Returns:
@@ -112,7 +112,7 @@ class _StageRanks:
     """The world ranks of a pipeline mesh.
 
     Attributes:
-        pipelines: For each pipeline, its ranks by stage.
+        pipelines: For each pipeline, its ranks in the order of their stages.
         stages: For each stage, its ranks, ascending.
         grid: The ranks on the axes pipeline, `data_axes` and tensor. The ranks of one group along `data_axes` or tensor
             ascend, as PyTorch requires.
@@ -158,8 +158,8 @@ class _StageRanks:
 def _shard_stage(stage: nn.Module, *, mesh: DeviceMesh) -> None:
     """Shards the parameters of a stage with FSDP2 over `mesh`, each of its blocks separately. Collective.
 
-    The parameters are gathered once per step and kept until the last micro-batch. Whole gradients are added up until
-    then, and reduced once.
+    The parameters are gathered once per step and kept whole until the last micro-batch. Until then whole gradients are
+    added up on each rank; they are reduced over the ranks once per step.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 

@@ -2,8 +2,8 @@
 
 A `column` layer computes a part of its outputs on each rank; a `row` layer takes such a part as its input, and its
 outputs are summed over the ranks (Shoeybi et al. 2019, arXiv:1909.08053). Layers that the plan does not name are held
-whole and computed alike by every rank of the group. With sequence parallelism each rank computes its part of the
-sequence in them.
+whole, and every rank of the group computes the same in them. With sequence parallelism each rank computes in these
+layers only its part of the sequence.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SequenceParts:
         self._num_parts, self._index = mesh.size(), mesh.get_local_rank()
 
     def check(self, indices: torch.Tensor) -> torch.Tensor:
-        """Returns the indices, shape (..., sequence).
+        """Returns `indices`, shape (..., sequence), unchanged.
 
         Raises UsageError if the sequence cannot be divided into equal parts.
         """
@@ -59,20 +59,27 @@ class SequenceParts:
         return indices
 
     def part(self, indices: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of the indices, shape (..., sequence). Raises UsageError. Does not communicate."""
+        """Returns this rank's part of `indices`, shape (..., sequence). Raises the error of `check`.
+
+        Does not communicate.
+        """
         return self.check(indices).chunk(self._num_parts, dim=-1)[self._index].contiguous()
 
     def as_input(self, part: torch.Tensor) -> torch.Tensor:
         """Returns the whole sequence of features, for a layer of which this rank computes some outputs. Collective.
 
-        The gradient on each rank covers its own outputs only; backward sums the gradients and splits the sum again.
+        The gradient on each rank covers only the outputs of that rank. Backward sums the gradients over the ranks, and
+        splits the sum along the sequence again.
         """
         from torch.distributed.tensor import Partial
 
         return self._gathered(part).to_local(grad_placements=(Partial(),))
 
     def sharing_gradient(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the result of `as_input` as a DTensor, whose gradient `as_input` sums. Does not communicate."""
+        """Returns `rows`, a result of `as_input`, as a DTensor. Does not communicate.
+
+        Backward of `as_input` sums the gradient of this DTensor over the ranks.
+        """
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         return DTensor.from_local(rows, self._mesh, (Replicate(),), grad_placements=(Partial(),))
@@ -85,14 +92,14 @@ class SequenceParts:
         return self._gathered(part).to_local()
 
     def summed(self, features: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of the sum of all ranks' features. Collective."""
+        """Returns this rank's part, along the sequence, of the sum of all ranks' features. Collective."""
         from torch.distributed.tensor import DTensor, Partial, Shard
 
         whole = DTensor.from_local(features, self._mesh, (Partial(),))
         return whole.redistribute(placements=(Shard(features.dim() - 2),)).to_local()
 
     def drop_as_whole(self, module: nn.Dropout) -> None:
-        """Makes a dropout module draw random numbers for the whole sequence and use those of this rank's part.
+        """Makes a dropout module draw random numbers for the whole sequence, and use only those of this rank's part.
 
         All ranks of the group draw the same numbers, so that their generators stay equal and the result equals that of
         one rank.
@@ -135,8 +142,8 @@ _SPLIT = "_hpctrain_tensor_split"
 class TensorSplit:
     """How `parallelize` has split a model with tensor > 1.
 
-    mesh: the mesh of all ranks; its last axis is `tensor`, the axes before it are data parallel. by_fsdp: whether FSDP2
-    has sharded the parameters and so sums gradients over the data-parallel ranks. Otherwise the updater sums them.
+    mesh: the mesh of all ranks. Its last axis is `tensor`; the axes before it are data parallel. by_fsdp: whether FSDP2
+    has sharded the parameters. If so, FSDP2 sums gradients over the data-parallel ranks; otherwise the updater does.
     """
 
     mesh: DeviceMesh
@@ -152,7 +159,7 @@ class TensorSplit:
 
     @property
     def is_first(self) -> bool:
-        """True on the one rank that counts and saves what all ranks hold alike."""
+        """True on the one rank that counts and saves the data of which all ranks hold equal copies."""
         return not any(self.mesh.get_coordinate() or ())
 
     def data_group(self) -> Any:
@@ -310,9 +317,10 @@ def _check_on_parts(module: nn.Module, entry: _Entry, *, name: str) -> None:
 
 
 def _check_sequence(model: nn.Module, entries: Mapping[str, _Entry], *, tensor: int) -> None:
-    """Raises UsageError if `entries` do not name every module they must, or a sequence has no equal parts.
+    """Raises UsageError if `entries` lack a module that they must name, or if a sequence cannot be divided evenly.
 
-    For a module without an entry it is unknown whether its gradients are those of a part of the sequence.
+    Each module with parameters and each dropout must be named. For a module without an entry it would be unknown
+    whether its gradients are those of the whole sequence or of a part.
     """
     absent = [
         name
@@ -324,8 +332,8 @@ def _check_sequence(model: nn.Module, entries: Mapping[str, _Entry], *, tensor: 
         shown = ", ".join(name or "the model itself" for name in absent[:8])
         raise UsageError(
             f"sequence = true: tensor_plan does not name {shown}{', ...' if len(absent) > 8 else ''}. It must name "
-            "each module that has parameters of its own, and each dropout: name each that is not split with "
-            "'sequence', and the last of them with 'sequence-gathered'"
+            "each module that has parameters of its own, and each dropout: give the modules that are not split the "
+            "style 'sequence', and the last of these modules 'sequence-gathered'"
         )
     if not any(isinstance(model.get_submodule(name), nn.Embedding) for name in entries):
         raise UsageError(
@@ -352,8 +360,9 @@ def tensor_styles(model: nn.Module, plan: TensorPlan) -> dict[str, str]:
 class _Entry:
     """How one module is split.
 
-    parts: the number of parts that are not cut, such as heads, or the length of the sequence; None: each feature is a
-    part, or the length is unknown. pattern: the pattern of the plan that matched the module.
+    parts: for a split layer, the number of parts that must not be cut, such as heads; None if the layer may be cut
+    between any features. For a module that is computed on parts of the sequence, the length of the sequence; None if it
+    is unknown. pattern: the pattern of the plan that matched the module.
     """
 
     how: str
@@ -374,7 +383,7 @@ def _resolve(model: nn.Module, plan: TensorPlan, *, sequence: bool) -> dict[str,
             raise UsageError(f"tensor_plan splits {pattern} by {how!r}: choose one of {', '.join(_STYLES)}")
         if parts is not None and parts < 1:
             raise UsageError(
-                f"tensor_plan splits {pattern} into {parts} parts: give their number, such as heads"
+                f"tensor_plan splits {pattern} into {parts} parts: give a number of parts, such as heads, of at least 1"
             )
         matching = [name for name in modules if matches(name, pattern)]
         if not matching:
@@ -390,7 +399,7 @@ def _resolve(model: nn.Module, plan: TensorPlan, *, sequence: bool) -> dict[str,
 
 
 def _shared_parameters(model: nn.Module) -> dict[str, str]:
-    """Returns the names of parameters that have several names, each with another name of the same parameter."""
+    """Returns a map from each name of a parameter with several names to another name of the same parameter."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -398,7 +407,7 @@ def _shared_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def _dimension(module: nn.Module, how: str) -> str | None:
-    """Returns the attribute that holds the size of the split dimension; None if the module cannot be split so."""
+    """Returns the name of the attribute with the size of the split dimension; None if the module cannot be split so."""
     return next(
         (name for (kind, style), name in _DIMENSIONS.items() if style == how and isinstance(module, kind)),
         None,
@@ -425,7 +434,7 @@ def _style_of(module: nn.Module, how: str, *, sequence: bool) -> Any:
 
 
 def replicated_over_tensor_ranks(tensor: torch.Tensor) -> bool:
-    """Returns True if every rank of a tensor group holds the same data of a parameter."""
+    """Returns True if every rank of a tensor group holds the same data of the parameter `tensor`."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None or "tensor" not in (mesh.mesh_dim_names or ()):
         return True

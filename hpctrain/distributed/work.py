@@ -1,4 +1,4 @@
-"""The works that process group operations return, and the thread that runs operations while the caller continues."""
+"""The works (handles) that process group operations return, and the threads that run operations in the background."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def finished_work(outputs: Sequence[torch.Tensor]) -> CollectiveWork:
 
 
 class CollectiveWork(dist._Work):  # type: ignore[misc,name-defined]
-    """A collective operation, running or ended. `wait` raises its error.
+    """A collective operation, running or ended. `wait` raises the error of the operation.
 
     thread: the thread that runs the operation; None if it has ended. awaited: whether the caller has seen that the
     operation has ended, by `wait` or `is_completed`.
@@ -49,7 +49,7 @@ class CollectiveWork(dist._Work):  # type: ignore[misc,name-defined]
     def wait(self, timeout: Any = None) -> bool:
         """Waits until the operation has ended, and returns True.
 
-        `timeout` is ignored; the run's own limit ends all ranks.
+        `timeout` is ignored. If the operation takes too long, the time limit of the run ends all ranks.
         """
         self.awaited = True
         if self._thread is not None:
@@ -95,7 +95,7 @@ class CollectiveWork(dist._Work):  # type: ignore[misc,name-defined]
 
 
 class _OperationFuture(torch.futures.Future[list[torch.Tensor]]):
-    """The future of an operation, whose `wait` runs the operation if it has to."""
+    """The future of an operation. Its `wait` runs the operation if a callback on the group's thread calls it."""
 
     work: CollectiveWork
 
@@ -105,7 +105,7 @@ class _OperationFuture(torch.futures.Future[list[torch.Tensor]]):
 
 
 class MessageWork(dist._Work):  # type: ignore[misc,name-defined]
-    """A message that is being sent or received. `received` is called once it has arrived."""
+    """A message that is being sent or received. `received` is called once the message has arrived."""
 
     def __init__(
         self, messages: PeerMessages, pending: Any, *, what: str, received: Callable[[], None] | None = None
@@ -119,7 +119,10 @@ class MessageWork(dist._Work):  # type: ignore[misc,name-defined]
         self._finishing = threading.Lock()
 
     def wait(self, timeout: Any = None) -> bool:
-        """Waits until the message has arrived, or its buffer may be reused, and returns True. `timeout` is ignored."""
+        """Waits until the message has arrived or, for a sent message, its buffer may be reused. Returns True.
+
+        `timeout` is ignored.
+        """
         with self._finishing:
             self._messages.wait(self._pending, what=self._what)
             self._deliver()
@@ -133,7 +136,10 @@ class MessageWork(dist._Work):  # type: ignore[misc,name-defined]
             return self._look()
 
     def advance(self) -> bool:
-        """Lets the message make progress, unless another thread does. Returns True if it has arrived or failed."""
+        """Lets the message make progress, unless another thread is doing so.
+
+        Returns True if the message has arrived or failed.
+        """
         if not self._finishing.acquire(blocking=False):
             return False
         try:
@@ -171,9 +177,9 @@ class MessageWork(dist._Work):  # type: ignore[misc,name-defined]
 class MessageThread:
     """A thread that lets the messages of a group make progress while the program computes.
 
-    MPI moves messages only during its own calls. Without the thread, a large message would wait until both ranks call
-    MPI, and a small one might keep its sender waiting for the receiver's next call. It keeps each message's memory
-    until the message has arrived.
+    MPI moves messages only while MPI functions run. Without the thread, a large message would wait until both ranks
+    call MPI, and a small one might keep its sender waiting for the receiver's next call of MPI. The thread keeps the
+    memory of each message until the message has arrived.
     """
 
     def __init__(self, name: str) -> None:
@@ -226,8 +232,9 @@ class MessageThread:
 class OperationThread:
     """Runs the operations of one group in the order of the calls.
 
-    A caller that waits anyway runs its operation itself, once the operations before it have ended. After an error that
-    only some ranks raise, all later operations fail with it, since the ranks no longer agree on the next operation.
+    If a caller waits for its operation, and no earlier operation is pending, the operation runs in the caller's thread.
+    After an error that only some ranks raise, all later operations fail with the same error, since the ranks no longer
+    agree on the next operation.
 
     Callbacks of an operation's future (`get_future().then`) also run on the thread, before the next operation, and
     operations that they start run at once. All ranks therefore run the same operations in the same order, whatever
@@ -273,8 +280,9 @@ class OperationThread:
         return CollectiveWork(task, outputs, thread=self)
 
     def advance_to(self, task: concurrent.futures.Future[None]) -> None:
-        """If a callback calls it, runs the operations up to that of `task`, which would otherwise wait for the
-        callback.
+        """If a callback on this thread calls it, runs the pending operations up to the one of `task`.
+
+        That operation would otherwise not start before the callback ends.
         """
         while threading.get_ident() == self._thread and not task.done():
             self._run_next()
@@ -331,11 +339,12 @@ _SLEEP_S = 1e-3
 def barrier_with_timeout(
     messages: PeerMessages, *, rank: int, num_ranks: int, tag: int, timeout_s: float
 ) -> None:
-    """Waits until all ranks of the group have called it. Collective.
+    """Waits until all ranks of the group have called this function. Collective.
 
-    tag: the tag of its messages, used for nothing else. Raises CommunicationError after `timeout_s`. The ranks may then
-    be at different operations, so that the group can no longer be used. MPI's own barrier cannot be interrupted; this
-    is the dissemination barrier (Hensgen, Finkel and Manber 1988) with log2(num_ranks) rounds of empty messages.
+    tag: the tag of the barrier's messages, used for nothing else. Raises CommunicationError after `timeout_s` seconds.
+    The ranks may then be at different operations, so that the group can no longer be used. MPI's own barrier cannot be
+    interrupted; this is the dissemination barrier (Hensgen, Finkel and Manber 1988). It has log2(num_ranks) rounds,
+    rounded up, of empty messages.
     """
     until = time.monotonic() + timeout_s
     distance = 1

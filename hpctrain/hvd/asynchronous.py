@@ -1,8 +1,8 @@
 """Horovod's operations that return a handle. All are collective over the process set.
 
-Tensors may have any memory layout. Operations that do not reduce accept any dtype. Tensors on a GPU are copied to host
-memory and back. All ranks of a process set must call its operations in the same order; the name of an operation is
-compared between the ranks.
+Tensors may have any memory layout. Operations that only move data accept any dtype. Tensors on a GPU are copied to host
+memory and back. All ranks of a process set must call the operations over that set in the same order; the names of the
+operations are compared between the ranks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _SHAPES_SHOWN = 4
 def join(device: int = -1) -> int:
     """Declares that this rank has no more data, and waits until all ranks have declared it. Collective over all ranks.
 
-    Until then, this rank contributes zeros to the all-reduces of the other ranks. Averages are still divided by the
-    number of all ranks. The other ranks may call all-reduces of dense tensors (sum, average, Adasum) over all ranks, as
-    DistributedOptimizer does.
+    While it waits, this rank contributes zeros to the all-reduces of the other ranks. Averages are still divided by the
+    number of all ranks. The other ranks may call only all-reduces of dense tensors (sum, average, Adasum) over all
+    ranks, as DistributedOptimizer does.
 
     Args:
         device: Not used.
@@ -42,7 +42,7 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until all ranks of the process set have called it."""
+    """Waits until all ranks of the process set have called this function."""
     group_of(process_set).run("barrier", lambda: None, behind=False)
 
 
@@ -146,7 +146,10 @@ def start_all_reduce(
     postscale: float = 1.0,
     behind: bool = True,
 ) -> CollectiveWork:
-    """Starts an all-reduce of dense tensors in place. Tensors of the same dtype and device are sent as one buffer."""
+    """Starts an all-reduce of dense tensors, in place. Tensors of the same dtype and device are sent as one buffer.
+
+    behind: whether the caller continues at once; otherwise the operation has ended when the function returns.
+    """
     _check_dense(tensors, titled("allreduce", name))
     alike: dict[tuple[str, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -168,7 +171,7 @@ def start_all_reduce(
 
 
 def described(op: HorovodOp, prescale: float, postscale: float) -> str:
-    """Returns an operation and its factors as text, for the comparison between the ranks."""
+    """Returns a reduction operation and its factors as text, which is compared between the ranks."""
     factors = "" if prescale == postscale == 1.0 else f", factors {prescale:g} before and {postscale:g} after"
     return f"{op}{factors}"
 
@@ -184,7 +187,7 @@ def reduce_scaled(
 ) -> None:
     """Multiplies `flat` by `prescale`, reduces it over the ranks and multiplies it by `postscale`, in place.
 
-    Runs only inside an operation of `group.run`. sizes: the number of elements of each tensor in `flat`.
+    Call it only inside an operation of `group.run`. sizes: the number of elements of each tensor in `flat`.
     """
     scale(flat, prescale)
     group.reduce(flat, op=op, sizes=sizes)
@@ -223,7 +226,7 @@ def sparse_allreduce_async(
 
 
 def sparse_sum(group: Group, tensor: torch.Tensor, *, op: HorovodOp) -> torch.Tensor:
-    """Returns the sum or average of a sparse tensor over the ranks. Runs only inside an operation of `group.run`."""
+    """Returns the sum or average of a sparse tensor over the ranks. Call it only inside an operation of `group.run`."""
     return distributed.all_reduce_sparse(group.comm, tensor, op="mean" if op is Average else "sum")
 
 
@@ -237,7 +240,7 @@ def reducescatter_async(
 ) -> Handle:
     """Starts a reduction of which each rank gets a part of the rows. Collective over the process set.
 
-    The rows (dimension 0) are divided evenly; if they do not divide, the first ranks get one row more.
+    The rows (dimension 0) are divided evenly among the ranks. A remainder is given to the first ranks, one row each.
 
     Args:
         tensor: A tensor with at least one dimension, of the same shape and dtype on all ranks.
@@ -320,8 +323,8 @@ def allgather_async(
     """Starts concatenating the tensors of all ranks along dimension 0. Collective over the process set.
 
     Args:
-        tensor: A tensor with at least one dimension. Dimension 0 may differ between ranks; the others and the dtype are
-            the same.
+        tensor: A tensor with at least one dimension. The size of dimension 0 may differ between ranks; the other sizes
+            and the dtype must be equal.
         name: The name of the operation, the same on all ranks; None: no name.
         process_set: The ranks that take part.
 
@@ -415,8 +418,8 @@ def alltoall_async(
     """Starts sending each rank its share of this rank's rows. Collective over the process set.
 
     Args:
-        tensor: A tensor with at least one dimension. Dimension 0 may differ between ranks.
-        splits: The number of rows for each rank, by rank; None: equal shares.
+        tensor: A tensor with at least one dimension. The size of dimension 0 may differ between ranks.
+        splits: The number of rows for each rank, by rank; None for equal shares.
         name: The name of the operation, the same on all ranks; None: no name.
         process_set: The ranks that take part.
 
@@ -425,13 +428,15 @@ def alltoall_async(
             each rank, in the dtype of `splits` or int32.
 
     Raises:
-        HorovodValueError: If `splits` are not integers that add up to the number of rows, or equal shares do not
-            divide.
+        HorovodValueError: If `splits` are not integers that add up to the number of rows, or if `splits` is None and
+            the rows cannot be divided into equal shares.
     """
     group = group_of(process_set)
     rows, size = _rows_of(tensor, "alltoall"), group.num_ranks
     if splits is None and rows % size:
-        raise HorovodValueError(f"alltoall of {rows} rows to {size} ranks: give splits")
+        raise HorovodValueError(
+            f"alltoall of {rows} rows to {size} ranks: the rows cannot be divided into equal shares, give splits"
+        )
     if splits is not None and torch.as_tensor(splits).dtype.is_floating_point and len(splits):
         raise HorovodValueError(f"alltoall: splits must be integers, not {torch.as_tensor(splits).dtype}")
     sent = [rows // size] * size if splits is None else torch.as_tensor(splits).tolist()

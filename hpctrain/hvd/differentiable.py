@@ -99,8 +99,9 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Overwrites several tensors with their all-reduces, and returns them. Not differentiable; arguments as in
-    `allreduce`.
+    """Overwrites several tensors with their all-reduces, and returns the tensors.
+
+    Not differentiable. Arguments as in `allreduce`.
     """
     result: list[torch.Tensor] = synchronize(
         asynchronous.grouped_allreduce_async_(
@@ -116,8 +117,8 @@ def allgather(
     """Returns the concatenation of all ranks' tensors along dimension 0. Collective; differentiable.
 
     Args:
-        tensor: A tensor with at least one dimension. Dimension 0 may differ between ranks; the others and the dtype are
-            the same.
+        tensor: A tensor with at least one dimension. The size of dimension 0 may differ between ranks; the other sizes
+            and the dtype must be equal.
         name: The name of the operation, the same on all ranks; None: no name.
         process_set: The ranks that take part.
 
@@ -164,8 +165,9 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Overwrites `tensor` with that of rank `root_rank`, and returns it. Not differentiable; arguments as in
-    `broadcast`.
+    """Overwrites `tensor` with the tensor of rank `root_rank`, and returns `tensor`.
+
+    Not differentiable. Arguments as in `broadcast`.
     """
     result: torch.Tensor = synchronize(asynchronous.broadcast_async_(tensor, root_rank, name, process_set))
     return result
@@ -180,8 +182,8 @@ def alltoall(
     """Sends each rank its share of this rank's rows, and returns the received rows. Collective; differentiable.
 
     Args:
-        tensor: A tensor with at least one dimension. Dimension 0 may differ between ranks.
-        splits: The number of rows for each rank, by rank; None: equal shares.
+        tensor: A tensor with at least one dimension. The size of dimension 0 may differ between ranks.
+        splits: The number of rows for each rank, by rank; None for equal shares.
         name: The name of the operation, the same on all ranks; None: no name.
         process_set: The ranks that take part.
 
@@ -189,8 +191,8 @@ def alltoall(
         The received rows in the order of the ranks. If `splits` is given, also the number of rows from each rank.
 
     Raises:
-        HorovodValueError: If `splits` are not integers that add up to the number of rows, or equal shares do not
-            divide.
+        HorovodValueError: If `splits` are not integers that add up to the number of rows, or if `splits` is None and
+            the rows cannot be divided into equal shares.
     """
     received, rows = _AllToAll.apply(tensor, splits, name, process_set)
     return received if splits is None else (received, rows)
@@ -207,7 +209,7 @@ def reducescatter(
 ) -> torch.Tensor:
     """Returns this rank's rows of the reduction of a tensor. Collective; differentiable.
 
-    The rows (dimension 0) are divided evenly; if they do not divide, the first ranks get one row more.
+    The rows (dimension 0) are divided evenly among the ranks. A remainder is given to the first ranks, one row each.
 
     Args:
         tensor: A tensor with at least one dimension, of the same shape and dtype on all ranks.

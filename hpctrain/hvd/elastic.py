@@ -202,8 +202,8 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     """Decorates a training function that takes a `State`, so that it is called again after a communication error.
 
     The function is called after `state.sync()`. After a HorovodInternalError that all ranks raised, the committed state
-    is restored and the function is called again, unless nothing was committed since the last such error. An error that
-    only this rank raised is raised again, since other ranks may be lost.
+    is restored and the function is called again. The error is raised to the caller if nothing was committed since the
+    last such error, or if not all ranks raised it, since ranks may then be lost.
 
     Args:
         func: A function whose first argument is the state.

@@ -1,7 +1,8 @@
 """Reduces the gradients of DistributedOptimizer in buckets, while backward runs.
 
-Buckets are formed once, in reverse order of the parameters, and started in that order on every rank: a bucket starts
-when all its gradients are computed and the buckets before it are started. Source: Li et al. 2020, arXiv:2006.15704.
+Buckets are formed once, in reverse order of the parameters, and started in that order on every rank. A bucket starts
+when all of its gradients are computed and all buckets before it have been started. Source: Li et al. 2020,
+arXiv:2006.15704.
 """
 
 from __future__ import annotations
@@ -45,10 +46,14 @@ class Settings:
     """How gradients are reduced.
 
     Attributes:
+        op: The operation that combines the ranks' gradients.
+        compression: The format in which gradients are sent.
         passes: The number of backward passes per step.
-        prescale: The factor applied before the reduction.
-        postscale: The factor applied after the reduction.
-        groups: Lists of parameters that are reduced together, or the number of groups to form.
+        prescale: The factor by which gradients are multiplied before the reduction.
+        postscale: The factor by which gradients are multiplied after the reduction.
+        groups: Lists of parameters that are reduced together, or the number of groups to form. None: buckets of
+            `BUCKET_BYTES`.
+        sparse_as_dense: Whether sparse gradients are reduced as dense tensors.
     """
 
     op: HorovodOp = Average
@@ -61,9 +66,9 @@ class Settings:
 
 
 class _Bucket:
-    """The gradients of one reduction.
+    """The gradients that are reduced together.
 
-    `parameters` are indices of parameters, `missing` counts gradients not yet computed.
+    `parameters` are the indices of their parameters. `missing` is the number of gradients that are not computed yet.
     """
 
     def __init__(self, parameters: Sequence[int]) -> None:
@@ -78,10 +83,10 @@ class _Bucket:
 
 @final
 class GradientReduction:
-    """Reduces the gradients of the parameters `named`. Create a new one when parameters are added.
+    """Reduces the gradients of the parameters `named`. Create a new object when parameters are added.
 
-    If several share a parameter, the newest one starts reductions in backward. `group` returns the group to reduce
-    over; it is called for each bucket, since `elastic.run` replaces the groups.
+    If several objects have a parameter in common, only the newest starts reductions in backward. `group` is a function
+    that returns the group to reduce over. It is called for each bucket, since `elastic.run` replaces the groups.
     """
 
     def __init__(self, named: Sequence[Named], *, group: Callable[[], Group], settings: Settings) -> None:
@@ -155,7 +160,7 @@ class GradientReduction:
         self._release()
 
     def gradient_is_there(self, number: int) -> None:
-        """Counts a gradient of parameter `number`, and starts the buckets that are complete."""
+        """Counts a gradient of the parameter with index `number`, and starts the buckets that are complete."""
         self.begun = True
         self._left[number] -= 1
         if self._left[number] < 0:
@@ -231,7 +236,10 @@ class GradientReduction:
     def _start_plain(
         self, bucket: _Bucket, gradients: dict[int, torch.Tensor], *, apart: Sequence[int]
     ) -> None:
-        """Sums copies of the gradients in the bucket's buffer. The sparse gradients `apart` are summed one by one."""
+        """Starts reducing copies of the gradients in the bucket's buffer.
+
+        The sparse gradients, whose indices are in `apart`, are reduced one by one.
+        """
         settings, group = self._settings, self._group()
         dense = [number for number in bucket.parameters if number not in apart]
         if dense != bucket.dense:
@@ -266,9 +274,9 @@ class GradientReduction:
     def _start_compressed(
         self, bucket: _Bucket, gradients: dict[int, torch.Tensor], *, apart: Sequence[int]
     ) -> None:
-        """Reduces the gradients as the user's compression has encoded them.
+        """Starts reducing the gradients in the form in which the user's compression has encoded them.
 
-        The sparse gradients `apart` are not compressed.
+        The sparse gradients, whose indices are in `apart`, are not compressed.
         """
         settings, group = self._settings, self._group()
         dense = [number for number in bucket.parameters if number not in apart]
@@ -297,7 +305,10 @@ class GradientReduction:
         bucket.finish = finish
 
     def _gradient(self, number: int) -> torch.Tensor:
-        """Returns a parameter's gradient. A missing gradient becomes zeros, sparse if the earlier ones were sparse."""
+        """Returns the gradient of a parameter.
+
+        A missing gradient becomes zeros, which are sparse if earlier gradients of the parameter were sparse.
+        """
         parameter = self._parameters[number]
         if parameter.grad is None:
             zeros = torch.zeros_like(parameter, requires_grad=False)
@@ -313,7 +324,7 @@ class GradientReduction:
         return gradient.detach() if gradient.requires_grad else gradient
 
     def _lay_out(self, bucket: _Bucket, dense: list[int]) -> None:
-        """Creates the bucket's buffer, and views of it in the shapes of the parameters `dense`."""
+        """Creates the bucket's buffer, and one view of it per parameter of `dense` (indices), in its shape."""
         likes = [self._parameters[number] for number in dense]
         sizes = [like.numel() for like in likes]
         bucket.dense = dense
@@ -342,7 +353,7 @@ class GradientReduction:
     # ------------------------------------------------------------------ which parameters are reduced together
 
     def _plan(self) -> list[list[int]]:
-        """Returns the parameters of each bucket, in the order in which the buckets start."""
+        """Returns the indices of the parameters of each bucket, in the order in which the buckets start."""
         numbers = list(range(len(self._parameters)))
         explicit = self._explicit_groups(numbers)
         grouped = {number for members in explicit for number in members}
@@ -383,7 +394,7 @@ _watching: weakref.WeakSet[GradientReduction] = weakref.WeakSet()
 
 
 def _hook(reduction: weakref.ref[GradientReduction], number: int) -> Callable[[torch.Tensor], None]:
-    """Returns a gradient hook that does not keep the reduction alive after its optimizer is gone."""
+    """Returns a gradient hook. It does not keep the reduction alive after the optimizer has been deleted."""
 
     def gradient_is_there(_: torch.Tensor) -> None:
         found = reduction()

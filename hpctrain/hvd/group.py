@@ -1,7 +1,7 @@
-"""Runs the operations of one process set in order, and checks before each that all ranks call the same one.
+"""Runs the operations of one process set in order, and checks before each that all ranks call the same operation.
 
-The check is one all-reduce of 32 bytes. It also finds ranks that have joined: they contribute zeros to the reductions
-of the other ranks until all ranks have joined.
+The check is one all-reduce of 32 bytes. It also finds ranks that have called `join`. These ranks contribute zeros to
+the reductions of the other ranks until all ranks have joined.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Group:
     All methods are collective over these ranks.
 
     Args:
-        comm: The communicator of these ranks. Only this object uses it; its own comparisons are switched off.
+        comm: The communicator of these ranks. Only this object uses it. The communicator's own comparison of arguments
+            between the ranks must be switched off.
         name: The name of the group, for messages.
         sums: A function that sums a tensor of shape (n,) over the ranks in place, used instead of `comm.all_reduce`.
     """
@@ -80,16 +81,17 @@ class Group:
     ) -> CollectiveWork:
         """Runs `operation` after the operations that were started before it.
 
-        If an earlier operation that nobody has waited for failed because ranks differed, this one fails at once with
-        the same error: a rank that received the error from a blocking call may never reach this operation.
+        If the previous operation failed on all ranks, as when ranks called different operations, and the caller has not
+        waited for it, this operation fails at once with the same error. Otherwise it could wait forever: a rank that
+        got the error from a blocking call may never reach this operation.
 
         Args:
-            what: The operation, its name and its shapes, as text. It must be the same on every rank.
+            what: A text with the operation, its name and its shapes. The text must be the same on every rank.
             operation: A function that communicates over `comm`.
             behind: Whether the caller continues at once. Otherwise the operation has ended when `run` returns.
-            zeros: What ranks that have joined contribute, from `reduction_of_zeros`. None: the operation fails if a
-                rank has joined.
-            named: The operation and the name that the script gave it; None if it gave none.
+            zeros: A description of what ranks that have joined contribute, from `reduction_of_zeros`. None: the
+                operation fails if a rank has joined.
+            named: A text with the operation and the name that the script gave it; None if the script gave no name.
 
         Returns:
             The work, on which the caller waits.
@@ -101,8 +103,8 @@ class Group:
         """
         if named is not None and self._is_in_use(named):
             raise HorovodValueError(
-                f"{named} was started before and has not been waited for: give another name, or call "
-                "hvd.synchronize with the first one's handle"
+                f"{named} was started before and has not been waited for: give another name, or first call "
+                "hvd.synchronize with the handle of the earlier operation"
             )
         # Decided here and not when the operation runs, so that it does not depend on timing.
         before = self._unseen[-1][1] if self._unseen and not self._unseen[-1][1].awaited else None
@@ -134,9 +136,9 @@ class Group:
         reduce_flat(self.comm, flat, op=op, sizes=sizes, sums=self._sums)
 
     def start_join(self, *, limited: bool = False) -> None:
-        """Starts contributing zeros to the sums of the other ranks, until all ranks have joined.
+        """Starts contributing zeros to the reductions of the other ranks, until all ranks have joined.
 
-        limited: whether the time limit applies to the wait for the next operation.
+        limited: whether the time limit applies while this rank waits for the next operation of the other ranks.
         """
         self._join = self._thread.run(lambda: self._take_part(limited=limited), [], behind=True)
 
@@ -188,9 +190,9 @@ class Group:
         *,
         before: CollectiveWork | None,
     ) -> None:
-        """Runs an operation after the check.
+        """Runs an operation after the check that all ranks call it.
 
-        `before` is the previous operation if nobody had waited for it, else None.
+        `before` is the previous operation if the caller had not waited for it, otherwise None.
         """
         if self.num_ranks == 1:
             operation()
@@ -205,17 +207,17 @@ class Group:
                 broadcast_json(self.comm, zeros, root=active)
                 if zeros is None:
                     raise HorovodInternalError(
-                        f"{what}: rank {self.comm.members[joined]} has called join, and without it only sums, "
-                        "averages and Adasum of dense tensors are possible",
+                        f"{what}: rank {self.comm.members[joined]} has called join, and until all ranks have, the "
+                        "others can run only sums, averages and Adasum of dense tensors",
                         agreed=True,
                     )
             operation()
 
     def _meet(self, what: str | None) -> tuple[int, int]:
-        """Returns the lowest rank that has not joined and the highest that has joined; -1 where there is no such rank.
+        """Compares the operations of all ranks. Raises BufferMismatch on every rank if they differ.
 
-        `what` is this rank's operation, or None if it has joined. Raises BufferMismatch on every rank if the operations
-        differ.
+        Returns the lowest rank that has not joined, and the highest rank that has joined; -1 if there is no such rank.
+        `what` is this rank's operation, or None if this rank has joined.
         """
         if what is None:
             header = torch.tensor([_NO_OPERATION, _NO_OPERATION, 0, 1 + self.rank])
@@ -242,7 +244,7 @@ class Group:
 def join_all(groups: Sequence[Group]) -> int:
     """Joins in several groups of the same ranks at once. Returns the world rank that joined last. Collective.
 
-    The last rank is the one that had started most operations; if several had, the highest of them.
+    The rank that had started the most operations counts as the last; of several such ranks, the highest one.
     """
     first = groups[0]
     for group in groups:
@@ -294,7 +296,7 @@ def synchronize(handle: Handle) -> Any:
 def titled(operation: str, name: str | None) -> str:
     """Returns the operation with its name, if it has one, for messages and for the comparison between ranks.
 
-    No default name is made up: a rank that has joined would not count names as the other ranks do.
+    Operations without a name get no numbered default name: a rank that has joined would number them differently.
     """
     return operation if name is None else f"{operation} {name!r}"
 
@@ -304,7 +306,8 @@ def dtype_name_of(tensor: torch.Tensor) -> str:
 
 
 def reduction_of_zeros(op: HorovodOp, buffers: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
-    """Returns what a joined rank needs to know to contribute zeros, as JSON: the operation, and dtype and sizes per
-    buffer.
+    """Returns what a joined rank must know to contribute zeros, as JSON: the operation and the sizes of the buffers.
+
+    buffers: for each buffer, its dtype and the number of elements of each tensor in it.
     """
     return {"op": int(op), "buffers": [[dtype, list(sizes)] for dtype, sizes in buffers]}

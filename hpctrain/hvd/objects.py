@@ -1,8 +1,8 @@
 """Copies parameters, an optimizer's state and Python objects from one rank to all. All functions are collective.
 
-Parameters and optimizer state are read without running code. `broadcast_object` and `allgather_object` read tensors,
-containers, numbers and text in the same way. Other objects they unpickle, as torch.distributed's functions for objects
-do; the pickles come from the other ranks of the same program.
+Parameters and optimizer state are read without running code. `broadcast_object` and `allgather_object` also read
+tensors, containers, numbers and text without running code. They unpickle all other objects, as torch.distributed's
+functions for objects do; the pickles come from the other ranks of the same program.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | I
 
 
 def broadcast_parameters(params: Parameters, root_rank: int) -> None:
-    """Copies rank `root_rank`'s parameters into those of all ranks. Collective.
+    """Copies the values of rank `root_rank`'s parameters into the parameters of all ranks. Collective.
 
     Args:
         params: A `state_dict()`, a sequence of (name, tensor), or a sequence of tensors.
@@ -63,9 +63,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copies the state and the options (learning rate, ...) of rank `root_rank`'s optimizer to all ranks. Collective.
 
-    The parameter groups stay the same objects, so that learning rate schedulers keep them. No optimizer is stepped: if
-    the root's optimizer has no state, all have none afterwards. Then, as in Horovod, parameters without a gradient get
-    a gradient of zeros.
+    The parameter groups stay the same objects, so that learning rate schedulers keep working on them. No optimizer is
+    stepped: if the root's optimizer has no state, no rank's optimizer has any state afterwards. In that case parameters
+    without a gradient get a gradient of zeros, as in Horovod.
 
     Args:
         optimizer: The optimizer, of the same class on all ranks.
@@ -136,7 +136,7 @@ def broadcast_object(
 ) -> Any:
     """Returns rank `root_rank`'s object on every rank. Collective over the process set.
 
-    May unpickle what that rank pickled.
+    The other ranks may unpickle what the root has pickled.
 
     Args:
         obj: The object; only the root's is used.
@@ -160,7 +160,7 @@ def broadcast_object(
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Returns the objects of all ranks on every rank. Collective.
 
-    May unpickle what the other ranks pickled.
+    Each rank may unpickle what the other ranks have pickled.
 
     Args:
         obj: This rank's object.

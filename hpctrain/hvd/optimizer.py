@@ -33,20 +33,20 @@ def DistributedOptimizer(  # noqa: N802
 ) -> Any:
     """Returns an optimizer that reduces the gradients over the ranks before it steps. Not collective.
 
-    The result is of a subclass of the class of `optimizer`, with the same state and parameter groups. Gradients are
-    reduced in buckets while `loss.backward()` runs, and `step()` waits for them. A missing gradient counts as zeros.
-    `step` and `synchronize` are collective over `process_set`; other ranks train alone. With `op=Adasum` each rank
-    steps with its own gradients, and `step` combines the changes of the parameters.
+    The class of the result is a subclass of the class of `optimizer`; state and parameter groups are the same objects.
+    Gradients are reduced in buckets while `loss.backward()` runs, and `step()` waits for the reductions. A missing
+    gradient counts as zeros. `step` and `synchronize` are collective over `process_set`; ranks outside of the set train
+    alone. With `op=Adasum` each rank steps with its own gradients, and `step` combines the changes of the parameters.
 
     Args:
         optimizer: An optimizer of any class but LBFGS.
-        named_parameters: (name, parameter) for all parameters of the optimizer, for messages and comparisons. None: the
-            parameters are numbered.
+        named_parameters: A sequence of (name, parameter) for all parameters of the optimizer. The names are used in
+            messages and compared between the ranks. None: numbers are used as names.
         compression: The format in which gradients are sent.
         backward_passes_per_step: The number of backward passes whose gradients are added up before they are reduced.
         op: Average, Sum, Adasum, Min, Max or Product.
-        gradient_predivide_factor: A factor f that splits the division of an average. Gradients are divided by f before
-            the sum, and by the number of ranks / f after it.
+        gradient_predivide_factor: A factor f that splits the division of an average in two. Gradients are divided by f
+            before the sum, and by (number of ranks) / f after the sum.
         num_groups: Deprecated name of `groups`.
         groups: Lists of parameters that are reduced together, or the number of groups to form. None: buckets of 8 MiB.
         sparse_as_dense: Whether sparse gradients are reduced as dense tensors. Otherwise their entries are gathered.
@@ -116,7 +116,7 @@ class _Distributed(torch.optim.Optimizer):
         keep_layouts(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group, which is reduced too. Call it on all ranks, between two steps."""
+        """Adds a parameter group, whose gradients are reduced too. Call it on all ranks, between two steps."""
         super().add_param_group(param_group)
         known = {id(parameter) for _, parameter in self._named}
         first = len(self._named)
@@ -143,7 +143,7 @@ class _Reducing(_Distributed):
         )
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Changes the number of backward passes per reduction, from the next step on."""
+        """Changes the number of backward passes per step, from the next step on."""
         self._settings = dataclasses.replace(self._settings, passes=passes)
         if self._reduction is not None:
             self._reduction.set_passes(passes)
@@ -209,7 +209,7 @@ class _Reducing(_Distributed):
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
         """Sets the gradients to zero or None.
 
-        Raises UsageError while they are being reduced: between backward and `step`.
+        Raises UsageError while the gradients are being reduced: between backward and `step`.
         """
         if self._reduction is not None and self._reduction.begun:
             raise UsageError(
@@ -275,8 +275,8 @@ def _checked_names(param_groups: Sequence[dict[str, Any]], named: list[Any] | No
     missing = [place for place, parameter in parameters if id(parameter) not in name_of]
     if missing:
         raise HorovodValueError(
-            f"named_parameters lacks {len(missing)} of the optimizer's parameters; the first is number "
-            f"{missing[0]} (group and place)"
+            f"named_parameters lacks {len(missing)} of the optimizer's parameters: give all of them. The first is "
+            f"{missing[0]} (parameter group and index in it)"
         )
     return [(name_of[id(parameter)], parameter) for _, parameter in parameters]
 

@@ -26,7 +26,7 @@ class ProcessSet:
         ranks: The world ranks of the set.
 
     Attributes:
-        process_set_id: The number of the set; 0 for the set of all ranks, None if the set is not registered.
+        process_set_id: The identifier of the set; 0 for the set of all ranks, None if the set is not registered.
         ranks: The world ranks, ascending.
 
     Raises:
@@ -65,7 +65,10 @@ global_process_set = ProcessSet([])
 
 
 class _Groups(NamedTuple):
-    """The groups of a process set. Gradients have their own, since `step` may start them after other operations."""
+    """The groups of a process set: one for the script's operations and one for the gradients of optimizers.
+
+    Gradients have a separate group, since `step` may start their reductions after other operations.
+    """
 
     operations: Group
     gradients: Group
@@ -78,7 +81,7 @@ class _Groups(NamedTuple):
 class _State:
     """The module state.
 
-    `sets` maps the number of a process set to the set and its groups, None on ranks outside the set.
+    `sets` maps the identifier of a process set to the set and its groups; the groups are None on ranks outside the set.
     """
 
     session: Session | None = None
@@ -165,7 +168,7 @@ def size() -> int:
 
 
 def rank() -> int:
-    """Returns this rank's number, from 0."""
+    """Returns the rank of this process, from 0."""
     return _session().rank
 
 
@@ -283,9 +286,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         process_set = ProcessSet(process_set)
     ranks = process_set.ranks
     if not ranks or not set(ranks) <= set(global_process_set.ranks):
-        raise HorovodValueError(f"a process set of ranks {ranks}: there are ranks 0 to {size() - 1}")
+        raise HorovodValueError(
+            f"a process set of ranks {ranks}: give one or more of the ranks 0 to {size() - 1}"
+        )
     if any(known.ranks == ranks for known, _ in _state.sets.values()):
-        raise HorovodValueError(f"there is a process set of {describe_ranks(ranks)} already")
+        raise HorovodValueError(f"there is a process set of {describe_ranks(ranks)} already: use that one")
     group_of(global_process_set).run(f"add_process_set {ranks}", lambda: None, behind=False)
     _make_known(process_set)
     return process_set
@@ -346,7 +351,7 @@ def _session() -> Session:
 
 
 def _make_known(process_set: ProcessSet, *, sums_in_two_levels: bool = False) -> None:
-    """Gives the set the next number, the same on all ranks, and opens its members' groups.
+    """Gives the set the next identifier, which is the same on all ranks, and opens its groups on its members.
 
     Collective over the members.
     """

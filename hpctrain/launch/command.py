@@ -36,7 +36,7 @@ def refuse_program_on_stdin(command: Sequence[str]) -> None:
 
 
 def reads_program_from_stdin(command: Sequence[str]) -> bool:
-    """Returns True for an interpreter (Python, a shell) without a script, also after `env`. Pure."""
+    """Returns True if `command` runs an interpreter (Python, a shell) without a script, also through `env`. Pure."""
     words = list(command)
     if words and PurePath(words[0]).name == "env":
         words = words[1:]
@@ -77,9 +77,9 @@ class LaunchPlan:
     argv: command line of the launcher.
     emulated: True if one machine emulates several nodes.
     is_hydra: True if the launcher is Hydra (MPICH, Intel MPI).
-    fork_words: words of `argv` that make a server fork each rank; empty if ranks start by themselves.
+    fork_words: the words in `argv` that make a fork server start each rank; empty if ranks start by themselves.
     env_updates: variables to set in the launcher's environment.
-    env_removed: variables to remove from it.
+    env_removed: variables to remove from the launcher's environment.
     notes: messages for the user.
     """
 
@@ -129,10 +129,10 @@ def plan_launch(
     environ: environment variables of this process.
     machine: cores and launchers of this machine.
     hosts: machines to start the ranks on.
-    hostfile: file that `hosts` were read from, which is then passed to mpirun instead of a list.
+    hostfile: file from which `hosts` were read. If it is given, mpirun gets this file instead of a list of hosts.
     nodes: nodes of the Slurm allocation to use, by name; if empty, Slurm chooses as many as are needed.
     fork_server: if given, and the command is a Python program, the ranks are forked from one process per node. A note
-    tells whether they are, and if not, why.
+    tells the user whether the ranks are forked and, if they are not, why.
 
     Raises LaunchError if the ranks cannot be placed, the launcher is not installed, or this process is itself one of
     several ranks.

@@ -1,4 +1,4 @@
-"""The cores that a rank may use, and its share of them if other ranks may use them too.
+"""The cores that a rank may use, and the rank's share of these cores if other ranks may use them too.
 
 A core has one or more hardware threads, which the kernel calls CPUs. A rank's affinity may be all CPUs of its machine,
 the CPUs that the launcher has bound to this rank alone, or anything between.
@@ -24,8 +24,8 @@ class RankCores:
     host: name of the machine.
     cpus: numbers of the hardware threads in the rank's affinity.
     cores: cores of these threads, each identified by its lowest hardware thread.
-    limit: CPU seconds per second that the rank's control group may use; None without a limit.
-    limit_group: name of that control group; all its ranks share the limit.
+    limit: CPU seconds per second that the rank's control group may use; None if there is no limit.
+    limit_group: name of that control group. All ranks in the group share the limit.
     """
 
     host: str
@@ -47,7 +47,9 @@ class RankCores:
 
 
 def core_share(ranks: Sequence[RankCores], rank: int) -> Fraction:
-    """Returns the number of cores for `rank` if the ranks that may use a core share it evenly.
+    """Returns the number of cores for `rank` if each core is shared evenly by the ranks that may use it.
+
+    If the control group of `rank` has a CPU limit, the number is at most its even share of that limit.
 
     ranks: cores of each rank of the run.
     """
@@ -55,7 +57,7 @@ def core_share(ranks: Sequence[RankCores], rank: int) -> Fraction:
 
 
 def cpu_share(ranks: Sequence[RankCores], rank: int) -> Fraction:
-    """Returns the share of `rank` like `core_share`, in hardware threads."""
+    """Returns the share of `rank` as `core_share` does, but counted in hardware threads."""
     return _share(ranks, rank, lambda found: found.cpus)
 
 
@@ -78,7 +80,10 @@ def _share(
 
 
 def num_cpus_of_host(ranks: Sequence[RankCores], host: str) -> int:
-    """Returns the number of hardware threads that the ranks of a host share, at most a limit common to all of them."""
+    """Returns the number of hardware threads that the ranks of a host share.
+
+    If all ranks of the host are under one CPU limit, the number is at most this limit.
+    """
     there = [found for found in ranks if found.host == host]
     num_cpus = len(frozenset().union(*(found.cpus for found in there)))
     limits = {(found.limit_group, found.limit) for found in there}
@@ -109,9 +114,9 @@ def _core_of(cpu: int, root: Path) -> int:
 
 
 def _read_limit(root: Path) -> tuple[float | None, str]:
-    """Returns the smallest CPU limit of this process's control groups, and the group that sets it.
+    """Returns the smallest CPU limit of this process's control groups, and the name of the group that sets the limit.
 
-    The limit is in CPU seconds per second. (None, "") if there is no limit.
+    The limit is in CPU seconds per second. Returns (None, "") if there is no limit.
     """
     found: list[tuple[float, str]] = []
     for folder, group in control_groups("cpu", root=root):
@@ -124,7 +129,7 @@ def _read_limit(root: Path) -> tuple[float | None, str]:
 def control_groups(controller: str, *, root: Path = Path("/")) -> Iterator[tuple[Path, str]]:
     """Yields the control groups that may limit this process's use of a resource: folder and name of each group.
 
-    They are groups of version 1 and 2: first the process's own group, then the groups above it.
+    These are groups of cgroup version 1 and 2: first the process's own group, then the groups above that group.
 
     controller: `cpu` or `memory`.
     root: directory that contains `proc` and `sys`.

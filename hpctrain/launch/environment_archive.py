@@ -46,9 +46,10 @@ class Packed:
 class PythonPlaces:
     """The folders of a Python environment.
 
-    prefix: the environment.
-    base: the Python from which it was created, if it is a virtual environment; otherwise the same as `prefix`.
-    library: folder of the standard library relative to both, such as `lib/python3.11`.
+    prefix: folder of the environment.
+    base: folder of the Python from which the environment was created, if it is a virtual environment; otherwise the
+    same as `prefix`.
+    library: folder of the standard library relative to `prefix` or `base`, such as `lib/python3.11`.
     """
 
     prefix: Path
@@ -77,10 +78,10 @@ def pack_environment(
 
     An older archive is replaced when the new one is complete.
 
-    with_python: True to pack also the interpreter and its standard library, which a virtual environment only refers
-    to; None: if they are on a shared filesystem. The interpreter's own packages are packed if the environment uses
-    them.
-    progress: function that is called now and then with the number of files so far.
+    with_python: True to also pack the interpreter and its standard library, which a virtual environment only refers
+    to. None to pack them only if they are on a shared filesystem. If they are packed, packages that are installed for
+    the interpreter itself are packed too if the environment uses these.
+    progress: function that is called now and then with the number of files that were packed so far.
 
     Raises LaunchError if the environment cannot be read or the archive cannot be written.
     """
@@ -116,7 +117,7 @@ def pack_environment(
 def _files_of(places: PythonPlaces, *, with_python: bool) -> Iterator[tuple[Path, str]]:
     """Yields the files and links to pack, each with its name in the archive.
 
-    Compiled files (`__pycache__`) are packed too: they are valid as long as the time of their source is preserved.
+    Compiled files (`__pycache__`) are packed too: they are valid as long as the times of their source files are kept.
     """
     seen: set[str] = set()
     roots = [(places.prefix, Path())]
@@ -147,7 +148,7 @@ def _sees_packages_of_base(prefix: Path) -> bool:
 def _add(tar: tarfile.TarFile, path: Path, *, name: str, interpreter: Path | None) -> int:
     """Adds a file to the archive and returns its size in bytes.
 
-    interpreter: path of the interpreter if it is packed; links to it are then replaced by the file.
+    interpreter: path of the interpreter if it is packed, otherwise None. Links in its folder are then packed as files.
     """
     if interpreter is not None and path.is_symlink() and path.parent == interpreter.parent:
         path = path.resolve()

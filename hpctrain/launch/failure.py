@@ -1,4 +1,4 @@
-"""Finds the rank that failed first in the launcher's output."""
+"""Finds in the launcher's output which rank failed first."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _SIGNALS = {text: number for number in signal.valid_signals() if (text := signal
 class RankFailure:
     """The failure of a rank.
 
-    rank: number of the rank, or several of them (srun may report `0-1`).
+    rank: the rank, or several ranks (srun may report `0-1`).
     node: name of the node.
-    exit_code: exit code of the rank; 128 + n if signal n ended it.
-    signal: number of the signal that ended it; None if it exited by itself.
+    exit_code: exit code of the rank; 128 + n if signal n ended the rank.
+    signal: number of the signal that ended the rank; None if the rank exited by itself.
     """
 
     rank: str
@@ -57,7 +57,7 @@ class RankFailure:
 def find_failure(line: bytes) -> RankFailure | None:
     """Returns the failure that a line of a launcher's output reports; None for any other line.
 
-    srun's `Terminated` is ignored, because srun ends the remaining ranks in this way after another one has failed.
+    srun's `Terminated` is ignored, because srun ends the remaining ranks in this way after another rank has failed.
     srun's `Out Of Memory` counts as SIGKILL.
 
     line: one line, or two lines joined by a space.
@@ -84,9 +84,9 @@ _LOST_ITS_PEER, _WAS_ENDED, _STOPPED_EARLY, _CAUSE = range(1, 5)
 class FirstFailure:
     """Follows the output of a launcher and its ranks, and keeps the failure that caused the others.
 
-    In order of precedence: a rank that failed by itself; one that stopped early (75); one that ended after srun had
-    started to end the step; one that Open MPI 5 ended because it had lost a peer, which is reported as 137. Of equal
-    ones the first is kept.
+    The failures have this order of precedence: a rank that failed by itself; a rank that stopped early (75); a rank
+    that ended after srun had started to end the step; a rank that Open MPI 5 ended because it had lost a peer, which is
+    reported as 137. Of several failures with the same precedence the first is kept.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class FirstFailure:
         return self._weight == _CAUSE
 
     def saw(self, line: bytes, failure: RankFailure | None) -> None:
-        """Processes one line of the output. failure: what `find_failure` has found in it."""
+        """Processes one line of the output. failure: result of `find_failure` for this line."""
         text = line.decode(errors="replace")
         self._step_ends = self._step_ends or STEP_ENDS.search(text) is not None
         self._lost_peer = self._lost_peer or LOST_PEER.search(text) is not None
@@ -123,7 +123,7 @@ class FirstFailure:
 
 
 def signal_name(number: int) -> str:
-    """Returns number and name of a signal, such as `signal 9 (SIGKILL: ...)`, with the usual sender of SIGKILL."""
+    """Returns number and name of a signal, such as `signal 15 (SIGTERM)`. For SIGKILL, it adds the usual senders."""
     try:
         name = signal.Signals(number).name
     except ValueError:

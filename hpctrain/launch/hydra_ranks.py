@@ -2,10 +2,10 @@
 
 Hydra forwards SIGUSR1 to the ranks, but no other signal of a user: SIGUSR2 ends Hydra and the ranks.
 
-Its messages do not identify the rank that failed first. If a signal ended a rank, MPICH names a process that has
-ended, which is not always the first one, with the bitwise OR of how all ranks ended; Intel MPI lists all ranks,
-because it has killed all others. So this module watches which rank ends first. Linux 6.15 and newer also report how it
-ended.
+Hydra's messages do not identify the rank that failed first. If a signal ended a rank, MPICH's message names a process
+that has ended, which is not always the first, together with the bitwise OR of the statuses of all ranks. Intel MPI's
+message lists all ranks, because Intel MPI has killed the other ranks. So this module watches which rank ends first.
+Linux 6.15 and newer also report how that rank ended.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class HydraRanks:
     launcher: process id of the launcher.
     num_ranks: number of ranks of the whole run.
 
-    Call `look` twice per second, and more often while `is_looking`: the order in which ranks end is known only for
-    ranks that were found before.
+    Call `look` twice per second, and more often while `is_looking` returns True: the order in which ranks end is known
+    only for ranks that `look` has found before they end.
     """
 
     def __init__(self, launcher: int, *, num_ranks: int) -> None:
@@ -85,9 +85,9 @@ class HydraRanks:
     def find_failure(self, line: bytes) -> RankFailure | None:
         """Returns the rank that failed first, once the launcher's output reports a failure; otherwise None.
 
-        Before Linux 6.15 only a rank that was ended by a signal is found. `signal` is then None if MPICH's message
-        does not tell it, because the message combines all ranks, including those that MPICH has killed, or is about
-        another process.
+        Before Linux 6.15 only a rank that was ended by a signal is found, and the result's `signal` may be None. That
+        is so if MPICH's message does not tell the signal, because the message combines the statuses of all ranks,
+        including those that MPICH has killed, or is about another process.
 
         line: the next line of the launcher's output.
         """
@@ -140,7 +140,7 @@ class HydraRanks:
         self._epoll.close()
 
     def _first(self) -> tuple[int | None, int | None]:
-        """Returns the first rank that did not end with 0, and its wait status; each is None if unknown."""
+        """Returns the first rank that did not end with 0, and its wait status. Each of the two is None if unknown."""
         for rank, descriptor in self._ended:
             status = _status_of(descriptor)
             if status != 0:

@@ -32,7 +32,7 @@ def mpirun_argv(
 ) -> list[str]:
     """Returns mpirun and its options, for Open MPI 4, Open MPI 5 and Hydra (MPICH, Intel MPI).
 
-    Adds variables for its environment to `updates`, and messages for the user to `notes`.
+    Adds variables for mpirun's environment to `updates`, and messages for the user to `notes`.
     """
     assert machine.mpirun is not None
     family = machine.mpirun.family
@@ -201,6 +201,6 @@ def srun_argv(
 
 
 def _slurm_cores(environ: Mapping[str, str]) -> int | None:
-    """Returns the number of cores that the allocation has on its smallest node; None if Slurm does not set it."""
+    """Returns the number of cores that the allocation has on its smallest node; None if Slurm does not state it."""
     text = environ.get("SLURM_JOB_CPUS_PER_NODE")
     return min(expand_counts(text, variable="SLURM_JOB_CPUS_PER_NODE")) if text else None

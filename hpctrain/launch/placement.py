@@ -164,8 +164,8 @@ class Mpirun:
 class Srun:
     """An installed srun.
 
-    mpi_types: types that `srun --mpi=list` prints, such as pmix and pmi2; empty if it fails.
-    failure: why it fails; "" if it does not.
+    mpi_types: types that `srun --mpi=list` prints, such as pmix and pmi2; empty if that command fails.
+    failure: why `srun --mpi=list` fails; "" if it succeeds.
     """
 
     path: str
@@ -177,11 +177,12 @@ class Srun:
 class LocalMachine:
     """The cores of this machine, and the launchers that are installed on it.
 
-    num_cores: number of cores that this process may use, and its ranks will share.
+    num_cores: number of cores that this process may use, and that the ranks it starts will share.
     num_cpus: number of hardware threads of these cores. Neither number exceeds the CPU limit of the control group.
-    yield_library: library for ranks to preload if there are more ranks than `num_cpus`; None if it was not compiled.
+    yield_library: path of the library that ranks preload if there are more ranks than `num_cpus`; None if it was not
+    compiled.
     is_root: True if this process runs as root.
-    mpirun, srun: the installed launchers; None if there is none.
+    mpirun, srun: the installed launchers; None for a launcher that is not installed.
     """
 
     num_cores: int
@@ -247,8 +248,8 @@ def read_srun(exit_code: int | None, text: str, *, path: str) -> Srun:
 def read_mpi_types(text: str) -> tuple[str, ...]:
     """Returns the types in the output of `srun --mpi=list`.
 
-    Its layout depends on Slurm's version: the types follow a line that ends with "types are...". Other lines, such as
-    warnings before it, contain no types.
+    The layout depends on Slurm's version. The types follow a line that ends with "types are...". Other lines, such as
+    warnings before that line, contain no types.
     """
     _, heading, after = text.partition("types are...")
     listed = [line for line in after.splitlines() if "specific" not in line] if heading else []
@@ -259,7 +260,7 @@ def read_mpi_types(text: str) -> tuple[str, ...]:
 def _output(argv: list[str]) -> tuple[int | None, str]:
     """Returns exit code and output (both streams) of a short command.
 
-    (None, "") if the command cannot be run, or takes longer than _QUERY_TIMEOUT_S seconds.
+    Returns (None, "") if the command cannot be run, or takes longer than _QUERY_TIMEOUT_S seconds.
     """
     try:
         done = subprocess.run(

@@ -20,7 +20,7 @@ def print_and_exit(error: HpctrainError) -> NoReturn:
     """Prints `error` once for the whole job, and exits with its code.
 
     Rank 0 prints at once, and when it exits the launcher ends the other ranks. A rank that still runs after
-    OTHERS_PRINT_AFTER_S prints the error itself, because rank 0 did not have it, unless the error is agreed.
+    OTHERS_PRINT_AFTER_S seconds prints its error itself, because rank 0 has raised none, unless the error is agreed.
     """
     rank = 0
     with contextlib.suppress(LaunchError):

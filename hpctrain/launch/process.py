@@ -1,9 +1,9 @@
 """Runs a planned launch: prints the command, forwards signals, and ends ranks that outlive the launcher.
 
 A run is stopped by SIGUSR1, or by SIGUSR2 if the user asks for that. mpirun and srun forward these signals to every
-rank (Hydra needs the help of `hydra_ranks`), whereas SIGTERM and SIGINT would make them kill the ranks within seconds.
-So the first Ctrl-C or SIGTERM is converted to SIGUSR1, the ranks save at a step on which they agree, and the run ends
-with exit code 75.
+rank (Hydra needs the help of `hydra_ranks`). SIGTERM and SIGINT, however, make mpirun and srun kill the ranks within
+seconds. So the first Ctrl-C or SIGTERM is converted to SIGUSR1, the ranks save at a step on which they agree, and the
+run ends with exit code 75.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class LaunchOutcome:
 
     exit_code: exit code of the launch; 128 + n if signal n ended the launcher, 130 after a second Ctrl-C.
     stop_asked: True if a signal asked the launch to stop.
-    signals: names of the signals that this process received and forwarded, in order.
-    failure: the first failure that was reported, see `Observer.saw_line`; None if there was none.
+    signals: names of the signals of `STOP_SIGNALS` that this process received, in order.
+    failure: the failure that caused the others, see `FirstFailure`; None if none was reported.
     """
 
     exit_code: int
@@ -85,8 +85,8 @@ class EndRequest:
 class Observer(Protocol):
     """Follows a launch.
 
-    The thread that runs the launch, and forwards signals and output, calls the methods; so they must return within a
-    second or two.
+    The methods are called by the thread that runs the launch and forwards signals and output. They must therefore
+    return within a second or two.
     """
 
     def launched(self, pid: int) -> None:
@@ -96,8 +96,8 @@ class Observer(Protocol):
         """Called with each line that the launcher and the ranks print to stderr (under Hydra also to stdout).
 
         line: the line, without its end.
-        failure: the failure that this line reports, alone or together with the previous one; for Hydra, the rank that
-        ended first. None if it reports none.
+        failure: the failure that this line reports, alone or together with the previous line; under Hydra, the failure
+        of the rank that ended first. None if the line reports no failure.
         """
 
     def must_end(self) -> EndRequest | None:
@@ -189,7 +189,10 @@ def _exit_code(
     stop_signal: signal.Signals,
     out: IO[str],
 ) -> int:
-    """Prints how the launch ended, and returns its exit code. exit_code: the launcher's; -n after signal n."""
+    """Prints how the launch ended, and returns the exit code of the launch.
+
+    exit_code: exit code of the launcher; -n if signal n ended it.
+    """
     failure = watch.failure
     ignores_stop = watch.stop_asked and failure is not None and failure.signal == stop_signal
     if ignores_stop:
@@ -245,10 +248,10 @@ def _exit_code_of_hydra(exit_code: int, watch: _Watch, hydra: HydraRanks, *, out
 
 
 def resolve_command(program: str) -> str:
-    """Returns the path of a program for the ranks, or its name if it is on the PATH.
+    """Returns the path of a program for the ranks, or the program's name if it is on the PATH.
 
-    `hpctrain` is the one in the folder of this Python, even if its environment is not activated. Raises LaunchError if
-    there is no such program.
+    For `hpctrain`, it returns the path of that program in the folder of this Python, even if the Python environment is
+    not activated. Raises LaunchError if there is no such program.
     """
     installed = Path(sys.executable).parent / program
     if program == "hpctrain" and os.access(installed, os.X_OK):
@@ -327,16 +330,19 @@ class _Watch:
 
     @property
     def failure(self) -> RankFailure | None:
-        """The first failure that was reported: the cause of the others."""
+        """The failure that caused the other failures, see `FirstFailure`; None if there was none."""
         return self._first.failure
 
     @property
     def is_cause(self) -> bool:
-        """True if that rank has certainly failed by itself."""
+        """True if the rank of `failure` has certainly failed by itself."""
         return self._first.is_cause
 
     def until_exit(self) -> int:
-        """Waits for the launcher, and for processes that it has left behind. Returns its exit code, -n for signal n."""
+        """Waits for the launcher, and for processes that the launcher has left behind.
+
+        Returns the launcher's exit code; -n if signal n ended it.
+        """
         with selectors.DefaultSelector() as ready:
             ready.register(self._wakeup, selectors.EVENT_READ)
             for copy in self._copies:
@@ -418,7 +424,7 @@ class _Watch:
     def _hand_on(self, number: int) -> None:
         """Sends a signal to all ranks.
 
-        Under Hydra, SIGUSR2 is sent only to the ranks of this machine; the other ranks follow them.
+        Under Hydra, SIGUSR2 is sent only to the ranks of this machine, and the ranks of other machines follow them.
         """
         if self._hydra is None or number != signal.SIGUSR2:
             self._child.send_signal(number)
@@ -451,7 +457,7 @@ class _Watch:
     def _end_strays(self) -> None:
         """Ends ranks on this machine that outlived the launcher because it died or could not end them.
 
-        If the launcher exited normally, processes that are just exiting have _STRAY_GRACE_S seconds to do so.
+        If the launcher exited normally, processes that are just exiting have _STRAY_GRACE_S seconds to end.
         """
         start_s = time.monotonic()
         wait_limit_s = 0.0 if self._child.returncode < 0 else _STRAY_GRACE_S
@@ -502,7 +508,7 @@ def _die_with_parent() -> None:
 def _session_members(session: int) -> list[int]:
     """Returns the running processes of the session on this machine.
 
-    They are found by session, since ranks have process groups of their own.
+    Ranks have process groups of their own, so they are found by their session.
     """
     found = []
     for name in os.listdir("/proc"):

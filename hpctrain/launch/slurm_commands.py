@@ -1,4 +1,4 @@
-"""Runs Slurm's commands with a time limit, if wanted again while the controller is busy, and reads what they print."""
+"""Runs Slurm's commands with a time limit, can repeat them while the controller is busy, and parses their output."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ class SlurmController:
     ) -> str:
         """Runs a command until it succeeds, and returns what it printed to `stream`.
 
-        done_before: called before a command whose answer may have been lost is repeated. If it does not return None,
-        its value is the answer, and the command is not repeated.
+        done_before: function that is called before a command is repeated whose answer may have been lost. If the
+        function returns a text, this text is the answer, and the command is not repeated.
 
         Raises SlurmRefused if Slurm answers with an error, SlurmUnavailable if it does not answer, and LaunchError if
         the command is not installed.

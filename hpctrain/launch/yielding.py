@@ -1,7 +1,7 @@
-"""The library that ranks preload if there are more of them than cores: it replaces `sched_yield` by a short sleep.
+"""The library that ranks preload if there are more ranks than cores. It replaces `sched_yield` by a short sleep.
 
-`hpctrain launch` preloads it for the ranks. A rank of `hpctrain` that plain mpirun or srun has started restarts its
-command line with it (`restart_with_sleep`). The reasons are in docs/adr/0024-yield-by-sleep.md.
+`hpctrain launch` preloads the library for the ranks. A rank of `hpctrain` that plain mpirun or srun has started
+restarts its command line with the library (`restart_with_sleep`). The reasons are in docs/adr/0024-yield-by-sleep.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RESTARTED_VARIABLE = "HPCTRAIN_RESTARTED_FOR_YIELD"
 def find_yield_library(directory: Path = Path(__file__).parent) -> str | None:
     """Returns the path of the shared library that replaces sched_yield by a short sleep, for LD_PRELOAD.
 
-    None if it was not compiled, or if LD_PRELOAD cannot contain its path.
+    Returns None if the library was not compiled, or if LD_PRELOAD cannot contain its path.
     """
     for suffix in EXTENSION_SUFFIXES:
         path = str(directory / f"{YIELD_STEM}{suffix}")
@@ -47,29 +47,29 @@ def with_preload(environ: Mapping[str, str], library: str) -> str:
 
 
 def yields(environ: Mapping[str, str]) -> bool:
-    """Returns True if Open MPI will yield while it waits, that is, unless the user has switched that off."""
+    """Returns False if the user has switched off that Open MPI yields the core while it waits, otherwise True."""
     return environ.get(YIELD_VARIABLE, "").strip().lower() not in ("0", "false", "no")
 
 
 def in_effect(maps: str | None = None) -> bool:
-    """Returns True if this process has loaded the library. maps: content of /proc/self/maps; None: it is read."""
+    """Returns True if this process has loaded the library. maps: content of /proc/self/maps; None to read it."""
     return YIELD_STEM in (_own_maps() if maps is None else maps)
 
 
 def lacks_yield_library(maps: str | None = None) -> bool:
-    """Returns True if this process waits by Open MPI's yielding without the library. Valid once MPI is loaded.
+    """Returns True if this process has loaded Open MPI without the library. Call it after MPI was loaded.
 
-    maps: content of /proc/self/maps; None: it is read.
+    maps: content of /proc/self/maps; None to read it.
     """
     found = _own_maps() if maps is None else maps
     return "libopen-pal" in found and YIELD_STEM not in found
 
 
 def describe_oversubscription(cores: Sequence[RankCores], *, lacks_library: Sequence[bool]) -> str | None:
-    """Returns advice if a host has more ranks than cores and these do not use the library; otherwise None.
+    """Returns advice if a host has more ranks than hardware threads and a rank there lacks the library; otherwise None.
 
     cores: cores of each rank.
-    lacks_yield_library: for each rank, whether it waits without the library.
+    lacks_library: for each rank, the result of `lacks_yield_library`.
     """
     counts = Counter(found.host for found in cores)
     for host in dict.fromkeys(found.host for found, may in zip(cores, lacks_library, strict=True) if may):
@@ -133,10 +133,11 @@ def restart_with_sleep() -> None:
 
 
 def _launcher_cpus(environ: Mapping[str, str]) -> int | None:
-    """Returns the number of hardware threads that the launcher may use on this host, and its ranks share.
+    """Returns the number of hardware threads that the launcher may use on this host; None if unknown.
 
-    Returns None if unknown. A rank's own affinity may be only its share of them (--bind-to core), and so may that of a
-    script between the launcher and the rank.
+    The launcher's ranks share these threads. The affinity of a rank would not tell this number, because the launcher
+    may have bound the rank to a part of the threads (--bind-to core). The same is true of a script between the launcher
+    and the rank.
     """
     row, pid = find_launcher(environ), find_launcher_process(environ).pid
     if row is None or pid is None:

@@ -49,13 +49,13 @@ class SessionEnvironment(ClusterEnvironment):
         return self._session.world_size
 
     def set_world_size(self, size: int) -> None:
-        """Does nothing, since the launcher decides it."""
+        """Does nothing, since the launcher decides the number of ranks."""
 
     def global_rank(self) -> int:
         return self._session.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Does nothing, since the launcher decides it."""
+        """Does nothing, since the launcher decides the rank of each process."""
 
     def local_rank(self) -> int:
         return self._session.local_rank
@@ -68,7 +68,10 @@ class SessionEnvironment(ClusterEnvironment):
 
 
 class _OnRanks(strategies.ParallelStrategy):
-    """The common base of the strategies. It comes before Lightning's class, whose __init__ takes the other options."""
+    """The common base class of the strategies.
+
+    In a strategy's list of base classes it stands before Lightning's class, whose __init__ takes the other options.
+    """
 
     _started: Session | None = None  # the session that the newest strategy has started
 
@@ -96,8 +99,9 @@ class _OnRanks(strategies.ParallelStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """This rank's device, repeated once per rank of its node, since Lightning takes the number of ranks from its
-        length.
+        """A list with this rank's device, once for each rank of its node.
+
+        Lightning takes the number of ranks of the node from the length of the list.
         """
         topology = self._session.topology
         ranks = topology.groups("local")[topology.node_of(self._session.rank)]

@@ -124,16 +124,16 @@ class HorovodGroup(Attributes):
         """Yields the chunks of `buffer`, one per operation, and the suffix of each operation's name.
 
         The first operation has no suffix, so that Horovod compares its chunk with the other ranks' buffers. The suffix
-        of later ones contains the buffer's length: otherwise the rest of a longer buffer would be matched with the
-        next operation of the other ranks.
+        of later operations contains the buffer's length: otherwise the rest of a longer buffer would be matched with
+        the next operation of the other ranks.
         """
         for number, chunk in enumerate(buffer.split(self._chunk_elems)):  # an empty tensor is one empty chunk
             yield chunk, f".{buffer.numel()}" if number else ""
 
     def _windows(self, counts: Sequence[int]) -> Iterator[tuple[list[int], list[int], str]]:
-        """Yields the windows of `windows_of` and the suffix of the operation's name.
+        """Yields each window of `windows_of`, with the suffix of the name of the operation for that window.
 
-        The slices are padded to the widest one, as Horovod requires.
+        The windows are those of slices that are padded to the widest slice, as Horovod requires.
         """
         padded = [max(counts)] * len(counts)
         for number, (begins, widths) in enumerate(windows_of(padded, max_elems=self._chunk_elems)):

@@ -36,7 +36,8 @@ class HorovodWorld(Forwarding):
     def __init__(self, horovod: RunningHorovod, *, is_run: bool = False) -> None:
         """Creates a world over a running Horovod. Use `open`, or `open_reduction_world` of another world.
 
-        is_run: True for the world of the run, whose `close` always stops Horovod.
+        is_run: True for the main world of the run. Closing the main world stops Horovod even if another world is open,
+        unless the user's script has started Horovod.
         """
         horovod.add_world()
         self._horovod = horovod
@@ -118,7 +119,11 @@ class HorovodWorld(Forwarding):
         os._exit(exit_code)
 
     def close(self) -> None:
-        """Finishes communication. Collective. Closing the last world stops Horovod, if it can be started again."""
+        """Finishes communication. Collective.
+
+        Stops Horovod if this is the main world of the run, or if it is the last open world and Horovod can be started
+        again in this process.
+        """
         if not self._closed:
             self._closed = True
             self._horovod.close_world()
@@ -128,12 +133,12 @@ class HorovodWorld(Forwarding):
 
 @final
 class HorovodOverMpi(Forwarding):
-    """An MPI world that uses Horovod only for reduction worlds. `backend` is `mpi`, which runs all other operations.
+    """An MPI world that uses Horovod only for reduction worlds. All other operations use MPI, so `backend` is `mpi`.
 
     Horovod's thread polls inside MPI on a core that also computes, and every operation waits for the thread's next
     cycle. Two ranks on two cores ran 825 backward passes/s without Horovod and 480 with an idle one; a checkpoint took
-    4.5 s instead of 0.17. So control messages and hpctrain's own reductions use MPI. Horovod is started when one of
-    its own reductions is requested, and stopped when the last world over it is closed. See docs/adr/0023.
+    4.5 s instead of 0.17. So control messages and hpctrain's own reductions use MPI. `open_reduction_world` starts
+    Horovod, and closing the last reduction world stops Horovod. See docs/adr/0023.
     """
 
     def __init__(
@@ -160,7 +165,7 @@ class HorovodOverMpi(Forwarding):
     def open_reduction_world(self) -> World:
         """See `World.open_reduction_world`.
 
-        Starts Horovod unless it is running; raises LaunchError if it does not start.
+        Starts Horovod unless Horovod is already running. Raises LaunchError if Horovod does not start.
         """
         if self._horovod is None or not self._horovod.running:
             self._horovod = RunningHorovod.start(self._hvd, chunk_elems=self._chunk_elems)

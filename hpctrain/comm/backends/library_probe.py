@@ -1,8 +1,8 @@
 """Facts about the installed communication libraries, for `hpctrain doctor`. None of them is started.
 
-The libraries are imported through importlib, so that a missing one is a finding and not an error. MPI is the
-exception: loading `mpi4py.MPI` may start it, and a failed start ends the process. It is therefore probed after a world
-was opened, or in a separate process (`python -m hpctrain.comm.backends.library_probe`).
+The libraries are imported through importlib, so that a missing library is reported and raises no error. MPI is the
+exception: loading `mpi4py.MPI` may start MPI, and a failed start ends the process. MPI is therefore probed after a
+world was opened, or in a separate process (`python -m hpctrain.comm.backends.library_probe`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NAMES = {"mpich": "MPICH and Intel MPI", "openmpi": "Open MPI", "mpiabi": "the 
 
 
 def explain_failure(error: Exception) -> tuple[str, str]:
-    """Returns why mpi4py cannot be loaded, and the remedy: each one line without a full stop.
+    """Returns two texts, each one line without a full stop: why mpi4py cannot be loaded, and the remedy.
 
-    error: the exception from importing `mpi4py.MPI`. An installed mpi4py has one such module or, as published, one for
-    each family of MPI libraries.
+    error: the exception from importing `mpi4py.MPI`. The published mpi4py has one such module for each family of MPI
+    libraries; an mpi4py that was built from source has only one.
     """
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
     found = f"mpi4py cannot be loaded: {first_line}"
@@ -85,8 +85,8 @@ def probe_mpi4py() -> dict[str, Any]:
 def probe_started_mpi() -> dict[str, Any]:
     """Returns facts about MPI, without starting it.
 
-    The keys are `library` and `standard`, or `error` and `remedy` if it cannot be loaded. If MPI is running, also
-    `thread_level`, `num_ranks`, `transports` and `rdma_fork`.
+    The keys are `library` and `standard`, or `error` and `remedy` if mpi4py cannot be loaded. If MPI is running, the
+    keys `thread_level`, `num_ranks`, `transports` and `rdma_fork` are added.
     """
     try:
         mpi4py: Any = importlib.import_module("mpi4py")
@@ -127,7 +127,7 @@ def _own_maps() -> str:
 def _rdma_fork(transports: list[str]) -> str | None:
     """Returns what libibverbs reports about forking with registered memory.
 
-    Returns None if libibverbs is not loaded, or too old to know.
+    Returns None if libibverbs is not loaded, or is too old to report it.
     """
     if "libibverbs" not in transports:
         return None
@@ -138,9 +138,9 @@ def _rdma_fork(transports: list[str]) -> str | None:
 
 
 def probe_mpi_alone(*, timeout_s: float = 60.0) -> dict[str, Any]:
-    """Returns the facts of `probe_started_mpi` from a separate process, which starts MPI as one rank.
+    """Starts MPI as one rank in a separate process, and returns the facts of `probe_started_mpi` from that process.
 
-    If MPI cannot start, it ends that process, and `error` holds its output.
+    If MPI cannot start there, MPI ends that process, and `error` holds the process's output.
     """
     try:
         done = subprocess.run(
@@ -168,7 +168,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Starts MPI as one rank and prints its facts."""
+    """Starts MPI as one rank and prints the facts of `probe_started_mpi` as JSON."""
     try:
         mpi4py: Any = importlib.import_module("mpi4py")
         mpi4py.rc.thread_level = "multiple"

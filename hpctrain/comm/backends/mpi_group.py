@@ -5,8 +5,8 @@ with every MPI, including those without device support.
 
 Half types have no MPI type and are sent as 16-bit integers. They are summed by slices: an all-to-all of the slices, a
 float32 sum in rank order at the owner of each slice, one rounding, and an all-gather. That sends as many bytes as a
-ring all-reduce. Groups that poll sum other types in the same way, and send large buffers in a ring
-(`mpi_messages.py`).
+ring all-reduce. Groups that wait by polling (see `MpiGroup`) also sum large buffers of the other types by slices, and
+send large slices in a ring (`mpi_messages.py`).
 
 Source of the reduction by slices: Thakur et al. 2005, Optimization of Collective Communication Operations in MPICH,
 section 4.5 (reduce-scatter followed by all-gather).
@@ -94,8 +94,8 @@ class MpiGroup(Attributes):
     """Collective operations over one MPI communicator. The constructor is collective over it.
 
     comm: mpi4py communicator, used by this object only.
-    polls: if True, waits by polling the operation with pauses, so that another thread can use the core, which MPI's
-    own waits keep busy.
+    polls: if True, this object waits by polling the operation with pauses, so that another thread can use the core.
+    MPI's own waits keep the core busy.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class MpiGroup(Attributes):
             ) from error
 
     def _call(self, operation: str, *arguments: Any, **options: Any) -> None:
-        """Runs a collective MPI operation to its end. operation: mpi4py's name of the blocking version."""
+        """Runs a collective MPI operation to its end. operation: mpi4py's name of the blocking operation."""
         if self._polls:
             poll_until(getattr(self._comm, f"I{operation.lower()}")(*arguments, **options).Test)
         else:
@@ -218,7 +218,8 @@ class MpiGroup(Attributes):
         """See `Collective.all_to_all`. Sends point-to-point messages.
 
         Long buffers must be split into chunks. With Alltoallv all ranks would first have to agree on the chunks, since
-        their counts differ. The two ranks of a pair both know the length of their slice, and therefore its chunks.
+        their counts differ. With messages no agreement is needed: sender and receiver both know the length of the
+        slice that is sent between them, and split it into the same chunks.
         """
         check_exchange(
             buffer, send_counts=send_counts, receive_counts=receive_counts, rank=self.rank,
@@ -294,7 +295,7 @@ class MpiGroup(Attributes):
         return buffer.dtype in HALF_TYPES or large
 
     def _sum_slices(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        """Returns the sum over the ranks of this rank's slice of `buffer`, shape (counts[rank],)."""
+        """Returns this rank's slice of the sum of `buffer` over the ranks, shape (counts[rank],)."""
         if self._ring is not None and _is_exact(buffer) and self._fits_ring(buffer):
             return torch.from_numpy(self._ring.reduce_scatter(_view(buffer), counts=counts))
         width = counts[self.rank]
@@ -317,5 +318,5 @@ class MpiGroup(Attributes):
             self._call("Allgatherv", self._mpi.IN_PLACE, whole_of)
 
     def _fits_ring(self, whole: torch.Tensor) -> bool:
-        """Returns True if the parts of `whole` are large enough to be sent in a ring. The same on every rank."""
+        """Returns True if the parts of `whole` are large enough to be sent in a ring; the same value on every rank."""
         return whole.numel() * whole.element_size() >= self.num_ranks * _RING_BYTES

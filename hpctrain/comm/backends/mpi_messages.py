@@ -37,11 +37,12 @@ _FABRICS = ("infiniband", "cxi")
 
 
 def piece_bytes(mpi: Any, comm: Any) -> int | None:
-    """Returns the largest message to send between the ranks of `comm`, in bytes.
+    """Returns the largest message to send between the ranks of `comm`, in bytes. Collective over `comm`.
 
-    Returns None if there is no limit but `MOST_BYTES`. Collective over `comm`. A message above the eager limit waits
-    for the receiver's answer before its bytes leave, and over TCP that answer waits behind all bytes that the
-    receiver's own link still has to send. Within a node, and on other fabrics, the answer costs microseconds.
+    Returns None if only the limit `MOST_BYTES` applies: all ranks are on one node, or a rank has a fabric other than
+    TCP. MPI sends a message above its eager limit only after the receiver has answered. Over TCP that answer waits
+    behind all bytes that the receiver itself is still sending; within a node, and on other fabrics, it takes
+    microseconds.
 
     mpi: the module mpi4py.MPI.
     """
@@ -78,12 +79,12 @@ _AHEAD_BYTES = 1 << 21  # that are sent before any piece has arrived
 class MessageRing:
     """A ring over the ranks of a communicator, in which each rank sends only to the next one.
 
-    All methods are collective. Of consecutive ranks on a node only one sends to another node. Each element therefore
-    leaves a node once, and no link has to take what several ranks send at the same time. A rank passes on each piece
-    as soon as it has arrived.
+    All methods are collective. Of consecutive ranks on a node, only one sends to another node. Each element therefore
+    leaves a node once, and several ranks never send over one link at the same time. A rank passes on each piece as
+    soon as the piece has arrived.
 
     comm: mpi4py communicator of more than one rank.
-    piece_bytes: largest message in bytes; None means 256 KiB, so that there are pieces to pass on.
+    piece_bytes: largest message in bytes. None means 256 KiB: a ring needs pieces to pass on.
 
     Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
     """
@@ -98,7 +99,8 @@ class MessageRing:
     def gather(self, whole: Array, *, counts: Sequence[int]) -> None:
         """Fills `whole`, shape (sum(counts),), with the parts of all ranks.
 
-        This rank's part must already be in its place. Each rank sends all parts except that of the next rank.
+        This rank's part must already be in its place in `whole`. Each rank sends all parts to the next rank, except
+        the next rank's own part.
         """
         arriving = list(self._slices(self._before(self._rank), counts=counts, itemsize=whole.itemsize))
         receiving = [self._receive(whole[piece]) for _, piece in arriving]
@@ -114,8 +116,8 @@ class MessageRing:
 
         values: array of shape (sum(counts),), which is not changed.
 
-        Slice r is summed in ring order, starting at rank r + 1. Each rank sends all slices except its own, and needs
-        memory for all slices except that of the previous rank.
+        Slice r is summed in ring order, starting at rank r + 1. Each rank sends all slices except its own. Each rank
+        needs additional memory for all slices except that of the previous rank.
         """
         arriving = list(self._slices(self._before(self._previous), counts=counts, itemsize=values.itemsize))
         partial = _room_for([piece for _, piece in arriving], dtype=values.dtype)
@@ -138,8 +140,8 @@ class MessageRing:
     def sum_of_two(self, values: Array) -> None:
         """Replaces `values`, shape (n,), by their sum over the two ranks.
 
-        Each rank sends all of its values to the other: as many bytes as `reduce_scatter` and `gather` send, in one
-        step.
+        Each rank sends all of its values to the other rank. These are as many bytes as `reduce_scatter` followed by
+        `gather` would send, but in one step.
         """
         own = [piece for _, piece in self._slices([0], counts=[len(values)], itemsize=values.itemsize)]
         arriving = _room_for(own, dtype=values.dtype)
@@ -172,7 +174,7 @@ class MessageRing:
 
 
 def _add(a: Array, b: Array, *, out: Array) -> None:
-    """Adds two arrays without NumPy's overflow warnings: gradients may overflow, which the loss scale handles."""
+    """Adds two arrays without NumPy's overflow warnings. Gradients may overflow; the loss scale handles that case."""
     with np.errstate(over="ignore", invalid="ignore"):
         np.add(a, b, out=out)
 
@@ -188,10 +190,10 @@ def _room_for(slices: Sequence[slice], *, dtype: Any) -> list[Array]:
 
 @final
 class _SendQueue:
-    """Sends pieces in order: `ahead` of them at once, then one for each piece that arrives.
+    """Sends pieces in order: the first `ahead` pieces at once, then one piece for each piece that arrives.
 
-    One for one, because links are equally fast in both directions. MPI copies messages below its eager limit when they
-    are sent, and never frees that memory: the queue limits it.
+    Links are equally fast in both directions, so pieces leave as fast as pieces arrive. MPI copies messages below its
+    eager limit when they are sent, and never frees the memory of the copies; the queue limits that memory.
     """
 
     def __init__(self, send: Callable[[Array], Any], arrays: Sequence[Array], *, ahead: int) -> None:
@@ -200,9 +202,9 @@ class _SendQueue:
         self._waiting = deque(arrays[ahead:])
 
     def advance(self, array: Array | None) -> None:
-        """Records that a piece has arrived, and sends the next one.
+        """Records that a piece has arrived, and sends the next piece of the queue.
 
-        array: piece to append to the queue; None for none.
+        array: piece to append to the queue first; None to append nothing.
         """
         if array is not None:
             self._waiting.append(array)
@@ -210,7 +212,7 @@ class _SendQueue:
             self._sent.append(self._send(self._waiting.popleft()))
 
     def wait_for(self, number: int) -> None:
-        """Waits until MPI has finished sending piece `number`."""
+        """Waits until MPI has finished sending the piece with the index `number`, counted from 0."""
         poll_until(self._sent[number].Test)
 
     def finish(self) -> None:
@@ -227,12 +229,12 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 class _Operation:
     """A buffer that is being sent or received.
 
-    posted: the pieces given to MPI so far, in order, with their requests.
-    unposted: the pieces that follow.
+    posted: the pieces that MPI has been given so far, in order, each with its request.
+    unposted: the remaining pieces, in order, which MPI has not been given yet.
     num_ended: number of posted pieces whose requests have ended.
-    error: why the operation failed. MPI reports a failure only once; a request that has ended counts as finished
-    afterwards.
-    source: rank whose message was received.
+    error: the failure of the operation; None if it has not failed. The error is kept here because MPI reports a failure
+    only once and treats the request as finished afterwards.
+    source: group rank that sent the received message; -1 before a message has arrived.
     """
 
     def __init__(self, buffer: Bytes, *, peer: int, tag: int, receives: bool, most_bytes: int) -> None:
@@ -256,13 +258,13 @@ class _Operation:
 class MpiMessages:
     """`PeerMessages` over a separate MPI communicator.
 
-    MPI counts the bytes of a message in 32 bits, so a longer buffer is sent as several messages, its pieces. They
-    arrive in the order in which they were sent, since all have the same sender, tag and communicator. Sender and
+    MPI counts the bytes of a message in 32 bits, so a longer buffer is sent as several messages, called pieces. The
+    pieces arrive in the order in which they were sent, since all have the same sender, tag and communicator. Sender and
     receiver cut their buffers at multiples of the same length, so that they need not exchange lengths first.
 
-    A long receive posts its next piece only when the previous one has arrived: only then is it known whether the
+    A long receive posts its next piece only when the previous piece has arrived. Only then is it known whether the
     sender's buffer has another piece and, for a receive from any rank, which rank the sender is. Later receives with
-    the same tag could take pieces of that message, so they are posted after its last piece.
+    the same tag could take pieces of that message, so they are posted only after the last piece of the message.
     """
 
     def __init__(self, mpi: Any, comm: Any, *, most_bytes: int = MOST_BYTES) -> None:

@@ -113,7 +113,7 @@ class MpiTransport:
         return segments
 
     def _check_free_memory(self, num_bytes: int) -> None:
-        """Raises CommunicationError on every rank of the node if it lacks memory, before MPI or the kernel fails."""
+        """Raises CommunicationError on all ranks of the node if it lacks memory, before MPI or the kernel fails."""
         free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 2**62
         asked = np.zeros((self._node.Get_size(), 2), dtype=np.int64)
         self._node.Allgather(np.array([num_bytes, free], dtype=np.int64), asked)
@@ -191,7 +191,7 @@ def _import_mpi(*, initialize: bool = True) -> Any:
 def abort_all(exit_code: int) -> None:
     """Ends all ranks of COMM_WORLD with `exit_code`, if any library has initialized MPI. Not collective.
 
-    On a node without network MPI_Abort blocks; then this process ends alone after `_ABORT_MAY_TAKE_S`.
+    MPI_Abort blocks on a node whose network is cut: in that case only this process ends, after `_ABORT_MAY_TAKE_S`.
     """
     mpi = _import_mpi(initialize=False)
     if not mpi.Is_initialized() or mpi.Is_finalized():
@@ -219,7 +219,8 @@ def can_open_transport() -> bool:
 def open_transport(topology: Topology) -> Transport:
     """Returns a transport over all ranks, in a separate message space. Collective.
 
-    Horovod may be what has initialized MPI. Raises LaunchError if mpi4py is missing or MPI is not running.
+    It also works if Horovod, and not hpctrain, has initialized MPI. Raises LaunchError if mpi4py is missing or MPI is
+    not running.
     """
     mpi = _import_mpi(initialize=False)
     if not mpi.Is_initialized():
@@ -228,15 +229,15 @@ def open_transport(topology: Topology) -> Transport:
 
 
 def open_remote_memory(num_bytes: int) -> RemoteMemory:
-    """Implements `World.remote_memory`, also if Horovod has initialized MPI. Collective over all ranks."""
+    """Implements `World.remote_memory`. Collective over all ranks. It also works if Horovod has initialized MPI."""
     mpi = _import_mpi(initialize=False)
     return MpiRemoteMemory(mpi, mpi.COMM_WORLD.Dup(), num_bytes=num_bytes)
 
 
 def open_collective_files(members: Sequence[int]) -> CollectiveFiles:
-    """Returns collective files for some world ranks, also if Horovod has initialized MPI. Collective over `members`.
+    """Returns collective files for the world ranks `members`. Collective over `members`.
 
-    Raises CommunicationError if `members` are not ranks of MPI's COMM_WORLD.
+    It also works if Horovod has initialized MPI. Raises CommunicationError if `members` are not ranks of COMM_WORLD.
     """
     return make_collective_files(_import_mpi(initialize=False), members)
 
@@ -254,7 +255,7 @@ class MpiWorld(Forwarding):
 
     @classmethod
     def open(cls, *, chunk_elems: int = MAX_CHUNK_ELEMS) -> MpiWorld:
-        """Initializes MPI, if it is not yet, and duplicates COMM_WORLD. Collective.
+        """Initializes MPI, unless that was done before, and duplicates COMM_WORLD. Collective.
 
         chunk_elems: largest number of elements in one MPI call.
 

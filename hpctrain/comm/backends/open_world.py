@@ -37,8 +37,8 @@ class OpenedWorld:
 
     world: the world.
     reason: why this backend was chosen, as a clause; empty if the user chose it.
-    notes: messages for the user about what could not be used.
-    horovod: capabilities of the loaded Horovod; None with other backends.
+    notes: messages for the user about backends that could not be used.
+    horovod: capabilities of the loaded Horovod; None if the backend is not Horovod.
     """
 
     world: World
@@ -60,7 +60,7 @@ def open_world(
     else, if Horovod is built with MPI and mpi4py is installed. `auto` chooses serial for one rank; for several ranks
     MPI, together with Horovod if gradients are on GPUs and Horovod has NCCL (docs/adr/0023); and Horovod alone if
     mpi4py is missing.
-    identity: rank and size of this process; None: they are read from the environment.
+    identity: rank of this process and number of ranks; None to read both from the environment.
     algorithm: the recipe's reduction algorithm. Horovod's own algorithms must be set when it starts (see
     `running_horovod.why_no_nccl`).
     device: the recipe's device; with `cpu`, GPUs are ignored.
@@ -99,7 +99,7 @@ def open_world(
 
 
 def why_no_horovod() -> str | None:
-    """Returns the reason why this process cannot load Horovod; None if it can. Loads Horovod, but does not start it."""
+    """Loads Horovod without starting it. Returns the reason why that failed; None if Horovod was loaded."""
     from hpctrain.comm.backends.running_horovod import load_horovod
 
     try:
@@ -110,10 +110,11 @@ def why_no_horovod() -> str | None:
 
 
 def yield_while_idle(environ: MutableMapping[str, str], *, identity: RankIdentity, num_cores: int) -> None:
-    """Makes Open MPI yield the core while it waits, unless the user has set that variable. Call it before MPI starts.
+    """Makes Open MPI yield the core while it waits, unless the user has set `YIELD_VARIABLE`.
 
-    Horovod's thread waits inside MPI on a core that also computes: with yielding, two ranks on two cores train 1.4 to
-    2.1 times as fast. If there are more ranks than cores, yielding needs a preloaded library (docs/adr/0024).
+    Call it before MPI starts. Horovod's thread waits inside MPI on a core that also computes: with yielding, two ranks
+    on two cores train 1.4 to 2.1 times as fast. If there are more ranks than cores, yielding needs a preloaded library
+    (docs/adr/0024).
     """
     if (identity.host_size or 1) <= num_cores or in_effect():
         environ.setdefault(YIELD_VARIABLE, "1")
@@ -197,9 +198,9 @@ def _open_best(identity: RankIdentity, algorithm: str | None, device: str) -> Op
 
 
 def _why_not_on_gpus() -> str | None:
-    """Returns the reason why Horovod, which can be loaded, has no advantage on GPUs; None if it has one.
+    """Returns the reason why the installed Horovod has no advantage over MPI on GPUs; None if it has an advantage.
 
-    Not collective.
+    Horovod must be loadable. Not collective.
     """
     from hpctrain.comm.backends.running_horovod import load_horovod
 

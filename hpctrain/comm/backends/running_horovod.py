@@ -47,8 +47,8 @@ class HorovodBuild:
 
     nccl: True if it is built with NCCL.
     mpi: True if it runs over MPI, and not over Gloo alone.
-    nccl_asked: key of `NCCL_VARIABLES` that was switched on when it started, or None. Horovod silently ignores an
-    algorithm that it does not support.
+    nccl_asked: key of `NCCL_VARIABLES` whose algorithm was switched on when Horovod started, or None. Horovod silently
+    ignores an algorithm that it does not support.
     """
 
     nccl: bool
@@ -63,8 +63,8 @@ def apply_settings(
 
     algorithm: if it is a key of `NCCL_VARIABLES`, this algorithm is switched on and the other one off; any other name
     changes nothing.
-    groups: True to allow groups of ranks. Without them Horovod must be restarted before the first group is created;
-    they are therefore always allowed if it cannot be restarted.
+    groups: True to let Horovod create groups of ranks after it has started. If False, Horovod must be restarted before
+    the first group is created; if Horovod cannot be restarted, False therefore has the same effect as True.
     """
     for name, value in SETTINGS.items():
         environ.setdefault(name, value)
@@ -99,8 +99,8 @@ def why_no_nccl(
 ) -> str | None:
     """Returns the reason why Horovod does not run `algorithm`, a key of `NCCL_VARIABLES`; None if it does. Pure.
 
-    The reason is a clause for a note to the user, since Horovod silently runs its flat sum instead. All ranks must
-    have the same build and device.
+    The reason is a clause for a note to the user, because Horovod runs its flat sum instead without saying so. All
+    ranks must have the same build and device.
 
     build: Horovod's capabilities; None if the backend is not Horovod.
     """
@@ -156,7 +156,7 @@ def _start(hvd: Any) -> None:
 
 @final
 class RunningHorovod:
-    """The running Horovod of this process, and what its worlds share: process sets and communicator numbers."""
+    """The running Horovod of this process, and what the worlds over it share: process sets and communicator numbers."""
 
     def __init__(self, hvd: Any, *, chunk_elems: int, owned: bool) -> None:
         """Creates the object. Use `start` instead.
@@ -174,10 +174,10 @@ class RunningHorovod:
 
     @classmethod
     def start(cls, hvd: Any, *, chunk_elems: int = MAX_CHUNK_ELEMS) -> RunningHorovod:
-        """Starts Horovod, unless the user's script has. Collective over all ranks.
+        """Starts Horovod, unless the user's script has started it. Collective over all ranks.
 
-        Raises LaunchError if it does not start. If the script started Horovod, it is left running at the end, since
-        the script may still use it.
+        If the script has started Horovod, hpctrain leaves Horovod running at the end, since the script may still use
+        it. Raises LaunchError if Horovod does not start.
         """
         owned = not hvd.is_initialized()
         _start(hvd)
@@ -188,7 +188,7 @@ class RunningHorovod:
         self._num_worlds += 1
 
     def close_world(self) -> None:
-        """Unregisters a world. Stops Horovod after the last one, if it can be started again.
+        """Unregisters a world. If it was the last world, stops Horovod, provided that Horovod can be started again.
 
         Collective over all ranks.
         """
@@ -197,7 +197,7 @@ class RunningHorovod:
             self.stop()
 
     def stop(self) -> None:
-        """Stops Horovod's thread if it is running and was started here. Collective over all ranks."""
+        """Stops Horovod's thread if it is running and hpctrain has started it. Collective over all ranks."""
         if not self.running:
             return
         self.running = False
@@ -237,9 +237,9 @@ class RunningHorovod:
         self.running = True
 
     def process_set(self, members: tuple[int, ...]) -> Any:
-        """Returns the process set of these ranks, which the first call creates. Collective over all ranks.
+        """Returns the process set of these ranks; the first call for them creates it. Collective over all ranks.
 
-        Raises CommunicationError if Horovod cannot create it.
+        Raises CommunicationError if Horovod cannot create the process set.
         """
         ranks = tuple(sorted(members))
         if len(ranks) == self.hvd.size():

@@ -1,4 +1,4 @@
-"""A world of one rank with the interface of the others, so that user code needs no `if distributed`."""
+"""A world of one rank with the same interface as worlds of many ranks: user code needs no `if distributed`."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from hpctrain.topology import Topology
 
 
 class Rendezvous:
-    """A barrier for the threads of one group, with one slot per thread to pass a value to the others."""
+    """A barrier for the threads of one group. Each thread has a slot through which it passes a value to the others."""
 
     def __init__(self, run: ThreadsRun, *, members: tuple[int, ...]) -> None:
         self.run = run
@@ -74,11 +74,14 @@ class Rendezvous:
 
 
 class LeftError(CommunicationError):
-    """Another rank has ended or aborted, so this one cannot continue. It is always a consequence, never the cause."""
+    """Another rank has ended or aborted, so this rank cannot continue. This is never the cause of a failure."""
 
 
 class ThreadsRun:
-    """State of one call of `run_threads`: all its rendezvous points, so that the end of one rank ends every wait."""
+    """State of one call of `run_threads`.
+
+    When a rank ends, it breaks all barriers, so that no other rank waits forever.
+    """
 
     def __init__(self) -> None:
         self.reason = ""
@@ -401,8 +404,9 @@ class ThreadsWorld(Forwarding):
 def run_threads(num_ranks: int, function: Callable[[ThreadsWorld], T], *, timeout_s: float = 60) -> list[T]:
     """Runs `function(world)` on `num_ranks` threads of this process, one per rank, and returns their results by rank.
 
-    An exception on one rank ends the waits of all others and is raised here; if several ranks failed, the exception of
-    the lowest rank is raised. Raises CommunicationError, with the stacks of the unfinished ranks, after `timeout_s`.
+    An exception on one rank ends the waits of all other ranks, and is raised here. If several ranks failed, the
+    exception of the lowest rank is raised. Raises CommunicationError, with the stacks of the unfinished ranks, after
+    `timeout_s` seconds.
     """
     run = ThreadsRun()
     rendezvous = Rendezvous(run, members=tuple(range(num_ranks)))

@@ -68,9 +68,9 @@ def doing(comm: Collective, what: str) -> Iterator[None]:
 def in_section(comm: Collective, section: Section | None) -> Iterator[None]:
     """Applies the time limit of `section` to the operations in the `with` block.
 
-    It does not communicate, but every rank must enter and leave the section at the same place. The innermost section
-    counts; None means no section, so that the limit of the whole run applies. Has no effect on a communicator without
-    a deadline.
+    It does not communicate, but every rank must enter and leave the section at the same place in its sequence of
+    operations. The innermost section counts; None means no section, so that the limit of the whole run applies. Has no
+    effect on a communicator without a deadline.
     """
     if _says_what_it_does(comm):
         with comm.section(section):

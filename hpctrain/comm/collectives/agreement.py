@@ -33,8 +33,8 @@ MAX_BROADCASTS = 8
 def all_gather_json(comm: Collective, value: Any) -> list[Any]:
     """Returns every rank's `value`, in rank order. Collective.
 
-    Equal values of several ranks are one object: do not change it. Raises TypeError, before anything is sent, if
-    `value` cannot be written as JSON.
+    Ranks with equal values share one object in the list: do not change the objects. Raises TypeError, before anything
+    is sent, if `value` cannot be written as JSON.
     """
     values, value_of_rank = all_gather_distinct(comm, value)
     return [values[number] for number in value_of_rank]
@@ -45,12 +45,12 @@ def all_gather_distinct(
 ) -> tuple[list[Any], list[int]]:
     """Returns the distinct values of all ranks, and for each rank the index of its value among them. Collective.
 
-    Each rank receives 8 bytes from every other rank, the hash of its value (XXH3, 64 bits), and each distinct value
-    once. The values are ordered by the lowest rank that has them. Raises TypeError, before anything is sent, if
-    `value` cannot be written as JSON.
+    Each rank receives the hash of every other rank's value (XXH3, 64 bits), and each distinct value once. The values
+    are ordered by the lowest rank that has them. Raises TypeError, before anything is sent, if `value` cannot be
+    written as JSON.
 
-    key: text to compare instead of the values, given on all ranks or on none. Of ranks with the same key, the value of
-    the lowest rank is used.
+    key: text to compare instead of the values; either all ranks pass a key or none does. Of ranks with the same key,
+    the value of the lowest rank is used.
     """
     text = json.dumps(value)
     # torch has no unsigned 64-bit integers.
@@ -75,7 +75,7 @@ def all_gather_distinct(
 
 
 def broadcast_json(comm: Collective, value: Any, *, root: int = 0) -> Any:
-    """Returns the `value` of the group's rank `root` on every rank; that of other ranks is ignored. Collective."""
+    """Returns the `value` of the group's rank `root` on every rank. The other ranks' `value` is ignored. Collective."""
     data = json.dumps(value).encode() if comm.rank == root else b""
     length = torch.tensor([len(data)], dtype=torch.int64)
     comm.broadcast(length, root=root)
@@ -101,10 +101,11 @@ def describe_ranks(ranks: Sequence[int]) -> str:
 
 
 def raise_together(comm: Collective, error: HpctrainError | None) -> None:
-    """Raises an error on every rank if any rank passes one; its class is that of the lowest failing rank. Collective.
+    """Raises an error on every rank if any rank passes an error. Collective.
 
-    The message is the same on every rank: each distinct message once, preceded by its world ranks and hosts ("ranks
-    0-2 (host): ..."), or the message alone if all ranks passed the same one. The raised error has `agreed` set.
+    The class is that of the lowest rank that passes an error. The message is the same on every rank: each distinct
+    message once, preceded by the world ranks that passed it and their hosts ("ranks 0-2 (host): ..."). If all ranks
+    passed the same message, it stands alone. The raised error has `agreed` = True.
     """
     # A single int first: this vote is frequent, and nearly always there is no error.
     flag = torch.tensor([int(error is not None)], dtype=torch.int32)
@@ -125,9 +126,11 @@ def _to_json(error: HpctrainError) -> dict[str, Any]:
 
 
 def _class_of(entry: dict[str, Any]) -> type[HpctrainError]:
-    """Returns the class in `hpctrain.errors` with the entry's name, or else the class for its exit code.
+    """Returns the class in `hpctrain.errors` that `entry` names, or else the class for the exit code in `entry`.
 
-    So every rank raises the same class, even if it never imported the module that defines the original one.
+    So every rank raises the same class, even if it has not imported the module that defines the original class.
+
+    entry: an error as JSON, from `_to_json`.
     """
     named = getattr(errors, entry["class"], None)
     if isinstance(named, type) and issubclass(named, HpctrainError) and named.exit_code == entry["code"]:
@@ -150,7 +153,7 @@ def _merged(failed: dict[int, dict[str, Any]], *, num_ranks: int) -> str:
 
 
 def agreed(comm: Collective, function: Callable[[], T], *, os_error: type[HpctrainError] = LaunchError) -> T:
-    """Runs `function` on each rank and returns its value; raises an error on all ranks if it failed on any.
+    """Runs `function` on each rank and returns its value; raises an error on all ranks if `function` failed on any.
 
     Collective. An HpctrainError is raised as by `raise_together`; an OSError becomes `os_error`. Any other exception
     is a bug and is not caught: the run must then be aborted, since the other ranks are blocked in the vote. `function`
@@ -200,10 +203,10 @@ def check_same(
 ) -> None:
     """Raises `error` on every rank unless `value` is equal on all of them. Collective.
 
-    The message names the ranks that differ from the majority; in a tie, the value of the lowest rank counts as the
-    majority's. `value` must be JSON.
+    The message names the ranks that differ from the majority. If several values are equally frequent, the one that
+    occurs on the lowest rank counts as the majority's. `value` must be convertible to JSON.
 
-    name: what is compared, for the message.
+    name: description of `value` for the message.
     """
     text = json.dumps(value, sort_keys=True)
     if _same_hash(comm, text):
@@ -252,11 +255,11 @@ VISIBLE_WITHIN_S = 20.0
 
 
 def make_shared_folder(directory: Path, *, comm: Collective) -> None:
-    """Creates `directory` and its parents, unless they exist, on one rank for all. Collective.
+    """Creates `directory` and its parents on rank 0, unless they exist, and waits until all ranks see it. Collective.
 
-    Only one rank creates it because of dispersed GlusterFS volumes that lack a server: if all ranks create the folder
-    at once, the servers keep the folders of different nodes, and every file in it fails with "stale file handle"
-    forever.
+    Only one rank creates it, because of dispersed GlusterFS volumes that lack a server: if all ranks create the folder
+    at once, different servers keep the folder that different nodes have created, and every access to a file in it fails
+    with "stale file handle" from then on.
 
     Raises LaunchError on all ranks if the folder cannot be created, or if a rank does not see it within
     `VISIBLE_WITHIN_S`.

@@ -1,7 +1,7 @@
 """Two-level reduction for every backend: reduce within each node, then between nodes, then gather within each node.
 
-Each element leaves a node once instead of once from every rank, and the ranks of the node share that work. `Traffic`
-counts the bytes that a rank sends to other nodes.
+Each element leaves a node once, instead of once from every rank of the node, and the ranks of the node share the
+sending. `Traffic` counts the bytes that a rank sends to other nodes.
 
 Source: Jia et al. 2018, arXiv:1807.11205; Mikami et al. 2018, arXiv:1811.05233 (the 2-D torus is the same scheme over
 two axes).
@@ -28,7 +28,8 @@ class TwoLevel:
     """The two communicators of one rank for two-level reduction.
 
     local: communicator of the ranks of this node.
-    cross: communicator of the ranks that have this local index on their node; None if some node has no such rank.
+    cross: communicator of the ranks with the same local index as this rank, one on each node; None if some node has no
+    rank with that index.
     num_slices: number of ranks on the smallest node, which is the number of `cross` groups.
     """
 
@@ -50,9 +51,9 @@ class TwoLevel:
             self.cross.close()
 
     def elements_between_nodes(self, num_elems: int) -> int:
-        """Returns how many elements this rank sends to other nodes to reduce `num_elems`, with a ring over the nodes.
+        """Returns how many elements this rank sends to other nodes in an all-reduce of `num_elems` elements.
 
-        Not collective.
+        The ranks of `cross` are assumed to sum in a ring. Not collective.
         """
         if self.cross is None or self.cross.num_ranks == 1:
             return 0
@@ -90,9 +91,9 @@ def all_reduce_hierarchical(
     may be 0, or less than `num_slices`.
 
     float16 is rounded twice, within the node and between nodes, while a flat sum rounds it once. With C nodes, 2
-    (C-1)/C * n * itemsize bytes leave each node, through `num_slices` ranks at once. Nodes may have different numbers
-    of ranks: a rank without a counterpart on every node takes part only within its node. Raises BufferMismatch if n or
-    dtype differ and the backend detects it.
+    (C-1)/C * n * itemsize bytes leave each node; `num_slices` ranks of the node send them at the same time. Nodes may
+    have different numbers of ranks: a rank without a counterpart on every node takes part only within its node. Raises
+    BufferMismatch if n or dtype differ and the backend detects it.
     """
     if cross is not None and cross.num_ranks == 1:
         local.all_reduce(buffer)  # one node
@@ -115,10 +116,10 @@ def all_reduce_hierarchical(
 
 @final
 class Traffic:
-    """Counts the payload bytes that this rank sends to other nodes, in their wire format. Any thread may count.
+    """Counts the payload bytes, in the wire format, that this rank sends to other nodes. Thread-safe.
 
-    Messages and the slices of an all-to-all are counted by their actual receivers. Other operations are counted as a
-    ring over the group, in which each rank sends only to the next one: no algorithm sends less from each rank.
+    Messages and the slices of an all-to-all count if their receiver is on another node. Other operations are counted as
+    if the group were a ring, in which each rank sends only to the next rank: no algorithm sends less from each rank.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -143,11 +144,14 @@ class Traffic:
         return replace(levels, local=self.counted(levels.local), cross=cross)
 
     def counted_messages(self, messages: PeerMessages, *, comm: Collective) -> PeerMessages:
-        """Returns messages that count what `messages` sends between the ranks of `comm`. Not collective."""
+        """Returns an object, to use in place of `messages`, that counts what is sent between the ranks of `comm`.
+
+        Not collective.
+        """
         return _CountedMessages(messages, traffic=self, elsewhere=self._elsewhere(comm))
 
     def _elsewhere(self, comm: Collective) -> list[bool]:
-        """Returns for each rank of the group whether it is on another node than this rank."""
+        """Returns one value per rank of the group: True if that rank is on another node than this rank."""
         node = self._topology.node_of(comm.members[comm.rank])
         return [self._topology.node_of(member) != node for member in comm.members]
 

@@ -101,10 +101,10 @@ def all_reduce_values(
     """Returns the sum, mean or maximum of `value` over the ranks, equal on every rank. For small data. Collective.
 
     value: either a tensor, with the same dtype and number of elements on all ranks, or numbers by name, with the same
-    names on all ranks. It is not changed. A tensor gives a new tensor of the same shape and dtype; half types are
-    summed in float32. Numbers are added in rank order in float64; a maximum is NaN if one of them is.
-    op: reduction. A mean weights all ranks equally: for parts of unequal size, sum the totals and the counts, and
-    divide.
+    names on all ranks. `value` is not changed. For a tensor, the result is a new tensor of the same shape and dtype;
+    half types are summed in float32. Numbers are added in rank order in float64; the maximum is NaN if a number is NaN.
+    op: reduction. A mean weights all ranks equally. If the ranks hold parts of unequal size, reduce the totals and the
+    counts with `sum` instead, and divide.
 
     Raises BufferMismatch on every rank, naming the ranks, if names, lengths or dtypes differ; UsageError for any other
     `op`, and for the mean of an integer tensor.

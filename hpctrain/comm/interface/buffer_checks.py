@@ -29,7 +29,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 
 
 def offsets_of(counts: Sequence[int]) -> list[int]:
-    """Returns the offset of each part, followed by the total: one entry more than `counts`."""
+    """Returns the offset of each part in the concatenation of all parts, followed by the total length.
+
+    The list has one entry more than `counts`.
+    """
     offsets = [0]
     for count in counts:
         offsets.append(offsets[-1] + count)
@@ -157,7 +160,10 @@ def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def widened(buffer: torch.Tensor, *, op: ReduceOp) -> torch.Tensor:
-    """Returns `buffer` in a dtype that Horovod can reduce with `op`, so that converting the result back is exact."""
+    """Returns `buffer`, if needed in a wider dtype that Horovod can reduce with `op`.
+
+    Converting the result back to the dtype of `buffer` gives the exact result in that dtype (modulo 256 for uint8).
+    """
     if buffer.dtype is torch.uint8:
         return buffer.int()  # modulo 256, the sum is the same
     if buffer.dtype is torch.float16 and op is ReduceOp.MAX:
@@ -174,10 +180,12 @@ def maximum_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def windows_of(counts: Sequence[int], *, max_elems: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields windows over the ranks' parts with at most `max_elems` elements in all: (starts in the parts, widths).
+    """Yields windows over the ranks' parts: (start of the window in each part, width of the window in each part).
 
-    All ranks get the same windows, since `counts` is the same. One window suffices if all parts fit into it; there is
-    none if all parts are empty. `max_elems` must be at least the number of parts.
+    counts: number of elements in each rank's part, the same on every rank, so that all ranks get the same windows.
+    max_elems: largest number of elements in one window, over all parts; at least the number of parts.
+
+    If all parts fit into one window, only that window is yielded; if all parts are empty, none is.
     """
     if sum(counts) <= max_elems:
         if sum(counts):
@@ -192,8 +200,9 @@ def windows_of(counts: Sequence[int], *, max_elems: int) -> Iterator[tuple[list[
 def pack(
     buffer: torch.Tensor, *, counts: Sequence[int], begins: Sequence[int], widths: Sequence[int]
 ) -> torch.Tensor:
-    """Returns the pieces of `buffer`, shape (sum(counts),), in a window, concatenated: shape (sum(widths),).
+    """Returns the elements of `buffer` that lie in one window, concatenated: shape (sum(widths),).
 
+    buffer: the parts of all ranks, concatenated: shape (sum(counts),).
     begins, widths: start and width of the window in each rank's part (see `windows_of`).
 
     If the window covers the whole buffer, returns `buffer` itself, without a copy.
@@ -207,7 +216,7 @@ def pack(
 def as_rows(buffer: torch.Tensor, *, counts: Sequence[int], order: Sequence[int]) -> torch.Tensor:
     """Returns the slices of `buffer` as rows of a matrix, shape (len(counts), max(counts)), padded with zeros.
 
-    order: index of the slice in each row.
+    order: for each row, the index of the slice that the row holds.
     """
     rows = buffer.new_zeros((len(counts), max(counts)))
     slices = buffer.split(list(counts))
@@ -217,9 +226,11 @@ def as_rows(buffer: torch.Tensor, *, counts: Sequence[int], order: Sequence[int]
 
 
 def reordered(whole: torch.Tensor, *, counts: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """Returns the parts in `whole`, shape (sum(counts),), in rank order.
+    """Returns a tensor with the parts of `whole` in rank order, shape (sum(counts),).
 
-    order: rank to which each part of `whole` belongs.
+    whole: the parts of all ranks in the order `order`, shape (sum(counts),).
+    counts: number of elements in each rank's part, in rank order.
+    order: for each part of `whole`, the rank to which the part belongs.
     """
     parts = dict(zip(order, whole.split([counts[place] for place in order]), strict=True))
     return torch.cat([parts[place] for place in range(len(counts))])
@@ -229,7 +240,7 @@ def reordered(whole: torch.Tensor, *, counts: Sequence[int], order: Sequence[int
 
 
 def to_host(buffer: torch.Tensor) -> torch.Tensor:
-    """Returns `buffer` itself if it is in host memory, otherwise a copy there.
+    """Returns `buffer` itself if it is in host memory, otherwise a copy in host memory.
 
     The copy of a CUDA tensor is in page-locked memory.
     """

@@ -25,9 +25,9 @@ from hpctrain.errors import CommunicationError
 class CollectiveWriter(Protocol):
     """One file that all ranks of a group have opened for writing together.
 
-    It is used by one thread, and all ranks call the collective methods in the same order. MPI's own collective writes
-    are not used: if a write fails, Open MPI's modules return success or leave the other ranks waiting forever
-    (two_phase, 4.1.4), and some have written wrong bytes (ompi#12718).
+    A writer is used by one thread, and all ranks call the collective methods in the same order. MPI's own collective
+    writes are not used: if a write fails, modules of Open MPI return success or leave the other ranks waiting forever
+    (module two_phase of Open MPI 4.1.4), and some have written wrong bytes (ompi#12718).
     """
 
     @property
@@ -35,9 +35,9 @@ class CollectiveWriter(Protocol):
         """This rank's index in the group, from 0."""
 
     def gather(self, mine: Sequence[int]) -> NDArray[np.int64]:
-        """Returns every rank's numbers, shape (num_ranks, len(mine)). Every rank passes the same number of them.
+        """Gathers integers: returns every rank's `mine`, shape (num_ranks, len(mine)). Collective.
 
-        Collective.
+        `mine` has the same length on every rank.
         """
 
     def write(self, data: NDArray[np.uint8], *, offset: int) -> int:
@@ -48,7 +48,9 @@ class CollectiveWriter(Protocol):
         """
 
     def exchange(self, outgoing: Sequence[Sequence[tuple[int, memoryview]]]) -> list[tuple[int, memoryview]]:
-        """Sends each rank the extents that it is to write, and returns those that were sent to this rank. Collective.
+        """Sends each rank the extents that it is to write, and returns the extents that were sent to this rank.
+
+        Collective.
 
         outgoing: for each rank of the group, a list of extents (offset in the file, bytes), possibly empty; less than
         2 GiB in all.
@@ -79,8 +81,8 @@ class MpiCollectiveWriter:
         mpi: the module mpi4py.MPI.
         hints: hints for MPI_File_open, the same on every rank; unknown ones are ignored.
 
-        Raises CommunicationError on every rank if one of them does not see the file or may not write to it, and on
-        this rank if MPI reports a failure.
+        Raises CommunicationError on every rank if one of them does not see the file or may not write to the file, and
+        on this rank if MPI reports a failure.
         """
         self._mpi = mpi
         self._comm = comm
@@ -179,7 +181,7 @@ _NO_LOCKED_FILE = ("OMPI_MCA_sharedfp", "^lockedfile")
 class CollectiveFiles(Protocol):
     """Files that all ranks of a group read or write together.
 
-    It is used by one thread at a time, and all ranks call the methods in the same order.
+    The object is used by one thread at a time, and all ranks call the methods in the same order.
     """
 
     def read(
@@ -188,7 +190,7 @@ class CollectiveFiles(Protocol):
         """Reads byte ranges of a file into `out`, a uint8 array of shape (sum(lengths),). Collective.
 
         Every rank passes the same path and its own byte ranges: ascending, without overlap, less than 2 GiB in all,
-        possibly none. They must lie inside the file, because MPI does not reliably report a short read. Raises
+        possibly none. The ranges must lie inside the file, because MPI does not reliably report a short read. Raises
         CommunicationError if the read fails.
         """
 

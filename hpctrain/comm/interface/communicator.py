@@ -60,7 +60,7 @@ class Collective(Protocol):
     def attribute(self, kind: type[T]) -> T:
         """Returns the instance of `kind` that belongs to this communicator; the first call creates it.
 
-        It lets a caller keep data that lives as long as the communicator. Not collective.
+        A caller can keep data in this object that lives as long as the communicator. Not collective.
         """
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
@@ -80,11 +80,12 @@ class Collective(Protocol):
 
         Args:
             buffer: Tensor of shape (n,). It must not be used until the returned function has been called.
-            number: Number of this sum: unique among those in flight, and the same on every rank. Horovod caches its
-                negotiation of the ranks under this number, so pass the same one each time for the same buffer.
+            number: Identifier of this sum: unique among the sums in flight, and the same on every rank. Horovod caches
+                what the ranks have negotiated under this number, so always pass the same number for the same buffer.
 
         Returns:
-            A function that waits until the sum is complete. Every rank must call it; several of them in any order.
+            A function that waits until the sum is complete. Every rank must call it. If several sums are in flight,
+            their functions may be called in any order.
         """
 
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
@@ -116,7 +117,7 @@ class Collective(Protocol):
     def all_to_all(
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        """Sends one slice of `buffer` to each rank, and returns the slices that the ranks sent to this one.
+        """Sends one slice of `buffer` to each rank, and returns the slices that this rank received.
 
         Collective. The counts may differ between ranks, but `receive_counts[b]` on rank a must equal `send_counts[a]`
         on rank b.
@@ -149,8 +150,7 @@ class Collective(Protocol):
     def close(self) -> None:
         """Frees the communicator, which must not be used afterwards. Collective.
 
-        It does not wait for other ranks, except for a world. A communicator that is not closed remains until the
-        process ends.
+        Only closing a world waits for other ranks. A communicator that is not closed remains until the process ends.
         """
 
 
@@ -160,13 +160,13 @@ class World(Collective, Protocol):
 
     @property
     def reduction_backend(self) -> str:
-        """Backend of `open_reduction_world`: `horovod` if the run asked for it, otherwise the same as `backend`."""
+        """Backend of the worlds that `open_reduction_world` opens: `horovod` if the run uses it, else `backend`."""
 
     def open_reduction_world(self) -> World:
         """Returns a world of the same ranks over `reduction_backend`, with a separate message space. Collective.
 
-        It is for reductions by that library's own operations. Close it when they are done: Horovod's thread takes CPU
-        time from training, and runs only while such a world is open.
+        It is for reductions by that backend's own operations. Close the world after these reductions: Horovod's thread
+        takes CPU time from training, and runs only while such a world is open.
         """
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
@@ -189,16 +189,16 @@ class World(Collective, Protocol):
         """
 
     def open_group(self, members: Sequence[int]) -> tuple[Collective, PeerMessages | None] | None:
-        """Creates a communicator for some world ranks, and messages between them. Collective over `members` only.
+        """Creates a communicator for some world ranks, and a message space between them.
 
-        Close both when they are done.
+        Collective over `members` only. Close both objects when you no longer need them.
 
         Args:
             members: World ranks of the group, including this rank; in the same order on each of them.
 
         Returns:
-            The communicator and the messages; the messages are None for a group of one rank. None instead of both if
-            the backend has no such groups.
+            The communicator and the messages; the messages are None for a group of one rank. None instead of the pair
+            if the backend cannot create a group without the ranks outside of it.
         """
 
     def transport(self, topology: Topology) -> Transport | None:
@@ -288,7 +288,7 @@ class Forwarding(Attributes):
         self._group.barrier()
 
     def open_group(self, members: Sequence[int]) -> tuple[Collective, PeerMessages | None] | None:
-        """Returns None: the backend has no such groups. A backend that has them overrides this method of `World`."""
+        """Returns None: the backend cannot create a group without the other ranks. Backends that can override this."""
         return None
 
     def close(self) -> None:

@@ -40,9 +40,11 @@ class RemoteMemory(Protocol):
         """Makes what each rank has written to its `local` readable on all ranks. Collective."""
 
     def get(self, rank: int, *, offset: int, out: NDArray[np.uint8]) -> None:
-        """Starts copying bytes from the part of `rank` into `out`, contiguous, shape (n,). Not collective.
+        """Starts copying n bytes from the part of `rank`, from byte `offset` on, into `out`. Not collective.
 
-        The n bytes start at `offset`. `out` is filled only after `flush`. The other rank does not take part.
+        out: contiguous array of shape (n,). It is filled only after `flush`.
+
+        The other rank does not take part in the copy.
         """
 
     def flush(self) -> None:
@@ -62,8 +64,8 @@ class MpiRemoteMemory:
         mpi: the module mpi4py.MPI.
         comm: communicator of all ranks, used by this object only.
 
-        Raises CommunicationError on every rank if a node lacks the memory that its ranks request, and if MPI cannot
-        create the window.
+        Raises CommunicationError on every rank if a node lacks the memory that its ranks request. Raises
+        CommunicationError also if MPI cannot create the window.
         """
         self._mpi = mpi
         self._comm = comm
@@ -149,7 +151,7 @@ class MpiRemoteMemory:
 
 
 def _free_bytes() -> int:
-    """Returns the bytes that this node has free for windows."""
+    """Returns the number of bytes of memory that are free on this node for MPI windows."""
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 2**62
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():

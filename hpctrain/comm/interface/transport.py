@@ -1,8 +1,8 @@
 """Point-to-point messages and memory shared within a node, for code that schedules its own communication.
 
 The collective operations of a backend block until they are done. A reduction that keeps the network, the node's memory
-and the conversions busy at the same time needs operations that it can start and poll: `Transport`. `PeerMessages` is
-for the ranks of a group that choose their own tags and may receive from any rank.
+and the conversions busy at the same time needs operations that it can start and poll. `Transport` has such operations.
+`PeerMessages` is for messages within a group of ranks: the caller chooses the tags, and may receive from any rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_TAGS = 32768
 class Transport(Protocol):
     """One rank's access to messages between all ranks, and to memory shared within its node.
 
-    The messages have a separate message space. It is used by one thread at a time. Buffers are contiguous
+    The messages have a separate message space. A transport is used by one thread at a time. Buffers are contiguous
     one-dimensional uint8 tensors in host memory. Every method raises CommunicationError if the library reports a
     failure.
     """
@@ -60,7 +60,7 @@ class Transport(Protocol):
             num_bytes: Size of this rank's segment.
 
         Returns:
-            The segments of all local ranks, in local order, filled with zeros.
+            The segments of all ranks of the node, by local rank, filled with zeros.
 
         Raises:
             CommunicationError: On every rank of the node. The node lacks the memory (/dev/shm is too small, for
@@ -77,25 +77,28 @@ class Transport(Protocol):
         """
 
     def waits(self, what: str) -> None:
-        """Tells the watchdog that no operation in flight makes progress.
+        """Tells the watchdog that no operation in flight makes progress. `what` says in messages what is waited for.
 
-        The deadline runs until `progressed` is called.
+        The time from now until `progressed` is called counts against the deadline.
         """
 
     def progressed(self) -> None:
         """Tells the watchdog that an operation has made progress, or that none is in flight."""
 
     def close(self) -> None:
-        """Frees the message space and the shared memory, whose tensors must not be used afterwards. Collective."""
+        """Frees the message space and the shared memory. Collective.
+
+        The tensors that `share` has returned must not be used afterwards.
+        """
 
 
 @runtime_checkable
 class PeerMessages(Protocol):
     """One rank's access to messages between the ranks of one group, in a separate message space.
 
-    Any thread may use it, and its operations are not collective. Buffers are contiguous one-dimensional uint8 tensors
-    in host memory, of any length. Ranks are group ranks. Tags are from 0 to `NUM_TAGS` - 1 (32,767). Every method
-    raises CommunicationError if the library reports a failure.
+    Any thread may use the object. Its operations are not collective, except `close`. Buffers are contiguous
+    one-dimensional uint8 tensors in host memory, of any length. Ranks are group ranks. Tags are from 0 to
+    `NUM_TAGS` - 1 (32,767). Every method raises CommunicationError if the library reports a failure.
     """
 
     def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
@@ -107,9 +110,9 @@ class PeerMessages(Protocol):
     def receive(self, buffer: torch.Tensor, *, source: int | None, tag: int) -> Pending:
         """Starts receiving into `buffer`, shape (n,), and returns a handle.
 
-        Messages with the same source and tag arrive in the order in which they were sent. If a message has another
-        length than n, `finished` and `wait` raise CommunicationError on this rank. A longer message that does not fit
-        into MPI's own buffers may end the process instead (Open MPI 4.1 within a node).
+        Messages with the same source and tag arrive in the order in which they were sent. If the length of the message
+        is not n, `finished` and `wait` raise CommunicationError on this rank. A message that is longer than n and does
+        not fit into MPI's own buffers may end the process instead (Open MPI 4.1 within a node).
 
         Args:
             buffer: Tensor as long as the sender's.
@@ -120,7 +123,7 @@ class PeerMessages(Protocol):
     def finished(self, pending: Pending) -> bool:
         """Returns True if the operation is finished. Does not wait, but lets the library make progress.
 
-        Raises CommunicationError if the operation has failed, on every call.
+        Once the operation has failed, every call raises CommunicationError.
         """
 
     def wait(self, pending: Pending, *, what: str) -> None:
@@ -143,7 +146,7 @@ _SLEEP_S = 20e-6
 def poll_until(done: Callable[[], bool]) -> None:
     """Calls `done()` until it returns True: for a millisecond without a pause, then every 20 microseconds.
 
-    It is for operations that make progress only while they are polled.
+    Use it for operations that make progress only while they are polled.
     """
     spin_until = time.perf_counter() + _SPIN_S
     while not done():

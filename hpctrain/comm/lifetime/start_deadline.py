@@ -1,13 +1,13 @@
 """A deadline for the start of a run.
 
-Without it, MPI_Init waits forever for a rank that never calls it, and blocks all Python threads. Each rank that starts
-writes a file into a folder that belongs to its launcher's process, in the memory of its node, and removes the file
-once all ranks have started. If a script between launcher and rank may run several programs, the rank leaves a note
-there instead, so that a second program is refused, which MPI would not start.
+Without a deadline, MPI_Init waits forever for a rank that never calls MPI_Init, and blocks all Python threads. Each
+rank that starts writes a file into a folder of its node (in memory), one folder per launcher process, and removes the
+file once all ranks have started. A script between launcher and rank may run several programs, but MPI can be started
+only once per rank. In this case the rank leaves a note in the folder, so that hpctrain refuses the second program.
 
-A thread of the C library (`gil_free_timer`) ends a rank that still waits at the deadline, after it has run this file
-as a program. The program prints which ranks of the node have no file. Ranks of other nodes are covered if the nodes
-share the working directory: the programs of all nodes exchange their findings there at the deadline.
+A thread written in C (`gil_free_timer`) ends a rank that still waits at the deadline. Before that, the thread runs this
+file as a program, which prints which ranks of the node have no file. If the nodes share the working directory, the
+programs of all nodes exchange their findings there, so that ranks of other nodes are named too.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def start_deadline(
 ) -> Iterator[None]:
     """Ends this rank with exit code 6 if the `with` block, which waits for all other ranks to start, takes too long.
 
-    The limit is `timeout_s` less the time that it takes to end all ranks. Does nothing for a single rank. Raises
-    LaunchError if another program was this rank before.
+    The block may take `timeout_s` minus a reserve for ending all ranks. Does nothing for a single rank. Raises
+    LaunchError if another program has already run as this rank.
     """
     from hpctrain.comm.watchdog.gil_free_timer import GilFreeTimer, find_timer_library
     from hpctrain.errors import ExitCode
@@ -103,7 +103,7 @@ def _variable(environ: Mapping[str, str]) -> str | None:
 def _meeting(environ: Mapping[str, str], identity: RankIdentity) -> str | None:
     """Returns the common prefix of the files through which the programs of the nodes exchange their findings.
 
-    None if there is only one node, or the launch has no name that all its ranks know.
+    Returns None if there is only one node, or if the ranks of this launch know no common name for it.
     """
     name = environ.get("PMIX_NAMESPACE") or ".".join(
         filter(None, (environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")))
@@ -151,7 +151,7 @@ def _folder(environ: Mapping[str, str]) -> tuple[Path | None, LauncherProcess]:
 
 
 def _write(folder: Path | None, identity: RankIdentity) -> Path | None:
-    """Writes this rank's file and returns its path; None if that is not possible."""
+    """Writes this rank's file and returns the path of the file; None if it cannot be written."""
     if folder is None:
         return None
     path = folder / f"rank-{identity.rank}"
@@ -170,7 +170,10 @@ def _write(folder: Path | None, identity: RankIdentity) -> Path | None:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes folders of this user's launchers that have ended; ranks that were killed during their start left them."""
+    """Removes the folders of this user's launchers that have ended.
+
+    Such folders are left behind by ranks that were killed during their start.
+    """
     start, _, _ = folder.name.rsplit("-", 2)
     for other in folder.parent.glob(f"{start}-*"):
         pid, ticks = other.name.rsplit("-", 2)[1:]
@@ -184,7 +187,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _report(found: Mapping[str, Any]) -> None:
-    """Prints why the rank ends, and returns when the rank must end."""
+    """Prints why the rank ends, unless another rank prints it. The timer ends the rank when this function returns."""
     sys.path.append(str(Path(__file__).resolve().parents[3]))
     folder = None if found["folder"] is None else Path(found["folder"])
     if folder is not None:
@@ -237,9 +240,9 @@ def _end_step(step: str) -> None:
 class NodeAtDeadline:
     """State of one node's ranks at the deadline.
 
-    waiting: ranks that have started and wait.
-    absent: ranks that have not started and whose numbers are known.
-    num_ended: number of ranks that have not started and whose processes have ended.
+    waiting: ranks that have started hpctrain and wait for the others.
+    absent: ranks that have not started hpctrain, as far as it is known which ranks these are.
+    num_ended: number of ranks whose processes have ended without starting hpctrain.
     lines: report about the ranks that have not started.
     """
 
@@ -250,9 +253,9 @@ class NodeAtDeadline:
 
 
 def _meet(here: NodeAtDeadline, found: Mapping[str, Any]) -> dict[int, NodeAtDeadline]:
-    """Exchanges findings with the programs of other nodes until the time is over.
+    """Exchanges findings with the programs of other nodes until the time for that is over.
 
-    Returns what is known of each node, by the lowest waiting rank of that node.
+    Returns the state of each known node. The key is the lowest waiting rank of the node.
     """
     known = {min(here.waiting): here} if here.waiting else {}
     if not known or found["meeting"] is None:
@@ -285,7 +288,12 @@ def _meet(here: NodeAtDeadline, found: Mapping[str, Any]) -> dict[int, NodeAtDea
 def _describe_nodes(
     known: Mapping[int, NodeAtDeadline], here: NodeAtDeadline, found: Mapping[str, Any]
 ) -> list[str]:
-    """Returns lines about the absent ranks of all nodes. known: result of `_meet`."""
+    """Returns lines about the absent ranks of all nodes.
+
+    known: state of each known node, from `_meet`.
+    here: state of this node.
+    found: the decoded argument of this file as a program.
+    """
     if not known:
         return here.lines
     lines = [line for _, node in sorted(known.items()) for line in node.lines]
@@ -309,7 +317,11 @@ def _describe_nodes(
 
 
 def describe_absent(folder: Path | None, found: Mapping[str, Any]) -> NodeAtDeadline:
-    """Returns what is known of the ranks of this node. found: the argument of the program."""
+    """Returns what is known of the ranks of this node.
+
+    folder: folder with the files of this node's ranks; None if it is unknown.
+    found: the decoded argument of this file as a program.
+    """
     from hpctrain.launch import command_of, processes_of_ranks
 
     if folder is None:

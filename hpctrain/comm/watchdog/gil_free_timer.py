@@ -1,12 +1,12 @@
-"""Ends a rank whose Python is blocked, by a thread of the C library that does not need Python's lock (the GIL).
+"""Ends a rank whose Python is blocked, with a thread written in C that does not need Python's lock (the GIL).
 
-Horovod's enqueue waits with Python's lock held while its own thread waits for a rank that is cut off; and a data
-transform may call C code that never releases the lock. Then no Python thread runs, and no deadline in Python works.
-The watcher therefore keeps postponing this timer. If it no longer does, the timer runs this file as a program, which
-reports what it finds in the ranks' files and on the network; when the program returns, the rank's process ends with
-the exit code.
+Horovod's enqueue waits with Python's lock held while Horovod's own thread waits for a rank that is cut off. A data
+transform may call C code that never releases the lock. In both cases no Python thread runs, and no deadline in Python
+works. The watcher therefore keeps postponing this timer. If the watcher no longer does so, the timer runs this file as
+a program, which reports what it finds in the ranks' files and on the network. When the program returns, the rank's
+process ends with the exit code.
 
-The thread is `_gil_free_timer.c`. If that is not compiled, `make_timer` returns None.
+The thread is in `_gil_free_timer.c`. If that file is not compiled, `make_timer` returns None.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def make_timer(
     since: float,
     exit_code: int,
 ) -> GilFreeTimer | None:
-    """Returns the timer of this rank; None if it was not compiled.
+    """Returns the timer of this rank; None if the timer was not compiled or cannot be started.
 
-    folders: folders of the ranks' files; None before they are known, then the program reports only its arguments.
+    folders: folders of the ranks' files; None before they are known. Then the program reports only its arguments.
     wait_s: seconds that the program waits for another rank to announce the end of the run.
     probe_s: time limit of the program's probes of other hosts.
     since: start of this attempt of the run, in seconds since 1970; older files belong to an earlier attempt.
@@ -114,7 +114,7 @@ def _describe_blocked(seconds: str, note: str) -> list[str]:
     return [
         f"its Python interpreter has been blocked for {seconds} s by C code that holds the GIL: no stacks. What this "
         f"rank was preparing when it blocked: {note}",
-        "no other rank is needed for that: the transform, the dataset or the filesystem hangs; if it is only slow, "
+        "other ranks are not the cause: the transform, the dataset or the filesystem hangs; if it is only slow, "
         "raise run.timeout_s or limits.input_s, or run the transform in worker processes (data.workers)",
     ]
 
@@ -125,9 +125,9 @@ def _say(*lines: str) -> None:
 
 
 def _report(words: Sequence[str]) -> None:
-    """Runs the program: reports, and returns when the rank must end.
+    """Runs the program: reports, and returns when the rank must end. words: arguments of the program.
 
-    Does not return if its Python has continued after all.
+    If the rank's Python has continued after all, it waits until the rank's process has ended by itself.
     """
     number, (seconds, note) = words[2], words[-2:]
     if note:  # print at once, because another rank may be about to end this one

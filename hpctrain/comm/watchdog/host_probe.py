@@ -2,8 +2,8 @@
 
 The communication library does not report which link is dead; it only waits. So each rank reserves a TCP port on which
 nothing listens, and when an operation is late, the waiting ranks try to connect to one another's ports. A kernel
-answers a connection to such a port with a refusal, which proves that the link works; no answer within the time limit
-means that it does not. As long as no operation is late, nothing is sent.
+refuses a connection to such a port, and the refusal proves that the link works. If there is no answer within the time
+limit, the link does not work. As long as no operation is late, nothing is sent.
 
 This module loads neither torch nor MPI, so that a program that only watches nodes stays small.
 """
@@ -31,9 +31,9 @@ ANSWERS = (0, errno.ECONNREFUSED)
 class ProbeTarget:
     """A host to probe.
 
-    host: its name.
-    addresses: addresses by which other hosts may reach it.
-    port: a TCP port of it, such as one that a rank there has reserved.
+    host: name of the host.
+    addresses: addresses by which other hosts may reach the host.
+    port: TCP port of the host, such as one that a rank there has reserved.
     """
 
     host: str
@@ -51,7 +51,7 @@ def probe_hosts(
     """Returns for each host whether its kernel answered at any of its addresses. Takes at most `timeout_s` in all.
 
     own: addresses of this host, which are skipped; other hosts may have them too (the bridge of a container runtime).
-    answers: outcomes (0 or an errno) that count as an answer; with only 0, a program must listen on the port.
+    answers: results of connect (0 or an errno) that count as an answer. With only 0, a program must listen on the port.
     """
     found = {target.host: False for target in targets if set(target.addresses) - set(own)}
     end = time.monotonic() + timeout_s
@@ -103,9 +103,9 @@ MAX_HOSTS = 64
 
 
 def host_addresses() -> tuple[str, ...]:
-    """Returns the addresses by which other hosts may reach this one.
+    """Returns the addresses by which other hosts may reach this host.
 
-    They are those of interfaces that are up, without loopback.
+    These are the addresses of interfaces that are up, except loopback and link-local addresses; at most eight.
     """
     up = {name for name, facts in psutil.net_if_stats().items() if facts.isup}
     found = []
@@ -146,7 +146,7 @@ def targets_of_others(
 ) -> tuple[ProbeTarget, ...]:
     """Returns one target per other host.
 
-    If there are more than `max_hosts`, it is a random choice, which differs between ranks.
+    If there are more than `max_hosts` other hosts, each rank chooses `max_hosts` of them at random.
     """
     by_host = {target.host: target for target in targets if target.host != here and target.addresses}
     hosts = sorted(by_host)
@@ -156,7 +156,7 @@ def targets_of_others(
 
 @final
 class HostReachability:
-    """State of one rank's probes. Several threads use it; each value is replaced as a whole.
+    """State of one rank's probes. Several threads use this object; each attribute is replaced as a whole.
 
     others: targets on all other hosts; None until they are known.
     targets: those of `others` that have answered before.
@@ -176,10 +176,10 @@ class HostReachability:
         self._probed: float | None = None  # monotonic
 
     def learn(self, *, timeout_s: float) -> bool:
-        """Probes the remaining `others` and adds those that answer to `targets`.
+        """Probes those of `others` that have not answered yet, and adds to `targets` those that answer now.
 
-        Returns True if all of them have answered. A host behind a firewall that drops packets never answers, so its
-        later silence means nothing.
+        Returns True if all `others` have answered. A host that has never answered, such as one behind a firewall that
+        drops packets, is not a target: its later silence would mean nothing.
         """
         known = {target.host for target in self.targets}
         targets = [target for target in self.others or () if target.host not in known]
@@ -188,14 +188,17 @@ class HostReachability:
         return all(answers.get(target.host) for target in targets)
 
     def probe(self, *, timeout_s: float) -> None:
-        """Probes all `targets`; those that do not answer are probed a second time, since a packet may be lost."""
+        """Probes all `targets`. Targets that do not answer are probed a second time, since a packet may be lost."""
         self.found = found = self._probe(self.targets, timeout_s=timeout_s)
         silent = [target for target in self.targets if not found.get(target.host)]
         if silent:
             self.found = {**found, **self._probe(silent, timeout_s=timeout_s)}
 
     def probe_soon(self, *, timeout_s: float, at_most_every_s: float, then: Callable[[], None]) -> None:
-        """Probes in another thread, which then calls `then`; not if a probe is running, or was made recently."""
+        """Probes all `targets` in another thread, which calls `then` afterwards.
+
+        Does nothing if a probe is running, or if the last one ended less than `at_most_every_s` seconds ago.
+        """
         if not self.targets or not self._probing.acquire(blocking=False):
             return
         if self._probed is not None and time.monotonic() < self._probed + at_most_every_s:

@@ -1,7 +1,7 @@
 """A wrapper that adds a deadline to any communicator: no rank waits forever, and the missing ranks are named.
 
-Results are unchanged. `Monitored` wraps a world; files, messages and transports that are opened through it are wrapped
-too. `hpctrain.comm.watchdog.watcher` has what happens when an operation is late.
+Results are unchanged. `Monitored` wraps a world; files, messages and transports that are opened through a `Monitored`
+are wrapped too. `hpctrain.comm.watchdog.watcher` implements what happens when an operation is late.
 """
 
 from __future__ import annotations
@@ -221,10 +221,9 @@ def _describe_counts(counts: Sequence[int]) -> str:
 
 @final
 class MonitoredGroup(Attributes):
-    """`Collective` whose operations have a deadline, which a watcher applies.
+    """`Collective` whose operations have a deadline, which a watcher enforces.
 
-    compared: True to compare the arguments of each operation between the ranks; False for a caller that does so
-    itself.
+    compared: True to compare the arguments of each operation between the ranks; False if the caller does so.
     """
 
     def __init__(self, inner: Collective, *, track: Track, watcher: Watcher, compared: bool = True) -> None:
@@ -341,8 +340,8 @@ class MonitoredGroup(Attributes):
     def agree(self, signature: str) -> None:
         """Raises BufferMismatch on every rank, naming the ranks that differ, unless `signature` is equal on all.
 
-        Collective. It checks only over MPI, which compares nothing itself: with a different buffer on one rank MPI
-        returns wrong sums, hangs, or fails on some ranks. The check costs one all-reduce of 16 bytes. See
+        Collective. It checks only if the backend is MPI, which compares nothing itself: if the buffer of one rank
+        differs, MPI returns wrong sums, hangs, or fails on some ranks. The check costs one all-reduce of 16 bytes. See
         docs/adr/0015.
         """
         if not self._compared or self.backend != "mpi" or self.num_ranks == 1:
@@ -366,12 +365,13 @@ class MonitoredGroup(Attributes):
 class Monitored(Forwarding):
     """A world whose operations, and those of the communicators created from it, have a deadline.
 
-    timeout_s: an operation that takes longer ends the run with exit code 6; after this time all ranks have exited. The
-    last quarter of it, at most 5 s, is for ending the run. The rest must be more than the longest time that one rank
-    may legitimately keep the others waiting (a checkpoint, an evaluation on rank 0).
-    directory: run directory for `publish_in`, which is then called, and is collective. Without it the missing ranks
-    cannot be named.
-    watcher, name: watcher of another world and a name, for a world that shares that watcher (`open_reduction_world`).
+    timeout_s: time limit of an operation in seconds. If an operation takes longer, the run ends with exit code 6, and
+    all ranks have exited when this time is over. The last quarter of this time, at most 5 s, is for ending the run. The
+    rest must be longer than one rank may legitimately keep the others waiting (a checkpoint, an evaluation on rank 0).
+    directory: run directory. If it is given, the constructor calls `publish_in`, and is therefore collective. Without
+    it, messages cannot name the missing ranks.
+    watcher, name: for a world that shares the watcher of another world (`open_reduction_world`): that watcher, and the
+    name of this world in messages.
 
     Set the attribute `step` to show the current step in messages.
     """
@@ -418,8 +418,8 @@ class Monitored(Forwarding):
         directory: folder that all ranks see; it is created if it does not exist.
 
         The ranks of a node also create a folder in the memory of the node (/dev/shm), or otherwise in its temporary
-        directory, which they remove at the end. Each rank receives 8 bytes per rank, and some 80 per host: the address
-        where that host can be probed. Raises LaunchError on all ranks if one of them cannot write there.
+        directory, and remove this folder at the end. Each rank receives 8 bytes per rank, and some 80 bytes per host:
+        the address at which the host can be probed. Raises LaunchError on all ranks if one rank cannot use the folders.
         """
         make_shared_folder(directory, comm=self)
         parent, target = agreed(self, lambda: (local_parent(), self._watcher.own_target()))
@@ -470,16 +470,16 @@ class Monitored(Forwarding):
 
     @property
     def inputs(self) -> InputWaits:
-        """Record of this rank's waits for its own input, to which the limit of the section applies."""
+        """Record of this rank's waits for its own input. The time limit of the section applies to these waits."""
         return self._watcher.inputs
 
     @property
     def limits(self) -> SectionLimits:
-        """Time limits of the run's sections; all are `timeout_s` until they are configured."""
+        """Time limits of the run's sections. All limits are `timeout_s` until they are configured."""
         return self._watcher.sections
 
     def last_ended(self) -> float | None:
-        """Returns when this rank's last operation on any communicator ended, in seconds since 1970, or None."""
+        """Returns when this rank's last operation on any communicator ended, in seconds since 1970; None before."""
         ended = [track.ended for track in self._watcher.tracks if track.ended is not None]
         return max(ended, default=None)
 
@@ -508,7 +508,7 @@ class Monitored(Forwarding):
     def open_group(
         self, members: Sequence[int], *, compared: bool = True
     ) -> tuple[Collective, PeerMessages | None] | None:
-        """See `World.open_group`. compared: False for a caller that compares the arguments of the operations itself."""
+        """See `World.open_group`. compared: False if the caller compares the arguments of the operations itself."""
         # A track of its own: the world's is the same on all ranks, and only some take part.
         self._num_groups[tuple(members)] += 1
         name = self._within(f"group {self._num_groups[tuple(members)]} of {describe_ranks(members)}")
@@ -552,7 +552,7 @@ class Monitored(Forwarding):
     def remote_memory(self, num_bytes: int) -> RemoteMemory | None:
         """See `World.remote_memory`.
 
-        The deadline applies to its creation, but not to reads, in which no other rank takes part.
+        The deadline applies to the creation of the memory, but not to reads, in which no other rank takes part.
         """
         with self._watcher.during(self._track, "remote_memory", signature="remote_memory"):
             self._all.agree("remote_memory")
@@ -563,7 +563,10 @@ class Monitored(Forwarding):
         self._world.abort(exit_code)
 
     def close(self) -> None:
-        """Finishes communication, still under the deadline, then stops the watcher. Collective."""
+        """Finishes communication, still under the deadline, and then stops the watcher, if it is not shared.
+
+        Collective.
+        """
         with self._watcher.during(self._track, "close", signature="close"):
             self._world.close()
         if self._owns_watcher:

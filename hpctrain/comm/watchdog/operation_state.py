@@ -1,4 +1,7 @@
-"""What a rank waits for: operations of its communicators, and its own input. Shared by its threads and the watcher."""
+"""What a rank waits for: operations of its communicators, and its own input.
+
+The rank's threads write these objects, and the rank's watcher reads them.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,13 @@ class Track:
     """Current operation of one communicator. Written by the thread that uses the communicator, read by the watcher.
 
     group: name of the communicator, the same on all members.
-    sequence: number of operations started.
-    operation, detail: name and description of the current or last operation.
-    signature: text that must be equal on all ranks in the same operation; None: it is not compared.
+    members: world ranks of the communicator.
+    sequence: number of operations that were started so far.
+    operation, detail: name and description of the current operation, or else of the last one.
+    signature: text with the operation's arguments, which must be equal on all ranks; None if it is not compared.
     limited: False while the time limit is suspended.
-    since: start of the current operation on the monotonic clock; None if there is none.
-    ended: end of the last operation, in seconds since 1970; None before the first has ended.
+    since: start of the current operation on the monotonic clock; None if no operation is running.
+    ended: end of the last operation, in seconds since 1970; None before the first operation has ended.
     closed: True if there will be no more operations.
     """
 
@@ -41,7 +45,7 @@ class Track:
     ) -> Iterator[None]:
         """Marks one operation as running in the `with` block.
 
-        counted: False for the wait for an operation that was counted when it was started.
+        counted: False if the block only waits for an operation that was already counted when it was started.
         """
         self.operation, self.detail = operation, detail
         if counted:
@@ -59,7 +63,7 @@ class Track:
         return self.sequence, self.since
 
     def waited_s(self) -> float:
-        """Returns the seconds since the current operation started; 0 if there is none, or if it has no time limit."""
+        """Returns the seconds since the current operation started; 0 if none is running, or if it has no time limit."""
         since = self.since
         return 0.0 if since is None or not self.limited else time.monotonic() - since
 
@@ -73,11 +77,11 @@ _SAID_AFTER_S = 2.0
 
 @final
 class InputWait:
-    """A wait for a batch that this rank's transform, dataset or filesystem does not deliver.
+    """A wait of this rank for a batch that its transform, dataset or filesystem has not delivered yet.
 
-    No other rank takes part in it.
+    No other rank takes part in the wait.
 
-    describe: function that returns what the rank waits for.
+    describe: function that returns a text: what the rank waits for.
     """
 
     def __init__(self, describe: Callable[[], str]) -> None:
@@ -85,7 +89,7 @@ class InputWait:
         self.since = time.monotonic()
 
     advice = (
-        "no other rank is needed for that: the transform, the dataset or the filesystem hangs; if it is only slow, "
+        "other ranks are not the cause: the transform, the dataset or the filesystem hangs; if it is only slow, "
         "raise run.timeout_s or limits.input_s"
     )
 
@@ -105,20 +109,20 @@ Wait: TypeAlias = Track | InputWait
 
 @final
 class InputWaits:
-    """The current waits of one rank for its input, and the input that its threads are producing. Thread-safe."""
+    """The current waits of one rank for its input, and the input that the rank's threads are producing. Thread-safe."""
 
     def __init__(self) -> None:
         self._waits: tuple[InputWait, ...] = ()
         self._making: dict[int, str] = {}  # by thread; each thread changes only its own entry
         self._changing = threading.Lock()
         self.making_changed: Callable[[], object] = lambda: None
-        """Called when a thread begins to make input, and when it ends."""
+        """Function that is called when a thread starts to produce input, and when it has finished."""
 
     @contextlib.contextmanager
     def during(self, describe: Callable[[], str]) -> Iterator[None]:
         """Records a wait for input for the duration of the `with` block.
 
-        describe: function that returns what is waited for.
+        describe: function that returns a text: what the rank waits for.
         """
         wait = InputWait(describe)
         with self._changing:
@@ -146,7 +150,7 @@ class InputWaits:
 
     @property
     def made(self) -> str:
-        """The input that the threads are producing now; "" if none."""
+        """The names of the inputs that threads are producing now; "" if there are none."""
         return "; ".join(self._making.copy().values())
 
     @property
@@ -159,7 +163,11 @@ class InputWaits:
         return 0.0 if (wait := self.longest) is None else wait.waited_s()
 
     def late(self, tracks: Sequence[Track], *, limit_s: float) -> InputWait | None:
-        """Returns a wait longer than `limit_s`; None if it is inside an operation, which has a limit of its own."""
+        """Returns the longest wait if it is longer than `limit_s`, otherwise None.
+
+        Returns None also if an operation of `tracks` was started during the wait and is still running, because that
+        operation has a time limit of its own.
+        """
         wait = self.longest
         if wait is None or wait.waited_s() <= limit_s:
             return None
@@ -167,12 +175,12 @@ class InputWaits:
         return None if inside else wait
 
     def forgive(self, seconds: float) -> None:
-        """Excludes `seconds` from the current waits."""
+        """Subtracts `seconds` from the length of each current wait."""
         for wait in self._waits:
             wait.since += seconds
 
     def text(self) -> str:
-        """Returns what this rank waits for; "" if it does not wait, or only for a moment."""
+        """Returns what this rank waits for; "" if it does not wait, or has waited for less than 2 s."""
         wait = self.longest
         if wait is None or wait.waited_s() < _SAID_AFTER_S:
             return ""
@@ -189,7 +197,7 @@ _GAPS_FORGOTTEN = 0.99  # factor on the usual time between two, for each look th
 class ProgressMonitor:
     """Judges whether operations start and end about as often as before.
 
-    at_most_s: after this many seconds without progress they do not, however slow they were before.
+    at_most_s: seconds without progress after which the answer is no, however slow the operations were before.
     """
 
     at_most_s: float
@@ -198,7 +206,7 @@ class ProgressMonitor:
     _usual_gap_s: float = 0.0
 
     def is_usual(self, progress: Iterable[tuple[int, float | None]], *, now_s: float) -> bool:
-        """Returns True if the time since the last progress is usual.
+        """Returns True if the time since the last progress is not longer than usual.
 
         progress: `Track.progress` of all tracks.
         now_s: current monotonic time, not before that of the last call.

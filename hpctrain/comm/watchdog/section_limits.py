@@ -1,8 +1,8 @@
-"""Time limits of the sections of a run: those of the recipe, and earlier ones derived from measured times.
+"""Time limits of the sections of a run: limits of the recipe, and shorter limits derived from measured times.
 
-A limit of the recipe always ends the run. A derived limit is only the time at which a few ranks examine whether a late
-rank is hung (`hpctrain.comm.watchdog.board.rank_status`): if one is, they end the run; otherwise the run's own limit
-applies. The reasons are in docs/adr/0036. Everything except `SectionLimits` is pure.
+When a limit of the recipe is over, the run always ends. When a derived limit is over, a few ranks only examine whether
+a late rank is hung (`hpctrain.comm.watchdog.board.rank_status`). If a rank is hung, they end the run; otherwise the
+run's own limit applies. The reasons are in docs/adr/0036. Everything except `SectionLimits` is pure.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _ENDING_AT_MOST_S = 5.0
 class _Rule:
     """How the limit of a section is derived.
 
-    least_measured: number of measured times below which no limit is derived.
-    window: number of newest times, at least, among which the slowest one counts.
-    least_factor: factor on `LimitSettings.least_s`, below which the limit is never set.
+    least_measured: smallest number of measured times from which a limit is derived.
+    window: the limit follows from the slowest of at least this many newest times.
+    least_factor: the derived limit is at least this factor times `LimitSettings.least_s`.
     """
 
     least_measured: int
@@ -47,8 +47,8 @@ RULES: Mapping[Section, _Rule] = {
 class LimitSettings:
     """Settings for the limits, the same on every rank.
 
-    timeout_s: limit in seconds of sections that `configured` does not contain.
-    derive: True to derive limits from measured times too.
+    timeout_s: limit, in seconds, of the sections that `configured` does not contain.
+    derive: True to also derive limits from measured times.
     least_s: smallest derived limit of a step, in seconds.
     configured: limits that the recipe sets for sections, in seconds.
     """
@@ -59,16 +59,16 @@ class LimitSettings:
     configured: Mapping[Section, float] = field(default_factory=dict)
 
     def limit_s(self, section: Section | None) -> float:
-        """Returns the limit of `section` that always ends the run, in seconds."""
+        """Returns the limit of `section` in seconds. When it is over, the run always ends."""
         return self.timeout_s if section is None else self.configured.get(section, self.timeout_s)
 
     def longer_by(self, seconds: float) -> LimitSettings:
-        """Returns settings with all limits that end the run extended by `seconds`."""
+        """Returns settings in which every limit of the recipe (`timeout_s` and `configured`) is `seconds` longer."""
         configured = {section: limit_s + seconds for section, limit_s in self.configured.items()}
         return replace(self, timeout_s=self.timeout_s + seconds, configured=configured)
 
     def derived_s(self, section: Section, *, slowest_s: float) -> float:
-        """Returns the limit in seconds that follows from the slowest measured time of a section in `RULES`."""
+        """Returns the limit in seconds that follows from the slowest measured time of `section`, a key of `RULES`."""
         return max(RULES[section].least_factor * self.least_s, FACTOR * slowest_s)
 
 
@@ -77,7 +77,7 @@ class DerivedLimit:
     """Derived limit of a wait in `section`.
 
     seconds: the limit.
-    slowest_s: slowest of the last `num_measured` times, in seconds.
+    slowest_s: slowest of the last `num_measured` times of the section, in seconds.
     """
 
     section: Section
@@ -98,7 +98,7 @@ class DerivedLimit:
 def derive_limit(
     section: Section, *, slowest_s: float, num_measured: int, settings: LimitSettings
 ) -> DerivedLimit | None:
-    """Returns the derived limit of a section; None if it has none, or if the run's own limit is not later."""
+    """Returns the derived limit of a section; None if none can be derived, or if it is not less than `timeout_s`."""
     rule = RULES.get(section)
     if (
         rule is None
@@ -117,7 +117,7 @@ def derive_limit(
 class RecentMaximum:
     """Largest of the newest `window` to 2 x `window` values, in constant memory.
 
-    before: largest value of an earlier run.
+    before: largest value of an earlier run; after `window` values, the largest value of the last complete window.
     """
 
     window: int
@@ -137,17 +137,17 @@ class RecentMaximum:
 
     @property
     def num_covered(self) -> int:
-        """Number of values of this run of which `largest` is the maximum."""
+        """How many of the newest values of this run `largest` takes into account."""
         beyond = (self.num - 1) % self.window + 1 if self.num else 0
         return min(self.num, self.window + beyond)
 
 
 @final
 class SectionLimits:
-    """The section that a rank is in, the measured times of sections, and the limits that follow from them.
+    """The section that a rank is in, the measured times of sections, and the limits that follow from these times.
 
-    Written by the main thread; read by the watcher and the board. `base` is the section outside of every `enter`; None
-    means no section.
+    Written by the main thread; read by the watcher and the board. `base` is the section outside of all `enter` blocks;
+    None means no section.
     """
 
     def __init__(self, settings: LimitSettings) -> None:
@@ -201,16 +201,19 @@ class SectionLimits:
     # ---- what was measured
 
     def measure(self, section: Section, seconds: float) -> None:
-        """Adds a measured time of `section`, which must be the same on every rank."""
+        """Adds a measured time of `section`. `seconds` must be the same on every rank."""
         self._measured[section].add(seconds)
 
     def slowest(self, section: Section) -> tuple[float, int]:
-        """Returns the slowest time, including earlier attempts, and how many times of this attempt it covers."""
+        """Returns the slowest recent time, and the number of times of this attempt among which it is the slowest.
+
+        The slowest time of earlier attempts is taken into account too.
+        """
         found = self._measured[section]
         return found.largest, found.num_covered
 
     def count_earlier(self, slowest_s: Mapping[str, float]) -> None:
-        """Includes the slowest times of earlier attempts, by section name. They can only raise limits."""
+        """Takes the slowest times of earlier attempts into account, by section name. This can only raise limits."""
         for section, found in self._measured.items():
             found.before = max(found.before, slowest_s.get(section.value, 0.0))
 
@@ -229,7 +232,7 @@ class SectionLimits:
         return found
 
     def derived(self, section: Section | None) -> DerivedLimit | None:
-        """Returns the derived limit of `section`; None if it has none at present."""
+        """Returns the derived limit of `section`; None if there is none at present."""
         if section is None or (found := self._measured.get(section)) is None:
             return None
         return derive_limit(
@@ -239,12 +242,15 @@ class SectionLimits:
     # ---- what applies now
 
     def _open(self) -> frozenset[Section | None]:
-        """Returns the sections that a rank that is waited for may be in. A step's own limit includes its input."""
+        """Returns the sections in which a rank that this rank waits for may be.
+
+        INPUT is one of them only if this rank is in it: the limit of a step includes the input of the step.
+        """
         return (self._before | self._seen) - {Section.INPUT} | {self._now}
 
     @property
     def limit_s(self) -> float:
-        """Seconds after which every rank in an operation of the current section has exited."""
+        """Seconds after the start of an operation in the current section after which every waiting rank has exited."""
         return self.settings.limit_s(self._now)
 
     @property
@@ -254,7 +260,7 @@ class SectionLimits:
 
     @property
     def wait_limit_s(self) -> float:
-        """Seconds that a rank waits before it ends the run: `limit_s` without `ending_s`."""
+        """Seconds that a rank waits before it ends the run: `limit_s` minus `ending_s`."""
         limit_s = self.limit_s
         return limit_s - min(_ENDING_AT_MOST_S, _ENDING_SHARE * limit_s)
 
@@ -271,17 +277,18 @@ class SectionLimits:
     def early(self) -> DerivedLimit | None:
         """Derived limit of a wait in the current section.
 
-        It is None if there is none, or if a late rank may be outside all sections.
+        It is None if no limit could be derived yet, or if a late rank may be in a section that has no derived limit, or
+        outside of all sections.
         """
         return self.derived(self._now) if all(section in RULES for section in self._open()) else None
 
     def early_s_of(self, section: Section | None) -> float | None:
-        """Returns the seconds after which a late rank that is in `section` may be judged as hung; None: never."""
+        """Returns after how many seconds a late rank that is in `section` may be judged as hung; None means never."""
         own, found = self.early, self.derived(section)
         return None if own is None or found is None else max(own.seconds, found.seconds)
 
     @property
     def early_everywhere_s(self) -> float | None:
-        """Seconds after which a late rank in an unknown section may be judged as hung; None: never."""
+        """Seconds after which a late rank in an unknown section may be judged as hung; None means never."""
         each = [self.early_s_of(section) for section in self._open() | {Section.INPUT}]
         return None if None in each else max(seconds for seconds in each if seconds is not None)

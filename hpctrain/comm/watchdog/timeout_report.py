@@ -34,11 +34,11 @@ def headline(
 ) -> str:
     """Returns the line that states which rank ends and what it was doing.
 
-    track: the longest wait of this rank; None if it is in no operation.
-    timeout_s: limit of the wait.
-    ending_s: last part of `timeout_s`, which is reserved for reporting and exiting.
-    section: section of the run for which `timeout_s` is configured; None: it is the limit of the run.
-    hung: why this rank ends the run before the limit; "" if it does not.
+    track: the longest wait of this rank; None if this rank waits for nothing.
+    timeout_s: limit of the wait, in seconds.
+    ending_s: last part of `timeout_s`, in seconds, which is reserved for reporting and exiting.
+    section: section of the run for which `timeout_s` is configured; None if `timeout_s` is the limit of the whole run.
+    hung: why this rank ends the run before the limit is over; "" if it does not.
     """
     here = f"rank {rank} on {host}"
     in_step = ("" if step is None else f" in step {step}") + (f" ({doing})" if doing else "")
@@ -69,7 +69,11 @@ def print_with_stacks(message: str) -> None:
 
 
 def describe_finding(found: HangEvidence, *, waits: bool, num_asked: int) -> str:
-    """Returns the report on a finding. waits: this rank is in an operation. num_asked: number of hosts probed."""
+    """Returns the report on what this rank has found.
+
+    waits: True if this rank is in an operation.
+    num_asked: number of hosts that were probed.
+    """
     lines = list(found.cut)
     if found.absent:
         ranks = [rank for absence in found.absent for rank in absence.ranks]
@@ -127,10 +131,10 @@ def describe_stacks(groups: Sequence[StackGroup], *, most_late: int = 8, most_wa
 
 
 def fold_absences(absences: Sequence[Absence], *, max_lines: int = 16) -> list[str]:
-    """Returns one line per absence or, for more than `max_lines`, one line per state that several ranks share. Pure.
+    """Returns one line per absence; if there are more than `max_lines`, one line per state, with all its ranks. Pure.
 
-    If there are more than `max_lines` states, those with the fewest and with the most ranks are named, and the others
-    counted.
+    If there are more than `max_lines` states, the states with the fewest and with the most ranks get a line each. The
+    last line counts the ranks in the other states.
     """
     if len(absences) <= max_lines:
         return [absence.text for absence in absences]
@@ -166,7 +170,9 @@ def _one_line(group: Sequence[Absence]) -> str:
 
 
 def describe_some(ranks: Sequence[int], *, max_characters: int = 200) -> str:
-    """Returns the text of `describe_ranks`; a longer text is cut after a rank and states the number of ranks."""
+    """Returns the text of `describe_ranks`. A text of more than `max_characters` is cut after a rank, and the number of
+    all ranks is appended.
+    """
     text = describe_ranks(ranks)
     if len(text) <= max_characters:
         return text

@@ -1,7 +1,7 @@
 """The watcher: one thread that ends the run when a collective operation takes too long.
 
-It polls the current operation of each of this rank's communicators. The ranks exchange their findings through the
-files of a `Board`, never over the communication library, since that may be what hangs.
+The thread polls the current operation of each of this rank's communicators. The ranks exchange their findings through
+the files of a `Board`, never over the communication library, because the library itself may hang.
 """
 
 from __future__ import annotations
@@ -52,14 +52,13 @@ _SUSPENDED_AFTER_S = 5.0
 def follow_late_operation(
     track: Track, *, board: Board, sections: SectionLimits, over: threading.Event
 ) -> str | None:
-    """Follows an operation that is late until it ends, and returns why the run must end before its own limit.
+    """Observes an operation that is late, and returns the reason if the run must end before the operation's time limit.
 
-    Returns None if the operation or the watching has ended. It first raises the alarm, so that the absent ranks print
-    their stacks; some ranks then examine repeatedly whether an absent rank is hung.
+    It first raises the alarm, so that the absent ranks print their stacks. Then a few of the waiting ranks examine
+    repeatedly whether an absent rank is hung; on the other ranks it returns None at once. It also returns None when the
+    operation or the watching has ended. Raises OSError.
 
     over: event that is set when the watcher ends.
-
-    Raises OSError.
     """
     sequence = track.sequence
     board.raise_alarm(track)
@@ -108,13 +107,13 @@ _EXIT_TIMERS_MAY_TAKE_S = 3.0
 class Watcher:
     """Watches every `Track` of one rank.
 
-    timeout_s: time limit of an operation; when it is over, every rank has exited. Each rank therefore stops waiting a
-    quarter of this time earlier, at most 5 s. `sections` has other limits for sections of the run, once they are
-    configured.
+    timeout_s: time limit of an operation; when it is over, every rank has exited. Each rank therefore stops waiting
+    earlier than that, by a quarter of this time or 5 s, whichever is less. `sections` may be configured with other
+    limits for sections of the run.
     abort: function that ends all ranks; called at most once, from the watcher's thread.
-    leave: function that ends this rank's process at once; None if ranks are threads, or if there is only one rank.
-    With it, all ranks that have reported exit at the same time.
-    is_process: True if this process is this rank alone, so that it may be ended while Python is blocked.
+    leave: function that ends this rank's process at once; None if ranks are threads, or if there is only one rank. If
+    it is given, all ranks that have reported exit at the same time.
+    is_process: True if this process runs no other rank, so that the process may be ended while Python is blocked.
     """
 
     def __init__(
@@ -157,9 +156,10 @@ class Watcher:
         threading.Thread(target=self._watch, name="hpctrain-watcher", daemon=True).start()
 
     def prepare(self, folders: WatchFolders) -> None:
-        """Removes announcements of an earlier attempt (on rank 0) and creates the node's folder (on its lowest rank).
+        """Prepares the folders of the ranks' files. Call it on every rank before any rank calls `publish_in`.
 
-        Call it on every rank before any rank calls `publish_in`. Raises OSError.
+        On rank 0, it removes announcements that an earlier attempt of the run has left, and creates the folders of the
+        nodes' files. On the lowest rank of each node, it creates the folder of the node. Raises OSError.
         """
         if self.rank == 0:
             forget_endings(folders.shared, since=self._since)
@@ -168,7 +168,7 @@ class Watcher:
             self._hold = make_local_folder(folders.local)
 
     def publish_in(self, folders: WatchFolders) -> None:
-        """Starts to write this rank's position into `folders`. Raises OSError if they cannot be used."""
+        """Starts to write this rank's position into `folders`. Raises OSError if the folders cannot be used."""
         reach = self._reach = self._reach or HostReachability()
         before = self._board
         self._board = Board(
@@ -208,15 +208,15 @@ class Watcher:
             self._reach.others = targets_of_others(targets, here=self._host)
 
     def lock_may_be_held(self) -> None:
-        """Marks the start of the use of a library that may hold Python's lock while it waits, which blocks this
-        thread.
+        """Declares that a library is in use, from now on, that may hold Python's lock while it waits.
 
-        This prepares the timer of `hpctrain.comm.watchdog.gil_free_timer`. Call `lock_is_free` once per call.
+        The watcher's thread cannot run while the lock is held; the timer of `hpctrain.comm.watchdog.gil_free_timer`
+        then takes its place. Call `lock_is_free` once for each call of this method.
         """
         self._num_lock_holders += 1
 
     def lock_is_free(self) -> None:
-        """Marks the end of the use that `lock_may_be_held` has marked."""
+        """Declares that the library of one `lock_may_be_held` call is no longer in use."""
         self._num_lock_holders -= 1
         self._set_exit_timer()
 
@@ -233,7 +233,7 @@ class Watcher:
         )
 
     def track(self, *, group: str, members: tuple[int, ...]) -> Track:
-        """Returns a new track, which is watched. group: name of its communicator, the same on all members."""
+        """Returns a new track, which is watched. group: name of the track's communicator, the same on all members."""
         track, others = Track(group, members), [one for one in self.tracks if not one.closed]
         self.tracks = [*others, track]  # a new list: the watcher may be iterating over the old one
         return track
@@ -250,7 +250,8 @@ class Watcher:
     ) -> Iterator[None]:
         """Marks an operation like `track.during`.
 
-        It also sets the timer, if the operation may hold Python's lock while it waits.
+        It also sets the timer of `hpctrain.comm.watchdog.gil_free_timer` if a library is in use that may hold Python's
+        lock while it waits.
         """
         try:
             with track.during(operation, detail, signature=signature, counted=counted):
@@ -318,7 +319,7 @@ class Watcher:
         return max(0.01, min(self._interval_s, nearest_s + 0.005))
 
     def _forgive(self, seconds: float) -> None:
-        """Excludes time in which this process was suspended (`scontrol suspend`) from the waits."""
+        """Subtracts `seconds`, in which this process was suspended (`scontrol suspend`), from the current waits."""
         for track in self.tracks:
             if track.since is not None:
                 track.since += seconds
@@ -327,8 +328,8 @@ class Watcher:
     def _set_exit_timer(self) -> None:
         """Postpones the timer that ends this rank when this thread cannot run because other code holds Python's lock.
 
-        It is armed only during an operation of a library that may hold the lock, and while this process produces
-        input: in other code, such as a file write, the lock may legitimately be held for long.
+        The timer is armed only during an operation of a library that may hold the lock, and while this process produces
+        input. In other code, such as a file write, the lock may legitimately be held for long.
         """
         if not self._is_process:
             return
@@ -353,8 +354,9 @@ class Watcher:
     # ---- late
 
     def _be_late(self, track: Track) -> None:
-        """Handles a late operation, once: requests stacks of absent ranks, probes hosts, and examines which rank is
-        hung.
+        """Handles a late operation, once per operation.
+
+        It requests the stacks of the absent ranks, probes hosts, and examines which rank is hung.
         """
         key = (track.group, track.sequence)
         board = self._board
@@ -372,7 +374,7 @@ class Watcher:
         threading.Thread(target=quietly, args=(follow,), name="hpctrain-late", daemon=True).start()
 
     def _probe_hosts(self) -> None:
-        """Probes the other hosts in a separate thread and publishes the result, for the rank that raised the alarm."""
+        """Probes the other hosts in a separate thread, and publishes the result in this rank's file."""
         board = self._board
         if self._reach is not None and board is not None:
             self._reach.probe_soon(

@@ -1,4 +1,4 @@
-"""Turns a forked process into the rank: it takes over everything that a new program would have got from its client.
+"""Turns a forked process into the rank, with all properties that a program started by the client would have.
 
 The client is the process that the launcher has started in place of the rank.
 """
@@ -33,9 +33,9 @@ class ForkRequest:
     """The request of a client.
 
     pid: process id of the client.
-    mask: signals that were blocked when the client started, as the bit mask of /proc.
-    leash: one end of a pipe whose other end is closed when the client ends.
-    descriptors: number of each open file of the client -> number of its copy in this process.
+    mask: signals that were blocked when the client started, as a bit mask in the format of /proc.
+    leash: file descriptor of one end of a pipe. The other end is closed when the client ends.
+    descriptors: for each file descriptor of the client, the descriptor of its copy in this process.
     """
 
     pid: int
@@ -49,7 +49,7 @@ def become(request: ForkRequest, *, title: str, command: Sequence[str], keep: se
 
     title: name of the process, as `ps` shows it.
     command: command line to show in /proc/PID/cmdline.
-    keep: open file descriptors that belong to libraries.
+    keep: file descriptors that belong to libraries and must stay open.
     """
     os.setpgid(0, 0)  # a signal to the client's group reaches this process through the client, and once
     _die_with(request.leash)
@@ -81,9 +81,9 @@ def become(request: ForkRequest, *, title: str, command: Sequence[str], keep: se
 def end_without_destructors() -> None:
     """Makes this process, which was just forked, exit without the destructors of libraries that were loaded before.
 
-    Those of libtorch take 0.2 s to free memory that the system frees anyway. The C library calls exit functions in
-    reverse order of registration: first everything that is registered from now on, then the functions below from the
-    last line to the first.
+    The destructors of libtorch take 0.2 s to free memory that the system frees anyway. The C library calls exit
+    functions in reverse order of registration: first everything that is registered from now on, then the functions
+    below from the last line to the first.
     """
     close_files = None
     if (hdf5 := sys.modules.get("h5py.defs")) is not None:
@@ -202,7 +202,7 @@ def replace_environ(environ: Mapping[str, str]) -> None:
 
 
 def _address(number: int) -> int:
-    """Returns the field of this number in /proc/self/stat, see proc(5)."""
+    """Returns field `number` of /proc/self/stat, see proc(5)."""
     return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[number - 3])
 
 

@@ -40,12 +40,13 @@ FOR_CLIENT = (KEY_VARIABLE, LINGER_VARIABLE, OWNER_VARIABLE, PRELOAD_VARIABLE, _
 class ForkServer:
     """Request to fork the ranks from one process per node.
 
-    key: name of the servers. Launches share servers if they have the same key, variables, Python options and
-    `preload`.
-    lingers_s: seconds that a server waits for the next launch.
-    owner: process on this machine; when it has ended, servers no longer wait.
-    preload: modules that servers import in addition to the known ones.
-    by_default: True to fork only where it saves time and was tested, and the user has not switched it off.
+    key: name of the servers. Launches share servers if they have the same key, environment variables, Python options
+    and `preload`.
+    lingers_s: seconds that a server without ranks waits for the next launch.
+    owner: process id of a process on this machine. When that process has ended, servers no longer wait.
+    preload: modules that servers import in addition to the known libraries.
+    by_default: True to fork only if that saves time, was tested on such a machine, and was not switched off by the
+    user.
     """
 
     key: str = field(default_factory=lambda: f"{os.getpid()}-{secrets.token_hex(4)}")
@@ -66,7 +67,8 @@ def plan_fork_server(
     """Plans the fork server of a launch.
 
     Returns the words to put before the command (empty if ranks start by themselves), and a note that tells the user
-    which. Adds variables for the launcher to `updates`. Call `divide_servers` when `updates` is complete.
+    whether the ranks are forked; the note may be None. Adds variables for the launcher to `updates`. Call
+    `divide_servers` when `updates` is complete.
 
     environ: environment of the launcher, before `updates`.
     """
@@ -92,13 +94,16 @@ def plan_fork_server(
 
 
 def client_words(client: str, program: Program) -> tuple[str, ...]:
-    """Returns the words to put before a program's command line to have it forked. client: path from `find_client`."""
+    """Returns the words to put before a program's command line so that a server forks the program.
+
+    client: path from `find_client`.
+    """
     server = Path(__file__).with_name("__main__.py")
     return (client, str(Path(program.python).absolute()), *program.options, str(server), "--")
 
 
 def why_not_by_default(environ: Mapping[str, str]) -> str | None:
-    """Returns why ranks are not forked on this machine unless the user asks for it; None if they are."""
+    """Returns why ranks are not forked on this machine unless the user asks for it; None if they are forked."""
     if environ.get(KEY_VARIABLE) == OFF:
         return f"{KEY_VARIABLE}={OFF}"
     device = next((name for name in _GPU_DEVICES if os.path.exists(name)), None)
@@ -109,7 +114,7 @@ def why_not_by_default(environ: Mapping[str, str]) -> str | None:
 
 
 def divide_servers(words: Sequence[str], *, environ: Mapping[str, str], updates: dict[str, str]) -> None:
-    """Gives launches whose ranks cannot share a server different keys, by adding a hash to the key in `updates`.
+    """Adds a hash to the key in `updates`, so that launches whose ranks cannot share a server have different keys.
 
     words: words from `plan_fork_server`.
     environ: environment of the launcher, before `updates`.

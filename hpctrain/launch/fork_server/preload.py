@@ -1,4 +1,4 @@
-"""What a fork server imports before it forks, and checks that it may still fork afterwards."""
+"""What a fork server imports before it forks, and the checks that it may still fork afterwards."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LIBRARIES_OF_MPI = ("libmpi.so", "libmpich.so", "libmpi_abi.so", "libmpi_cray.s
 def folder_of(program: Program, *, directory: str) -> str | None:
     """Returns the folder that a program will have first in sys.path; None with the Python options `-I` and `-P`.
 
-    It is the folder of the script, or for `-m` the current directory, `directory`.
+    This is the folder of the script or, for `-m`, the current directory `directory`.
     """
     if getattr(sys.flags, "safe_path", sys.flags.isolated):  # safe_path: Python 3.11 and newer
         return None
@@ -50,7 +50,7 @@ def folder_of(program: Program, *, directory: str) -> str | None:
 
 
 class Imported:
-    """What a server has imported, and the check that another program would have imported the same modules."""
+    """The modules that a server has imported, and a check whether a program would have imported the same modules."""
 
     def __init__(self, folder: str | None, at_start: frozenset[str]) -> None:
         """Puts `folder` first into sys.path (see `folder_of`).
@@ -75,7 +75,9 @@ class Imported:
         if folder not in self._known:
             others = (name for name in [*sys.modules] if self._is_other(name, folder))
             other = next(others, None)
-            self._known[folder] = other and f"{other} is another module for this program"
+            self._known[folder] = (
+                other and f"{other} is another module for this program than for the fork server"
+            )
         return self._known[folder]
 
     def _is_other(self, name: str, folder: str | None) -> bool:
@@ -113,9 +115,9 @@ def modules_for(program: Program, *, directory: str, preload: Sequence[str]) -> 
 
 
 def all_are_known(preload: Sequence[str], *, libraries: str) -> bool:
-    """Returns True if only known libraries were loaded before the fork, whose destructors write nothing.
+    """Returns True if only known libraries, whose destructors write nothing, were loaded before the fork.
 
-    preload: modules that the user names.
+    preload: modules that the user has named.
     libraries: value of LD_PRELOAD, which may name profilers.
     """
     return {name.partition(".")[0] for name in preload} <= _KNOWN.keys() and all(
@@ -156,7 +158,7 @@ def _imports(file: Path | None) -> set[str]:
 
 
 def import_all(names: Iterable[str]) -> str | None:
-    """Imports modules. Returns why the server cannot fork afterwards; None if it can."""
+    """Imports modules. Returns why the server can no longer fork; None if it can."""
     for name in names:
         try:
             importlib.import_module(name)

@@ -1,4 +1,7 @@
-"""Recognizes command lines that run a program of this Python, which a process with preloaded libraries can become."""
+"""Recognizes command lines that run a program with hpctrain's own Python.
+
+Only such a program can run in a process that is forked from a server with preloaded libraries.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ class Program:
     """A Python program: either `script` or `module` is set.
 
     python: absolute path of the interpreter.
-    options: options of Python.
+    options: options of the interpreter.
     script: path of the script, as given.
-    module: module after `-m`.
+    module: name of the module after `-m`.
     arguments: arguments of the program.
-    title: name of its file, as `ps` shows it.
+    title: name of the executable file, which `ps` shows.
     """
 
     python: str
@@ -34,9 +37,9 @@ class Program:
 
 
 def read_program(command: Sequence[str]) -> Program | str:
-    """Returns the Python program that a command line runs, or a text that says why it cannot be forked.
+    """Returns the Python program that a command line runs, or a text that says why the command cannot be forked.
 
-    It reads only the first line of a script.
+    Of a script, only the first line is read.
     """
     found = shutil.which(command[0])
     if found is None:
@@ -75,7 +78,7 @@ def _of_python(python: str, words: Sequence[str], *, title: str) -> Program | st
 
 
 def _interpreter_of(script: Path) -> str | None:
-    """Returns the Python in a script's first line; None if there is none, or one with options."""
+    """Returns the Python that a script's first line names; None if it names none, or gives Python options."""
     try:
         with script.open("rb") as file:
             line = file.readline(512)

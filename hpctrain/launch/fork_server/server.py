@@ -1,6 +1,7 @@
 """The fork server of a node: it has imported what the ranks need, and forks one process for each client that asks.
 
-The client is `_fork_client.c`, which documents the messages. The server has one thread, which waits in `poll`.
+The client is `_fork_client.c`, which documents the messages between client and server. The server has one thread, which
+waits in `poll`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Forked:
 
     request: request of the client.
     program: program to run.
-    folder: folder that the program has first in sys.path.
+    folder: folder that must be first in the program's sys.path; None for none.
     """
 
     request: ForkRequest
@@ -63,9 +64,9 @@ class Server:
     """Serves clients on the listening socket `listening`.
 
     program: program whose libraries the server has imported.
-    imported: what it has imported.
-    own: properties of the server when it started.
-    refusal: why it cannot fork, which it then tells its clients; None if it can.
+    imported: modules that the server has imported.
+    own: properties of the server's process when it started.
+    refusal: why the server cannot fork; the server then tells this to its clients. None if it can fork.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Server:
     def run(self) -> Forked | None:
         """Serves until no client needs the server.
 
-        Returns None then. In each forked process it returns what that process has to become.
+        Returns None then. In each forked process it returns what that process must become.
         """
         while True:
             waiting = select.poll()
@@ -132,7 +133,7 @@ class Server:
         return time.monotonic() - self._idle_since_s >= limit_s
 
     def remove_abandoned(self) -> None:
-        """Removes what servers of this user that were killed have left on this node."""
+        """Removes the files that killed servers of this user have left on this node."""
         for path in self._path.parent.glob("*.lock"):
             with contextlib.suppress(OSError), path.open("r+b") as file, socket.socket(*_KIND) as tried:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,7 +204,11 @@ class Server:
     def _receive(
         self, connection: socket.socket
     ) -> tuple[ForkRequest, Program | None, str | None, str | None]:
-        """Returns the request, the client's program, its folder, and why it is refused. Raises OSError, ValueError."""
+        """Receives the request of a client. Raises OSError or ValueError if that fails.
+
+        Returns the request, the client's program, the folder that the program has first in sys.path, and why the
+        request is refused (None if it is accepted).
+        """
         pid, uid, _ = _CREDENTIALS.unpack(
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )

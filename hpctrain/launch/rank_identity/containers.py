@@ -1,9 +1,9 @@
 """Detects containers that hide the ranks of a run from each other.
 
-A launcher starts N processes, each of which enters a container. Two things may then go wrong, after which N runs of
-one rank each would write to one directory: the MPI library in the container does not understand the launcher outside
-(`identity.cross_check` detects that), or the launcher's variables do not reach the container (detected here, as far as
-the container lets this process see what is outside).
+A launcher starts N processes, each of which enters a container. Two things may then go wrong. The MPI library in the
+container may not understand the launcher outside; `identity.cross_check` detects that. Or the launcher's variables do
+not reach the container; this module detects that, as far as the container lets this process see what is outside. In
+both cases N runs of one rank each would write to one directory.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _HELPERS = {"ssh", "rsh", "srun", "orted", "prted", "hydra_pmi_proxy"}
 class Ancestor:
     """A process above this one.
 
-    name: name of the process.
-    environ: its environment variables; empty if this process may not read them.
-    in_container: True if it sees the same mounts as this process.
-    num_tasks: number of processes that it has started, if it is a launcher's program on this node; otherwise 0.
+    name: name of the ancestor.
+    environ: environment variables of the ancestor; empty if this process may not read them.
+    in_container: True if the ancestor sees the same mounts as this process.
+    num_tasks: number of processes, except helpers such as ssh, that the ancestor has started, if the ancestor is a
+    launcher's program on this node; otherwise 0.
     """
 
     name: str = ""
@@ -59,7 +60,8 @@ class Surroundings:
 def why_not_alone(environ: Mapping[str, str], surroundings: Surroundings) -> str | None:
     """Returns why a process without launcher variables is not the only rank; None if there is no sign of others. Pure.
 
-    Variables that were removed inside the container, or without a container (`env -i`), were removed on purpose.
+    If the variables were removed inside the container, or without any container (`env -i`), it returns None: they were
+    removed on purpose.
     """
     if find_launcher(environ) is not None:
         return None

@@ -45,15 +45,15 @@ class LauncherVariables:
     """One row of the table: the names of a launcher's variables. Of several names, the first that is set counts.
 
     name: name of the launcher, for messages.
-    present: returns True if an environment was set by this launcher.
+    present: function that returns True if the environment variables that it is given were set by this launcher.
     rank, num_ranks: variables of the rank and of the number of ranks.
-    local_rank, local_size: variables of the rank on its node, and of the number of ranks on it.
+    local_rank, local_size: variables of the local rank on the node, and of the number of ranks on the node.
     node_rank: variables of the index of the node.
     tasks_per_node: variable with the number of ranks on each node, in Slurm's short form.
     host_name: variable with the name of the node.
-    may_be_open_mpi: True if its ranks may use Open MPI, or a library derived from it.
-    is_hydra: True if its ranks use MPICH or Intel MPI.
-    cure: advice on starting the ranks correctly.
+    may_be_open_mpi: True if ranks of this launcher may use Open MPI, or a library derived from Open MPI.
+    is_hydra: True if ranks of this launcher use MPICH or Intel MPI.
+    cure: advice for the user on how to start the ranks correctly.
     """
 
     name: str
@@ -227,7 +227,7 @@ LAUNCHERS: tuple[LauncherVariables, ...] = (
 
 
 def find_launcher(environ: Mapping[str, str]) -> LauncherVariables | None:
-    """Returns the table row of the launcher that started this process; None if there is none."""
+    """Returns the table row of the launcher that started this process; None if no launcher did."""
     return next((row for row in LAUNCHERS if row.present(environ)), None)
 
 
@@ -297,7 +297,7 @@ class RankIdentity:
 
 
 def identify(environ: Mapping[str, str], hostname: str) -> RankIdentity:
-    """Returns the identity of this process. Without a launcher's variables it is the only rank.
+    """Returns the identity of this process. Without a launcher's variables, this process is the only rank.
 
     hostname: name of the node if the launcher sets none.
 
@@ -433,8 +433,8 @@ def cross_check(
 ) -> None:
     """Raises TopologyError if MPI reports another rank or number of ranks than the environment.
 
-    Every rank detects such a disagreement by itself, so the ranks need not vote; they could not, if each process is a
-    separate MPI run of one rank.
+    Every rank detects such a disagreement by itself, so the ranks need not vote. They could not vote anyway if each
+    process is a separate MPI run of one rank.
 
     container: description of the container of this process (`Surroundings.container`).
     library: name and version of the MPI library that this process has loaded.

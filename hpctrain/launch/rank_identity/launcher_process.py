@@ -1,7 +1,7 @@
-"""Finds the launcher's process on this machine, and the processes between it and this one.
+"""Finds the launcher's process on this machine, and the processes between the launcher and this process.
 
-Between them may be wrapper scripts, or the rank's own process if that has started this one. The launcher is the
-nearest ancestor that is one of the known programs, or that lacks the rank's variables.
+The processes between them may be wrapper scripts, or the rank itself if the rank has started this process. The launcher
+is the nearest ancestor that is one of the known programs, or that lacks the rank's variables.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RANK_PID_VARIABLE = "HPCTRAIN_RANK_PID"
 class LauncherProcess:
     """The launcher's process on this machine.
 
-    pid: its process id; None if it cannot be seen, for example from a container with its own process numbers.
+    pid: process id of the launcher; None if it is not visible, as from a container that has its own process ids.
     between: ancestors of this process that have the rank's variables, nearest first.
     """
 
@@ -55,7 +55,7 @@ class LauncherProcess:
     def key(self) -> str | None:
         """Returns a text that identifies this launcher's process on this machine until the next boot.
 
-        Returns None if it is unknown.
+        Returns None if the launcher's process is unknown.
         """
         return None if self.pid is None else process_key(self.pid)
 
@@ -77,7 +77,7 @@ def was_forked(environ: Mapping[str, str]) -> bool:
 
 
 def is_client(pid: int) -> bool:
-    """Returns True if this process is the client of a fork server: what the launcher started in place of a rank."""
+    """Returns True if process `pid` is a client of a fork server, which the launcher starts in place of a rank."""
     try:
         return os.readlink(f"/proc/{pid}/exe").rpartition("/")[2].startswith(CLIENT_STEM)
     except OSError:
@@ -85,9 +85,9 @@ def is_client(pid: int) -> bool:
 
 
 def forked_for(client: int) -> int | None:
-    """Returns the process of the rank that was forked for a client; None if it was not forked yet, or has ended.
+    """Returns the process id of the rank that was forked for a client; None if it was not forked yet, or has ended.
 
-    The client has a pidfd of that process, for which the kernel reports the process id.
+    The client holds a pidfd of the rank's process, and the kernel reports the process id of a pidfd.
     """
     folder = Path(f"/proc/{client}")
     try:
@@ -116,7 +116,7 @@ def seconds_since_start(environ: Mapping[str, str], *, proc: Path = Path("/proc"
 
 
 def find_launcher_process(environ: Mapping[str, str]) -> LauncherProcess:
-    """Finds the launcher of the rank that this process is. environ: environment variables of this process."""
+    """Finds the process of the launcher that started this rank. environ: environment variables of this process."""
     row = find_launcher(environ)
     between: list[int] = []
     if row is None:
@@ -132,10 +132,10 @@ def find_launcher_process(environ: Mapping[str, str]) -> LauncherProcess:
 
 
 def describe_outer_rank(environ: Mapping[str, str]) -> str | None:
-    """Returns a description of the process above this one that is already the rank; None if this process is the rank.
+    """Returns a description of the ancestor of this process that is already the rank; None if there is none.
 
-    MPI accepts only one process per rank. A wrapper script between the launcher and the rank is not one, as it does
-    not start MPI.
+    MPI accepts only one process per rank. An ancestor counts as the rank if it has called `hpctrain.init` or started
+    MPI. A wrapper script between the launcher and the rank has done neither.
 
     environ: environment variables of this process.
     """
@@ -150,9 +150,9 @@ def describe_outer_rank(environ: Mapping[str, str]) -> str | None:
 
 
 def processes_of_ranks(launcher: int, *, variable: str) -> dict[int, int]:
-    """Returns the process id of each rank on this machine that `launcher` has started and that has not ended, by rank.
+    """Returns the process ids of the running ranks that `launcher` has started on this machine, by rank.
 
-    If a rank has several processes, the one nearest to the launcher is returned.
+    If a rank has several processes, the process nearest to the launcher is returned.
 
     variable: name of the launcher's variable that holds the rank.
     """

@@ -1,13 +1,13 @@
 """Ends all ranks when one of them exits with an error code, by `sys.exit(3)`, `raise SystemExit(3)` or otherwise.
 
-Python calls no hook for SystemExit, and functions registered with `atexit` do not get the exit code. The C library's
-`on_exit` passes it. But mpi4py would finalize MPI before that, and MPI_Finalize waits for the other ranks. So mpi4py
-is configured not to finalize; the function registered with `on_exit` (`_exit_status.c`) finalizes MPI, or aborts. If
-mpi4py was imported before hpctrain started MPI, it is too late to configure it: then its calls of MPI_Finalize are
-redirected to a function that does nothing once Python has ended.
+Python calls no hook for SystemExit, and functions registered with `atexit` do not get the exit code. Functions
+registered with `on_exit` of the C library do get it. But mpi4py would finalize MPI before they run, and MPI_Finalize
+waits for the other ranks. So mpi4py is configured not to finalize MPI; a function registered with `on_exit`
+(`_exit_status.c`) finalizes MPI, or aborts. If mpi4py was imported before hpctrain started MPI, it is too late to
+configure mpi4py: its calls of MPI_Finalize are then redirected to a function that does nothing once Python has ended.
 
-Where the C file is not compiled, mpi4py finalizes as usual: then the other ranks wait for the rank that has left, up
-to the time limit.
+If the C file is not compiled, mpi4py finalizes as usual, and the other ranks wait for the rank that has left, up to
+the time limit.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def leave_finalizing(rc: Any) -> bool:
 
 
 def take_over_finalizing(mpi: Any) -> None:
-    """Does what `finalize_at_exit` does if mpi4py was imported earlier and would finalize MPI itself.
+    """Calls `finalize_at_exit`, and keeps mpi4py from finalizing MPI even if mpi4py was imported before hpctrain.
 
-    It may be called repeatedly.
+    It may be called repeatedly; later calls do nothing.
     """
     if _library() is not None and not _arranged:
         finalize_at_exit(mpi)
@@ -79,8 +79,8 @@ def finalize_at_exit(mpi: Any) -> None:
 def end_all_on_error(words: str | None, *, waiting: str | None = None) -> None:
     """Makes an exit of this process with a nonzero code end all ranks with that code, from now on.
 
-    words: message that is then printed, with %d for the code; None switches this off again.
-    waiting: message for an exit with code 0 that has waited a few seconds for the other ranks.
+    words: message that is printed before the ranks are ended, with %d for the code; None switches this off again.
+    waiting: message that is printed when an exit with code 0 has waited a few seconds for the other ranks.
     """
     if _library() is not None:
         texts = (None if text is None else text.encode() for text in (words, waiting))

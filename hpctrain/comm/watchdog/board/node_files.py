@@ -1,9 +1,9 @@
 """The files in which ranks state what they are doing: one per rank for its own node, and one per node for all ranks.
 
 A rank that hangs outside any collective cannot report it. So a rank that makes no progress writes its position into a
-folder that only the ranks of its node see, in the node's memory or on its disk. One of them, the leader, gathers these
-positions in one file in the run directory, where waiting ranks read which others have not reached their operation. An
-announcement file tells all ranks that the run ends. Nothing here communicates.
+folder that only the ranks of its node see, in the node's memory or on its disk. One of these ranks, the leader, copies
+the positions into one file in the run directory. There a waiting rank reads which ranks have not started the operation
+that it waits in. An announcement file tells all ranks that the run ends. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WatchFolders:
 
     shared: folder of all ranks, in the run directory.
     local: folder of the ranks of this node.
-    placement: nodes of all ranks.
+    placement: the node of each rank of the run.
     """
 
     rank: int
@@ -57,9 +57,10 @@ class WatchFolders:
 class NodeStatus:
     """Contents of one node's file.
 
-    written: time of writing by that node's clock, in seconds since 1970, as in its ranks' positions.
-    addresses, port: where its host can be probed (`hpctrain.comm.watchdog.host_probe`); port None: it cannot.
-    reached: for each other host, whether it answered the last probe by any rank of the node.
+    written: when the file was written, in seconds since 1970 by the clock of that node. The positions use this clock.
+    addresses, port: where other hosts can probe the node's host (`hpctrain.comm.watchdog.host_probe`). `port` is None
+    if the host cannot be probed.
+    reached: for each other host, True if it answered the last probe of at least one rank of the node.
     positions: position of each rank of the node.
     """
 
@@ -80,12 +81,12 @@ def position_path(local: Path, *, rank: int) -> Path:
 
 
 def calls_path(directory: Path) -> Path:
-    """Returns the folder of the files of `call_path`."""
+    """Returns the folder that contains the files of `call_path`."""
     return directory / "called"
 
 
 def call_path(directory: Path, *, rank: int) -> Path:
-    """Returns the file that asks `rank` to print its stacks, because other ranks have waited long for it."""
+    """Returns the path of the file that asks `rank` to print its stacks, because other ranks have waited for it."""
     return calls_path(directory) / f"{rank}"
 
 
@@ -96,7 +97,7 @@ def call(directory: Path, *, rank: int) -> None:
 
 
 def alarm_path(directory: Path) -> Path:
-    """Returns the file that is touched when an operation is late: every rank then probes the other hosts."""
+    """Returns the path of the file that is touched when an operation is late: every rank then probes other hosts."""
     return directory / "late"
 
 
@@ -113,7 +114,7 @@ def time_of(path: Path, *, since: float = 0.0) -> float | None:
 
 
 def write_position(position: RankPosition, *, local: Path) -> None:
-    """Replaces this rank's file atomically, so that no rank reads a half-written one. Raises OSError."""
+    """Replaces this rank's file atomically, so that no rank reads a half-written file. Raises OSError."""
     path = position_path(local, rank=position.rank)
     replace_file(path, json.dumps(asdict(position)).encode(), partial=path.with_suffix(".partial"))
 
@@ -165,7 +166,7 @@ def status_of_node(
 ) -> NodeStatus:
     """Combines the positions of a node's ranks into the status of the node.
 
-    probed_within_s: age in seconds above which findings of probes are ignored.
+    probed_within_s: largest age in seconds of a position whose probe results are used.
     """
     reached: dict[str, bool] = {}
     for position in positions.values():
@@ -181,7 +182,7 @@ def status_of_node(
 def write_node(status: NodeStatus, *, shared: Path, rank: int) -> None:
     """Replaces a node's file. Raises OSError.
 
-    rank: the rank that writes; it is part of the temporary name, since for a moment two ranks may be leaders.
+    rank: the rank that writes. It is part of the temporary file's name, since for a moment two ranks may be leaders.
     """
     positions = [asdict(found) for found in status.positions.values()]
     fields = {**asdict(replace(status, positions={})), "positions": positions}
@@ -191,7 +192,7 @@ def write_node(status: NodeStatus, *, shared: Path, rank: int) -> None:
 
 
 def read_node(shared: Path, *, node: int, since: float = 0.0) -> NodeStatus | None:
-    """Returns a node's status; None if its file is missing, unreadable or older than `since`.
+    """Returns a node's status; None if the node's file is missing, unreadable or older than `since`.
 
     since: start of this attempt, in seconds since 1970; older files belong to an earlier attempt of the run.
     """
@@ -210,8 +211,8 @@ def read_nodes(
 ) -> tuple[list[NodeStatus], list[int]]:
     """Reads the files of `nodes` in parallel.
 
-    Returns the statuses of the nodes that have written one, and the nodes whose file could not be read within
-    `within_s`.
+    Returns the status of each node that has written its file, and the indices of the nodes whose file could not be
+    read within `within_s` seconds.
     """
     left: queue.SimpleQueue[int] = queue.SimpleQueue()
     for node in nodes:
@@ -294,7 +295,7 @@ def local_folder(parent: Path, *, run: str, leader: int) -> Path:
 def make_local_folder(path: Path) -> LocalFolder:
     """Creates a node's folder and returns this rank's hold on it. Raises OSError.
 
-    It first removes folders that runs whose ranks were killed have left on this node.
+    It first removes the folders that earlier runs have left on this node because their ranks were killed.
     """
     for other in path.parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's
@@ -306,10 +307,10 @@ def make_local_folder(path: Path) -> LocalFolder:
 
 @final
 class LocalFolder:
-    """A rank's hold on the folder of its node; the last rank that leaves removes the folder. Raises OSError.
+    """A rank's hold on the folder of its node: no process removes a folder that a rank holds. Raises OSError.
 
-    The hold is a shared lock, which ends with the process. Ranks that are killed leave the folder behind;
-    `make_local_folder` of a later run removes it on the same node.
+    The last rank that releases its hold removes the folder. The hold is a shared lock, which ends with the process.
+    Ranks that are killed leave the folder behind; `make_local_folder` of a later run on the same node removes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -348,17 +349,17 @@ class Ending:
 
 
 def ending_path(directory: Path) -> Path:
-    """Returns the file that contains the announcement that the run ends; see `Ending`."""
+    """Returns the path of the file that contains the announcement that the run ends; see `Ending`."""
     return directory / "ending.json"
 
 
 def reported_path(directory: Path) -> Path:
-    """Returns the file that exists once the announcing rank has printed the report for all ranks."""
+    """Returns the path of the file that exists once the announcing rank has printed the report for all ranks."""
     return directory / "reported"
 
 
 def take_over_path(directory: Path) -> Path:
-    """Returns the file that a rank creates to report in place of an announcing rank that has not."""
+    """Returns the path of the file that a rank creates when it reports because the announcing rank has not reported."""
     return directory / "taken-over"
 
 
@@ -372,7 +373,10 @@ def create_exclusively(path: Path) -> bool:
 
 
 def announce_ending(ending: Ending, *, directory: Path) -> Ending:
-    """Publishes `ending` unless another rank was first, and returns the published announcement. Raises OSError."""
+    """Publishes the announcement `ending`, unless another rank has published one before. Raises OSError.
+
+    Returns the announcement that was published first.
+    """
     if (found := read_ending(directory)) is not None:
         return found  # of N ranks whose limits end at the same time, few make a file
     text = json.dumps(asdict(ending))
@@ -390,12 +394,12 @@ def announce_ending(ending: Ending, *, directory: Path) -> Ending:
 
 
 def announce_from_node(ending: Ending, *, shared: Path, local: Path, after_s: float = 0.0) -> Ending:
-    """Announces the end in `shared` through one rank per node; the other ranks of the node find the answer in `local`.
+    """Announces the end of the run, and returns the announcement that was published first. Raises OSError.
 
-    So C nodes create at most C files in `shared`, whatever the number of ranks. Returns the published announcement.
-    Raises OSError.
+    One rank per node writes to the folder `shared`; the other ranks of the node wait until the published announcement
+    is in the folder `local`. So C nodes create at most C files in `shared`, whatever the number of ranks.
 
-    after_s: seconds to wait for another node's announcement, which the leader copies to `local`.
+    after_s: seconds to wait first for another node's announcement, which the leader copies to `local`.
     """
     found = wait_for_ending(local, within_s=after_s)
     if found is None and not create_exclusively(local / "announcing"):
@@ -407,7 +411,7 @@ def announce_from_node(ending: Ending, *, shared: Path, local: Path, after_s: fl
 
 
 def _announce_without_link(text: str, *, directory: Path) -> Ending | None:
-    """Does what `announce_ending` does, without hard links: for a moment the file exists and is empty.
+    """Does the same as `announce_ending`, without hard links: for a moment the file exists and is empty.
 
     Returns the published announcement; None if the file stays empty.
     """
@@ -417,7 +421,10 @@ def _announce_without_link(text: str, *, directory: Path) -> Ending | None:
 
 
 def wait_for_ending(directory: Path, *, within_s: float, since: float = 0.0) -> Ending | None:
-    """Waits for an announcement and returns it; None if there is none within `within_s`. See `read_ending`."""
+    """Waits for the announcement that the run ends, and returns it; None if there is none within `within_s` seconds.
+
+    since: as in `read_ending`.
+    """
     until = time.monotonic() + within_s
     while (found := read_ending(directory, since=since)) is None and time.monotonic() < until:
         time.sleep(0.05)
@@ -425,7 +432,10 @@ def wait_for_ending(directory: Path, *, within_s: float, since: float = 0.0) -> 
 
 
 def read_ending(directory: Path, *, since: float = 0.0) -> Ending | None:
-    """Returns the announcement; None if there is none, or it is older than `since` (seconds since 1970)."""
+    """Returns the announcement that the run ends; None if there is none that is as new as `since`.
+
+    since: time in seconds since 1970.
+    """
     try:
         ending = Ending(**json.loads(ending_path(directory).read_text()))
     except (OSError, ValueError, TypeError):
@@ -434,7 +444,12 @@ def read_ending(directory: Path, *, since: float = 0.0) -> Ending | None:
 
 
 def forget_endings(directory: Path, *, since: float) -> None:
-    """Removes announcements made before `since` (seconds since 1970), which would prevent new ones. Raises OSError."""
+    """Removes an announcement of the run's end that was made before `since`, as it would prevent a new announcement.
+
+    Raises OSError.
+
+    since: time in seconds since 1970.
+    """
     if read_ending(directory, since=since) is None:
         for path in (ending_path, reported_path, take_over_path):
             path(directory).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The work of a node's leader: it carries news between the node's folder and the run directory.
+"""The work of a node's leader, the rank that copies information between the node's folder and the run directory.
 
 The leader is the lowest rank of the node that still writes its file. It does no harm if two ranks act as leaders.
 """
@@ -47,7 +47,10 @@ _ASKED_EVERY_S = 1.0  # between two files of a node on which a rank is late
 
 @final
 class NodeLeader:
-    """Leads a node as long as `lead` is called. Every rank has one, to succeed a leader that falls silent."""
+    """Does the leader's work whenever `lead` is called.
+
+    Every rank has such an object, so that it can succeed a leader that no longer writes its file.
+    """
 
     def __init__(
         self,
@@ -65,11 +68,11 @@ class NodeLeader:
 
         ranks: ranks of this node.
         since: start of this attempt, in seconds since 1970; older files are ignored.
-        interval_s: seconds between two files of the node.
-        is_alarmed: returns True while an operation is late; the status then also contains what the ranks' processes
-        do.
-        mismatch: called if ranks of this node wait in an operation for which another rank has passed different
-        arguments.
+        interval_s: seconds between two updates of the node's file.
+        is_alarmed: function that returns True while an operation is late. Meanwhile the node's status also contains
+        what the ranks' processes do.
+        mismatch: function that is called if ranks of this node wait in an operation to which ranks have passed
+        different arguments.
         """
         self._folders = folders
         self._shared, self._local = folders.shared, folders.local
@@ -114,7 +117,9 @@ class NodeLeader:
         write_node(status, shared=self._shared, rank=self._folders.rank)
 
     def lead(self, *, ends: bool) -> None:
-        """Carries new announcements, alarms and calls, and writes the node's file if it is due. Raises OSError.
+        """Copies new information from the run directory to the node's folder, and writes the node's file if it is due.
+
+        Copied are the announcement of the end, alarms, and requests for stacks. Raises OSError.
 
         ends: True if the ranks of this node already know that the run ends.
         """
@@ -150,7 +155,7 @@ class NodeLeader:
                     path.unlink(missing_ok=True)
 
     def _compare(self, status: NodeStatus) -> None:
-        """Checks, for an operation that takes long, that all ranks in it have passed equal arguments."""
+        """Checks that all ranks have passed equal arguments to an operation that takes long."""
         due = self._comparisons.due(status.positions.values())
         if not due:
             return

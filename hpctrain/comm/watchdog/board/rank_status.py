@@ -1,6 +1,6 @@
 """Conclusions about each rank from the files of the nodes: which ranks are absent or hung, or passed other arguments.
 
-A slow rank is not hung: one that computes, or waits for a file, is left alone until the run's own limit
+A slow rank is not hung: a rank that computes, or waits for a file, is left alone until the run's own time limit
 (docs/adr/0036). Everything except `activities` is pure.
 """
 
@@ -37,8 +37,8 @@ class Activity:
     """What the operating system reports about the process of a rank.
 
     state: description for messages; "" if unknown.
-    cpu_s: processor time of the process and of those that it started, such as compilers, in seconds.
-    looked: time of this look, in seconds since 1970.
+    cpu_s: processor time in seconds of the process and of the processes that it started, such as compilers.
+    looked: time of the observation, in seconds since 1970.
     """
 
     state: str
@@ -57,7 +57,10 @@ class Activity:
 
 
 def activities(pids: Iterable[int]) -> dict[int, Activity]:
-    """Returns what the processes `pids` of this node do. Takes some milliseconds per 100 processes on the node."""
+    """Returns what each of the processes `pids` of this node does, by process id.
+
+    Takes some milliseconds per 100 processes on the node.
+    """
     started: dict[int, list[psutil.Process]] = defaultdict(list)
     for process in psutil.process_iter(["ppid"]):
         started[process.info["ppid"]].append(process)
@@ -94,10 +97,10 @@ def _cpu_s(process: psutil.Process) -> float:
 class GroupPosition:
     """One rank's progress in one communicator.
 
-    sequence: number of operations that the rank has started on it.
-    operation: name of the last one.
+    sequence: number of operations that the rank has started on the communicator.
+    operation: name of the last operation that was started.
     waiting_s: seconds since that operation started; None if it is complete.
-    signature: text that must be equal on all ranks in the operation; None: it is not compared.
+    signature: text with the operation's arguments, which must be equal on all ranks; None if it is not compared.
     num_ranks: size of the communicator.
     """
 
@@ -117,10 +120,10 @@ class RankPosition:
     doing: label of the current activity.
     groups: progress in each communicator, by its name.
     reached: for each other host, whether it answered the last probe.
-    leaving: True if the rank is ready to exit: it has printed its report, or another rank prints it.
-    section: section of the run; "" for none.
+    leaving: True if the rank is ready to exit: it has printed its report, or another rank prints the report for it.
+    section: section of the run that the rank is in; "" for none.
     stack: short stack, one line.
-    activity: what the process does, added by another rank of the node; None if it was not added.
+    activity: what the rank's process does, added by a rank of the node that reads the file; None if it was not added.
     """
 
     rank: int
@@ -141,8 +144,8 @@ class RankPosition:
 class RankNodes:
     """The node of each rank.
 
-    node_of_rank: index of the node, by rank.
-    node_names: name of the node, by index.
+    node_of_rank: index of the node on which each rank runs.
+    node_names: name of each node.
     """
 
     node_of_rank: Sequence[int]
@@ -164,9 +167,9 @@ class RankNodes:
 def nodes_of_ranks(
     host_of_rank: Sequence[int], *, names: Sequence[str], topology: Topology | None = None
 ) -> RankNodes:
-    """Returns the placement of ranks on hosts; each host is split into the nodes of `topology`, if one is given.
+    """Returns the node of each rank: its host or, if `topology` is given, its node in `topology`, split by hosts.
 
-    host_of_rank: index of the host, by rank.
+    host_of_rank: for each rank, the index of its host.
     names: name of each host.
     """
     if topology is None:
@@ -181,12 +184,12 @@ def nodes_of_ranks(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Positions:
-    """What the files of some nodes say at one moment.
+    """What the files of some nodes contain at one moment.
 
-    by_rank: positions of the ranks that have written one, on nodes that are not silent; `written` is converted to the
-    reader's clock.
-    silent_nodes: for each node without a recent file, the seconds since its last one; None if it has written none.
-    unread_nodes: nodes whose file could not be read in time.
+    by_rank: position of each rank that has written one, except on silent nodes. `written` is converted to the reader's
+    clock.
+    silent_nodes: for each node without a recent file, the age in seconds of its last file; None if there is no file.
+    unread_nodes: indices of the nodes whose file could not be read in time.
     reached: reached[a][b] is True if host b answered a probe from host a.
     """
 
@@ -200,9 +203,9 @@ class Positions:
 class Absence:
     """Ranks that have not started an operation, or are silent: a single rank, or all ranks of a silent node.
 
-    place: their node or host, and the process id if it is known.
-    state: description of what they did last.
-    silent_s: seconds since they last wrote; None if that is recent.
+    place: node or host of the ranks, and the process id if it is known.
+    state: description of what the ranks did last.
+    silent_s: seconds since the ranks last wrote a file; None if the file is recent.
     """
 
     ranks: tuple[int, ...]
@@ -220,7 +223,7 @@ class Absence:
 class HangEvidence:
     """What a rank that ends the run has found in the files of all nodes.
 
-    cut: lines of `hpctrain.comm.watchdog.host_probe.find_cut`.
+    cut: lines about hosts that are cut off, from `hpctrain.comm.watchdog.host_probe.find_cut`.
     absent: ranks that have not started the operation.
     waiting: ranks that wait in the same operation.
     unread: names of nodes whose file could not be read.
@@ -245,15 +248,15 @@ def find_absent(
     usual_silence_s: float,
     waited_s: float,
 ) -> list[Absence]:
-    """Returns the `members` that have not started operation `sequence` of the communicator `group`, by their files.
+    """Returns the `members` that, by their files, have not started operation `sequence` of the communicator `group`.
 
-    A rank without a file counts as absent. The ranks of a silent node form one absence; ranks of an unread node are
-    left out.
+    A rank without a file counts as absent. The ranks of a silent node form one absence. Ranks of a node whose file
+    could not be read are left out.
 
     now: current time, in seconds since 1970.
     usual_silence_s: age of a file above which the message states how long the rank has been silent.
-    waited_s: age of the operation. It bounds the stated silence, because a rank that took part in the previous
-    operation was alive then.
+    waited_s: seconds since the operation started. The message states no longer silence, because a rank that took part
+    in the previous operation was alive then.
     """
     at_most_s = waited_s if sequence > 1 else None
     absent = []
@@ -306,9 +309,10 @@ def find_silent(
     usual_silence_s: float,
     waited_s: float,
 ) -> list[Absence]:
-    """Returns those of `ranks` that have written nothing for `usual_silence_s`: they are stopped or cut off.
+    """Returns those of `ranks` that have written nothing for `usual_silence_s` seconds: they are stopped or cut off.
 
-    If a backend serves all groups in one thread, as Horovod does, a stopped rank also blocks groups that it is not in.
+    A stopped rank also blocks groups to which it does not belong if the backend serves all groups in one thread, as
+    Horovod does.
     """
     silent = []
     on_silent_nodes: dict[int, list[int]] = defaultdict(list)
@@ -338,7 +342,7 @@ def find_silent(
 
 
 def find_waiting(positions: Positions, *, members: Sequence[int], group: str, sequence: int) -> list[int]:
-    """Returns the `members` that wait in operation `sequence` of `group`, by their files."""
+    """Returns the `members` that, by their files, wait in operation `sequence` of the communicator `group`."""
     return [
         rank
         for rank in members
@@ -398,11 +402,11 @@ _IDLE_FOR = 1 / 8  # share of the limit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyLimits:
-    """Seconds after which a late rank may be judged as hung; None: never.
+    """Seconds of waiting after which a late rank may be judged as hung. None means never.
 
-    here_s: limit if its process is stopped or gone, whatever section it is in.
-    everywhere_s: limit if its section is not known.
-    of: function that returns the limit of a section, by the section's name.
+    here_s: limit for a rank whose process is stopped or has ended, or whose node does not answer, in any section.
+    everywhere_s: limit for a rank whose section is not known.
+    of: function that takes the name of a section, and returns the limit for a rank in this section.
     """
 
     here_s: float
@@ -417,7 +421,7 @@ class IdleSince:
         self._last: dict[int, Activity] = {}
 
     def update(self, positions: Positions) -> None:
-        """Takes in newly read positions of the ranks, with the CPU time of their processes."""
+        """Adds newly read positions of the ranks, which contain the CPU time of their processes."""
         for rank, position in positions.by_rank.items():
             if position.activity is not None and not self._is_idle(rank, position.activity):
                 self._last[rank] = position.activity
@@ -449,10 +453,10 @@ def find_hung(
     """Returns one text per hung rank, with the reason; empty if no rank is hung.
 
     absences: ranks that have not started an operation of `group`.
-    now: positions of the ranks at this look.
-    idle: result of earlier looks and this one.
+    now: newly read positions of the ranks.
+    idle: record of the ranks' CPU times, which already contains `now`.
     answers: for each probed host, whether it answered.
-    waited_s: age of the operation.
+    waited_s: seconds since the operation started.
     """
     hung = []
     for absence in absences:
@@ -503,7 +507,7 @@ _COMPARISONS = 3  # per operation, since ranks enter it and renew their files at
 
 @dataclass(slots=True)
 class ComparisonSchedule:
-    """Decides when the signatures of the ranks in one operation are compared. timeout_s: time limit of an operation."""
+    """Decides when the signatures of the ranks in an operation are compared. timeout_s: time limit of an operation."""
 
     timeout_s: float
     _after_s: float = field(init=False)
@@ -513,7 +517,9 @@ class ComparisonSchedule:
         self._after_s = min(_COMPARE_AFTER_S, self.timeout_s / 4)
 
     def due(self, positions: Iterable[RankPosition]) -> dict[str, int]:
-        """Returns the groups to compare now, each with the number of comparisons that remain afterwards.
+        """Returns the communicators whose ranks' signatures are to be compared now.
+
+        Each is returned with the number of comparisons of the same operation that remain afterwards.
 
         positions: positions of the ranks of one node.
         """
@@ -561,9 +567,11 @@ def find_mismatch(
 ) -> SignatureMismatch | None:
     """Returns the first operation whose ranks have different signatures; None if there is none.
 
-    The most frequent signature counts as correct, and in a tie that of the lowest rank. A tie is reported only if all
-    ranks of the group are in the operation, or the group is in `decided`: otherwise the next rank that arrives may
-    decide it.
+    The most frequent signature counts as correct. If several are equally frequent, the one of the lowest rank counts as
+    correct; this case is reported only if all ranks of the group are in the operation, or the group is in `decided`.
+    Otherwise the next rank that starts the operation may decide which signature is the most frequent.
+
+    decided: communicators that will not be compared again for this operation.
     """
     held: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
     members: dict[str, int] = {}

@@ -85,9 +85,9 @@ def _frames(innermost: FrameType | None) -> Iterable[Frame]:
 def thread_frames() -> dict[int, FrameType]:
     """Returns the current frame of each thread, by thread identifier.
 
-    Garbage collection is switched off meanwhile. CPython holds the lock of its list of threads during the call; a
-    collection that frees a tensor then lets other threads run, and one that needs the list waits forever while it
-    keeps the interpreter (CPython issue 106883, seen with 3.11.2).
+    Garbage collection is switched off during the call, in which CPython holds the lock of its list of threads. A
+    collection that frees a tensor would let other threads run. A thread that needs the list would then wait for the
+    lock forever, without releasing the interpreter (CPython issue 106883, seen with 3.11.2).
     """
     with _ONE_AT_A_TIME:
         collects = gc.isenabled()
@@ -121,7 +121,7 @@ class StackGroup:
     """Ranks with equal stacks.
 
     text: the stack, or why there is none.
-    late: True if other ranks wait for these.
+    late: True if other ranks wait for these ranks.
     """
 
     ranks: tuple[int, ...]
@@ -132,8 +132,8 @@ class StackGroup:
 def fold_stacks(late: Mapping[int, str], waiting: Mapping[int, str]) -> list[StackGroup]:
     """Groups ranks with equal stacks: the groups of late ranks first, then those of waiting ranks. Pure.
 
-    Small groups come first among the late ranks, since few ranks are what is looked for; large groups come first among
-    the waiting ranks.
+    Among the late ranks, small groups come first, since a hang is usually caused by few ranks. Among the waiting ranks,
+    large groups come first.
     """
     groups: list[StackGroup] = []
     for stacks, is_late in ((late, True), (waiting, False)):
@@ -148,5 +148,8 @@ def fold_stacks(late: Mapping[int, str], waiting: Mapping[int, str]) -> list[Sta
 
 
 def without_stack(process: str) -> str:
-    """Returns the text for a silent rank. process: state of its process (`rank_status.activities`); "" if unknown."""
+    """Returns the text to show in place of the stack of a rank that no longer writes its file.
+
+    process: state of the rank's process (`rank_status.activities`); "" if unknown.
+    """
     return "no stack: interpreter blocked" + (f" (the process {process})" if process else "")

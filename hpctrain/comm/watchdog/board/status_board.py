@@ -1,13 +1,14 @@
-"""The status board: files in which ranks write their positions and read those of the others.
+"""The status board: files in which each rank writes its position and reads the positions of other ranks.
 
 Normally only the board's own thread accesses these files: if the filesystem hangs, that thread is blocked, but the
 watcher's deadline still works. As long as a rank's operations start and end as often as before, the thread touches no
-file. It starts to read, and to write the rank's position, when nothing has started or ended for longer than usual.
+file. When no operation has started or ended for longer than usual, the thread starts to read files, and to write the
+rank's position.
 
 With N ranks on C nodes, the ranks use files of their own node only, and one rank of each node, its leader, uses the
 run directory. C files are created at the start. While no progress is made, each leader makes two look-ups per second
-(three during an alarm) and one rename every 1 to 10 s: 2 C and C / 10 per second in all. The one rank that reports a
-hang reads C files.
+(three during an alarm) and one rename every 1 to 10 s. In all these are 2 C look-ups, and C / 10 renames or more, per
+second. The one rank that reports a hang reads C files.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ def join_positions(
 ) -> Positions:
     """Combines the statuses of `nodes` into the positions of their ranks at `now` (seconds since 1970).
 
-    unread: nodes whose file could not be read.
-    silent_after_s: age of a node's file above which the node is silent.
-    probed_within_s: age in seconds above which findings of probes are ignored.
+    unread: indices of the nodes whose file could not be read.
+    silent_after_s: age in seconds of a node's file above which the node counts as silent.
+    probed_within_s: age in seconds of a node's file above which its probe results are ignored.
     """
     by_rank: dict[int, RankPosition] = {}
     silent: dict[int, float | None] = dict.fromkeys(set(nodes) - set(unread))
@@ -95,7 +96,7 @@ def join_positions(
 
 @final
 class PositionReader:
-    """Reads the positions of ranks for one rank, with one file per other node."""
+    """Reads, for one rank, the positions of other ranks. It reads one file per other node."""
 
     def __init__(
         self,
@@ -109,10 +110,10 @@ class PositionReader:
     ) -> None:
         """Creates the reader.
 
-        own_status: returns the current status of this node.
+        own_status: function that returns the current status of this node.
         since: start of this attempt, in seconds since 1970; older files are ignored.
-        timeout_s: time limit of an operation; older findings of probes are ignored.
-        rank_silent_s, node_silent_s: age of a file, in seconds, above which its rank or node is silent.
+        timeout_s: time limit of an operation in seconds; probe results that are older than this are ignored.
+        rank_silent_s, node_silent_s: age in seconds of its file above which a rank, or a node, counts as silent.
         """
         self._folders = folders
         self._own_status = own_status
@@ -160,11 +161,11 @@ class PositionReader:
         reached: Mapping[str, bool],
         within_s: float,
     ) -> HangEvidence:
-        """Returns which ranks have not started the operation of `track`.
+        """Returns which members of `track` have not started its operation, and who waits in it.
 
-        If all have, it returns the silent ranks outside the group.
+        If all members have started it, the silent ranks outside the group are returned as absent instead.
 
-        track: this rank's longest wait; None if it is in no operation.
+        track: this rank's longest wait; None if this rank is in no operation.
         world: all ranks.
         here: name of this host.
         reached: for each other host, whether it answered this rank's probe.
@@ -242,14 +243,14 @@ class Board:
         hold: this rank's hold on the folder of the node, if it has one already.
         timeout_s: time limit of an operation.
         since: start of this attempt, in seconds since 1970; older files are ignored.
-        tracks: returns the tracks, that of the world first.
-        step: returns the current step.
-        doing: returns the label of the current activity.
-        section: returns the name of the run's section; "" for none.
-        stack: returns this rank's short stack.
+        tracks: function that returns the track of each communicator, the world's first.
+        step: function that returns the current step.
+        doing: function that returns the label of the current activity.
+        section: function that returns the name of the section of the run that this rank is in; "" for none.
+        stack: function that returns this rank's short stack.
         reach: state of the probes of other hosts.
-        probe_hosts: probes the other hosts.
-        notice: called when `ending` is set.
+        probe_hosts: function that probes the other hosts.
+        notice: function that is called when `ending` is set.
         """
         self.folders = folders
         self.rank = folders.rank
@@ -339,7 +340,7 @@ class Board:
         write_position(position, local=self._local)
 
     def announce_exit(self) -> None:
-        """Publishes that this rank is ready to exit: it has printed its report, or need not print one."""
+        """Publishes that this rank is ready to exit: it has printed its report, or need not print a report."""
         self._leaving = True
         self.publish()
 
@@ -394,7 +395,10 @@ class Board:
                 self._notice()
 
     def _leads(self) -> bool:
-        """Returns True if this rank leads its node: if all lower ranks have been silent since it started to look."""
+        """Returns True if this rank leads its node.
+
+        It does if it is the node's lowest rank, or if no lower rank has written its file for some time.
+        """
         if self.rank == self._node_ranks[0]:
             return True
         if self._looking_since is None or time.monotonic() < self._looking_since + self._silent_after_s:
@@ -421,8 +425,8 @@ class Board:
     def raise_alarm(self, track: Track) -> None:
         """Makes every rank probe the other hosts, and makes the ranks that are absent from `track` print their stacks.
 
-        One rank per node raises the alarm on its node, and one of all nodes raises it for all, unless several do so at
-        the same moment.
+        If several ranks call it, the first on each node raises the alarm on this node, and the first of all raises it
+        for all nodes. At the same moment, several ranks may do so.
         """
         for directory in (self._local, self._shared):
             raised = time_of(alarm_path(directory), since=self._since)
@@ -437,10 +441,10 @@ class Board:
             call(self._local if rank in self._node_ranks else self._shared, rank=rank)
 
     def asks(self, track: Track) -> bool:
-        """Returns True if this rank examines, for its group, whether the ranks absent from `track` are hung.
+        """Returns True if this rank is one of those that examine whether the ranks absent from `track` are hung.
 
-        The first ranks of the group do so, and the first member on each of its first nodes, since some of these ranks
-        may be absent themselves.
+        These are the first four members of the group, and the first member on each of the group's first four nodes.
+        Several ranks do it because some of them may be absent themselves.
         """
         placement = self.folders.placement
         if self.rank in track.members[:_CALLING_RANKS]:
@@ -486,10 +490,10 @@ class Board:
     # ---- the end
 
     def announce(self, reason: str, *, grace_s: float, at_once: bool = False) -> Ending:
-        """Announces to all ranks that the run ends in `grace_s` seconds. Returns the announcement that was first.
+        """Announces to all ranks that the run ends in `grace_s` seconds. Returns the announcement that was made first.
 
-        Ranks of all nodes may call this at the same moment: those of the first nodes announce at once, and the others
-        give them a moment, unless `at_once` is set.
+        Ranks of all nodes may call this at the same moment. Ranks of the first nodes announce the end at once. Ranks of
+        other nodes first wait a moment for such an announcement, unless `at_once` is True.
         """
         now = time.time()
         after_s = 0.0 if at_once else self.announces_after_s()
@@ -501,7 +505,7 @@ class Board:
         return self.ending
 
     def announces_after_s(self) -> float:
-        """Returns the seconds that this node waits for the first nodes to announce the end."""
+        """Returns for how many seconds this node waits for the first nodes to announce the end."""
         if self.folders.node < _CALLING_RANKS:
             return 0.0
         return min(_FIRST_NODES_ANNOUNCE_S, self._timeout_s / 16)
@@ -515,7 +519,7 @@ class Board:
 
     @property
     def one_reports(self) -> bool:
-        """True if there are so many ranks that only the announcing one reports: each report reads every node's file."""
+        """True if there are so many ranks that only the announcing rank reports. Each report reads all nodes' files."""
         return len(self._tracks()[0].members) > REPORTING_RANKS
 
     def tell_reported(self) -> None:
@@ -524,10 +528,10 @@ class Board:
             reported_path(self._shared).touch()
 
     def take_over(self, ending: Ending) -> bool:
-        """Returns True if this rank must report because the announcing rank has not.
+        """Returns True if this rank must report because the announcing rank has not reported.
 
-        Exactly one of the ranks gets True. One rank per node asks the shared filesystem, and of many nodes only the
-        first ones and that of the announcing rank.
+        At most one rank of the run gets True. To spare the shared filesystem, one rank per node looks there, and only
+        on the first 16 nodes and on the node of the announcing rank.
         """
         node = self.folders.node
         asks = node < REPORTING_RANKS or node == self.folders.placement.node_of_rank[ending.rank]
