@@ -376,7 +376,7 @@ def _check_exact(data: NDArray[Any], missing: NDArray[np.bool_], dtype: np.dtype
     ) & ~missing
     if large.any():
         raise DataError(
-            f"the integer {data[large].flat[0]} is too large to be exact in {dtype.name}, which the field has because "
+            f"the value {data[large].flat[0]} is too large to be exact in {dtype.name}, which the field has because "
             "NaN stands for its missing values: index the files again with --missing mask or a number"
         )
 

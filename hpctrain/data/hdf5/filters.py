@@ -1,9 +1,9 @@
-"""Decodes and encodes chunks like HDF5's filters, without HDF5, whose lock would serialise threads.
+"""Decodes and encodes chunks like the filters of HDF5, but without HDF5, whose lock would serialise threads.
 
 To add a codec, add an entry to `FILTERS`, and a member to `ChunkCodec` if shards can be written with it.
 
 Sources: the HDF5 file format specification, version 3 (shuffle, Fletcher-32); RFC 1950 (deflate). Zstandard and Blosc
-are decoded by numcodecs. Shuffle and Fletcher-32 are ours, since numcodecs is optional.
+are decoded by numcodecs. Shuffle and Fletcher-32 are implemented here, since numcodecs is optional.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ Bytes = bytes | memoryview
 
 
 class ChunkCodec(str, Enum):
-    """Compression of chunks. GZIP: every HDF5 can read it. ZSTD: smaller and several times faster; needs hdf5plugin."""
+    """Compression of chunks.
+
+    GZIP: Every HDF5 library can read it.
+    ZSTD: Smaller and several times faster than GZIP. Needs hdf5plugin.
+    """
 
     GZIP = "gzip"
     ZSTD = "zstd"
@@ -57,9 +61,10 @@ class ShardCodec:
     """How shards are compressed with a filter.
 
     Attributes:
-        codec: The name that users choose.
-        encoder: Takes a level and returns the function that encodes a chunk. Raises ImportError if it lacks a library.
-        h5py_options: Takes a level and returns the arguments of h5py's `create_dataset`.
+        codec: The name by which users choose the compression.
+        encoder: Function that takes a compression level and returns the function that encodes a chunk. Raises
+            ImportError if a library is missing.
+        h5py_options: Function that takes a compression level and returns the arguments of h5py's `create_dataset`.
     """
 
     codec: ChunkCodec
@@ -69,13 +74,14 @@ class ShardCodec:
 
 @dataclass(frozen=True, kw_only=True)
 class FilterSupport:
-    """What is done with a filter without HDF5.
+    """Functions that implement an HDF5 filter without HDF5.
 
     Attributes:
-        decode: Undoes the filter. It takes the data, the parameters of the filter, and the size of the decoded chunk in
-            bytes, which is None if any size is right.
-        is_installed: Takes the parameters and returns whether the libraries that `decode` needs are installed.
-        shards: How shards are compressed with the filter; None: they are not.
+        decode: Function that undoes the filter. It takes the data, the parameters of the filter, and the size of the
+            decoded chunk in bytes, or None if the size is unknown.
+        is_installed: Function that takes the parameters of the filter, and returns True if the libraries that `decode`
+            needs are installed.
+        shards: How shards are compressed with the filter; None: shards cannot be compressed with it.
     """
 
     decode: Callable[[Bytes, Sequence[int], int | None], Bytes]
@@ -84,15 +90,15 @@ class FilterSupport:
 
 
 def can_undo(filters: Sequence[Filter]) -> bool:
-    """Returns True if `undo` supports all filters, and the libraries that it needs are installed."""
+    """Returns True if `undo` supports all of `filters`, and the libraries that it needs for them are installed."""
     return all(each.code in FILTERS and FILTERS[each.code].is_installed(each.values) for each in filters)
 
 
 def undo(data: Bytes, *, filters: Sequence[Filter], mask: int, num_bytes: int | None) -> Bytes:
     """Decodes a stored chunk, by undoing its filters in reverse order.
 
-    `mask` has bit i set if filter i was skipped. `num_bytes` is the size of the result, or None if any size is
-    right. Raises DataError if the chunk cannot be decoded.
+    Bit i of `mask` is set if filter i was not applied to the chunk. `num_bytes` is the size that the result must have,
+    or None if any size is right. Raises DataError if the chunk cannot be decoded.
     """
     for number in reversed(range(len(filters))):
         if mask & (1 << number):
@@ -156,7 +162,7 @@ def _from_blosc(data: Bytes, values: Sequence[int], num_bytes: int | None) -> by
 
 
 def _unshuffle(data: Bytes, values: Sequence[int], num_bytes: int | None) -> Bytes:
-    """Inverts the shuffle filter, which stores bytes of equal significance together."""
+    """Undoes the shuffle filter, which stores the bytes of equal significance of all elements together."""
     itemsize = values[0]
     count = len(data) // itemsize
     if itemsize <= 1 or count <= 1:
@@ -182,7 +188,10 @@ def _without_checksum(data: Bytes, values: Sequence[int], num_bytes: int | None)
 
 
 def fletcher32(data: Bytes) -> int:
-    """Returns HDF5's Fletcher-32: sums modulo 65535 of big-endian 16-bit words; an odd last byte is a high byte."""
+    """Returns the Fletcher-32 checksum of HDF5: two sums modulo 65535 of big-endian 16-bit words.
+
+    If the number of bytes is odd, the last byte is the high byte of the last word.
+    """
     num_words = len(data) // 2
     words: NDArray[np.uint16] = np.frombuffer(data, dtype=">u2", count=num_words)
     first = second = 0
@@ -197,7 +206,7 @@ def fletcher32(data: Bytes) -> int:
 
 
 def _fold(value: int) -> int:
-    """Returns `value` modulo 65535 as computed by folding its halves: 65535 instead of 0, unless `value` is 0."""
+    """Returns `value` modulo 65535, but 65535 instead of 0 unless `value` is 0, as if its halves were added."""
     return value % 65535 or (65535 if value else 0)
 
 
@@ -228,9 +237,10 @@ _SHARD_CODECS = {each.shards.codec: each.shards for each in FILTERS.values() if 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCompression:
-    """Compression of shards in chunks of `chunk_samples` samples; elements of more than one byte are shuffled first.
+    """How shards are compressed: in chunks of `chunk_samples` samples, with a codec at a compression level.
 
-    Raises UsageError if `chunk_samples` is below 1, DataError if the codec is not installed.
+    If elements have more than one byte, the shuffle filter is applied before the codec. Raises UsageError if
+    `chunk_samples` is below 1, DataError if the codec is not installed.
     """
 
     codec: ChunkCodec
@@ -253,7 +263,7 @@ class ShardCompression:
 
     @property
     def h5py_options(self) -> dict[str, Any]:
-        """Arguments of h5py's `create_dataset` for the codec."""
+        """Arguments of h5py's `create_dataset` that select the codec and the level."""
         return _SHARD_CODECS[self.codec].h5py_options(self.level)
 
     def as_json(self) -> dict[str, str | int]:
@@ -262,9 +272,9 @@ class ShardCompression:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """A compressed dataset: its shape, dtype and chunk shape, and the encoded chunks in the order of rows.
+    """A compressed dataset: its shape and dtype, the shape of a chunk, and the encoded chunks in the order of rows.
 
-    `filters` contains the arguments of h5py's `create_dataset`.
+    `filters` contains the arguments of h5py's `create_dataset` that select chunks and filters.
     """
 
     shape: tuple[int, ...]
@@ -279,9 +289,9 @@ class Chunks:
 
 
 def compress(array: NDArray[Any], *, rows: int, compression: ShardCompression) -> Chunks:
-    """Encodes `array`, which is C-contiguous, in chunks of `rows` rows (or all rows if it has fewer).
+    """Encodes an array in chunks of `rows` rows, or in one chunk if the array has fewer rows.
 
-    Raises UsageError if a chunk would exceed HDF5's limit of 4 GiB.
+    `array` must be C-contiguous. Raises UsageError if a chunk would exceed HDF5's limit of 4 GiB.
     """
     rows = min(rows, len(array))
     chunk = (rows, *array.shape[1:])
