@@ -124,7 +124,7 @@ def _type_of(dtype: str) -> h5py.h5t.TypeID:
 
 
 def _bit_fields(dtype: np.dtype[Any]) -> list[h5py.h5t.TypeID]:
-    """Returns the HDF5 bit field types that use all bits of numpy's unsigned integers of `dtype`; [] if not unsigned."""
+    """Returns the HDF5 bit field types that use all bits of numpy integers of `dtype`; [] if it is not unsigned."""
     from h5py import h5t
 
     if dtype.kind != "u":

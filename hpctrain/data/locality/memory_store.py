@@ -293,7 +293,7 @@ class MemoryStore:
 
 
 def _layout(dataset: Samples, *, num_ranks: int) -> StoreLayout:
-    """Returns the layout of a store for the arrays that `dataset.gather` returns: fields, and lengths of ragged ones."""
+    """Returns the layout of a store for the arrays that `dataset.gather` returns: fields and lengths of ragged ones."""
     first = dataset.gather(np.zeros(1, dtype=np.int64))
     arrays = {name: Stored(dtype=array.dtype, shape=tuple(array.shape[1:])) for name, array in first.items()}
     return StoreLayout(arrays=arrays, num_samples=dataset.num_samples, num_ranks=num_ranks)

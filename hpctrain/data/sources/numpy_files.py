@@ -31,7 +31,7 @@ _HELD_FILES = 4
 
 
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:
-    """Returns the arrays of an .npz file by name. Raises DataError if it cannot be read, or contains pickled objects."""
+    """Returns the arrays of an .npz file by name. Raises DataError if reading fails, or for pickled objects."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
@@ -42,7 +42,7 @@ def read_npz(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def map_npy(path: Path) -> NDArray[Any]:
-    """Returns a memory map of an .npy file. Raises DataError if it cannot be read, or contains pickled objects."""
+    """Returns a memory map of an .npy file. Raises DataError if reading fails, or for pickled objects."""
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
