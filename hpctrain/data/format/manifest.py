@@ -116,7 +116,9 @@ class Manifest(Model):
         if not self.fields or not self.shards:
             raise ValueError("a dataset has at least one field and one shard")
         if (self.kind is Kind.TOKENS) != (self.tokens is not None):
-            raise ValueError("window and stride belong to kind 'tokens', and only to it")
+            raise ValueError(
+                "a dataset must state window and stride if it is of kind 'tokens', and only then"
+            )
         if self.tokens is not None:
             spec = self.fields.get(TOKENS_FIELD)
             if len(self.fields) != 1 or spec is None or spec.shape != (self.tokens.window + 1,):
@@ -124,21 +126,21 @@ class Manifest(Model):
             if spec.kind != "array":
                 raise ValueError(f"tokens are of kind 'array', not {spec.kind!r}")
         if (self.windows is not None) != self.is_split:
-            raise ValueError("windows are listed if they are split at documents, and only then")
+            raise ValueError("a list of windows is needed if windows are split at documents, and only then")
         lengths = {name + LENGTH_SUFFIX for name, spec in self.fields.items() if spec.kind == "ragged"}
         if lengths & set(self.fields):
             raise ValueError(
                 f"fields {', '.join(sorted(lengths & set(self.fields)))} have the names of lengths of ragged fields"
             )
         if (self.version == 3) != bool(self.decoding):
-            raise ValueError("version 3 is that of datasets with decoded fields")
+            raise ValueError("the version must be 3 if fields are decoded, and only then")
         for name, how in self.decoding.items():
             if name not in self.fields or self.fields[name].kind != "array" or self.tokens is not None:
                 raise ValueError(f"field {name!r} is decoded, but is not a field of kind 'array'")
             if how.mask is not None and how.mask not in self.fields:
                 raise ValueError(f"field {name!r} has the mask {how.mask!r}, which is not stored")
         if not set(self.statistics) <= set(self.fields):
-            raise ValueError("statistics of a field that the dataset does not have")
+            raise ValueError("there are statistics of a field that the dataset does not have")
         total = sum(shard.samples for shard in self.shards)
         if total != self.samples:
             raise ValueError(f"{self.samples} samples in all, but the shards add up to {total}")

@@ -65,7 +65,7 @@ def block_ranges(num_bytes: int, *, block_bytes: int) -> Iterator[tuple[int, int
 
 
 def read_bytes(descriptor: int, num_bytes: int, *, offset: int) -> bytearray:
-    """Reads `num_bytes` bytes at file offset `offset`. Returns fewer bytes only if the file ends before."""
+    """Reads `num_bytes` bytes at file offset `offset`. Returns fewer bytes only if the file ends too early."""
     data = bytearray(num_bytes)
     del data[read_up_to(descriptor, memoryview(data), offset=offset) :]
     return data
@@ -112,8 +112,8 @@ def write_shard(
         samples: Number of samples in the shard.
         arrays: The array to store for each field, by name. The dtypes are those of the manifest, in any byte order.
         block_bytes: Size of the hashed blocks in bytes.
-        other_datasets: Arrays of additional HDF5 datasets that are not fields, by name. The structure hash covers
-            them.
+        other_datasets: Arrays of additional HDF5 datasets that are not fields, by name. The structure hash of the
+            shard covers them.
         compression: How to compress fields whose samples are large enough; None: no compression. The structure hash
             covers the compressed chunks, too.
 
@@ -239,7 +239,7 @@ def check_shard_size(directory: Path, *, manifest: Manifest, entry: ShardEntry) 
     except FileNotFoundError:
         raise _missing(directory, entry=entry, manifest=manifest) from None
     except OSError as error:
-        raise DataError(f"shard {path} cannot be looked up: {error}") from error
+        raise DataError(f"shard {path} cannot be accessed: {error}") from error
     check_unchanged(status, entry=entry, path=path)
     if status.st_size != entry.file_bytes:
         check_shard(directory, manifest=manifest, entry=entry)
@@ -360,10 +360,10 @@ def _size_of(layout: DatasetLayout) -> int:
 
 
 def _trusted_layouts(manifest: Manifest, entry: ShardEntry) -> dict[str, DatasetLayout] | None:
-    """Returns the layouts by field that follow from the manifest, without reading the file.
+    """Returns the layout of each field, by field name, as the manifest states it. Does not read the file.
 
-    Returns None if they do not follow from the manifest, because a field is not contiguous or not of kind `array`, or
-    because the file was indexed without a check of its types.
+    Returns None if the manifest does not state the layout of every field: if a field is not contiguous or not of kind
+    `array`, or if an early version of hpctrain indexed the file without a check of its types.
     """
     if not manifest.has_checked_types:
         return None

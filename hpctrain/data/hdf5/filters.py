@@ -109,9 +109,9 @@ def undo(data: Bytes, *, filters: Sequence[Filter], mask: int, num_bytes: int | 
         except DataError:
             raise
         except Exception as error:  # the libraries raise different errors
-            raise DataError(f"its filter {code} cannot be decoded: {error}") from error
+            raise DataError(f"the chunk cannot be decoded with HDF5 filter {code}: {error}") from error
     if num_bytes is not None and len(data) != num_bytes:
-        raise DataError(f"it has {len(data)} bytes once decoded, not {num_bytes}")
+        raise DataError(f"the chunk has {len(data)} bytes after decoding, but {num_bytes} are expected")
     return data
 
 
@@ -183,7 +183,9 @@ def _without_checksum(data: Bytes, values: Sequence[int], num_bytes: int | None)
     # HDF5 before 1.6.3 swapped the bytes of each half; newer versions still accept that.
     swapped = ((found & 0xFF00FF00) >> 8) | ((found & 0x00FF00FF) << 8)
     if stored not in (found, swapped):
-        raise DataError(f"its Fletcher-32 checksum is {found:08x}, stored in the file is {stored:08x}")
+        raise DataError(
+            f"the Fletcher-32 checksum of the chunk is {found:08x}, but {stored:08x} is stored in the file"
+        )
     return content
 
 
@@ -206,7 +208,7 @@ def fletcher32(data: Bytes) -> int:
 
 
 def _fold(value: int) -> int:
-    """Returns `value` modulo 65535, but 65535 instead of 0 unless `value` is 0, as if its halves were added."""
+    """Returns `value` modulo 65535, except that multiples of 65535 other than 0 become 65535, as in HDF5."""
     return value % 65535 or (65535 if value else 0)
 
 

@@ -203,7 +203,7 @@ def _member(dataset: h5py.Dataset, selection: Any, member: str) -> Any:
     # As `dataset.fields(member)[selection]`, which needs numpy's dtypes of all members.
     dtype = dtype_of(dataset.id.get_type())
     if dtype is None or dtype.names is None:
-        raise DataError(f"{dataset.name} has no members that numpy can hold")
+        raise DataError(f"{dataset.name} has no members for which numpy has a dtype")
     return dataset.__getitem__(selection, new_dtype=np.dtype([(member, dtype[member])]))[member]
 
 
@@ -317,13 +317,13 @@ def inspect(path: Path, *, names: Sequence[str]) -> dict[str, DatasetLayout]:
                 raise DataError(f"{name!r} in {path} is a soft or external link, not a dataset of this file")
             dataset = file[name]
             if not isinstance(dataset, h5py.Dataset) or dataset.shape is None:
-                raise DataError(f"{name!r} in {path} is not a dataset with samples")
+                raise DataError(f"{name!r} in {path} is not an HDF5 dataset, or is one without elements")
             if dataset.file.filename != file.filename:
                 raise DataError(f"{name!r} in {path} is in another file, {dataset.file.filename}")
             layout = layout_of(dataset)
             if layout is None:
                 kind = describe_type(dataset.id.get_type())
-                raise DataError(f"{name!r} in {path} holds {kind}, which numpy does not have")
+                raise DataError(f"{name!r} in {path} holds {kind}, for which numpy has no dtype")
             layouts[name] = layout
     return layouts
 
@@ -406,7 +406,7 @@ class RowReader:
         return dataset
 
     def rows(self, name: str, *, start: int, stop: int, member: str | None = None) -> NDArray[Any]:
-        """Returns rows start to stop - 1 of dataset `name`, or with `member` of that member of its compound type.
+        """Returns rows start to stop - 1 of dataset `name`. With `member`, returns only that member of the rows.
 
         Raises MissingFilter or OSError.
         """

@@ -92,8 +92,8 @@ def _combine(places: Sequence[FieldSource], *, request: FieldRequest, samples: S
     if first.kind == "lengths":
         if whole:
             raise DataError(
-                f"field {name!r}, {places[0].describe(name)}, has variable lengths: its rows are samples "
-                "(--samples rows)"
+                f"field {name!r}, {places[0].describe(name)}, has variable lengths: its rows are samples, so use "
+                "--samples rows"
             )
         longest = max(place.fields[name].longest for place in places)
         return FieldSpec(dtype=first.dtype, shape=(longest,), kind="ragged")
@@ -127,7 +127,7 @@ def _class_field(places: Sequence[FieldSource], *, name: str, whole: bool) -> Fi
         if int(np.prod(place.fields[name].shape)) != 1:
             raise DataError(
                 f"field {name!r}, {place.describe(name)}, has {place.fields[name].shape} strings per sample; "
-                "only one is possible, as a label"
+                "a sample can have only one string, its label"
             )
     names = sorted({text for place in places for text in place.fields[name].classes})
     if len(names) > MAX_CLASSES:
@@ -194,7 +194,7 @@ def choose_decoding(places: Sequence[FieldSource], *, requests: Sequence[FieldRe
             masks.append(replace(request, name=name, decode=Decode.RAW))
         if (how.mask is not None or how.missing == "mask") and any(other.name == name for other in requests):
             raise UsageError(
-                f"field {name!r} has the name of the mask of field {request.name!r}: name it otherwise"
+                f"field {name!r} has the name of the mask of field {request.name!r}: give it another name"
             )
     return DecodingChoice(
         decoding=decoding, requests=(*requests, *masks), notes=tuple(notes), warnings=tuple(warnings)

@@ -139,7 +139,9 @@ def check_token_request(requests: Sequence[FieldRequest], *, samples: SampleIs) 
             f"--tokens needs exactly one field, named {TOKENS_FIELD}: --fields {TOKENS_FIELD}=/PATH"
         )
     if samples is not SampleIs.ROWS or requests[0].has_wildcard:
-        raise UsageError("--tokens cuts each file's stream into samples: no '*' in the path, no --samples")
+        raise UsageError(
+            "--tokens cuts the stream of each file into samples: leave out '*' in the path, and --samples"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -496,7 +496,7 @@ def read_blocks(dataset: h5py.Dataset, member: str | None, *, row_bytes: int) ->
 
 def _with_strings(found: FoundDataset, dataset: h5py.Dataset, where: str) -> FoundDataset:
     if found.shape[1:]:
-        raise DataError(f"{where} has {found.shape[1:]} strings per sample; only one is possible, as a label")
+        raise DataError(f"{where} has {found.shape[1:]} strings per sample; only one is possible, a label")
     names: set[str] = set()
     try:
         for block in _blocks(dataset, found.member, rows=_READ_ROWS):
@@ -519,13 +519,14 @@ def _with_lengths(
     if base.newbyteorder("=") != base and base.itemsize > 1:
         # h5py (seen with 3.16) returns their bytes as if they had this machine's byte order.
         raise DataError(
-            f"{where} has variable lengths in the other byte order, which h5py reads wrong: write it in this one"
+            f"{where} has variable lengths in the other byte order than this machine's, which h5py reads wrong: write "
+            "it in the byte order of this machine"
         )
     element = element_of(dataset.id.get_type(), member=found.member)
     if not has_numpys_bytes(element, base):
         raise DataError(
             f"{where} has variable lengths of {describe_type(element)} that are not numpy's {base.name}: "
-            "write them as such"
+            f"write them as {base.name}"
         )
     longest = elements = 0
     for block in _blocks(dataset, found.member, rows=_READ_LENGTHS):

@@ -345,7 +345,7 @@ class Loader:
         if self.batches_per_epoch == 0:
             raise RecipeError(
                 f"a global batch of {self.global_batch} samples is never full with "
-                f"{self.num_positions} samples: make it smaller, or keep the last batch"
+                f'{self.num_positions} samples: make it smaller, or set last_batch to "keep" or "pad"'
             )
         if self.on_damage is OnDamage.SKIP and self.checker is None:
             raise RecipeError(

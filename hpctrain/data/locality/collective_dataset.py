@@ -240,7 +240,8 @@ class CollectiveDataset:
         if read[len(read) - length :].tobytes() != expected:
             raise DataError(
                 f"MPI reported that it read bytes {offset} to {offset + length - 1} of {self._path(entry)} on rank "
-                f"{self._world.rank}, but returned others. A known error of Open MPI's modules vulcan and dynamic: set "
+                f"{self._world.rank}, but returned others. This is a known error of Open MPI's modules vulcan and "
+                "dynamic: set "
                 'OMPI_MCA_fcoll=^vulcan,dynamic,dynamic_gen2 before the start, or io = "read"'
             )
 

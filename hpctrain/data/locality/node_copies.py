@@ -298,7 +298,9 @@ def _copy(
             raise CopyStopped
         data = read_bytes(descriptor, stop_byte - start, offset=start)
         if len(data) < stop_byte - start:
-            raise DataError(f"{source} ends at byte {start + len(data)}, while it is copied")
+            raise DataError(
+                f"{source} became shorter while it was copied: it ends at byte {start + len(data)}"
+            )
         if expected is None:
             structure.update(data)
         elif hash_of(data) != expected:
@@ -313,7 +315,7 @@ def _copy(
             raise CopyStopped
         again.update(read_bytes(written, min(_PIECE_BYTES, entries[0].file_bytes - start), offset=start))
     if again.digest() != whole.digest():
-        raise DataError(f"the copy of {source} differs from what was written")
+        raise DataError(f"the copy of {source} was read back, and differs from what was written")
 
 
 Piece = tuple[int, int, str | None]

@@ -68,7 +68,7 @@ class PositionRange(NamedTuple):
 def check_order(*, num_samples: int, seed: int, epoch: int, max_samples: int = MAX_VALUES) -> None:
     """Raises DataError if `num_samples` is out of range, RecipeError if `seed` or `epoch` is negative."""
     if not 0 <= num_samples <= max_samples:
-        raise DataError(f"an order of {num_samples} samples is not possible: 0 to {max_samples} are")
+        raise DataError(f"an order cannot have {num_samples} samples: 0 to {max_samples} are possible")
     if seed < 0 or epoch < 0:
         raise RecipeError(f"seed {seed} and epoch {epoch} must not be negative")
 

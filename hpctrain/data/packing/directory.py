@@ -233,7 +233,7 @@ def _check_names(directory: Path, *, names: list[str], existing: Existing) -> No
     if foreign:
         raise UsageError(
             f"{directory} holds files that do not belong to a dataset ({', '.join(foreign[:5])}): "
-            "choose another directory, they are not removed"
+            "choose another directory, since --overwrite does not remove them"
         )
     if Existing(existing) is Existing.REFUSE:
         if MANIFEST_NAME in names:
@@ -258,7 +258,9 @@ def check_resumable(directory: Path, *, plan: PackingSpec) -> None:
             f"{directory} holds no packing that can be resumed (no {PLAN_NAME}): use --overwrite"
         )
     if (difference := plan.difference(before)) != "":
-        raise UsageError(f"{directory} was packed differently ({difference}): pack as before, or --overwrite")
+        raise UsageError(
+            f"{directory} was packed differently ({difference}): use the options of before, or --overwrite"
+        )
 
 
 def finished_already(directory: Path, *, like: Mapping[str, Any]) -> Manifest | None:
@@ -274,7 +276,9 @@ def finished_already(directory: Path, *, like: Mapping[str, Any]) -> Manifest | 
     found["attributes"].pop(FOUND_WHILE_PACKING, None)
     wanted = PackingSpec(document=dict(like))
     if (difference := wanted.difference({key: found.get(key) for key in like})) != "":
-        raise UsageError(f"{directory} holds another dataset ({difference}): choose another, or --overwrite")
+        raise UsageError(
+            f"{directory} holds another dataset ({difference}): choose another directory, or --overwrite"
+        )
     # The packing may have been interrupted after it wrote the manifest.
     _tidy(directory, keep=frozenset(entry.file for entry in manifest.shards))
     return manifest
@@ -337,7 +341,7 @@ def _fields_of(records: Sequence[ShardRecord]) -> dict[str, FieldSpec]:
             if mine != other:
                 raise DataError(
                     f"field {name!r} is {_describe(mine)} in shard {records[0].entry.file}, "
-                    f"{_describe(other)} in {record.entry.file}: samples of a dataset have the same fields"
+                    f"{_describe(other)} in {record.entry.file}: all samples of a dataset must have the same fields"
                 )
     return fields
 

@@ -514,7 +514,7 @@ def pack_source(
     is_text = isinstance(opened, TextSource)
     if not is_text and (window is not None or stride is not None or boundaries is not None):
         raise UsageError(
-            f"--window, --stride and --boundaries cut a stream of tokens; the source {source} holds "
+            f"--window, --stride and --boundaries are only for streams of tokens; the source {source} holds "
             + ("samples" if isinstance(opened, IteratorSource | RowSource) else "arrays")
         )
     parts = ["all"] if isinstance(opened, IteratorSource) else list(opened.parts)

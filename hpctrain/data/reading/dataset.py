@@ -1,7 +1,7 @@
-"""Reads samples by index into batches: contiguous fields directly from their file offsets, others chunk by chunk.
+"""Reads samples by index into batches: contiguous fields directly at their file offsets, other fields chunk by chunk.
 
-Shards are opened on first use, in the process that reads them. Nothing open is inherited through fork: an inherited
-HDF5 handle returns wrong data (pytorch#11887).
+A shard is opened when a process first reads it. After a fork the child process opens its shards again, since an
+inherited HDF5 handle returns wrong data (pytorch#11887).
 """
 
 from __future__ import annotations

@@ -56,7 +56,9 @@ def npz_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """Returns the arrays of an .npz file by name. Raises DataError if their first dimensions differ."""
     fields = read_npz(path)
     if any(array.ndim == 0 for array in fields.values()) or not fields:
-        raise DataError(f"the source {path} needs arrays of equal first dimension, one entry per sample")
+        raise DataError(
+            f"the source {path} must contain arrays of equal first dimension, one entry per sample"
+        )
     lengths = {name: len(array) for name, array in fields.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"the arrays of {path} differ in their number of samples: {lengths}")
@@ -187,7 +189,10 @@ class FileRows:
             path = self._files[position]
             sample = _sample(path)
             if sample.keys() != out.keys() - ({"label"} if self._labels is not None else set()):
-                raise DataError(f"{path} has the arrays {', '.join(sample)}, {self._files[0]} has others")
+                raise DataError(
+                    f"{path} has the arrays {', '.join(sample)}, but {self._files[0]} has others: all samples must "
+                    "have the same arrays"
+                )
             for name, array in sample.items():
                 spec = self.fields[name]
                 if array.shape != spec.shape or array.dtype.name != spec.dtype:

@@ -58,7 +58,7 @@ TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 @dataclass(frozen=True, kw_only=True)
 class IteratorSource:
-    """Source of samples that iterators yield. It has `num_parts` parts, and `open_part(part)` returns an iterator."""
+    """Source of samples that iterators yield. `open_part(part)` returns the iterator of part 0 to num_parts - 1."""
 
     open_part: Callable[[int], Iterator[Mapping[str, Any]]]
     num_parts: int
@@ -89,8 +89,8 @@ def iterator_source(target: str, *, num_parts: int | None) -> IteratorSource:
     takes_parts = _takes_parts(function, target=target)
     if not takes_parts and (num_parts or 1) > 1:
         raise UsageError(
-            f"{num_parts} parts, but {target} takes no arguments part and num_parts: use --parts 1, which one "
-            "process packs, or add these arguments"
+            f"{num_parts} parts are asked for, but {target} takes no arguments part and num_parts: use --parts 1, so "
+            "that one process packs all samples, or add these arguments"
         )
     parts = num_parts or 1
 
@@ -148,7 +148,7 @@ class SourceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSource:
-    """Source of samples that are read by position. `parts` are the samples of each part, by name of the part."""
+    """Source of samples that are read by position. `parts` maps the name of each part to its samples."""
 
     parts: dict[str, SampleRows]
     attributes: dict[str, JsonValue] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class RowSource:
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySource:
-    """Source of arrays in memory. `parts` are the arrays by field name, by name of the part.
+    """Source of arrays in memory. `parts` maps the name of each part to the arrays of the part by field name.
 
     The arrays of a part have the same first dimension.
     """
@@ -250,9 +250,13 @@ def _check_options(name: str, *, kind: str, options: SourceOptions, shuffle: boo
         ("--parts", (options.num_parts or 1) > 1, ("iterator",)),
     ):
         if given and kind not in kinds:
-            raise UsageError(f"{option} is for {' and '.join(kinds)}; the source {name} takes none")
+            raise UsageError(
+                f"{option} is only for {' and '.join(kinds)}: leave it out for the source {name}"
+            )
     if shuffle and kind in ("text", "python-source", "iterator"):
-        raise UsageError(f"--shuffle needs a known number of samples; the source {name} is a stream")
+        raise UsageError(
+            f"--shuffle needs a known number of samples, but the source {name} is a stream: leave --shuffle out"
+        )
 
 
 def _rows(kind: str, path: Path, options: SourceOptions) -> SampleRows:

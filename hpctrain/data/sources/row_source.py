@@ -133,7 +133,7 @@ def split_rows(
 
 
 def array_spec(name: str, array: NDArray[Any], *, classes: tuple[str, ...] = ()) -> FieldSpec:
-    """Returns the field of an array of shape (num_samples, *sample_shape).
+    """Returns the FieldSpec of a field whose samples are the rows of an array, shape (num_samples, *sample_shape).
 
     Raises DataError if the array cannot be a field.
     """
@@ -145,7 +145,7 @@ def array_spec(name: str, array: NDArray[Any], *, classes: tuple[str, ...] = ())
 def field_spec(
     name: str, *, dtype: np.dtype[Any], shape: tuple[int, ...], classes: tuple[str, ...] = ()
 ) -> FieldSpec:
-    """Returns a field with this dtype, and this shape in one sample.
+    """Returns the FieldSpec of a field with the given dtype, and the given shape in one sample.
 
     Raises DataError if the name, dtype or shape is not valid.
     """

@@ -31,7 +31,7 @@ _SKIPPED_DIRECTORIES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """Source of UTF-8 files that are read as streams of bytes. `parts` are the files in order, by name of the part."""
+    """Source of UTF-8 files that are read as streams of bytes. `parts` maps the name of each part to its files."""
 
     parts: dict[str, tuple[Path, ...]]
     attributes: dict[str, JsonValue] = field(default_factory=dict)

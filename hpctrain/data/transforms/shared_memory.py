@@ -47,7 +47,9 @@ def write_arrays(arrays: Mapping[str, NDArray[Any]]) -> tuple[int, Description]:
     try:
         descriptor = os.memfd_create("hpctrain-batch")
     except OSError as error:
-        raise DataError(f"no shared memory for a batch: {error.strerror}. Use fewer workers") from error
+        raise DataError(
+            f"shared memory for a batch cannot be allocated: {error.strerror}. Use fewer workers"
+        ) from error
     try:
         os.ftruncate(descriptor, max(1, end))
         for entry, array in zip(description, arrays.values(), strict=True):

@@ -379,8 +379,8 @@ def build_transformer(transform: str | TransformFunction | None, *, workers: int
     if transform is None:
         if workers:
             raise RecipeError(
-                f"workers = {workers} without a transform: workers only run a transform, threads read. Set a "
-                "transform, or use workers = 0"
+                f"workers = {workers} without a transform: workers only run a transform, and threads read the samples. "
+                "Set a transform, or use workers = 0"
             )
         return None
     if workers:
