@@ -92,7 +92,7 @@ class Manifest(Model):
             document; else None.
         indexed: True if the shards are existing files that were indexed in place. Their paths may then lead out of the
             directory.
-        decoding: By name of each field that is decoded when it is read: how the decoded values are represented.
+        decoding: How the values of each decoded field are represented, by field name. Other fields are not decoded.
         statistics: Statistics of the values of each field, after decoding; empty if they were not computed.
         attributes: Facts that were recorded when the dataset was packed, such as the number of classes.
         shards: The shards, in the order of the samples.
@@ -217,7 +217,7 @@ class Manifest(Model):
         return (samples, *self.fields[name].shape)
 
     def stored_bytes(self, name: str, *, samples: int) -> int:
-        """Returns the size in bytes of a field in a packed shard, whose shape is that of `stored_shape`.
+        """Returns the size in bytes that a field of kind `array` has in a packed shard. See `stored_shape`.
 
         Args:
             name: Name of the field.
@@ -245,7 +245,10 @@ class Manifest(Model):
 
     @property
     def fingerprint(self) -> str:
-        """Hash that identifies the dataset, computed from the manifest without statistics, with all data hashes."""
+        """Hash that identifies the dataset. It is the hash of the manifest, which contains all data hashes.
+
+        Statistics are not part of it.
+        """
         exclude: dict[str, Any] = {"statistics": True}
         # The fingerprint of an older version, which checkpoints contain, is without the keys that it did not have.
         exclude |= {1: NOT_IN_VERSION_1, 2: NOT_IN_VERSION_2, 3: {}}[self.version]
@@ -257,9 +260,9 @@ class Manifest(Model):
 
     @property
     def has_checked_types(self) -> bool:
-        """True if the layout of the values in the HDF5 files is known to be the one of a numpy dtype.
+        """True if it is known that the bytes of contiguous fields are values of their numpy dtype.
 
-        False for an index that was made by an early version of hpctrain, which did not check this.
+        False for an index that was made by an early version of hpctrain, which did not check the HDF5 types.
         """
         return not self.indexed or bool(self.attributes.get(TYPES_CHECKED))
 

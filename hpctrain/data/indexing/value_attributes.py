@@ -1,6 +1,6 @@
 """Finds what a file states about the values of an HDF5 dataset: scale, offset, missing values, masks, units.
 
-The file states it by attributes of the dataset, and by groups and datasets beside it.
+The sources are attributes of the dataset, and groups and datasets beside the dataset.
 
 Conventions: CF and the NetCDF User's Guide (`scale_factor`, `add_offset`, `_FillValue`, `missing_value`, `valid_*`,
 `_Unsigned`, `units`), the default fill values of the netCDF library, astropy's `NAME.mask`, anndata's nullable
@@ -185,8 +185,8 @@ def _add_pandas(
 def _of_member(dataset: h5py.Dataset, member: str) -> dict[str, Any]:
     """Returns the attributes of a member of a table, by name.
 
-    An attribute of a table must itself be of a compound type, with one value per member. Raises _Unclear for an
-    attribute that is not, since it does not state to which member it belongs.
+    An attribute of a table must be of a compound type with one value per member. Raises _Unclear for other attributes,
+    since they do not state to which member they belong.
     """
     found: dict[str, Any] = {}
     names = set(dataset.attrs)

@@ -80,8 +80,8 @@ class ArrayRows:
 class ChosenRows:
     """Selected samples of another source, or all its samples in another order.
 
-    `positions` are the positions in the other source of the samples: int64, shape (num_samples,). `choice` describes
-    the selection, and becomes part of `identity`.
+    `positions` contains the position of each sample in the other source: int64, shape (num_samples,). `choice`
+    describes the selection, and becomes part of `identity`.
     """
 
     rows: SampleRows

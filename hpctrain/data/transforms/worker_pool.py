@@ -82,7 +82,8 @@ class WorkerDied(Exception):
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables of a worker: those of the parent, except the variables of MPI launchers.
 
-    They limit numerical libraries to one thread.
+    Further variables limit numerical libraries to one thread, let the allocator keep memory, and let the worker import
+    hpctrain.
     """
     kept = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
     package_root = str(Path(shared_memory.__file__).resolve().parents[3])
@@ -118,8 +119,9 @@ class Worker:
     def transform(self, request: Mapping[str, Any], descriptor: int) -> Arrays:
         """Sends a batch to the worker and returns the transformed arrays.
 
-        `descriptor` is that of the shared memory with the batch, and `request` describes the batch (see
-        `write_arrays`). Raises WorkerDied if the process ended, DataError if the transform raised an error.
+        `descriptor` is the file descriptor of the shared memory that contains the batch (see `write_arrays`).
+        `request` is the message to the worker, which describes the batch. Raises WorkerDied if the process ended,
+        DataError if the transform raised an error.
         """
         if not self.is_ready:
             self._receive()
