@@ -235,7 +235,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadFlags:
-    """Optional attributes of a dataset, in addition to those of `Samples`. The default applies if one is missing.
+    """Optional attributes of a dataset, in addition to those of `Samples`. A missing attribute has its default here.
 
     Attributes:
         is_thread_safe: True if several threads may call `gather` at once. The thread that waits for a batch then also
@@ -398,7 +398,8 @@ class Loader:
             epoch: Number of the epoch, from 0.
             start: Position of the first batch: the number of samples of the epoch that all ranks together have
                 consumed before.
-            every: Only each n-th batch is taken, the first at `start`. So n readers can share an epoch.
+            every: With the value n only each n-th batch is taken, the first at `start`. So n readers can share an
+                epoch.
 
         Returns:
             The iterator.
@@ -553,7 +554,7 @@ class Loader:
         """Reads samples, applies the transform, and returns them as a batch.
 
         Args:
-            plan: Indices of the samples, and the part of the global batch that they form.
+            plan: States which samples to read, and how many of them are padding.
 
         Returns:
             The batch.

@@ -246,7 +246,7 @@ class CollectiveDataset:
             )
 
     def _plan(self, indices: NDArray[np.int64]) -> dict[int, tuple[NDArray[np.int64], ByteRanges]]:
-        """Returns by index of each shard the rows of the shard's samples in the batch, and the byte ranges to read."""
+        """Returns, by index of the shard, the batch rows of the shard's samples, and the byte ranges to read."""
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
             raise DataError(
                 f"samples {indices.min()} to {indices.max()} were requested from {self.dataset.directory}, "

@@ -1,7 +1,7 @@
 """Assigns the shards of a dataset to ranks, makes the content of the shards, and writes them.
 
 If the number of samples is known in advance, shard i is made by rank i % num_ranks, and the dataset is the same for
-any number of ranks. All ranks write one shard at a time, then compare whether there was an error.
+any number of ranks. After each shard, the ranks exchange whether there was an error.
 """
 
 from __future__ import annotations
