@@ -105,10 +105,10 @@ def read_chunk_access(
 ) -> ChunkAccess:
     """Returns which functions of HDF5 return correct results for the chunks of a dataset.
 
-    HDF5 returns wrong results in two cases. First, if the index is an extensible array and the unlimited dimension is not the
-    first, HDF5 stores the unlimited dimension as the first. The functions that return locations (H5Dget_chunk_info,
-    H5Dget_chunk_info_by_coord and H5Dchunk_iter) do not consider that in HDF5 1.10.8, 1.14.2 and 2.0.0. Second, chunks
-    at the border may be stored without the filters, and the filter mask does not state that.
+    HDF5 returns wrong results in two cases. First, if the index is an extensible array and the unlimited dimension is
+    not the first, HDF5 stores the unlimited dimension as the first. The functions that return locations
+    (H5Dget_chunk_info, H5Dget_chunk_info_by_coord and H5Dchunk_iter) do not consider that in HDF5 1.10.8, 1.14.2 and
+    2.0.0. Second, chunks at the border may be stored without the filters, and the filter mask does not state that.
 
     `header` and `base` are as in `read_chunk_index`. `first_is_unlimited` is True if the first dimension may grow
     without a limit. Raises OSError if the file cannot be read.
