@@ -1,8 +1,8 @@
-"""The manifest: lists the content of a dataset directory, the location of its bytes, and their hashes.
+"""The manifest of a dataset directory: lists its content, the location of the data in the files, and their hashes.
 
-A dataset is a directory with `manifest.json` and HDF5 shards. The manifest is written last, so a directory with
-shards but no manifest is a dataset whose packing did not finish. The manifest is JSON, versioned, with a checksum
-of its content.
+A dataset is a directory with `manifest.json` and HDF5 shards. The manifest is written last: in a directory with
+shards but no manifest, packing has not finished. The manifest is a JSON file. It has a version and a checksum of its
+content.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ TYPES_CHECKED = "types_checked"
 
 
 class Kind(str, Enum):
-    """What a sample is.
+    """What a sample of a dataset consists of.
 
-    SAMPLES: a row of every field. TOKENS: a window of a token stream.
+    SAMPLES: One row of every field.
+    TOKENS: One window of a token stream.
     """
 
     SAMPLES = "samples"
@@ -76,22 +77,25 @@ class Kind(str, Enum):
 
 
 class Manifest(Model):
-    """Describes a dataset: its fields, its shards, where the bytes of each field are, and their hashes.
+    """Describes a dataset: its fields, its shards, the location of each field in the shards, and the hashes.
 
     Attributes:
-        version: Version of the format: 3 for a dataset with decoded fields, else 2. Version 1 can be read.
+        version: Version of the format: 3 for a dataset with decoded fields, else 2. Version 1 can be read, but is no
+            longer written.
         kind: Whether samples are rows of the fields or windows of a token stream.
         samples: Number of samples.
         block_bytes: Size of the blocks that are hashed, in bytes.
-        fields: The fields of one sample by name, as they are stored. For kind `tokens` the one field is a window of
-            window + 1 tokens.
+        fields: The fields of one sample by name, as they are stored, before decoding. For kind `tokens` there is one
+            field, of window + 1 tokens.
         tokens: How windows are cut from the token stream; None for kind `samples`.
-        windows: File that lists the first token of each window, if windows are split at documents; else None.
-        indexed: True if the shards are existing files that were indexed; their paths may lead out of the directory.
-        decoding: For each field that is decoded when it is read, how its values are represented.
-        statistics: Statistics of the (decoded) values of each field; empty if they were not computed.
-        attributes: Values recorded when the dataset was packed, such as the number of classes.
-        shards: The files, in the order of the samples.
+        windows: File that lists the index of the first token of each window, if no window may cross the start of a
+            document; else None.
+        indexed: True if the shards are existing files that were indexed in place. Their paths may then lead out of the
+            directory.
+        decoding: How the values of each decoded field are represented, by field name. Other fields are not decoded.
+        statistics: Statistics of the values of each field, after decoding; empty if they were not computed.
+        attributes: Facts that were recorded when the dataset was packed, such as the number of classes.
+        shards: The shards, in the order of the samples.
     """
 
     version: Literal[1, 2, 3] = 2
@@ -112,7 +116,9 @@ class Manifest(Model):
         if not self.fields or not self.shards:
             raise ValueError("a dataset has at least one field and one shard")
         if (self.kind is Kind.TOKENS) != (self.tokens is not None):
-            raise ValueError("window and stride belong to kind 'tokens', and only to it")
+            raise ValueError(
+                "a dataset must state window and stride if it is of kind 'tokens', and only then"
+            )
         if self.tokens is not None:
             spec = self.fields.get(TOKENS_FIELD)
             if len(self.fields) != 1 or spec is None or spec.shape != (self.tokens.window + 1,):
@@ -120,21 +126,21 @@ class Manifest(Model):
             if spec.kind != "array":
                 raise ValueError(f"tokens are of kind 'array', not {spec.kind!r}")
         if (self.windows is not None) != self.is_split:
-            raise ValueError("windows are listed if they are split at documents, and only then")
+            raise ValueError("a list of windows is needed if windows are split at documents, and only then")
         lengths = {name + LENGTH_SUFFIX for name, spec in self.fields.items() if spec.kind == "ragged"}
         if lengths & set(self.fields):
             raise ValueError(
                 f"fields {', '.join(sorted(lengths & set(self.fields)))} have the names of lengths of ragged fields"
             )
         if (self.version == 3) != bool(self.decoding):
-            raise ValueError("version 3 is that of datasets with decoded fields")
+            raise ValueError("the version must be 3 if fields are decoded, and only then")
         for name, how in self.decoding.items():
             if name not in self.fields or self.fields[name].kind != "array" or self.tokens is not None:
                 raise ValueError(f"field {name!r} is decoded, but is not a field of kind 'array'")
             if how.mask is not None and how.mask not in self.fields:
                 raise ValueError(f"field {name!r} has the mask {how.mask!r}, which is not stored")
         if not set(self.statistics) <= set(self.fields):
-            raise ValueError("statistics of a field that the dataset does not have")
+            raise ValueError("there are statistics of a field that the dataset does not have")
         total = sum(shard.samples for shard in self.shards)
         if total != self.samples:
             raise ValueError(f"{self.samples} samples in all, but the shards add up to {total}")
@@ -181,14 +187,14 @@ class Manifest(Model):
 
     @property
     def is_split(self) -> bool:
-        """True if the samples are token windows that are split at documents and listed in `windows`."""
+        """True if the samples are token windows that do not cross the start of a document. `windows` lists them."""
         return self.tokens is not None and self.tokens.boundaries == "split"
 
     @property
     def batch_fields(self) -> dict[str, FieldSpec]:
         """The fields of a batch, after decoding.
 
-        Each ragged field is followed by its lengths: `<name>.length`, int64.
+        After each ragged field follows the field of its lengths: `<name>.length`, int64.
         """
         return _with_lengths(decoded_fields(self.fields, self.decoding))
 
@@ -198,11 +204,9 @@ class Manifest(Model):
         return _with_lengths(self.fields)
 
     def stored_shape(self, name: str, *, samples: int) -> tuple[int, ...]:
-        """Returns the shape of a field in a packed shard, for fields of kind `array`.
+        """Returns the shape that a field of kind `array` has in a packed shard.
 
-        Boundaries of documents are ignored.
-
-        In an indexed file the HDF5 dataset may have more rows.
+        The starts of documents are ignored. In an indexed file the HDF5 dataset may have more rows.
 
         Args:
             name: Name of the field.
@@ -213,7 +217,7 @@ class Manifest(Model):
         return (samples, *self.fields[name].shape)
 
     def stored_bytes(self, name: str, *, samples: int) -> int:
-        """Returns the size of an array of shape `stored_shape`, in bytes.
+        """Returns the size in bytes that a field of kind `array` has in a packed shard. See `stored_shape`.
 
         Args:
             name: Name of the field.
@@ -223,10 +227,10 @@ class Manifest(Model):
         return int(np.prod(shape, dtype=np.int64)) * np.dtype(self.fields[name].dtype).itemsize
 
     def entry_shape(self, name: str, entry: ShardEntry) -> tuple[int, ...]:
-        """Returns the shape of the rows of a field in a given shard, for fields of kind `array`.
+        """Returns the shape of the rows that belong to a given shard, of a field of kind `array`.
 
-        A whole HDF5 dataset that is one sample has no sample dimension. For split token windows the result is the
-        number of stored tokens.
+        If a whole HDF5 dataset is one sample, the shape has no sample dimension. If token windows may not cross the
+        start of a document, the shape is (number of stored tokens,).
 
         Args:
             name: Name of the field.
@@ -241,7 +245,10 @@ class Manifest(Model):
 
     @property
     def fingerprint(self) -> str:
-        """Hash that identifies the dataset, over fields, counts and the hashes of all content."""
+        """Hash that identifies the dataset. It is the hash of the manifest, which contains all data hashes.
+
+        Statistics are not part of it.
+        """
         exclude: dict[str, Any] = {"statistics": True}
         # The fingerprint of an older version, which checkpoints contain, is without the keys that it did not have.
         exclude |= {1: NOT_IN_VERSION_1, 2: NOT_IN_VERSION_2, 3: {}}[self.version]
@@ -253,7 +260,10 @@ class Manifest(Model):
 
     @property
     def has_checked_types(self) -> bool:
-        """False for an index of an early version, which did not check whether a dataset's bytes are numpy's values."""
+        """True if it is known that the bytes of contiguous fields are values of their numpy dtype.
+
+        False for an index that was made by an early version of hpctrain, which did not check the HDF5 types.
+        """
         return not self.indexed or bool(self.attributes.get(TYPES_CHECKED))
 
     @property
@@ -277,7 +287,7 @@ def _checksum(document: dict[str, Any]) -> str:
 
 
 def write_manifest(manifest: Manifest, *, directory: Path) -> None:
-    """Writes `manifest.json` atomically and durably: temporary name, fsync, rename, fsync of the directory."""
+    """Writes `manifest.json` atomically and durably: to a temporary file, fsync, rename, fsync of the directory."""
     document = manifest.model_dump(mode="json", exclude=None if manifest.version == 3 else NOT_IN_VERSION_2)
     document["checksum"] = _checksum(document)
     replace_file(
@@ -299,7 +309,7 @@ def read_manifest(directory: Path | str) -> Manifest:
         The manifest.
 
     Raises:
-        DataError: If there is no such directory or no dataset in it, if packing has not finished, or if the
+        DataError: If there is no such directory or no dataset in it, or if packing has not finished. Also if the
             manifest cannot be read, has a newer version or a wrong checksum, or is inconsistent.
     """
     directory = Path(directory)

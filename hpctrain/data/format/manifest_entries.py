@@ -28,7 +28,7 @@ Boundaries = Literal["ignore", "split"]
 
 
 class Model(BaseModel):
-    """Base class of the parts of a manifest: immutable, and unknown keys are errors."""
+    """Base class of the parts of a manifest. They are immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,13 +37,14 @@ class FieldSpec(Model):
     """One field of a sample: dtype and shape, without the sample dimension.
 
     Attributes:
-        dtype: numpy name of the dtype after reading.
-        shape: Shape in one sample; () for one number per sample. For kind `ragged` the first dimension is the
-            maximum.
-        kind: `array`: every sample has this shape. `ragged`: the first dimension differs between samples, which are
-            padded with zeros when they are read; the field `<name>.length`, int64, contains their lengths.
-            `classes`: strings in the file, which are read as int64, the index of the string in `classes`.
-        classes: Names of the class numbers; also possible for integers of kind `array`.
+        dtype: Name of the numpy dtype that the field has after reading.
+        shape: Shape of the field in one sample; () for one number per sample. For kind `ragged` the first dimension
+            is that of the longest sample.
+        kind: `array`: every sample has this shape. `ragged`: the first dimension differs between samples. Samples are
+            then padded with zeros when they are read, and the field `<name>.length`, int64, contains their lengths.
+            `classes`: each sample is a string in the file, and is read as its index in `classes`, int64.
+        classes: Names of the classes, in the order of their indices. Possible for kind `classes`, and for integers of
+            kind `array`.
     """
 
     dtype: str
@@ -72,17 +73,17 @@ class FieldSpec(Model):
 
     @property
     def stored_dtype(self) -> np.dtype[Any]:
-        """dtype of the bytes that are hashed and written: little-endian."""
+        """The field's dtype in little-endian byte order, in which values are hashed and written."""
         return np.dtype(self.dtype).newbyteorder("<")
 
     @property
     def sample_bytes(self) -> int:
-        """Size of one sample after reading (and padding), in bytes."""
+        """Size of the field in one sample in bytes, after reading and padding."""
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
 
 class FieldStatistics(Model):
-    """Statistics over the `count` finite elements of a field. `std` is the standard deviation of the population."""
+    """Statistics of the `count` finite elements of a field. `std` is the population standard deviation."""
 
     mean: float
     std: float
@@ -95,18 +96,23 @@ Number = int | float  # an integer stays one in JSON
 
 
 class Packing(Model):
-    """What a file says about the values of one HDF5 dataset, as conventions such as CF do.
+    """How the stored values of one HDF5 dataset are decoded, as its attributes state by conventions such as CF.
+
+    A decoded value is stored value * scale + offset.
 
     Attributes:
-        stored_as: Integer dtype as which the stored bits are read (`_Unsigned`); None: the dtype of the dataset.
-        float_dtype: dtype in which value * scale + offset is computed; None: there is neither scale nor offset.
-        scale: Factor, or None.
-        offset: Summand, or None.
-        missing: Values that stand for a missing value.
-        nan_is_missing: True if NaN stands for a missing value, too.
-        least: Smaller values are missing; None: no limit.
-        most: Larger values are missing; None: no limit.
-        of_decoded: True if `least` and `most` limit the decoded values, False if they limit the stored ones.
+        stored_as: Integer dtype as which the stored bits are read (attribute `_Unsigned`); None: the dtype of the
+            HDF5 dataset.
+        float_dtype: dtype in which stored value * scale + offset is computed; None if there is neither scale nor
+            offset.
+        scale: Factor by which stored values are multiplied; None: no factor.
+        offset: Number that is added after the multiplication; None: nothing is added.
+        missing: Stored values that stand for a missing value.
+        nan_is_missing: True if a stored NaN stands for a missing value, too.
+        least: Values below this number are missing; None: no lower limit.
+        most: Values above this number are missing; None: no upper limit.
+        of_decoded: True if `least` and `most` are limits of the decoded values, False if they are limits of the stored
+            values.
     """
 
     stored_as: str | None = None
@@ -125,15 +131,16 @@ class Packing(Model):
 
 
 class Decoding(Model):
-    """How the decoded values of a field are represented, the same for all files.
+    """How the decoded values of a field are represented in batches. The same for all files.
 
     Attributes:
-        dtype: numpy name of the dtype of the decoded values.
-        missing: What a missing value becomes. "nan": NaN. "value": the number `value`. "mask": 0, with True in the
-            field `NAME.mask`, bool, of the same shape. "refused": reading one is an error.
-        value: The number for `missing="value"`.
-        mask: Name of the stored field that is not 0 where a value is missing, or None. It is not a field of
-            batches.
+        dtype: Name of the numpy dtype of the decoded values.
+        missing: How a missing value is represented. "nan": as NaN. "value": as the number `value`. "mask": as 0, and
+            as True in the additional field `NAME.mask`, bool, of the same shape. "refused": reading a missing value is
+            an error.
+        value: The number that replaces missing values with `missing="value"`.
+        mask: Name of a stored field that is nonzero where a value of this field is missing; None: there is no such
+            field. Batches do not contain the mask field.
     """
 
     dtype: str
@@ -147,16 +154,17 @@ class StoredField(Model):
 
     Attributes:
         dataset: Path of the HDF5 dataset in the file.
-        offset: File offset of the dataset in bytes if it is contiguous, else None: chunked, compressed, compact, of
-            variable length, or a member of a compound.
-        num_bytes: Uncompressed size of this shard's rows in bytes; for variable lengths, of their elements.
-        hashes: xxh3_64 of consecutive blocks of `Manifest.block_bytes` bytes, the last perhaps shorter, of these
-            rows as little-endian row-major bytes. Empty: not hashed.
-        whole: True if the whole dataset is one sample; otherwise its rows are samples (or tokens).
-        first_row: The first row that belongs to this shard. Row r of a contiguous dataset begins at offset + r *
-            (bytes per row).
-        member: Member of a compound dtype, or None.
-        big_endian: Byte order in the file.
+        offset: File offset of the HDF5 dataset in bytes, if it is contiguous. None if it is chunked, compressed,
+            compact, of variable length, or if the field is a member of a compound.
+        num_bytes: Uncompressed size of this shard's rows in bytes. For rows of variable length, the size of their
+            elements.
+        hashes: xxh3_64 hashes of this shard's rows as little-endian row-major bytes, one hash per block of
+            `Manifest.block_bytes` bytes. The last block may be shorter. Empty if the rows were not hashed.
+        whole: True if the whole HDF5 dataset is one sample; False if each row is a sample (or a token).
+        first_row: Index of the first row that belongs to this shard. Row r of a contiguous HDF5 dataset begins at
+            offset + r * (bytes per row).
+        member: Name of the member, if the field is a member of a compound dtype; else None.
+        big_endian: True if the values in the file are big-endian, False if they are little-endian.
         packing: How the stored values are decoded, for fields in `Manifest.decoding`; else None.
     """
 
@@ -172,15 +180,17 @@ class StoredField(Model):
 
 
 class ShardEntry(Model):
-    """Consecutive samples in one HDF5 file. A file with one group per sample has several entries.
+    """One shard: consecutive samples in one HDF5 file. A file with one group per sample has one entry per group.
 
     Attributes:
-        file: File name in the dataset's directory; for indexed files a path, absolute or relative to the directory.
-        samples: Number of samples.
-        file_bytes: Length of the file.
-        structure_hash: Hash of the bytes of the file that belong to no field; None if it was not computed.
+        file: Name of the file in the dataset's directory. For indexed files a path, absolute or relative to the
+            directory.
+        samples: Number of samples in the shard.
+        file_bytes: Size of the file in bytes.
+        structure_hash: Hash of the bytes of the file that do not belong to a field, such as HDF5 headers; None if it
+            was not computed.
         modified_ns: Modification time of an indexed file, in nanoseconds; None for packed shards.
-        fields: Where the bytes of each field are.
+        fields: Location and hashes of each field in the file, by field name.
     """
 
     file: str
@@ -204,7 +214,7 @@ class ShardEntry(Model):
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Key that is unique within a dataset: file, dataset of the first field, first row."""
+        """Key that is unique within a manifest: file, path of the first field's HDF5 dataset, its first row."""
         first = next(iter(self.fields.values()), None)
         return (self.file, first.dataset, first.first_row) if first else (self.file, "", 0)
 
@@ -213,13 +223,13 @@ class TokenWindows(Model):
     """How samples are cut from the token stream.
 
     Attributes:
-        window: Number of tokens that a sample predicts; a sample has window + 1 tokens.
-        stride: Number of tokens from the start of a window to the start of the next.
-        boundaries: `ignore`: sample i of a shard contains the tokens from i * stride to i * stride + window.
-            `split`: no window crosses the start of a document; the starts of the windows are listed in
-            `Manifest.windows`.
-        documents: Name of the HDF5 dataset in each shard with the first token of each document, relative to the
-            shard: int64, ascending. None: unknown.
+        window: Number of tokens that are predicted in a sample. A sample has window + 1 tokens.
+        stride: Number of tokens from the start of a window to the start of the next window.
+        boundaries: `ignore`: sample i of a shard contains the tokens from i * stride to i * stride + window,
+            inclusive. `split`: no window crosses the start of a document; `Manifest.windows` lists the starts of the
+            windows.
+        documents: Name of an HDF5 dataset in each shard. It contains the index in the shard of the first token of each
+            document: int64, ascending. None: the starts of documents are unknown.
     """
 
     window: Positive
@@ -239,8 +249,8 @@ class TokenWindows(Model):
 class WindowList(Model):
     """The file that lists the starts of all token windows: an .npy file in the directory of the manifest.
 
-    It contains the first token of each window, relative to its shard: int64, shape (samples of the dataset,).
-    `hash` is the xxh3_64 of the file's bytes.
+    For each window, the file contains the index of the first token within the window's shard: int64, shape (number
+    of samples of the dataset,). `hash` is the xxh3_64 hash of the bytes of the file.
     """
 
     file: str = Field(pattern=r"^[^/]+\.npy$")
@@ -281,7 +291,7 @@ _EXACT_IN_FLOAT64 = 1 << 53
 
 
 def decoded_fields(fields: dict[str, FieldSpec], decoding: dict[str, Decoding]) -> dict[str, FieldSpec]:
-    """Returns the fields of a batch after decoding, in the order of `fields`."""
+    """Returns the fields of a batch after decoding, in the order of `fields`, which are the stored fields."""
     masks = {one.mask for one in decoding.values()}
     found: dict[str, FieldSpec] = {}
     for name, spec in fields.items():
@@ -303,11 +313,11 @@ def decode_values(
     mask: NDArray[Any] | None = None,
     is_exact: bool = True,
 ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Returns the decoded values, and which of them are missing; both have the shape of `stored`.
+    """Returns the decoded values, and an array that is True where a value is missing. Both have the shape of `stored`.
 
-    `stored` are the values in the file, native-endian; `mask` has the same shape and is not 0 where a value is
-    missing. Raises DataError for a missing value if they are refused. Raises it also for an integer that is too
-    large for the decoded dtype; without `is_exact` such an integer is rounded instead.
+    `stored` are the values in the file, native-endian. `mask`, if given, has the same shape and is nonzero where a
+    value is missing. Raises DataError for a missing value if `decoding.missing` is "refused". Raises DataError also
+    for an integer that the decoded dtype cannot represent exactly; with `is_exact` False the integer is rounded.
     """
     data = stored if packing.stored_as is None else stored.view(packing.stored_as)
     missing = np.zeros(data.shape, dtype=np.bool_)
@@ -337,17 +347,17 @@ def decode_values(
     if missing.any():
         if decoding.missing == "refused":
             raise DataError(
-                f"{data[missing].flat[0]} is what netCDF leaves in a record that was never written, and the field has "
-                "integers: index it with --missing nan, mask or a number"
+                f"{data[missing].flat[0]} is what netCDF leaves in a record that was never written, and an integer "
+                "field has no value for missing data: index the files again with --missing nan, mask or a number"
             )
         values[missing] = {"nan": np.nan, "value": decoding.value, "mask": 0}[decoding.missing]
     return values, missing
 
 
 def _outside(data: NDArray[Any], packing: Packing) -> NDArray[np.bool_]:
-    """Returns which values lie outside the limits `least` and `most`; NaN does not.
+    """Returns an array that is True where a value lies outside the limits `least` and `most`. NaN lies inside.
 
-    The limits of floats are rounded to their dtype, as the values were.
+    For floating-point values the limits are rounded to the dtype of the values, as the values themselves were.
     """
     exact = (lambda limit: limit) if data.dtype.kind in "iub" else data.dtype.type
     outside = np.zeros(data.shape, dtype=np.bool_)
@@ -366,8 +376,8 @@ def _check_exact(data: NDArray[Any], missing: NDArray[np.bool_], dtype: np.dtype
     ) & ~missing
     if large.any():
         raise DataError(
-            f"the value {data[large].flat[0]} is too large for {dtype.name}, which a field with NaN for missing values "
-            "has: index it with a number or a mask for them"
+            f"the value {data[large].flat[0]} is too large to be exact in {dtype.name}, which the field has because "
+            "NaN stands for its missing values: index the files again with --missing mask or a number"
         )
 
 
@@ -384,9 +394,10 @@ _BLOCK_ELEMENTS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Moments:
-    """Moments of `count` finite elements, which can be added.
+    """Moments of `count` finite elements. The sum of two objects is the moments of all their elements together.
 
-    `squares` is the sum of (element - mean)^2. `low` and `high` are valid only if count > 0.
+    `squares` is the sum of (element - mean)^2. `low` is the smallest element and `high` the largest; both are valid
+    only if count > 0.
     """
 
     count: int = 0
@@ -409,11 +420,11 @@ class Moments:
         )
 
     def as_json(self) -> dict[str, float | int]:
-        """Returns JSON values; {} if there are no elements, since JSON has no infinity."""
+        """Returns the moments as JSON values. Returns {} if there are no elements, since JSON has no infinity."""
         return asdict(self) if self.count else {}
 
     def statistics(self) -> FieldStatistics | None:
-        """Returns the statistics for the manifest; None without finite elements, or if float64 overflowed."""
+        """Returns the statistics for the manifest, or None if no element is finite or if float64 overflowed."""
         if not self.count or not math.isfinite(self.squares) or not math.isfinite(self.mean):
             return None
         return FieldStatistics(
@@ -426,7 +437,7 @@ class Moments:
 
 
 def moments_of(array: NDArray[Any]) -> Moments:
-    """Returns the moments of all finite elements of an array of any shape; bool counts as 0 and 1."""
+    """Returns the moments of all finite elements of an array of any shape. Booleans count as 0 and 1."""
     flat = array.reshape(-1)
     if flat.dtype == np.uint8:
         return _of_bytes(flat)
@@ -454,7 +465,7 @@ def _of_block(block: NDArray[Any]) -> Moments:
 
 
 def _of_bytes(flat: NDArray[np.uint8]) -> Moments:
-    """Returns the exact moments, from a histogram of the 256 values."""
+    """Returns the exact moments of a uint8 array, computed from a histogram of the 256 possible values."""
     counts = np.zeros(256, dtype=np.int64)
     for start in range(0, len(flat), _BLOCK_ELEMENTS):
         counts += np.bincount(flat[start : start + _BLOCK_ELEMENTS], minlength=256)
@@ -469,7 +480,10 @@ def _of_bytes(flat: NDArray[np.uint8]) -> Moments:
 
 
 def statistics_of(parts: Iterable[Mapping[str, Moments]]) -> dict[str, FieldStatistics]:
-    """Returns the statistics of each field over consecutive parts, given the moments of each part."""
+    """Returns the statistics of each field. `parts` are the moments by field name of consecutive parts of the dataset.
+
+    Fields that have no statistics (`Moments.statistics`) are left out.
+    """
     totals: dict[str, Moments] = {}
     for part in parts:
         for name, moments in part.items():

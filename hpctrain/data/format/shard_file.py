@@ -1,4 +1,4 @@
-"""Shard files: writes one, and compares one with the manifest before samples are read from it."""
+"""Writes shard files, and compares a shard file with the manifest before samples are read from it."""
 
 from __future__ import annotations
 
@@ -34,42 +34,48 @@ _READ_BYTES = 1 << 20
 
 
 def shard_name(index: int, *, part: int | None = None) -> str:
-    """Returns the file name of shard number `index`, in part number `part` of the source if it is packed in parts."""
+    """Returns the file name of the shard of index `index`.
+
+    If the source is packed in parts, `part` is the index of the part, and `index` that of the shard in the part.
+    """
     return f"{SHARD_PREFIX}{'' if part is None else f'{part:05d}-'}{index:05d}.h5"
 
 
 def shard_number(name: str) -> tuple[int, ...]:
-    """Returns the numbers in a file name, by which shards are sorted."""
+    """Returns the numbers in a shard's file name. Shards are sorted by these numbers."""
     return tuple(map(int, re.findall(r"\d+", name.removesuffix(".h5"))))
 
 
 def record_name(file: str) -> str:
-    """Returns the name of the record of a finished shard. Records exist until the manifest is written."""
+    """Returns the file name of the record of a finished shard. Records exist until the manifest is written."""
     return f".{file.removesuffix('.h5')}{RECORD_SUFFIX}"
 
 
 def is_shard_name(name: str) -> bool:
-    """Returns True if `name` is that of a shard, of a partial shard, or of the record of a shard."""
+    """Returns True if `name` is the file name of a shard, of a partly written shard, or of the record of a shard."""
     return (name.startswith(SHARD_PREFIX) and name.endswith(".h5")) or (
         name.startswith(f".{SHARD_PREFIX}") and name.endswith((PARTIAL_SUFFIX, RECORD_SUFFIX))
     )
 
 
 def block_ranges(num_bytes: int, *, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields (start, stop), in bytes, of each hashed block of a dataset of `num_bytes` bytes."""
+    """Yields the byte range (start, stop) of each hashed block of a dataset of `num_bytes` bytes."""
     for start in range(0, num_bytes, block_bytes):
         yield start, min(start + block_bytes, num_bytes)
 
 
 def read_bytes(descriptor: int, num_bytes: int, *, offset: int) -> bytearray:
-    """Reads `num_bytes` bytes at file offset `offset`; returns fewer only at the end of the file."""
+    """Reads `num_bytes` bytes at file offset `offset`. Returns fewer bytes only if the file ends too early."""
     data = bytearray(num_bytes)
     del data[read_up_to(descriptor, memoryview(data), offset=offset) :]
     return data
 
 
 def hash_outside_extents(descriptor: int, *, file_bytes: int, extents: Iterable[tuple[int, int]]) -> str:
-    """Returns the xxh3_64 of a file's bytes outside the given extents, (offset, num_bytes), such as HDF5 headers."""
+    """Returns the xxh3_64 hash of the bytes of a file outside the given extents. HDF5 headers are such bytes.
+
+    Each extent is a pair (offset, num_bytes).
+    """
     digest = xxhash.xxh3_64()
     position = 0
     for offset, num_bytes in [*sorted(extents), (file_bytes, 0)]:
@@ -98,16 +104,18 @@ def write_shard(
     other_datasets: Mapping[str, NDArray[Any]] | None = None,
     compression: ShardCompression | None = None,
 ) -> ShardEntry:
-    """Writes a shard file: under a temporary name, flushed to disk, then renamed.
+    """Writes a shard file. The file is written under a temporary name, flushed to disk, then renamed.
 
     Args:
         directory: Directory of the dataset.
         file: Name of the shard file.
-        samples: Number of samples.
-        arrays: For each field its array as stored; dtypes as in the manifest, in any byte order.
-        block_bytes: Size of the hashed blocks.
-        other_datasets: Additional HDF5 datasets that are not fields. The structure hash covers them.
-        compression: Compression of fields with large enough samples. The structure hash covers their chunks, too.
+        samples: Number of samples in the shard.
+        arrays: The array to store for each field, by name. The dtypes are those of the manifest, in any byte order.
+        block_bytes: Size of the hashed blocks in bytes.
+        other_datasets: Arrays of additional HDF5 datasets that are not fields, by name. The structure hash of the
+            shard covers them.
+        compression: How to compress fields whose samples are large enough; None: no compression. The structure hash
+            covers the compressed chunks, too.
 
     Returns:
         The shard's entry for the manifest.
@@ -157,7 +165,7 @@ def write_shard(
 
 
 def is_as_written(directory: Path, *, entry: ShardEntry, block_bytes: int) -> bool:
-    """Returns True if the shard exists, and its size and all its hashes match `entry`. Reads the whole file."""
+    """Returns True if the shard exists, and its size and all its hashes are those of `entry`. Reads the whole file."""
     try:
         descriptor = os.open(directory / entry.file, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -194,9 +202,9 @@ def _bytes_of(array: NDArray[Any]) -> memoryview:
 def _compressed(
     arrays: Mapping[str, NDArray[Any]], *, samples: int, compression: ShardCompression
 ) -> dict[str, Chunks]:
-    """Compresses the fields with large enough samples, and returns their chunks by field.
+    """Compresses the fields whose samples are large enough, and returns their chunks by field name.
 
-    A chunk contains the rows of `chunk_samples` samples; for tokens, about `stride` tokens per sample.
+    A chunk contains the rows of `chunk_samples` samples. For tokens these are about `stride` tokens per sample.
     """
     return {
         name: compress(
@@ -216,14 +224,14 @@ HEADERS_DIFFER = "the HDF5 headers differ from what was written"
 
 
 class HeadersDamaged(DataError):
-    """The HDF5 headers of a file of the right size differ from those that were written."""
+    """Raised if a file has the size that the manifest states, but not the HDF5 headers that were written."""
 
 
 def check_shard_size(directory: Path, *, manifest: Manifest, entry: ShardEntry) -> None:
-    """Compares a shard's size, for indexed files also its modification time, with the manifest: one `stat`.
+    """Compares the size of a shard's file with the manifest, for indexed files also the modification time.
 
-    A packed shard of another size may have been rewritten with other HDF5 tools, and is checked by `check_shard`.
-    Raises DataError that names the shard.
+    Costs one `stat`. A packed shard of another size may have been rewritten with other HDF5 tools; it is then checked
+    by `check_shard`. Raises DataError that names the shard.
     """
     path = directory / entry.file
     try:
@@ -231,7 +239,7 @@ def check_shard_size(directory: Path, *, manifest: Manifest, entry: ShardEntry) 
     except FileNotFoundError:
         raise _missing(directory, entry=entry, manifest=manifest) from None
     except OSError as error:
-        raise DataError(f"shard {path} cannot be looked up: {error}") from error
+        raise DataError(f"shard {path} cannot be accessed: {error}") from error
     check_unchanged(status, entry=entry, path=path)
     if status.st_size != entry.file_bytes:
         check_shard(directory, manifest=manifest, entry=entry)
@@ -242,11 +250,11 @@ def check_shard(
 ) -> dict[str, DatasetLayout]:
     """Compares a shard's file with the manifest, and returns the layout of the HDF5 dataset of each field.
 
-    If `path` is given, it is a copy of the file, which is checked instead. A packed shard that was rewritten with
-    other HDF5 tools (chunks, compression) is accepted if shapes and dtypes fit. An indexed file must have the size
-    and modification time of the manifest. HDF5 opens the file only if the manifest does not say where all fields
-    are, or if the headers were not compared with their hash. Raises DataError that names the shard, and the field
-    if one is the cause.
+    If `path` is given, it leads to a copy of the file, and the copy is checked instead. A packed shard that was
+    rewritten with other HDF5 tools (chunks, compression) is accepted if shapes and dtypes agree with the manifest. An
+    indexed file must have the size and modification time that the manifest states; for a copy the time is ignored.
+    HDF5 opens the file only if the manifest does not state the location of all fields, or if the headers could not be
+    compared with their hash. Raises DataError that names the shard, and the field if a field is the cause.
     """
     original = directory / entry.file
     found_path = original if path is None else path
@@ -304,10 +312,12 @@ def _missing(directory: Path, *, entry: ShardEntry, manifest: Manifest) -> DataE
 def _headers_are_intact(
     descriptor: int, *, file_bytes: int, entry: ShardEntry, path: Path, manifest: Manifest
 ) -> bool:
-    """Compares the HDF5 headers with their hash before HDF5 reads them, since damaged ones can crash it (1.10.8).
+    """Returns True if the HDF5 headers agree with their hash, and False if they were not compared.
 
-    Returns False, without reading, for files of another size, which were rewritten or truncated, and for files with
-    chunks: the hash covers the chunks, so the whole file would be read. Raises HeadersDamaged or OSError.
+    The comparison comes before HDF5 reads the headers, since damaged headers can crash HDF5 (1.10.8). Headers are not
+    compared if their hash is unknown, or if the size of the file differs from the manifest: such a file was rewritten
+    or truncated. They are not compared for files with chunks either: the hash covers the chunks, so the whole file
+    would be read. Raises HeadersDamaged if the hash differs, or OSError.
     """
     extents = [(f.offset, f.num_bytes) for f in entry.fields.values() if f.offset is not None]
     if entry.structure_hash is None or len(extents) < len(entry.fields) or file_bytes != entry.file_bytes:
@@ -320,7 +330,7 @@ def _headers_are_intact(
 def check_unchanged(status: os.stat_result, *, entry: ShardEntry, path: Path, is_copy: bool = False) -> None:
     """Raises DataError if the size or modification time of an indexed file differs from the manifest.
 
-    For a copy of the file the time is ignored.
+    For a copy of the file (`is_copy`) the modification time is ignored.
     """
     if entry.modified_ns is None:
         return
@@ -350,7 +360,11 @@ def _size_of(layout: DatasetLayout) -> int:
 
 
 def _trusted_layouts(manifest: Manifest, entry: ShardEntry) -> dict[str, DatasetLayout] | None:
-    """Returns the layouts according to the manifest if all fields are contiguous, else None."""
+    """Returns the layout of each field, by field name, as the manifest states it. Does not read the file.
+
+    Returns None if the manifest does not state the layout of every field: if a field is not contiguous or not of kind
+    `array`, or if an early version of hpctrain indexed the file without a check of its types.
+    """
     if not manifest.has_checked_types:
         return None
     layouts = {}
@@ -369,7 +383,7 @@ def _trusted_layouts(manifest: Manifest, entry: ShardEntry) -> dict[str, Dataset
 def _check_field(
     name: str, layout: DatasetLayout, *, manifest: Manifest, entry: ShardEntry, path: Path
 ) -> None:
-    """Raises DataError if dtype or shape of an HDF5 dataset differ from the manifest."""
+    """Raises DataError if the dtype or shape of a field's HDF5 dataset differs from the manifest."""
     spec, stored = manifest.fields[name], entry.fields[name]
     dtype, shape = layout.dtype, layout.shape
     if stored.member is not None:
@@ -405,7 +419,7 @@ def _wanted_dtype(spec: FieldSpec) -> str:
 
 
 def _dtype_name(dtype: np.dtype[Any], spec: FieldSpec, *, whole: bool) -> str:
-    """Returns numpy's name of the dtype; "string" for strings, and the name of the elements for ragged rows."""
+    """Returns the numpy name of a dtype: "string" for strings, and the dtype of the elements for ragged rows."""
     import h5py
 
     if h5py.check_string_dtype(dtype) is not None:

@@ -1,4 +1,4 @@
-"""Windows of a token stream that do not cross the starts of documents, and the .npy file that lists them."""
+"""Computes the token windows that do not cross the start of a document, and reads and writes their list (.npy)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ WINDOWS_NAME = "windows.npy"
 def split_windows(
     documents: NDArray[np.int64], *, num_tokens: int, window: int, stride: int
 ) -> NDArray[np.int64]:
-    """Returns the first token of each window of window + 1 tokens that crosses no start of a document: int64,
-    ascending.
+    """Returns the index of the first token of each window that does not cross the start of a document.
 
-    Windows of a document are `stride` tokens apart; documents shorter than window + 1 tokens have none. `documents`
-    contains the ascending positions at which documents begin: int64, shape (n,); tokens before the first one form a
-    document, too.
+    The result is int64, ascending. A window has window + 1 tokens. The first window of a document begins at the
+    document's first token, and each further window `stride` tokens later. A document shorter than window + 1 tokens
+    has no window. `documents` contains the indices of the first tokens of the documents: int64, shape (n,), ascending.
+    The tokens before documents[0] form a document, too.
     """
     borders = np.unique(np.concatenate([[0], documents, [num_tokens]]).astype(np.int64))
     starts, lengths = borders[:-1], np.diff(borders)
@@ -34,7 +34,10 @@ def split_windows(
 
 
 def write_windows(starts: NDArray[np.int64], *, directory: Path) -> WindowList:
-    """Writes `windows.npy` atomically and durably. Call it before the manifest is written. Raises OSError."""
+    """Writes `windows.npy` atomically and durably. Call this before the manifest is written. Raises OSError.
+
+    `starts` contains the index of the first token of each window, within the window's shard.
+    """
     buffer = io.BytesIO()
     np.save(buffer, np.ascontiguousarray(starts, dtype="<i8"), allow_pickle=False)
     content = buffer.getvalue()
@@ -44,9 +47,10 @@ def write_windows(starts: NDArray[np.int64], *, directory: Path) -> WindowList:
 
 
 def read_windows(directory: Path, *, manifest: Manifest) -> NDArray[np.int64] | None:
-    """Returns the first token of each window, relative to its shard: int64, shape (samples,); None if not listed.
+    """Returns the index of the first token of each window, within the window's shard: int64, shape (samples,).
 
-    The array is a memory map. Raises DataError if the file is missing, or is not the one of the manifest.
+    Returns None if the manifest lists no windows. The array is a memory map. Raises DataError if the file of windows
+    is missing, or if its hash differs from the one in the manifest.
     """
     listed = manifest.windows
     if listed is None:

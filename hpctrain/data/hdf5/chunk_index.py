@@ -1,9 +1,9 @@
-"""Reads from an HDF5 file the locations of all chunks of a dataset at once.
+"""Reads the locations of all chunks of an HDF5 dataset at once, without the HDF5 library.
 
-This is faster than asking HDF5: version 1.10 searches all chunks for each location. Source: HDF5 file format
-specification, version 3: III.A.1 (version 1 B-trees), IV.A.1 (object headers), IV.A.2.i (data layout message). HDF5
-writes version 1 B-trees unless the file was created with `libver="latest"`; the five newer kinds of index are left
-to HDF5.
+This is faster than HDF5: HDF5 1.10 searches all chunks for each location. Source: HDF5 file format specification,
+version 3: III.A.1 (version 1 B-trees), IV.A.1 (object headers), IV.A.2.i (data layout message). HDF5 writes version 1
+B-trees unless the file was created with `libver="latest"`. Only this kind of index is read here; the five newer kinds
+are read by HDF5.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ _TREE_HEADER_BYTES = 24
 
 
 class _UnknownError(Exception):
-    """The file has another kind of index, or a damaged one."""
+    """Raised if the file has a kind of index that is not supported here, or if its index is damaged."""
 
 
 class _Block(NamedTuple):
-    """Byte range of a file, relative to the end of the user block."""
+    """Byte range of a file. `offset` is relative to the end of the user block."""
 
     offset: int
     num_bytes: int
 
 
 class ChunkAccess(Enum):
-    """What HDF5 returns correctly about the chunks of a dataset whose index is not read here.
+    """What the functions of HDF5 return correctly about the chunks of a dataset whose index is not supported here.
 
-    PLACES: the place of each chunk in the file. STORED: the stored bytes of each chunk. VALUES: only its elements.
+    PLACES: The location of each chunk in the file.
+    STORED: The stored bytes of each chunk, but not its location.
+    VALUES: Only the elements of each chunk.
     """
 
     PLACES = "places"
@@ -57,12 +59,12 @@ class ChunkAccess(Enum):
 
 @final
 class ChunkIndex:
-    """Locations of a dataset's chunks, in row-major order. An offset is -1 if the chunk was never written."""
+    """Locations of the chunks of a dataset, in row-major order. The offset of a chunk that was never written is -1."""
 
     def __init__(self, places: NDArray[np.int64], *, counts: tuple[int, ...]) -> None:
-        """Takes the file offset, size in bytes and filter mask of each chunk: int64, shape (chunks, 3).
+        """`places` contains for each chunk its file offset, its size in bytes and its filter mask.
 
-        `counts` is the number of chunks per dimension.
+        The array is int64, shape (number of chunks, 3). `counts` is the number of chunks in each dimension.
         """
         self.offsets = np.ascontiguousarray(places[:, 0]).data
         self.sizes = places[:, 1].astype(np.uint32).data
@@ -70,7 +72,10 @@ class ChunkIndex:
         self._strides = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
 
     def place(self, numbers: tuple[int, ...]) -> ChunkPlace | None:
-        """Returns the location of the chunk with this index per dimension; None if it was never written."""
+        """Returns the location of a chunk, or None if the chunk was never written.
+
+        `numbers` is the index of the chunk in each dimension.
+        """
         number = sum(n * stride for n, stride in zip(numbers, self._strides, strict=True))
         if self.offsets[number] < 0:
             return None
@@ -80,11 +85,12 @@ class ChunkIndex:
 def read_chunk_index(
     descriptor: int, *, header: int, layout: DatasetLayout, base: int = 0
 ) -> ChunkIndex | None:
-    """Returns the chunk index of a dataset, or None if it has to be left to HDF5.
+    """Returns the chunk index of a dataset, or None if only HDF5 can find the chunks.
 
-    This is so if there are more than MAX_CHUNKS chunks, or if the file has another kind of index or a damaged one.
-    `header` is the offset of the dataset's object header, relative to the end of the user block, and `base` the
-    size of the user block in bytes. Raises OSError.
+    Returns None if the dataset is not chunked, if it has no chunks or more than MAX_CHUNKS chunks, or if its index is
+    damaged or of a kind that is not supported. `header` is the offset of the dataset's object header in bytes,
+    relative to the end of the user block. `base` is the size of the user block in bytes. Raises OSError if the file
+    cannot be read.
     """
     if layout.chunks is None or not 0 < layout.num_chunks <= MAX_CHUNKS:
         return None
@@ -97,15 +103,15 @@ def read_chunk_index(
 def read_chunk_access(
     descriptor: int, *, header: int, layout: DatasetLayout, base: int, first_is_unlimited: bool
 ) -> ChunkAccess:
-    """Returns which functions of HDF5 may be used for the chunks of a dataset.
+    """Returns which functions of HDF5 return correct results for the chunks of a dataset.
 
-    If the index is an extensible array and the first dimension is not the unlimited one, HDF5 stores the unlimited
-    dimension as the first, and forgets it in the functions that return places (H5Dget_chunk_info, _by_coord and
-    H5Dchunk_iter; seen in 1.10.8, 1.14.2 and 2.0.0). Chunks at the border may be stored without the filters, which
-    the filter mask does not say.
+    HDF5 returns wrong results in two cases. First, if the index is an extensible array and the unlimited dimension is
+    not the first, HDF5 stores the unlimited dimension as the first. The functions that return locations
+    (H5Dget_chunk_info, H5Dget_chunk_info_by_coord and H5Dchunk_iter) do not consider that in HDF5 1.10.8, 1.14.2 and
+    2.0.0. Second, chunks at the border may be stored without the filters, and the filter mask does not state that.
 
-    `header` and `base` are as in `read_chunk_index`; `first_is_unlimited` says whether the first dimension may grow
-    without a limit. Raises OSError.
+    `header` and `base` are as in `read_chunk_index`. `first_is_unlimited` is True if the first dimension may grow
+    without a limit. Raises OSError if the file cannot be read.
     """
     if layout.chunks is None:
         return ChunkAccess.VALUES
@@ -168,7 +174,7 @@ class _Reader:
         return int(root)
 
     def layout_message(self, header: int) -> tuple[bytes, int]:
-        """Returns content and flags of the data layout message of an object header."""
+        """Returns the content and the flags of the data layout message in an object header."""
         superblock = self._read(_Block(0, 16))
         sizes = superblock[13:15] if superblock[8] < 2 else superblock[9:11]
         if superblock[:8] != _SIGNATURE or bytes(sizes) != b"\x08\x08":
@@ -179,7 +185,7 @@ class _Reader:
         raise _UnknownError
 
     def _messages(self, header: int) -> Iterator[tuple[int, int, bytes]]:
-        """Yields kind, flags and content of each message of an object header."""
+        """Yields the kind, the flags and the content of each message in an object header."""
         start = self._read(_Block(header, 16))
         if (
             start[:4] == b"OHDR"
@@ -213,7 +219,11 @@ class _Reader:
                 yield kind, message_flags, content
 
     def _leaves(self, node: int, *, depth: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Yields for each leaf below a node the first elements of its chunks, (n, dims), and their places, (n, 3)."""
+        """Yields two arrays for each leaf of the B-tree below a node.
+
+        The first contains the index of the first element of each chunk, shape (n, dimensions). The second contains the
+        file offset, the size in bytes and the filter mask of each chunk, shape (n, 3).
+        """
         start = self._read(_Block(node, _TREE_HEADER_BYTES))
         kind, level, used = struct.unpack_from("<BBH", start, 4)
         if start[:4] != b"TREE" or kind != 1 or depth + level > _MAX_DEPTH:
@@ -236,7 +246,7 @@ class _Reader:
         yield found["offset"][:, :-1].astype(np.int64), places.astype(np.int64)
 
     def _read(self, block: _Block) -> bytes:
-        """Returns all bytes of `block`. Raises _UnknownError if it is outside the file, or if too much was read."""
+        """Returns the bytes of `block`. Raises _UnknownError if it is outside the file, or too much was read before."""
         if not 0 <= block.num_bytes <= _MAX_HEADER_BYTES or not 0 <= block.offset <= self._file_bytes:
             raise _UnknownError
         data = os.pread(self._descriptor, block.num_bytes, self._base + block.offset)

@@ -1,6 +1,6 @@
-"""Creates HDF5 files with contiguous datasets at known offsets, and with chunks that were encoded before.
+"""Creates HDF5 files with contiguous datasets at known offsets, and with chunks that are already encoded.
 
-A contiguous dataset that is allocated early and never filled has an offset in the file at once
+If a contiguous dataset is allocated early and never filled, it has an offset in the file at once
 (`dataset.id.get_offset()`). It can then be written with pwrite and read through a memory map, and the file remains
 ordinary HDF5. h5py is imported on first use.
 """
@@ -33,9 +33,10 @@ def create(
 ) -> dict[str, int]:
     """Creates an HDF5 file with contiguous datasets that are allocated but not filled. Returns their file offsets.
 
-    `datasets` maps each name to shape and dtype. Datasets of a page or more begin on a page boundary; an empty
-    dataset has no offset. `chunked` maps names to encoded chunks, which are written as they are. Raises OSError,
-    also if the disk is full.
+    `datasets` maps the name of each contiguous dataset to its shape and dtype. A dataset of at least one page (4 KiB)
+    begins on a page boundary. An empty dataset has no offset. `chunked` maps the name of each chunked dataset to its
+    encoded chunks, which are written as they are. Raises OSError if the file cannot be written, also if the disk is
+    full.
     """
     import h5py
 
@@ -79,11 +80,11 @@ def _create_contiguous(
 
 
 def _probe(path: Path, *, num_bytes: int) -> None:
-    """Writes a little more than `num_bytes` bytes, so that a full disk, a quota or a file size limit raises OSError
-    here.
+    """Raises OSError if a disk, a quota or a file size limit has no room for a little more than `num_bytes` bytes.
 
-    If HDF5 (seen with 1.10.8) cannot write a file when it closes it, it keeps the file open and crashes the process
-    later. `num_bytes` includes the chunks that HDF5 writes; all else that it writes is headers.
+    Tries this by making a file of that size, before HDF5 writes to it. If HDF5 (seen with 1.10.8) cannot write a file
+    when it closes the file, it keeps the file open and crashes the process later. `num_bytes` includes the chunks that
+    HDF5 writes; apart from these it writes only headers.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:

@@ -1,9 +1,9 @@
-"""Decodes and encodes chunks like HDF5's filters, without HDF5, whose lock would serialise threads.
+"""Decodes and encodes chunks like the filters of HDF5, but without HDF5, whose lock would serialise threads.
 
 To add a codec, add an entry to `FILTERS`, and a member to `ChunkCodec` if shards can be written with it.
 
 Sources: the HDF5 file format specification, version 3 (shuffle, Fletcher-32); RFC 1950 (deflate). Zstandard and Blosc
-are decoded by numcodecs. Shuffle and Fletcher-32 are ours, since numcodecs is optional.
+are decoded by numcodecs. Shuffle and Fletcher-32 are implemented here, since numcodecs is optional.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ Bytes = bytes | memoryview
 
 
 class ChunkCodec(str, Enum):
-    """Compression of chunks. GZIP: every HDF5 can read it. ZSTD: smaller and several times faster; needs hdf5plugin."""
+    """Compression of chunks.
+
+    GZIP: Every HDF5 library can read it.
+    ZSTD: Smaller and several times faster than GZIP. Needs hdf5plugin.
+    """
 
     GZIP = "gzip"
     ZSTD = "zstd"
@@ -57,9 +61,10 @@ class ShardCodec:
     """How shards are compressed with a filter.
 
     Attributes:
-        codec: The name that users choose.
-        encoder: Takes a level and returns the function that encodes a chunk. Raises ImportError if it lacks a library.
-        h5py_options: Takes a level and returns the arguments of h5py's `create_dataset`.
+        codec: The name by which users choose the compression.
+        encoder: Function that takes a compression level and returns the function that encodes a chunk. Raises
+            ImportError if a library is missing.
+        h5py_options: Function that takes a compression level and returns the arguments of h5py's `create_dataset`.
     """
 
     codec: ChunkCodec
@@ -69,13 +74,14 @@ class ShardCodec:
 
 @dataclass(frozen=True, kw_only=True)
 class FilterSupport:
-    """What is done with a filter without HDF5.
+    """Functions that implement an HDF5 filter without HDF5.
 
     Attributes:
-        decode: Undoes the filter. It takes the data, the parameters of the filter, and the size of the decoded chunk in
-            bytes, which is None if any size is right.
-        is_installed: Takes the parameters and returns whether the libraries that `decode` needs are installed.
-        shards: How shards are compressed with the filter; None: they are not.
+        decode: Function that undoes the filter. It takes the data, the parameters of the filter, and the size of the
+            decoded chunk in bytes, or None if the size is unknown.
+        is_installed: Function that takes the parameters of the filter, and returns True if the libraries that `decode`
+            needs are installed.
+        shards: How shards are compressed with the filter; None: shards cannot be compressed with it.
     """
 
     decode: Callable[[Bytes, Sequence[int], int | None], Bytes]
@@ -84,15 +90,15 @@ class FilterSupport:
 
 
 def can_undo(filters: Sequence[Filter]) -> bool:
-    """Returns True if `undo` supports all filters, and the libraries that it needs are installed."""
+    """Returns True if `undo` supports all of `filters`, and the libraries that it needs for them are installed."""
     return all(each.code in FILTERS and FILTERS[each.code].is_installed(each.values) for each in filters)
 
 
 def undo(data: Bytes, *, filters: Sequence[Filter], mask: int, num_bytes: int | None) -> Bytes:
     """Decodes a stored chunk, by undoing its filters in reverse order.
 
-    `mask` has bit i set if filter i was skipped. `num_bytes` is the size of the result, or None if any size is
-    right. Raises DataError if the chunk cannot be decoded.
+    Bit i of `mask` is set if filter i was not applied to the chunk. `num_bytes` is the size that the result must have,
+    or None if any size is right. Raises DataError if the chunk cannot be decoded.
     """
     for number in reversed(range(len(filters))):
         if mask & (1 << number):
@@ -103,9 +109,9 @@ def undo(data: Bytes, *, filters: Sequence[Filter], mask: int, num_bytes: int | 
         except DataError:
             raise
         except Exception as error:  # the libraries raise different errors
-            raise DataError(f"its filter {code} cannot be decoded: {error}") from error
+            raise DataError(f"the chunk cannot be decoded with HDF5 filter {code}: {error}") from error
     if num_bytes is not None and len(data) != num_bytes:
-        raise DataError(f"it has {len(data)} bytes once decoded, not {num_bytes}")
+        raise DataError(f"the chunk has {len(data)} bytes after decoding, but {num_bytes} are expected")
     return data
 
 
@@ -156,7 +162,7 @@ def _from_blosc(data: Bytes, values: Sequence[int], num_bytes: int | None) -> by
 
 
 def _unshuffle(data: Bytes, values: Sequence[int], num_bytes: int | None) -> Bytes:
-    """Inverts the shuffle filter, which stores bytes of equal significance together."""
+    """Undoes the shuffle filter, which stores the bytes of equal significance of all elements together."""
     itemsize = values[0]
     count = len(data) // itemsize
     if itemsize <= 1 or count <= 1:
@@ -177,12 +183,17 @@ def _without_checksum(data: Bytes, values: Sequence[int], num_bytes: int | None)
     # HDF5 before 1.6.3 swapped the bytes of each half; newer versions still accept that.
     swapped = ((found & 0xFF00FF00) >> 8) | ((found & 0x00FF00FF) << 8)
     if stored not in (found, swapped):
-        raise DataError(f"its Fletcher-32 checksum is {found:08x}, stored in the file is {stored:08x}")
+        raise DataError(
+            f"the Fletcher-32 checksum of the chunk is {found:08x}, but {stored:08x} is stored in the file"
+        )
     return content
 
 
 def fletcher32(data: Bytes) -> int:
-    """Returns HDF5's Fletcher-32: sums modulo 65535 of big-endian 16-bit words; an odd last byte is a high byte."""
+    """Returns the Fletcher-32 checksum of HDF5: two sums modulo 65535 of big-endian 16-bit words.
+
+    If the number of bytes is odd, the last byte is the high byte of the last word.
+    """
     num_words = len(data) // 2
     words: NDArray[np.uint16] = np.frombuffer(data, dtype=">u2", count=num_words)
     first = second = 0
@@ -197,7 +208,7 @@ def fletcher32(data: Bytes) -> int:
 
 
 def _fold(value: int) -> int:
-    """Returns `value` modulo 65535 as computed by folding its halves: 65535 instead of 0, unless `value` is 0."""
+    """Returns `value` modulo 65535, except that multiples of 65535 other than 0 become 65535, as in HDF5."""
     return value % 65535 or (65535 if value else 0)
 
 
@@ -228,9 +239,10 @@ _SHARD_CODECS = {each.shards.codec: each.shards for each in FILTERS.values() if 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCompression:
-    """Compression of shards in chunks of `chunk_samples` samples; elements of more than one byte are shuffled first.
+    """How shards are compressed: in chunks of `chunk_samples` samples, with a codec at a compression level.
 
-    Raises UsageError if `chunk_samples` is below 1, DataError if the codec is not installed.
+    If elements have more than one byte, the shuffle filter is applied before the codec. Raises UsageError if
+    `chunk_samples` is below 1, DataError if the codec is not installed.
     """
 
     codec: ChunkCodec
@@ -253,7 +265,7 @@ class ShardCompression:
 
     @property
     def h5py_options(self) -> dict[str, Any]:
-        """Arguments of h5py's `create_dataset` for the codec."""
+        """Arguments of h5py's `create_dataset` that select the codec and the level."""
         return _SHARD_CODECS[self.codec].h5py_options(self.level)
 
     def as_json(self) -> dict[str, str | int]:
@@ -262,9 +274,9 @@ class ShardCompression:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """A compressed dataset: its shape, dtype and chunk shape, and the encoded chunks in the order of rows.
+    """A compressed dataset: its shape and dtype, the shape of a chunk, and the encoded chunks in the order of rows.
 
-    `filters` contains the arguments of h5py's `create_dataset`.
+    `filters` contains the arguments of h5py's `create_dataset` that select chunks and filters.
     """
 
     shape: tuple[int, ...]
@@ -279,9 +291,9 @@ class Chunks:
 
 
 def compress(array: NDArray[Any], *, rows: int, compression: ShardCompression) -> Chunks:
-    """Encodes `array`, which is C-contiguous, in chunks of `rows` rows (or all rows if it has fewer).
+    """Encodes an array in chunks of `rows` rows, or in one chunk if the array has fewer rows.
 
-    Raises UsageError if a chunk would exceed HDF5's limit of 4 GiB.
+    `array` must be C-contiguous. Raises UsageError if a chunk would exceed HDF5's limit of 4 GiB.
     """
     rows = min(rows, len(array))
     chunk = (rows, *array.shape[1:])

@@ -1,4 +1,4 @@
-"""Inspects HDF5 files: finds the offsets of datasets and chunks, and reads rows through h5py where that is needed.
+"""Inspects HDF5 files: finds the offsets of datasets and chunks, and reads data through h5py if necessary.
 
 h5py is imported on first use.
 """
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 
 def dtype_of(kind: h5py.h5t.TypeID) -> np.dtype[Any] | None:
-    """Returns the dtype as which h5py reads elements of type `kind`; None if numpy has none, as for 24-bit integers.
+    """Returns the numpy dtype in which h5py reads elements of the HDF5 type `kind`.
 
-    The dtype of a compound has only the members that can be read.
+    Returns None if numpy has no dtype for them, as for 24-bit integers. The dtype of a compound contains only the
+    members for which numpy has a dtype.
     """
     import h5py
 
@@ -48,7 +49,7 @@ def dtype_of(kind: h5py.h5t.TypeID) -> np.dtype[Any] | None:
 
 
 def members_of(kind: h5py.h5t.TypeCompoundID) -> dict[str, h5py.h5t.TypeID]:
-    """Returns the types of the members of a compound, by name."""
+    """Returns the HDF5 types of the members of a compound type, by name."""
     return {
         kind.get_member_name(number).decode("utf-8", "surrogateescape"): kind.get_member_type(number)
         for number in range(kind.get_nmembers())
@@ -56,9 +57,9 @@ def members_of(kind: h5py.h5t.TypeCompoundID) -> dict[str, h5py.h5t.TypeID]:
 
 
 def element_of(kind: h5py.h5t.TypeID, *, member: str | None = None) -> h5py.h5t.TypeID:
-    """Returns the type of the numbers in elements of type `kind`, or in a member of a compound.
+    """Returns the HDF5 type of the numbers in elements of type `kind`, or with `member` in a member of a compound.
 
-    For array types and variable lengths that is their base type.
+    For array types and types of variable length this is their base type.
     """
     from h5py import h5t
 
@@ -70,9 +71,9 @@ def element_of(kind: h5py.h5t.TypeID, *, member: str | None = None) -> h5py.h5t.
 
 
 def why_not_converted(kind: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> str | None:
-    """Returns why HDF5 cannot convert stored numbers to `dtype`, in HDF5's words; None if it can.
+    """Returns the error message of HDF5 if it cannot convert stored numbers of type `kind` to `dtype`, else None.
 
-    It converts two elements, since some of HDF5's functions refuse only when they meet a number.
+    Converts two elements as a trial, since some functions of HDF5 fail only when they meet a number.
     """
     from h5py import h5t
 
@@ -86,12 +87,12 @@ def why_not_converted(kind: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> str | None
 
 
 def has_numpys_bytes(kind: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> bool:
-    """Returns True if stored elements of type `kind` are, byte for byte, numpy's elements of `dtype` in its byte
-    order.
+    """Returns True if stored elements of the HDF5 type `kind` have the same bytes as numpy elements of `dtype`.
 
-    This requires that every property is the same: class, size, byte order, precision, bit offset, sign; for floats
-    also place and size of exponent and mantissa, bias and normalisation; for enums also names and values of the
-    members. Returns False for compounds, strings, references and variable lengths, which are always read by HDF5.
+    This requires that the following properties are equal: class, size, byte order, precision, bit offset and sign. For
+    floats also the place and size of exponent and mantissa, the bias and the normalisation. For enums also the names
+    and values of the members. Returns False for compounds, strings, references and types of variable length, which are
+    always read by HDF5.
     """
     from h5py import h5t
 
@@ -123,7 +124,7 @@ def _type_of(dtype: str) -> h5py.h5t.TypeID:
 
 
 def _bit_fields(dtype: np.dtype[Any]) -> list[h5py.h5t.TypeID]:
-    """Returns the HDF5 bit fields that use all bits of numpy's unsigned integers of `dtype`."""
+    """Returns the HDF5 bit field types that use all bits of numpy integers of `dtype`; [] if it is not unsigned."""
     from h5py import h5t
 
     if dtype.kind != "u":
@@ -141,7 +142,7 @@ def _is_little_endian(dtype: np.dtype[Any]) -> bool:
 
 
 def describe_type(kind: h5py.h5t.TypeID) -> str:
-    """Returns a description of an HDF5 type that numpy does not have."""
+    """Returns a description of an HDF5 type for which numpy has no dtype."""
     from h5py import h5t
 
     names = {
@@ -169,7 +170,7 @@ _NAME_LENGTH = 40
 
 
 class MissingFilter(DataError):
-    """A filter that is needed to decode a dataset is not installed. The dataset is not damaged."""
+    """Raised if an HDF5 filter that is needed to decode a dataset is not installed. The dataset is not damaged."""
 
 
 class _Wanted(NamedTuple):
@@ -178,11 +179,11 @@ class _Wanted(NamedTuple):
 
 
 def read_elements(dataset: h5py.Dataset, selection: Any = ..., *, member: str | None = None) -> Any:
-    """Returns `dataset[selection]`, or that of a member of its compound type. Loads filters of hdf5plugin if needed.
+    """Returns `dataset[selection]`, or with `member` only that member of its compound type.
 
-    By default it returns all elements. For a scalar this is an array without dimensions, with a boolean's byte as
-    it is stored (`dataset[()]` has 1 for every byte that is not 0). Raises MissingFilter, which names the filter
-    and what to install, and OSError for other errors.
+    Loads the filters of hdf5plugin if needed. By default returns all elements. For a scalar dataset this is an array
+    without dimensions, in which the byte of a boolean is the stored one (`dataset[()]` replaces any byte other than 0
+    by 1). Raises MissingFilter, which states the filter and what to install, and OSError for other errors.
     """
     missing = _load_filters(dataset)
     try:
@@ -202,12 +203,12 @@ def _member(dataset: h5py.Dataset, selection: Any, member: str) -> Any:
     # As `dataset.fields(member)[selection]`, which needs numpy's dtypes of all members.
     dtype = dtype_of(dataset.id.get_type())
     if dtype is None or dtype.names is None:
-        raise DataError(f"{dataset.name} has no members that numpy can hold")
+        raise DataError(f"{dataset.name} has no members for which numpy has a dtype")
     return dataset.__getitem__(selection, new_dtype=np.dtype([(member, dtype[member])]))[member]
 
 
 def _load_filters(dataset: h5py.Dataset) -> _Wanted | None:
-    """Loads the filters of a dataset. Returns the first one that is not available, or None."""
+    """Loads the filters of a dataset. Returns the first filter that is not available, or None if all are."""
     import h5py
 
     plist = dataset.id.get_create_plist()
@@ -240,17 +241,17 @@ def _what_to_do(missing: _Wanted) -> str:
 
 
 def class_texts(values: NDArray[Any] | Any) -> list[str]:
-    """Returns one str per element of `values`, which are strings as h5py reads them.
+    """Returns one str per element of `values`, which are strings in the form in which h5py reads them.
 
-    They may be bytes or str, of fixed or variable length. Raises UnicodeDecodeError (a ValueError) if bytes are not
-    UTF-8.
+    The elements may be bytes or str, of fixed or variable length. Raises UnicodeDecodeError (a ValueError) if bytes
+    are not UTF-8.
     """
     flat = np.atleast_1d(np.asarray(values)).reshape(-1)
     return [value.decode("utf-8") if isinstance(value, bytes) else str(value) for value in flat.tolist()]
 
 
 class Filter(NamedTuple):
-    """One step of a dataset's filter pipeline: its registered number, and its parameters."""
+    """One filter of a dataset's filter pipeline: its registered number, and its parameters."""
 
     code: int
     values: tuple[int, ...]
@@ -258,16 +259,17 @@ class Filter(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetLayout:
-    """An HDF5 dataset: shape, dtype and location of its bytes.
+    """Shape, dtype and location of an HDF5 dataset.
 
     Attributes:
-        shape: Shape, of which the last dimensions are those of an array type, if the elements have one.
-        dtype: dtype of the elements as h5py reads them; for a compound, with the members that numpy can hold.
-        offset: First byte in the file. None if the dataset is not contiguous (chunked, compressed, compact,
-            external, never written), or if its bytes are not numpy's.
+        shape: Shape of the dataset. If the elements are of an array type, its dimensions are the last ones.
+        dtype: Numpy dtype in which h5py reads the elements. For a compound it contains the members for which numpy has
+            a dtype.
+        offset: File offset of the first byte. None if the dataset is not contiguous (chunked, compressed, compact,
+            external, never written), or if its elements have not the same bytes as those of `dtype`.
         chunks: Shape of a chunk; None if the dataset is not chunked.
         filters: Filters of the chunks, in the order in which they are applied when writing.
-        only_hdf5: True if the stored chunks must not be read without HDF5, since it converts their elements.
+        only_hdf5: True if chunks must be read through HDF5, since HDF5 has to convert their elements.
     """
 
     shape: tuple[int, ...]
@@ -298,10 +300,10 @@ def _open(path: Path) -> h5py.File:
 
 
 def inspect(path: Path, *, names: Sequence[str]) -> dict[str, DatasetLayout]:
-    """Returns the layouts of the named datasets of a file; names that do not exist are left out.
+    """Returns the layouts of the named datasets of a file, by name. Names that do not exist are left out.
 
-    Raises OSError if it is not a complete HDF5 file, and DataError if a name is a link or is not a dataset in this
-    file.
+    Raises OSError if the file is not a complete HDF5 file. Raises DataError if a name is a soft or external link, or
+    is not a dataset in this file for which numpy has a dtype.
     """
     import h5py
 
@@ -315,19 +317,19 @@ def inspect(path: Path, *, names: Sequence[str]) -> dict[str, DatasetLayout]:
                 raise DataError(f"{name!r} in {path} is a soft or external link, not a dataset of this file")
             dataset = file[name]
             if not isinstance(dataset, h5py.Dataset) or dataset.shape is None:
-                raise DataError(f"{name!r} in {path} is not a dataset with samples")
+                raise DataError(f"{name!r} in {path} is not an HDF5 dataset, or is one without elements")
             if dataset.file.filename != file.filename:
                 raise DataError(f"{name!r} in {path} is in another file, {dataset.file.filename}")
             layout = layout_of(dataset)
             if layout is None:
                 kind = describe_type(dataset.id.get_type())
-                raise DataError(f"{name!r} in {path} holds {kind}, which numpy does not have")
+                raise DataError(f"{name!r} in {path} holds {kind}, for which numpy has no dtype")
             layouts[name] = layout
     return layouts
 
 
 def layout_of(dataset: h5py.Dataset) -> DatasetLayout | None:
-    """Returns the layout of a dataset; None if numpy has no dtype for its elements."""
+    """Returns the layout of a dataset, or None if numpy has no dtype for its elements."""
     import h5py
 
     kind, plist = dataset.id.get_type(), dataset.id.get_create_plist()
@@ -359,10 +361,10 @@ def layout_of(dataset: h5py.Dataset) -> DatasetLayout | None:
 
 
 def _offset(dataset: h5py.Dataset) -> int | None:
-    """Returns the file offset of a contiguous dataset; None if it has no place in the file, since it was never
-    written.
+    """Returns the file offset of a contiguous dataset, or None if the dataset was never written and has no offset.
 
-    HDF5 1.10 adds the size of the user block also to its mark for "no place", which then looks like an offset.
+    `get_offset` alone does not suffice: HDF5 1.10 adds the size of the user block also to the value that stands for
+    "no offset", which then looks like an offset.
     """
     import h5py
 
@@ -373,10 +375,10 @@ def _offset(dataset: h5py.Dataset) -> int | None:
 
 
 def hdf5_lock() -> AbstractContextManager[object]:
-    """Returns the lock that h5py holds while it calls HDF5; a thread that holds it may take it again.
+    """Returns the lock that h5py holds while it calls HDF5. A thread that holds the lock may take it again.
 
-    It is for functions of the low-level interface: h5py 3.14 and older do not take it in read_direct_chunk. Threads
-    that read chunks then got errors, or ended the process.
+    Hold the lock when you call functions of h5py's low-level interface: h5py 3.14 and older do not take it in
+    read_direct_chunk. Without it, threads that read chunks got errors, or the process ended.
     """
     from h5py._objects import phil
 
@@ -385,14 +387,14 @@ def hdf5_lock() -> AbstractContextManager[object]:
 
 
 class RowReader:
-    """Reads datasets of one file through h5py, for data that cannot be read directly.
+    """Reads datasets of one file through h5py, for data that cannot be read without HDF5.
 
-    h5py lets one thread at a time into the HDF5 library. Must not be used after a fork. Raises OSError if the file
-    cannot be opened.
+    h5py lets only one thread at a time call the HDF5 library. Must not be used after a fork. Raises OSError if the
+    file cannot be opened.
     """
 
     def __init__(self, path: Path, *, opened: h5py.File | None = None) -> None:
-        """Opens the file, or takes it as `opened` if it is already open; `close` closes it."""
+        """Opens the file at `path`. If `opened` is given, it is that file, already open. `close` closes it."""
         self._file = _open(path) if opened is None else opened
         self.user_block_bytes = int(self._file.userblock_size)
         self._datasets: dict[str, h5py.Dataset] = {}
@@ -404,7 +406,7 @@ class RowReader:
         return dataset
 
     def rows(self, name: str, *, start: int, stop: int, member: str | None = None) -> NDArray[Any]:
-        """Returns rows start to stop - 1 of dataset `name`, or of a member of its compound type.
+        """Returns rows start to stop - 1 of dataset `name`. With `member`, returns only that member of the rows.
 
         Raises MissingFilter or OSError.
         """
@@ -419,10 +421,10 @@ class RowReader:
         return np.asarray(read_elements(self._dataset(name), member=member))
 
     def chunk_place(self, name: str, *, first: tuple[int, ...]) -> ChunkPlace | None:
-        """Returns the location of the chunk whose first element is `first`; None if it was never written.
+        """Returns the location of a chunk in the file, or None if the chunk was never written.
 
-        Only for `ChunkAccess.PLACES`. HDF5 1.10 searches all chunks of the dataset for it. Raises OSError or
-        RuntimeError.
+        `first` is the index of the chunk's first element in each dimension. Only for `ChunkAccess.PLACES`. HDF5 1.10
+        searches all chunks of the dataset for the location. Raises OSError or RuntimeError.
         """
         with hdf5_lock():
             info = self._dataset(name).id.get_chunk_info_by_coord(first)
@@ -431,7 +433,10 @@ class RowReader:
         return ChunkPlace(int(info.byte_offset), int(info.size), int(info.filter_mask))
 
     def stored_chunk(self, name: str, *, first: tuple[int, ...]) -> tuple[int, bytes]:
-        """Returns filter mask and stored bytes of the chunk whose first element is `first`. Raises OSError."""
+        """Returns the filter mask and the stored bytes of a chunk. Raises OSError.
+
+        `first` is the index of the chunk's first element in each dimension.
+        """
         with hdf5_lock():
             mask, data = self._dataset(name).id.read_direct_chunk(first)
         return int(mask), data
@@ -448,9 +453,10 @@ class RowReader:
         return self._dataset(name).maxshape[:1] == (None,)
 
     def chunk(self, name: str, *, first: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
-        """Returns the elements of a chunk as HDF5 reads them, with zeros in its part outside the dataset.
+        """Returns the elements of a chunk as HDF5 reads them. Elements outside the dataset are zeros.
 
-        `first` is the index of its first element, `shape` the shape of a chunk. Raises MissingFilter or OSError.
+        `first` is the index of the chunk's first element in each dimension, `shape` the shape of a chunk. Raises
+        MissingFilter or OSError.
         """
         dataset = self._dataset(name)
         inside = tuple(
@@ -468,7 +474,10 @@ class RowReader:
 
 
 class ChunkPlace(NamedTuple):
-    """One stored chunk: offset in the file, size in bytes, and a mask with a bit for each filter that was skipped."""
+    """Location of one stored chunk: its file offset, its size in bytes, and its filter mask.
+
+    Bit i of the mask is set if filter i was not applied to the chunk.
+    """
 
     offset: int
     num_bytes: int

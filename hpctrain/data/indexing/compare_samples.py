@@ -1,7 +1,7 @@
-"""Compares samples that are read without HDF5 with what HDF5 itself reads, when a file is indexed.
+"""Compares samples that are read without HDF5 with the same samples read by HDF5, when a file is indexed.
 
-Readers take contiguous datasets and chunks from their places in the file. HDF5 returns these places, and is known
-to return wrong ones. A difference means that training would read other numbers than every other program.
+hpctrain reads contiguous datasets and chunks directly at their offsets in the file. HDF5 states these offsets, and it
+is known to state wrong ones. If the samples differ, training would read other numbers than every other program.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _COMPARED_BYTES = 1 << 16
 
 
 class _Structure(NamedTuple):
-    """How a dataset is stored. A fault in one dataset occurs in others of the same structure, too.
+    """How an HDF5 dataset is stored. Datasets with the same structure have the same faults.
 
-    `file` contains the size of the user block in bytes, and the version of the superblock.
+    `file` contains the size of the file's user block in bytes, and the version of its superblock.
     """
 
     dtype: str
@@ -45,8 +45,8 @@ class _Structure(NamedTuple):
 class SampleComparison:
     """Compares the first, a middle and the last row of datasets, in all files that one rank indexes.
 
-    The first dataset of each structure is always compared, others as long as comparing takes at most 0.5% of the
-    time.
+    The first dataset of each structure (`_Structure`) is always compared. Other datasets are compared only while
+    comparisons have taken at most 0.5% of the time.
     """
 
     def __init__(self) -> None:
@@ -57,14 +57,15 @@ class SampleComparison:
         self._file_structure = (0, 0)
 
     def begin_file(self, file: h5py.File) -> None:
-        """Must be called with each open file before its datasets are compared."""
+        """Records how an open file is stored. Call this for each file before its datasets are compared."""
         plist = file.id.get_create_plist()
         self._file_structure = (int(plist.get_userblock()), int(plist.get_version()[0]))
 
     def compare(self, dataset: h5py.Dataset, *, layout: DatasetLayout, where: str) -> None:
-        """Compares rows of an open dataset. Raises DataError, which names the dataset by `where`, if a row differs.
+        """Compares rows of an open dataset. Raises DataError if a row differs.
 
-        Does nothing if readers of the dataset use HDF5 anyway, or if HDF5 cannot read the rows.
+        `where` is the name of the dataset for the message. Does nothing if the dataset is read through HDF5 anyway, or
+        if HDF5 cannot read the rows.
         """
         is_chunked = layout.chunks is not None and not layout.only_hdf5 and can_undo(layout.filters)
         if 0 in layout.shape or (layout.offset is None and not is_chunked):
@@ -141,9 +142,9 @@ def _first_middle_last(count: int) -> list[int]:
 
 
 def _hdf5_reads(dataset: h5py.Dataset, selection: Any) -> NDArray[Any] | None:
-    """Returns elements as HDF5 reads them; None if it cannot.
+    """Returns elements as HDF5 reads them, or None if HDF5 cannot read them.
 
-    Readers of the dataset will report that error with the sample.
+    In that case the error will be reported when the sample is read for training.
     """
     try:
         return np.asarray(read_elements(dataset, selection))

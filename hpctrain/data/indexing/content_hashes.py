@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HashedContent:
-    """Hashes of the blocks of a dataset's elements, and moments of its values.
+    """Hashes of the blocks of an HDF5 dataset, and moments of its values for the statistics.
 
-    The elements are hashed as little-endian row-major bytes; there are no hashes for variable lengths.
+    The elements are hashed as little-endian row-major bytes. A dataset of variable lengths has no hashes.
     """
 
     hashes: tuple[str, ...]
@@ -37,7 +37,7 @@ class HashedContent:
 
 
 class _BlockHashes:
-    """Computes the xxh3_64 of each block of a byte stream that is passed in pieces of any size."""
+    """Computes the xxh3_64 hash of each block of a byte stream, which is passed in pieces of any size."""
 
     def __init__(self, *, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -73,11 +73,11 @@ def read_content(
     hashed_bytes: int | None = None,
     meant: Sequence[Callable[[NDArray[Any]], NDArray[Any]]],
 ) -> tuple[HashedContent, ...]:
-    """Reads numeric datasets of one file, each once, in blocks, and returns their hashes and statistics.
+    """Reads numeric datasets of one file in blocks, each dataset once, and returns their hashes and moments.
 
-    `hashed_bytes` is the number of bytes from the start that are hashed; None: all. `meant` contains for each
-    dataset a function from stored values to those of which the statistics are computed. Raises DataError if the
-    file cannot be read.
+    `found` are the datasets. Only the first `hashed_bytes` bytes of a dataset are hashed; None: all bytes. `meant`
+    contains one function per dataset; it takes stored values and returns the values of which the moments are computed.
+    Raises DataError if the file cannot be read.
     """
     contents = []
     with open_to_index(path) as file:

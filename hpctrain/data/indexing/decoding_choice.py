@@ -1,4 +1,4 @@
-"""Chooses how the fields of an index are combined and decoded, and says what their stored numbers mean."""
+"""Combines the fields of all indexed files, chooses how they are decoded, and says what their stored numbers mean."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpctrain.errors import DataError, UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class FieldSource:
-    """A file, or a group of a file, that becomes one entry of the manifest."""
+    """A file, or a group in a file, that becomes one entry of the manifest. `fields` are its datasets by field name."""
 
     file: FoundFile
     fields: dict[str, FoundDataset]
@@ -31,12 +31,12 @@ class FieldSource:
 
 
 def all_places(files: Sequence[FoundFile]) -> tuple[FieldSource, ...]:
-    """Returns one source per file, or per group of a file, in order."""
+    """Returns one source per file, or per group in a file, in the order of the files."""
     return tuple(FieldSource(file=file, fields=fields) for file in files for fields in file.places)
 
 
 def num_samples(place: FieldSource, *, samples: SampleIs) -> int:
-    """Returns the number of samples in one source. Raises DataError if its fields have different numbers."""
+    """Returns the number of samples in one source. Raises DataError if the fields have different numbers of samples."""
     if samples is not SampleIs.ROWS:
         return 1
     counts: dict[str, int] = {}
@@ -56,7 +56,10 @@ def num_samples(place: FieldSource, *, samples: SampleIs) -> int:
 def combine(
     places: Sequence[FieldSource], *, requests: Sequence[FieldRequest], samples: SampleIs
 ) -> dict[str, FieldSpec]:
-    """Returns the fields of one sample. Raises DataError that names two sources that differ, and how."""
+    """Returns the fields of one sample, by name. Raises DataError if the sources do not agree on a field.
+
+    The message names two sources and states how they differ.
+    """
     return {request.name: _combine(places, request=request, samples=samples) for request in requests}
 
 
@@ -89,8 +92,8 @@ def _combine(places: Sequence[FieldSource], *, request: FieldRequest, samples: S
     if first.kind == "lengths":
         if whole:
             raise DataError(
-                f"field {name!r}, {places[0].describe(name)}, has variable lengths: its rows are samples "
-                "(--samples rows)"
+                f"field {name!r}, {places[0].describe(name)}, has variable lengths: its rows are samples, so use "
+                "--samples rows"
             )
         longest = max(place.fields[name].longest for place in places)
         return FieldSpec(dtype=first.dtype, shape=(longest,), kind="ragged")
@@ -124,7 +127,7 @@ def _class_field(places: Sequence[FieldSource], *, name: str, whole: bool) -> Fi
         if int(np.prod(place.fields[name].shape)) != 1:
             raise DataError(
                 f"field {name!r}, {place.describe(name)}, has {place.fields[name].shape} strings per sample; "
-                "only one is possible, as a label"
+                "a sample can have only one string, its label"
             )
     names = sorted({text for place in places for text in place.fields[name].classes})
     if len(names) > MAX_CLASSES:
@@ -136,9 +139,9 @@ def _class_field(places: Sequence[FieldSource], *, name: str, whole: bool) -> Fi
 
 
 class ValuesWarning(UserWarning):
-    """Warning that the stored numbers of a field are not its values, or that some stand for missing values.
+    """Warning that the stored numbers of a field are not its values, or that some of them stand for missing values.
 
-    It is given when a field is indexed without saying whether to decode it.
+    It is issued when a field is indexed and the request does not state whether to decode the field.
     """
 
 
@@ -147,10 +150,10 @@ class DecodingChoice:
     """How the fields of an index are decoded.
 
     Attributes:
-        decoding: How each decoded field is represented.
-        requests: The requests of all stored fields, including masks.
-        notes: Lines for the user.
-        warnings: Those of the notes about numbers that are not the values.
+        decoding: How the values of each decoded field are represented, by field name.
+        requests: The requests of all fields that are read from the files, including masks.
+        notes: Texts for the user, one line each.
+        warnings: The texts in `notes` about fields whose stored numbers are not the values.
     """
 
     decoding: dict[str, Decoding] = field(default_factory=dict)
@@ -160,16 +163,16 @@ class DecodingChoice:
 
 
 def meaning_of(place: FieldSource, name: str) -> ValueMeaning:
-    """Returns what a file says about the numbers of a field; nothing for strings."""
+    """Returns what a file states about the values of a field, or `NOTHING` if it states nothing."""
     values = place.fields[name].values
     return ValueMeaning(**values) if values else NOTHING
 
 
 def choose_decoding(places: Sequence[FieldSource], *, requests: Sequence[FieldRequest]) -> DecodingChoice:
-    """Returns how each field is decoded, given what all files say about it.
+    """Returns how each field is decoded, which follows from the requests and from what all files state about it.
 
-    Raises DataError that names a file whose values cannot be decoded, or that differs from another one in a way
-    that decoding cannot remove; UsageError if a name is needed twice.
+    Raises DataError if the values in a file cannot be decoded, or if files differ in a way that decoding cannot
+    remove. The message names the files. Raises UsageError if a field has the name of the mask of another field.
     """
     decoding: dict[str, Decoding] = {}
     masks: list[FieldRequest] = []
@@ -191,7 +194,7 @@ def choose_decoding(places: Sequence[FieldSource], *, requests: Sequence[FieldRe
             masks.append(replace(request, name=name, decode=Decode.RAW))
         if (how.mask is not None or how.missing == "mask") and any(other.name == name for other in requests):
             raise UsageError(
-                f"field {name!r} has the name of the mask of field {request.name!r}: name it otherwise"
+                f"field {name!r} has the name of the mask of field {request.name!r}: give it another name"
             )
     return DecodingChoice(
         decoding=decoding, requests=(*requests, *masks), notes=tuple(notes), warnings=tuple(warnings)
@@ -199,7 +202,10 @@ def choose_decoding(places: Sequence[FieldSource], *, requests: Sequence[FieldRe
 
 
 def _note(request: FieldRequest, meanings: Sequence[ValueMeaning], places: Sequence[FieldSource]) -> str:
-    """Returns what the user should know about a field that is not decoded because the request leaves it open, or ""."""
+    """Returns a text for the user about a field that is not decoded because the request does not state how to read it.
+
+    Returns "" if the files state nothing about its numbers.
+    """
     for meaning, place in zip(meanings, places, strict=True):
         if meaning.changes or meaning.is_time:
             what = (
@@ -294,12 +300,12 @@ def _decoded_dtype(stored: np.dtype[np.generic], packing: Packing, *, to_nan: bo
 
 
 def packing_of(place: FieldSource, name: str) -> Packing:
-    """Returns how the values of a field are packed in one source."""
+    """Returns how the stored values of a field in one source are decoded."""
     return meaning_of(place, name).as_packing
 
 
 def decoding_in_words(manifest: Manifest, name: str) -> str:
-    """Returns a text that says how a stored field is decoded, according to its first file; "" if it is not."""
+    """Returns a text that says how a field is decoded in the first file. Returns "" if the field is not decoded."""
     how, spec = manifest.decoding.get(name), manifest.fields[name]
     if how is None:
         return ""
@@ -329,7 +335,10 @@ def decoding_in_words(manifest: Manifest, name: str) -> str:
 
 
 def meanings_in_words(directory: Path, manifest: Manifest) -> dict[str, str]:
-    """Returns for each field what the first file of an index says about its numbers; nothing if it cannot be read."""
+    """Returns by field name what the first file of an index states about the field's numbers, in words.
+
+    Returns {} if the dataset is not an index, or if the file cannot be read.
+    """
     found: dict[str, str] = {}
     if not manifest.indexed:
         return found

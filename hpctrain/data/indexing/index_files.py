@@ -1,4 +1,4 @@
-"""Makes a dataset of existing HDF5 files: a manifest that lists where the samples are, without a copy."""
+"""Makes a dataset of existing HDF5 files without copying them: writes a manifest that lists where the samples are."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from hpctrain.errors import DataError, UsageError
 
 Item = TypeVar("Item")
 Progress = Callable[[int, int | None], None]
-"""Called with (done, total) items of this rank's part."""
+"""Function that is called with two numbers of items: those that this rank has done, and those of its whole part."""
 
 
 def share_work(
@@ -74,9 +74,10 @@ def share_work(
     *,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Calls `function` for each item on one of the ranks, and returns all results, in order. Collective over `comm`.
+    """Calls `function` for each item, each on one of the ranks, and returns all results. Collective over `comm`.
 
-    The items must be the same on all ranks; `function` returns JSON values. An error is raised on all ranks.
+    All ranks get the results of all items, in the order of the items. The items must be the same on all ranks.
+    `function` must return JSON values. If `function` raises an error on one rank, all ranks raise it.
     """
     share = rank_share(0, len(items), rank=comm.rank, num_ranks=comm.num_ranks)
 
@@ -99,15 +100,15 @@ def share_work(
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRequest:
-    """Cut the rows of the files into token windows.
+    """Asks to cut the rows of the files, which are tokens, into token windows.
 
     Raises UsageError if `window` or `stride` is below 1.
 
     Attributes:
-        window: Number of tokens that a sample predicts; a sample has window + 1 tokens.
-        stride: Number of tokens from the start of a window to the start of the next.
-        documents: Path of a dataset in each file with the positions at which documents begin; no window crosses
-            them. None: windows may cross the borders of documents.
+        window: Number of tokens that are predicted in a sample. A sample has window + 1 tokens.
+        stride: Number of tokens from the start of a window to the start of the next window.
+        documents: Path of an HDF5 dataset in each file that contains the indices of the tokens at which documents
+            begin. No window then crosses the start of a document. None: windows may do so.
     """
 
     window: int
@@ -132,22 +133,24 @@ class TokenRequest:
 
 
 def check_token_request(requests: Sequence[FieldRequest], *, samples: SampleIs) -> None:
-    """Raises UsageError unless there is one field, named `tokens`, whose rows are the stream."""
+    """Raises UsageError unless exactly one field is requested, its name is `tokens`, and its rows are the tokens."""
     if [request.name for request in requests] != [TOKENS_FIELD]:
         raise UsageError(
             f"--tokens needs exactly one field, named {TOKENS_FIELD}: --fields {TOKENS_FIELD}=/PATH"
         )
     if samples is not SampleIs.ROWS or requests[0].has_wildcard:
-        raise UsageError("--tokens cuts each file's stream into samples: no '*' in the path, no --samples")
+        raise UsageError(
+            "--tokens cuts the stream of each file into samples: leave out '*' in the path, and --samples"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutStream:
-    """The samples of one file, or of a group of a file.
+    """The samples of one file, or of one group in a file.
 
-    `num_tokens` is the length of the part of the stream that windows use, 0 without token windows. `starts`
-    contains the first token of each window, int64, shape (samples,), if windows are split at documents; else it is
-    None.
+    `num_tokens` is the number of tokens in the part of the stream that windows use; it is 0 if the samples are not
+    token windows. `starts` contains the index of the first token of each window, int64, shape (samples,), if no window
+    may cross the start of a document; else it is None.
     """
 
     place: FieldSource
@@ -157,9 +160,9 @@ class CutStream:
 
 
 def token_field(places: Sequence[FieldSource], *, spec: FieldSpec, request: TokenRequest) -> FieldSpec:
-    """Returns the field of token windows, given the field `spec` of the streams' rows.
+    """Returns the field `tokens` of the windows. `spec` is the field whose samples are the rows of the streams.
 
-    Raises DataError unless the rows are integers.
+    Raises DataError unless each row is one integer.
     """
     if spec.shape or spec.kind != "array" or np.dtype(spec.dtype).kind not in "iu":
         raise DataError(
@@ -170,7 +173,10 @@ def token_field(places: Sequence[FieldSource], *, spec: FieldSpec, request: Toke
 
 
 def cut_stream(place: FieldSource, *, request: TokenRequest) -> CutStream:
-    """Returns the windows of one file, none if it is shorter than one window. Raises DataError."""
+    """Returns the windows of one file. There are none if the file has fewer tokens than one window.
+
+    Raises DataError if the starts of documents in the file are not valid.
+    """
     num_tokens = place.fields[TOKENS_FIELD].shape[0]
     windows = request.windows
     if request.documents is None:
@@ -205,16 +211,21 @@ BLOCK_BYTES = 1 << 20
 
 
 class IndexReading(str, Enum):
-    """What indexing reads. HEADERS: no samples. CONTENT: all samples, once, for hashes and statistics."""
+    """What indexing reads from the files.
+
+    HEADERS: Headers, but not the samples.
+    CONTENT: Also all samples, once, to compute hashes and statistics.
+    """
 
     HEADERS = "headers"
     CONTENT = "content"
 
 
 class IndexPaths(str, Enum):
-    """How the manifest names the files: by absolute paths, or by relative ones.
+    """Which paths of the files are stored in the manifest.
 
-    With relative paths the files and the manifest can be moved together.
+    ABSOLUTE: Absolute paths.
+    RELATIVE: Paths relative to the directory of the manifest. Files and manifest can then be moved together.
     """
 
     ABSOLUTE = "absolute"
@@ -222,7 +233,11 @@ class IndexPaths(str, Enum):
 
 
 class OldIndex(str, Enum):
-    """What to do with an index that already exists: raise an error (REFUSE), or REPLACE it."""
+    """What to do if the directory already contains an index.
+
+    REFUSE: Raise an error.
+    REPLACE: Replace the index.
+    """
 
     REFUSE = "refuse"
     REPLACE = "replace"
@@ -234,8 +249,8 @@ class Indexed:
 
     Attributes:
         manifest: The manifest of the new dataset.
-        too_short: Paths of files that are shorter than one token window and were left out.
-        notes: What a user should know about the values: one sentence per field and reason.
+        too_short: Paths of files that were left out, because they have fewer tokens than one window.
+        notes: Texts that the user should read about the values, one per field and reason.
     """
 
     manifest: Manifest
@@ -261,37 +276,40 @@ def index_files(
 ) -> Indexed:
     """Makes a dataset of existing HDF5 files without copying them, by writing a manifest.
 
-    The manifest lists where the samples are. The files are not changed. Readers of the dataset accept a file as
-    long as its size and modification time are the same. Collective over `comm`, whose ranks share the work.
+    The manifest lists where the samples are. The files are not changed. The dataset can be read as long as the files
+    have the same size and modification time. Collective over `comm` if it is given: the ranks share the work.
 
     Args:
         out: Directory for the manifest.
-        files: Names, globs (also `**`) and directories of the files.
-        fields: The fields, such as `x=/images,y=/labels`: name and HDF5 path, perhaps with options.
-            `NAME=/PATH:MEMBER` selects a member of a compound, `NAME:cf=/PATH` and `NAME:raw=/PATH` choose the
-            decoding, and a `*` in a path matches the groups of a file.
-        samples: What one sample is: a row of each dataset, a file, or a group of a file. None: groups if the paths
-            have a `*`, else rows.
-        tokens: Cut the rows of the field `tokens` into token windows.
-        reading: Whether to read the content, for hashes and statistics, or only the headers.
-        paths: Whether the manifest has absolute or relative paths.
+        files: The files to index: file names, globs (also with `**`), and directories.
+        fields: The fields: for each a name and an HDF5 path, such as `x=/images,y=/labels`. `NAME=/PATH:MEMBER`
+            selects a member of a compound. `NAME:cf=/PATH` and `NAME:raw=/PATH` choose the decoding. A `*` in a path
+            matches the names of groups in a file.
+        samples: What one sample is: a row of each HDF5 dataset, a file, or a group in a file. None: a group if the
+            paths have a `*`, else a row.
+        tokens: How to cut the rows of the field `tokens` into token windows; None: samples are not token windows.
+        reading: Whether to read only the headers, or also all samples, for hashes and statistics.
+        paths: Whether the manifest contains absolute or relative paths.
         old: What to do if `out` already contains an index.
         block_bytes: Size of the hashed blocks, in bytes.
-        progress: Called with the number of files of this rank done so far, and with their total number.
-        comm: The ranks that share the work; None: this process alone.
-        decode: How to decode fields that do not say it themselves. "cf": values are decoded while they are read, as
-            the attributes of each file say. "raw": as stored. None: as stored, with a ValuesWarning if the numbers
-            mean something else.
-        missing: What missing values become if a field is decoded: "nan", a number, or "mask" (0, with True in a
-            field `NAME.mask`). "auto": NaN; but integers of which only records that were never written can be
-            missing, and of which none was seen, stay integers, and reading such a record is an error.
+        progress: Called with the number of files that this rank has done so far, and with the number of files of its
+            part; None: not called.
+        comm: The ranks that share the work; None: only this process.
+        decode: How to read fields for which `fields` does not state it. "cf": values are decoded when they are read,
+            as the attributes of each file state. "raw": values are read as they are stored. None: the same as "raw",
+            but with a ValuesWarning if the attributes state that the stored numbers are not the values.
+        missing: How missing values of a decoded field are represented. "nan": as NaN. A number: as that number.
+            "mask": as 0, and as True in an additional field `NAME.mask`. "auto": as NaN, except for integer fields in
+            which values can be missing only in records that were never written, and no such record was found. These
+            fields stay integers, and reading such a record is an error.
 
     Returns:
-        The new dataset, and what a user should know about it.
+        The manifest of the new dataset, and texts for the user about it.
 
     Raises:
         UsageError: On every rank, for an invalid request.
-        DataError: On every rank, if a file cannot be indexed or does not fit the others; names the file.
+        DataError: On every rank, if a file cannot be indexed, or does not agree with the other files. The message
+            names the file.
     """
     comm = comm or SerialWorld()
     out = Path(out)
@@ -352,7 +370,7 @@ def index_files(
 
 
 def _notes(places: Sequence[FieldSource]) -> tuple[str, ...]:
-    """Returns each note on a field once, with the first dataset to which it applies."""
+    """Returns each note on a field once, together with the first HDF5 dataset to which it applies."""
     found: dict[tuple[str, str], str] = {}
     for place in places:
         for name, field in place.fields.items():
@@ -362,7 +380,10 @@ def _notes(places: Sequence[FieldSource]) -> tuple[str, ...]:
 
 
 def _files(out: Path, *, files: Sequence[str], old: OldIndex) -> list[str]:
-    """Returns the paths of the files. Raises UsageError if `out` may not be overwritten; does not change it."""
+    """Returns the paths of the files to index. Raises UsageError if the content of `out` must not be overwritten.
+
+    Does not change `out`.
+    """
     if (out / MANIFEST_NAME).exists():
         if not read_manifest(out).indexed:
             raise UsageError(f"{out} holds a packed dataset: index into another directory")
@@ -378,7 +399,7 @@ def _cut(
     samples: SampleIs,
     tokens: TokenRequest | None,
 ) -> tuple[dict[str, FieldSpec], list[CutStream]]:
-    """Returns the fields of a sample, and the samples of each source. Raises DataError."""
+    """Returns the fields of a sample, and the samples of each source. Raises DataError if the sources do not agree."""
     specs = combine(places, requests=requests, samples=samples)
     if tokens is None:
         counts = [num_samples(place, samples=samples) for place in places]
@@ -400,7 +421,7 @@ def _write_windows(streams: Sequence[CutStream], *, out: Path) -> dict[str, Any]
 
 
 class _Builder:
-    """Makes the manifest's entries, and accumulates the statistics of their content."""
+    """Makes the entries of the manifest, and accumulates statistics of the content of the files."""
 
     def __init__(
         self,
@@ -422,7 +443,10 @@ class _Builder:
         self._moments: dict[str, Moments] = {}
 
     def read(self, stream: CutStream) -> dict[str, Any]:
-        """Reads the numeric fields of one source, and returns their hashes and moments as JSON. Raises DataError."""
+        """Reads the numeric fields of one source, and returns their hashes and moments by field name, as JSON values.
+
+        Raises DataError if reading fails.
+        """
         numbers = {name: found for name, found in stream.place.fields.items() if found.kind != "strings"}
         limit = None
         if stream.num_tokens:
@@ -437,10 +461,10 @@ class _Builder:
         return {name: content.as_json() for name, content in zip(numbers, contents, strict=True)}
 
     def _meant(self, place: FieldSource, name: str) -> Callable[[NDArray[Any]], NDArray[Any]]:
-        """Returns a function from stored values to those of which the statistics are computed, with NaN for missing
-        ones.
+        """Returns a function that takes stored values and returns the values of which statistics are computed.
 
-        Masks have no statistics, nor have values that a mask marks as missing.
+        Missing values become NaN, which statistics ignore. The function returns no values for masks, and for fields
+        that have a mask: such fields have no statistics.
         """
         how = self._decoding.get(name)
         if name in self._masks or (how is not None and how.mask is not None):
@@ -464,7 +488,10 @@ class _Builder:
         return decoded
 
     def entry(self, stream: CutStream, content: dict[str, Any]) -> ShardEntry:
-        """Returns the manifest's entry of one source. `content` is what `read` returned, or {} without hashes."""
+        """Returns the entry of the manifest for one source. Adds the moments in `content` to the statistics.
+
+        `content` is the result of `read`, or {} if the content was not read.
+        """
         file, fields = stream.place.file, stream.place.fields
         hashes: dict[str, tuple[str, ...]] = {}
         for name, document in content.items():

@@ -1,4 +1,4 @@
-"""Inspects one existing HDF5 file: finds the requested datasets, their layout and what their content means."""
+"""Inspects one existing HDF5 file: finds the requested datasets, their layout, and what the file says about them."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ _BEFORE_SMALLEST = 5
 
 
 def check_n_bit(layout: DatasetLayout, *, where: str) -> None:
-    """Raises DataError if HDF5's n-bit filter follows another filter, since HDF5 then loses bits.
+    """Raises DataError if HDF5's n-bit filter comes after another filter, since HDF5 then loses bits.
 
-    The filter decodes as many elements as a chunk has, whatever the filter before has made of them. For types that
-    use all their bits it returns the size of its buffer instead of that of the data in it (HDF5 1.10.8 and 2.0.0).
-    So bits are lost, or the numbers differ from one read to the next.
+    The n-bit filter decodes as many elements as a chunk has, even if the filter before it has changed the number of
+    bytes. For types that use all their bits it returns the size of its buffer instead of the size of the data in the
+    buffer (HDF5 1.10.8 and 2.0.0). So bits are lost, or the numbers differ from one read to the next.
     """
     codes = [each.code for each in layout.filters]
     if _N_BIT in codes[1:]:
@@ -73,12 +73,11 @@ def check_n_bit(layout: DatasetLayout, *, where: str) -> None:
 
 
 def scale_offset_note(dataset: h5py.Dataset, *, layout: DatasetLayout, where: str) -> str:
-    """Returns a warning that the scale-offset filter loses NaN in floats; "" if the dataset is stored without the
-    filter.
+    """Returns a warning if floats are stored with HDF5's scale-offset filter, which loses NaN; else "".
 
-    The filter stores differences to the smallest number of a chunk, which it finds by comparing with the first one;
-    comparisons with NaN are false (HDF5 1.10.8 and 2.0.0). Raises DataError if one of the first 256 chunks began
-    with NaN when it was written: HDF5 1.10.8 reads such a chunk as zeros, without an error.
+    The filter stores differences to the smallest number of a chunk. It looks for that number by comparisons that begin
+    with the first number, and comparisons with NaN are false (HDF5 1.10.8 and 2.0.0). Raises DataError if one of the
+    first 256 chunks began with NaN when it was written: HDF5 1.10.8 reads such a chunk as zeros, without an error.
     """
     if layout.dtype.kind != "f" or not any(each.code == _SCALE_OFFSET for each in layout.filters):
         return ""
@@ -130,10 +129,11 @@ def _row_of_lost_chunk(dataset: h5py.Dataset, layout: DatasetLayout) -> int | No
 def check_written(dataset: h5py.Dataset, plist: h5py.h5p.PropDCID, *, where: str) -> None:
     """Raises DataError if elements of a table with references were never written and have no fill value.
 
-    HDF5 leaves the reader's memory unchanged for such elements (fill time "never", or an undefined fill value).
-    h5py passes it zeros, but for types with references uninitialised memory: rows then have values of other rows
-    (h5py 3.16 with HDF5 1.10.8 and 2.0.0). HDF5 counts the written chunks only for such datasets, since it reads
-    their index to do so. `plist` is the property list with which the dataset was created.
+    For such elements (fill time "never", or an undefined fill value) HDF5 leaves the memory of the reader unchanged.
+    h5py passes zeroed memory to HDF5, except for types with references, for which it passes uninitialised memory. Rows
+    then have values of other rows (h5py 3.16 with HDF5 1.10.8 and 2.0.0). The written chunks are counted only for
+    tables with references, since HDF5 reads their index for that. `plist` is the property list with which the dataset
+    was created.
     """
     import h5py
 
@@ -167,21 +167,23 @@ _NO_DTYPE = "for which numpy has no dtype: they cannot be indexed"
 
 @dataclass(frozen=True, kw_only=True)
 class FoundDataset:
-    """One dataset, or a member of its compound type, as found in a file.
+    """An HDF5 dataset, or a member of a dataset of compound type, that was found in a file.
 
     Attributes:
-        dataset: Path of the dataset in the file.
-        member: Member of its compound type, or None.
-        shape: Shape, including the dimension of samples, without the variable dimension of kind "lengths".
-        dtype: numpy name of the dtype of the elements; "str" for strings.
-        kind: Numbers, numbers of variable length per row ("lengths"), or strings.
-        offset: File offset if the dataset is contiguous, else None.
-        big_endian: Byte order in the file.
+        dataset: Path of the HDF5 dataset in the file.
+        member: Name of the member, if it is a member of a compound type; else None.
+        shape: Shape of the dataset, including the dimension of samples. For kind "lengths" without the variable
+            dimension.
+        dtype: Name of the numpy dtype of the elements; "str" for strings.
+        kind: "numbers", "lengths" (each row is numbers of variable length) or "strings".
+        offset: File offset in bytes if the dataset is contiguous, else None.
+        big_endian: True if the numbers in the file are big-endian, False if they are little-endian.
         num_bytes: Uncompressed size of the elements in bytes.
-        longest: Length of the longest sample of kind "lengths", else 0.
-        classes: The distinct strings, sorted.
-        values: What attributes and neighbours say about the numbers: a `ValueMeaning` as JSON.
-        note: What a user should know about the values, or "".
+        longest: Length of the longest sample for kind "lengths", else 0.
+        classes: The distinct strings, sorted, for kind "strings"; else empty.
+        values: What the attributes of the dataset and the datasets beside it state about its values: a `ValueMeaning`
+            as JSON values. Empty if they state nothing.
+        note: Text that the user should read about the values, or "".
     """
 
     dataset: str
@@ -205,7 +207,10 @@ class FoundDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundFile:
-    """One file, and in `places` the dataset of each field: once, or once per matching group if the paths have a `*`."""
+    """One inspected file. `places` contains the dataset of each field, by field name.
+
+    `places` has one element, or one element per matching group if the requested paths have a `*`.
+    """
 
     path: str
     file_bytes: int
@@ -224,11 +229,10 @@ class FoundFile:
 def inspect_file(path: str, *, requests: Sequence[FieldRequest], comparison: SampleComparison) -> FoundFile:
     """Finds the requested datasets of a file.
 
-    Reads headers, the content of strings and variable lengths, and three samples.
-
-    `comparison` compares these samples with what HDF5 reads. Raises DataError that names the file and the dataset
-    if the file is not HDF5, is open for writing or changes meanwhile, or if a dataset is missing, empty, or of a
-    kind that cannot be read.
+    Reads headers, all strings, all rows of variable length, and up to three samples of other datasets. `comparison`
+    compares these samples with what HDF5 reads. Raises DataError if the file is not HDF5, is open for writing or
+    changes meanwhile, or if a dataset is missing, empty, or of a kind that cannot be read. The message names the file
+    and the dataset.
     """
     with open_to_index(path) as file:
         before = os.stat(path)
@@ -245,9 +249,10 @@ def inspect_file(path: str, *, requests: Sequence[FieldRequest], comparison: Sam
 
 @contextmanager
 def open_to_index(path: str) -> Iterator[h5py.File]:
-    """Opens a file, and detects a concurrent writer by HDF5's lock and by the flag that writers set in the file.
+    """Opens an HDF5 file for a `with` block. Detects whether another program has the file open for writing.
 
-    Raises DataError, also for errors of HDF5 within the `with` block.
+    Such a program is detected by HDF5's file lock, and by the flag that writers set in the file. Raises DataError if
+    the file cannot be opened, and in place of errors that HDF5 raises within the `with` block.
     """
     try:
         file = _open_locked(path)
@@ -290,7 +295,10 @@ def _open_locked(path: str) -> h5py.File:
 def _groups(
     file: h5py.File, requests: Sequence[FieldRequest], comparison: SampleComparison
 ) -> Iterator[dict[str, FoundDataset]]:
-    """Yields for each matching group the dataset of each field. Raises DataError unless all groups have all fields."""
+    """Yields the datasets by field name, once for each group that matches the requested paths.
+
+    Raises DataError unless every group has all fields.
+    """
     paths = {request.name: matching_paths(file, request.parts) for request in requests}
     first = requests[0]
     keys = list(paths[first.name])
@@ -311,7 +319,7 @@ def _groups(
 def _place(
     file: h5py.File, paths: Mapping[str, str], requests: Sequence[FieldRequest], comparison: SampleComparison
 ) -> dict[str, FoundDataset]:
-    """Returns the dataset of each field in one file or group, including the masks of fields that are decoded."""
+    """Returns the datasets by field name in one file or group, including the masks of fields that are decoded."""
     place: dict[str, FoundDataset] = {}
     for request in requests:
         path = paths[request.name]
@@ -337,7 +345,7 @@ def _place(
 def _inspect(
     file: h5py.File, path: str, request: FieldRequest, comparison: SampleComparison
 ) -> tuple[FoundDataset, h5py.Dataset]:
-    """Returns what was found about a dataset, and the open dataset."""
+    """Returns the description of a requested dataset, and the open dataset."""
     import h5py
 
     where = f"field {request.name!r}, {path} of {file.filename},"
@@ -403,7 +411,7 @@ def _inspect(
 
 
 def _what_else(found: h5py.HLObject) -> str:
-    """Returns a text that says what an object is that is not a dataset: a group or a named type."""
+    """Returns a text that describes an object that is not a dataset: a group or a named type."""
     import h5py
 
     if not isinstance(found, h5py.Group):
@@ -420,7 +428,10 @@ def _what_else(found: h5py.HLObject) -> str:
 def _element(
     dataset: h5py.Dataset, layout: DatasetLayout, request: FieldRequest, where: str
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Returns the dtype of the elements, and the shape including the dimensions of an array dtype."""
+    """Returns the dtype of the elements of the dataset or its requested member, and the shape.
+
+    The last dimensions of the shape are those of an array type, if the elements have one.
+    """
     import h5py
 
     kind, dtype = dataset.id.get_type(), layout.dtype
@@ -479,13 +490,13 @@ def _blocks(dataset: h5py.Dataset, member: str | None, *, rows: int) -> Iterator
 
 
 def read_blocks(dataset: h5py.Dataset, member: str | None, *, row_bytes: int) -> Iterator[Any]:
-    """Yields all elements of a dataset in blocks of about 8 MiB, at least one row each."""
+    """Yields all elements of a dataset in blocks of about 8 MiB. A block has at least one row."""
     return _blocks(dataset, member, rows=max(1, _READ_BYTES // max(1, row_bytes)))
 
 
 def _with_strings(found: FoundDataset, dataset: h5py.Dataset, where: str) -> FoundDataset:
     if found.shape[1:]:
-        raise DataError(f"{where} has {found.shape[1:]} strings per sample; only one is possible, as a label")
+        raise DataError(f"{where} has {found.shape[1:]} strings per sample; only one is possible, a label")
     names: set[str] = set()
     try:
         for block in _blocks(dataset, found.member, rows=_READ_ROWS):
@@ -508,13 +519,14 @@ def _with_lengths(
     if base.newbyteorder("=") != base and base.itemsize > 1:
         # h5py (seen with 3.16) returns their bytes as if they had this machine's byte order.
         raise DataError(
-            f"{where} has variable lengths in the other byte order, which h5py reads wrong: write it in this one"
+            f"{where} has variable lengths in the other byte order than this machine's, which h5py reads wrong: write "
+            "it in the byte order of this machine"
         )
     element = element_of(dataset.id.get_type(), member=found.member)
     if not has_numpys_bytes(element, base):
         raise DataError(
             f"{where} has variable lengths of {describe_type(element)} that are not numpy's {base.name}: "
-            "write them as such"
+            f"write them as {base.name}"
         )
     longest = elements = 0
     for block in _blocks(dataset, found.member, rows=_READ_LENGTHS):

@@ -1,6 +1,6 @@
-"""Finds attributes and neighbours of a dataset that scale its numbers by other conventions than CF's.
+"""Finds attributes, and datasets and groups beside a dataset, that scale its numbers by conventions other than CF.
 
-They are reported, not decoded, since they combine scale and offset in different ways. Conventions: NeXus
+Such scales are reported, but not decoded, since the conventions combine scale and offset in different ways: NeXus
 (`NAME_scaling_factor`, `NAME_offset`: (stored + offset) * factor), openPMD (`unitSI`), HDF-EOS5 of OMI
 (`ScaleFactor`, `Offset`, `MissingValue`, `ValidRange`), NWB (`conversion`, `offset`, `channel_conversion`), ODIM
 (`gain`, `offset`, `nodata`, `undetect` of the group `what`), ocean colour (`slope`, `intercept`), FITS (`BSCALE`,
@@ -54,11 +54,12 @@ _PANDAS_TIMES = ("datetime64", "timedelta64")
 def said_by_attributes(
     attributes: Mapping[str, Any], stored: np.dtype[Any], *, of_table: bool = False
 ) -> list[str]:
-    """Returns "NAME = VALUE" for each attribute that says that numbers are scaled or stand for missing values.
+    """Returns "NAME = VALUE" for each attribute which states that numbers are scaled or stand for missing values.
 
-    `stored` is the dtype of the numbers. With `of_table` the attributes are those of a whole table, and vague names
-    are ignored. Also ignored are a scale of 1, an offset of 0, a missing value that the dtype cannot represent or
-    that is NaN, texts that are not numbers, and whatever attributes of CF say, too.
+    `stored` is the dtype of the numbers. `of_table` is True if the attributes are those of a whole table; names that
+    are vague, such as `scale` or `offset`, are then ignored. Also ignored are a scale of 1, an offset of 0, a missing
+    value that is NaN or that the dtype cannot represent, texts that are not numbers, and numbers that attributes of CF
+    state as well.
     """
     names = {name: re.sub(r"[^a-z0-9]", "", name.lower()) for name in attributes}
     roles = {name: role for name, role in names.items() if role in _ROLES and name not in OF_CF}
@@ -92,7 +93,10 @@ def said_by_attributes(
 
 
 def said_by_neighbours(file: h5py.File, path: str) -> list[str]:
-    """Returns what datasets and groups next to the dataset at `path` say about its scale, by NeXus and ODIM."""
+    """Returns what datasets and groups beside the dataset at `path` state about its scale, by NeXus, NWB and ODIM.
+
+    The result is a list of texts. It is empty if they state nothing.
+    """
     import h5py
 
     group, _, name = path.rpartition("/")
@@ -118,7 +122,10 @@ def said_by_neighbours(file: h5py.File, path: str) -> list[str]:
 
 
 def _said_by_odim(file: h5py.File, group: str) -> list[str]:
-    """Returns what the groups `what` of this level and those above say; the lowest group that has a name counts."""
+    """Returns what the groups `what` in `group` and in the groups above it state about scales, one text each.
+
+    If several of them have an attribute of the same name, the one nearest to the dataset is valid.
+    """
     found: dict[str, Any] = {}
     levels = group.split("/")
     for number in range(1, len(levels) + 1):
@@ -140,7 +147,11 @@ def _said_by_odim(file: h5py.File, group: str) -> list[str]:
 
 
 def pandas_kind(attributes: Mapping[str, Any], names: Iterable[str], member: str | None) -> str:
-    """Returns what pandas says about a column of integers: "category", or a dtype such as "datetime64[ns]"; else ""."""
+    """Returns what the attributes of pandas state about a column of integers.
+
+    The result is "category", a dtype such as "datetime64[ns]", or "" if they state neither. `names` are the names of
+    the attributes, and `member` is the column of a table, or None.
+    """
     if member is None:
         kind = text_of(attributes["value_type"]) if "value_type" in names else ""
         return kind if kind.startswith(_PANDAS_TIMES) else ""
@@ -174,7 +185,7 @@ def _of_dataset(file: h5py.File, path: str) -> NDArray[Any] | None:
 
 
 def _numbers(attributes: Mapping[str, Any], name: str) -> NDArray[Any] | None:
-    """Returns the numbers of an attribute, also of texts such as "0.01"; None if it has none."""
+    """Returns the numbers in an attribute, also from texts such as "0.01". Returns None if it contains no numbers."""
     try:
         values: NDArray[Any] = np.asarray(attributes[name]).reshape(-1)
         if values.dtype.kind in "SUO":
@@ -190,7 +201,7 @@ def _cf_numbers(attributes: Mapping[str, Any]) -> list[float]:
 
 
 def _is_known(values: NDArray[Any], known: list[float]) -> bool:
-    """Returns True if attributes of CF have the same numbers, perhaps rounded to float32."""
+    """Returns True if each of `values` is also in `known`, the numbers of CF attributes, up to rounding to float32."""
     return all(any(np.isclose(float(value), other, rtol=1e-6, atol=0) for other in known) for value in values)
 
 
@@ -211,7 +222,7 @@ def _shown(values: NDArray[Any]) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Returns the value of an attribute as text; "" if there is none."""
+    """Returns the value of an attribute as a text, or "" if `value` is None or empty."""
     if isinstance(value, np.ndarray):
         value = value.reshape(-1)[0] if value.size else ""
     if isinstance(value, bytes):

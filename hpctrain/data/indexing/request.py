@@ -1,4 +1,4 @@
-"""Parses the request for an index: the fields by their paths in the HDF5 files, what a sample is, and the files."""
+"""Parses the request for an index: which datasets of the HDF5 files are fields, what a sample is, and which files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ _FORMATS = {(1, 8): 1, (1, 10): 2, (1, 12): 3, (1, 14): 4}
 
 
 def format_of(path: str) -> str | None:
-    """Returns what a file or directory that is not HDF5 is, and how to convert it, in words; None if unknown."""
+    """Returns in words the format of a file or directory that is not HDF5, and how to convert it.
+
+    Returns None if the format is unknown.
+    """
     if os.path.isdir(path):
         return next((what for name, what in _MARKERS if os.path.exists(os.path.join(path, name))), None)
     try:
@@ -66,7 +69,7 @@ def format_of(path: str) -> str | None:
 
 
 def newer_library(error: object) -> str | None:
-    """Returns an explanation if an error of HDF5 says that a newer HDF5 has written the file; else None."""
+    """Returns an explanation for the user if an error of HDF5 means that a newer HDF5 wrote the file; else None."""
     import h5py
 
     text = str(error).strip("'\"")
@@ -95,7 +98,12 @@ _SUFFIXES = (".h5", ".hdf5", ".he5", ".nc")
 
 
 class SampleIs(str, Enum):
-    """What one sample is: a row of each dataset, a file, or a group of a file."""
+    """What one sample consists of.
+
+    ROWS: One row of each requested HDF5 dataset.
+    FILE: The whole of each requested HDF5 dataset in one file.
+    GROUPS: The whole of each requested HDF5 dataset in one group of a file.
+    """
 
     ROWS = "rows"
     FILE = "file"
@@ -103,7 +111,11 @@ class SampleIs(str, Enum):
 
 
 class Decode(str, Enum):
-    """How stored values become the values of samples. CF: as attributes and masks in the file say. RAW: unchanged."""
+    """How stored values become the values of samples.
+
+    CF: By scale, offset, missing values and masks, as the attributes in the file state by the CF conventions.
+    RAW: Unchanged.
+    """
 
     CF = "cf"
     RAW = "raw"
@@ -111,17 +123,19 @@ class Decode(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class FieldRequest:
-    """Which datasets of the files become a field, and how their values are read.
+    """States which datasets of the files become a field, and how their values are read.
 
     Attributes:
         name: Name of the field.
-        path: Path of the dataset in each file; `*` matches any part of a name, as in a shell.
-        member: Member of a compound type, or None.
-        padded: True if the first dimension may differ between samples, which are then padded.
-        decode: CF or RAW. None: as stored, with a note if the file says that the numbers mean something else.
-        missing: What missing values become with CF: "nan", a number, or "mask" (0, with True in a field
-            `NAME.mask`). "auto": NaN; but integers of which only records that were never written can be missing,
-            and of which none was seen, stay integers, and reading such a record is an error.
+        path: Path of the HDF5 dataset in each file. `*` matches any part of a name, as in a shell.
+        member: Name of the member, if the dataset is of a compound type; else None.
+        padded: True if the first dimension may differ between samples. Samples are then padded with zeros.
+        decode: CF or RAW. None: the same as RAW, but with a note if the file states that the stored numbers are not
+            the values.
+        missing: How missing values are represented with CF. "nan": as NaN. A number: as that number. "mask": as 0, and
+            as True in an additional field `NAME.mask`. "auto": as NaN, except for integer fields in which values can be
+            missing only in records that were never written, and no such record was found. These fields stay integers,
+            and reading such a record is an error.
     """
 
     name: str
@@ -141,7 +155,10 @@ class FieldRequest:
 
 
 def parse_missing(text: str | float) -> str | int | float:
-    """Parses what is to become of missing values: auto, nan, mask or a number. Raises UsageError for anything else."""
+    """Returns how missing values are represented, from a text: auto, nan, mask or a number.
+
+    Raises UsageError for any other text.
+    """
     text = str(text)
     if text.lower() in ("auto", "nan", "mask"):
         return text.lower()
@@ -154,7 +171,7 @@ def parse_missing(text: str | float) -> str | int | float:
 
 
 def parse_decode(text: Decode | str) -> Decode:
-    """Parses the name of a decoding, cf or raw. Raises UsageError for anything else."""
+    """Returns the decoding with the given name, cf or raw. Raises UsageError for any other name."""
     try:
         return Decode(text)
     except ValueError:
@@ -162,7 +179,7 @@ def parse_decode(text: Decode | str) -> Decode:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Splits at each `separator` that no backslash precedes. The backslashes stay."""
+    """Splits a text at each `separator` that does not follow a backslash. The backslashes are kept."""
     parts, current, is_escaped = [], "", False
     for character in text:
         if character == separator and not is_escaped:
@@ -175,12 +192,12 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def unescaped(text: str) -> str:
-    """Returns `text` without the backslashes that precede another character."""
+    """Returns `text` without backslashes. Of two backslashes in a row the second is kept."""
     return re.sub(r"\\(.)", r"\1", text)
 
 
 def escaped(text: str) -> str:
-    """Returns a path or the name of a member as it is written in --fields, with backslashes."""
+    """Returns a path or the name of a member in the form for --fields: with a backslash before `:`, `,` and `\\`."""
     return re.sub(r"([\\:,])", r"\\\1", text)
 
 
@@ -194,10 +211,11 @@ def parse_field_paths(
     decode: Decode | None = None,
     missing: str | int | float = "auto",
 ) -> tuple[FieldRequest, ...]:
-    r"""Parses fields such as `x=/images,y=/table:label,t:cf=/t2m,m:cf:mask=/sst`; `\:` and `\,` belong to a name.
+    r"""Parses a list of fields such as `x=/images,y=/table:label,t:cf=/t2m,m:cf:mask=/sst`.
 
-    `padded` contains the names of fields to pad; `decode` and `missing` apply to fields that do not say it
-    themselves. Raises UsageError.
+    A `:` or `,` that belongs to a name is written `\:` or `\,`. `padded` contains the names of the fields to pad.
+    `decode` and `missing` apply to fields for which `text` does not state them. Raises UsageError if `text` is not
+    valid.
     """
     requests: list[FieldRequest] = []
     for part in filter(None, (part.strip() for part in _split(text, ","))):
@@ -237,9 +255,9 @@ def parse_field_paths(
 
 
 def sample_is(requests: Sequence[FieldRequest], *, asked: SampleIs | None) -> SampleIs:
-    """Returns `asked` if it is given; else GROUPS if the paths have a `*`, else ROWS.
+    """Returns what one sample consists of: `asked` if it is given, else GROUPS if the paths have a `*`, else ROWS.
 
-    Raises UsageError if paths and `asked` conflict.
+    Raises UsageError if the paths do not fit `asked`, or if only some of them have a `*`.
     """
     wild = [request.has_wildcard for request in requests]
     if any(wild) != all(wild):
@@ -254,9 +272,10 @@ def sample_is(requests: Sequence[FieldRequest], *, asked: SampleIs | None) -> Sa
 
 
 def find_files(patterns: Sequence[str]) -> tuple[str, ...]:
-    """Returns the absolute paths of all files that match names, globs (also `**`) and directories, without repeats.
+    """Returns the absolute paths of all files that match the patterns, without repeats.
 
-    They are sorted by name, with numbers by value: f2 before f10. Raises DataError if a pattern matches no file.
+    A pattern is a file name, a glob (also with `**`), or a directory. The paths are sorted by name, and numbers in
+    names by their value: f2 comes before f10. Raises DataError if a pattern matches no file.
     """
     found: set[str] = set()
     for pattern in patterns:
@@ -276,7 +295,7 @@ def find_files(patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def natural(text: str) -> tuple[tuple[int, int, str], ...]:
-    """Returns a sort key by which numbers within names are sorted by value."""
+    """Returns a key for sorting names, by which numbers in the names are sorted by their value."""
     parts = re.split(r"(\d+)", text)
     return tuple((1, int(part), part) if part.isdigit() else (0, 0, part) for part in parts)
 
@@ -288,9 +307,9 @@ _MAX_SOFT_LINKS = 32
 
 
 def resolve(file: h5py.File, path: str) -> str:
-    """Returns the path of the same object with soft links resolved.
+    """Returns the path of the object at `path` without soft links.
 
-    Raises DataError if there is no such object, if a link leads to another file, or if soft links form a cycle.
+    Raises DataError if there is no object at `path`, if a link leads to another file, or if soft links form a cycle.
     """
     import h5py
 
@@ -335,7 +354,10 @@ def _what_is_in(here: h5py.Group | h5py.Dataset, done: list[str]) -> str:
 
 
 def matching_paths(file: h5py.File, parts: tuple[str, ...]) -> dict[tuple[str, ...], str]:
-    """Returns the paths that match `parts`, by the names that the wildcards match, in natural order."""
+    """Returns the paths in the file that match a path with wildcards, sorted as by `natural`.
+
+    `parts` are the parts of the path between slashes. The keys of the result are the names that the wildcards match.
+    """
     return dict(sorted(_matches(file, parts, "", ()), key=lambda match: tuple(map(natural, match[0]))))
 
 

@@ -1,4 +1,6 @@
-"""What attributes and neighbours of an HDF5 dataset say about its values: packing, missing values, masks, units.
+"""Finds what a file states about the values of an HDF5 dataset: scale, offset, missing values, masks, units.
+
+The sources are attributes of the dataset, and groups and datasets beside the dataset.
 
 Conventions: CF and the NetCDF User's Guide (`scale_factor`, `add_offset`, `_FillValue`, `missing_value`, `valid_*`,
 `_Unsigned`, `units`), the default fill values of the netCDF library, astropy's `NAME.mask`, anndata's nullable
@@ -40,17 +42,18 @@ _READ_ATTRIBUTES = (*_FILLS, *_RANGES, "scale_factor", "add_offset", "_Unsigned"
 
 @dataclass(kw_only=True)
 class ValueMeaning:
-    """What a file says about the values of one dataset, as JSON values.
+    """What a file states about the values of one HDF5 dataset. All attributes are JSON values.
 
     Attributes:
-        packing: Arguments of a `Packing`: scale, offset, missing values.
-        mask: Path and member of the dataset that is not 0 where a value is missing, or None.
+        packing: Arguments of a `Packing`, such as scale, offset and missing values.
+        mask: Path and member of the dataset that is nonzero where a value is missing. The member is None if the mask
+            is a whole dataset. None: there is no mask.
         said: What the attributes of the dataset and the datasets beside it state, one text each.
-        changes: True if the stored numbers are not the values, or if some stand for missing ones.
+        changes: True if the stored numbers are not the values, or if some of them stand for missing values.
         unseen_default: True if values can be missing only in records that were never written, and no such record was
             found.
         units: The attribute `units`, or "".
-        problem: Why the values cannot be decoded; "" if they can.
+        problem: Reason why the values cannot be decoded, in words; "" if they can be decoded.
     """
 
     packing: dict[str, Any] = field(default_factory=dict)
@@ -70,7 +73,7 @@ class ValueMeaning:
         return " since " in self.units
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the arguments of `ValueMeaning`; {} if the file says nothing."""
+        """Returns the arguments of `ValueMeaning` as JSON values; {} if the file states nothing."""
         return {} if self == NOTHING else asdict(self)
 
 
@@ -78,13 +81,13 @@ NOTHING = ValueMeaning()
 
 
 class _Unclear(Exception):
-    """An attribute cannot be understood; the message says why."""
+    """Raised if the values cannot be decoded, such as for an attribute that is unclear. The message states why."""
 
 
 def place_of_values(file: h5py.File, path: str) -> str:
-    """Returns the path of the dataset with the values, if `path` is a group of anndata; else `path` itself.
+    """Returns the path of the dataset that contains the values. It is `path` unless `path` is a group of anndata.
 
-    anndata stores nullable arrays and categories as groups.
+    anndata stores a nullable array, or a column of categories, as a group that contains a dataset of values or codes.
     """
     import h5py
 
@@ -100,10 +103,10 @@ def place_of_values(file: h5py.File, path: str) -> str:
 def value_meaning(
     file: h5py.File, *, path: str, member: str | None, dtype: str, dataset: h5py.Dataset | None = None
 ) -> ValueMeaning:
-    """Returns what the file says about the numbers of a dataset, or of a member of its compound type.
+    """Returns what the file states about the numbers of a dataset, or of a member of its compound type.
 
-    `path` is absolute, without soft links; `dtype` is the numpy name of the stored elements; `dataset` is the
-    dataset at `path`, if it is open.
+    `path` is absolute and contains no soft links. `dtype` is the name of the numpy dtype of the stored elements.
+    `dataset` is the dataset at `path` if it is already open; None: it is opened.
     """
     import h5py
 
@@ -138,7 +141,7 @@ def value_meaning(
 def meaning_of_strings(
     file: h5py.File, *, path: str, member: str | None, dataset: h5py.Dataset
 ) -> ValueMeaning:
-    """Returns what the file says about missing strings in a dataset, by attributes or a mask. They are not decoded."""
+    """Returns what attributes or a mask state about missing strings in a dataset. Missing strings are not decoded."""
     found = ValueMeaning()
     names = set(dataset.attrs) if member is None else set()
     found.said = [f"{name} = {_shown(dataset.attrs, name)}" for name in _FILLS if name in names]
@@ -153,7 +156,10 @@ def meaning_of_strings(
 
 
 def _refuse(said: list[str], found: ValueMeaning) -> None:
-    """Adds to `found` what other conventions than CF say. Raises _Unclear if they say something: it is not decoded."""
+    """Adds texts about conventions other than CF to `found.said`. Raises _Unclear if there are such texts.
+
+    These conventions are not decoded.
+    """
     found.said += said
     if said:
         raise _Unclear(f"{said[0]} is not an attribute of CF, and is not decoded")
@@ -162,9 +168,10 @@ def _refuse(said: list[str], found: ValueMeaning) -> None:
 def _add_pandas(
     attributes: Mapping[str, Any], member: str | None, found: ValueMeaning, packing: dict[str, Any]
 ) -> None:
-    """Adds to `found` and `packing` what pandas says about integers: codes of categories (-1 is missing), or times.
+    """Adds to `found` and `packing` what the attributes of pandas state about integers.
 
-    Raises _Unclear for times, which are not decoded.
+    They may state that the integers are codes of categories, of which -1 is missing. They may state that the integers
+    are times: then raises _Unclear, since times are not decoded.
     """
     kind = pandas_kind(attributes, set(attributes), member)
     if kind == "category":
@@ -176,9 +183,10 @@ def _add_pandas(
 
 
 def _of_member(dataset: h5py.Dataset, member: str) -> dict[str, Any]:
-    """Returns the attributes of a member of a table. Attributes that are tables too have a value for each member.
+    """Returns the attributes of a member of a table, by name.
 
-    Raises _Unclear for an attribute that does not say to which of the members it belongs.
+    An attribute of a table must be of a compound type with one value per member. Raises _Unclear for other attributes,
+    since they do not state to which member they belong.
     """
     found: dict[str, Any] = {}
     names = set(dataset.attrs)
@@ -292,7 +300,7 @@ def _add_range(
 
 
 def _members(dataset: h5py.Dataset) -> list[str]:
-    """Returns the names of a table's members, including those for whose types numpy has no dtype."""
+    """Returns the names of all members of a table, including members for which numpy has no dtype."""
     kind = dataset.id.get_type()
     return [kind.get_member_name(number).decode("utf-8", "replace") for number in range(kind.get_nmembers())]
 
@@ -326,7 +334,7 @@ def _add_neighbours(
 
 
 def _is_dataset(file: h5py.File, path: str) -> bool:
-    """Returns True if `path`, whose group exists, is a dataset in this file and not in another one."""
+    """Returns True if there is a dataset at `path`, and it is in this file, not in another. Its group must exist."""
     import h5py
 
     if not file.id.links.exists(path.encode()):
@@ -342,7 +350,7 @@ def _add_units(attributes: Any, found: ValueMeaning) -> None:
 
 
 def _default_fill(dataset: h5py.Dataset, stored: np.dtype[Any]) -> int | float | None:
-    """Returns the default fill value with which the netCDF library has created the dataset; None if it has not."""
+    """Returns the default fill value of netCDF if the netCDF library has created the dataset with it, else None."""
     import h5py
 
     default = _DEFAULT_FILLS.get(stored.name)
@@ -359,7 +367,10 @@ def _default_fill(dataset: h5py.Dataset, stored: np.dtype[Any]) -> int | float |
 
 
 def _may_be_unwritten(dataset: h5py.Dataset, default: Any) -> bool:
-    """Returns True if storage was never written, or the first, a middle or the last row has the default fill value."""
+    """Returns True if records of the dataset seem never to have been written.
+
+    That is so if no storage was allocated, or if the first, a middle or the last row contains the default fill value.
+    """
     if not dataset.id.get_storage_size():
         return True
     if not dataset.shape:
@@ -369,7 +380,10 @@ def _may_be_unwritten(dataset: h5py.Dataset, default: Any) -> bool:
 
 
 def _as_stored(value: Any, *, stored: np.dtype[Any], data: np.dtype[Any]) -> int | float:
-    """Returns a number of an attribute as a value of `data`, the stored type after `_Unsigned` was applied."""
+    """Returns a number of an attribute as a value of the dtype `data`, which is `stored` after applying `_Unsigned`.
+
+    Raises _Unclear if the number cannot be stored.
+    """
     if stored.kind == "f":
         return float(stored.type(value))
     if not np.isfinite(value) or value != int(value):
@@ -385,7 +399,7 @@ def _as_stored(value: Any, *, stored: np.dtype[Any], data: np.dtype[Any]) -> int
 
 
 def _numbers(attributes: Any, name: str) -> list[Any]:
-    """Returns the numbers of an attribute as numpy scalars; texts are read as numbers."""
+    """Returns the numbers in an attribute as numpy scalars, also from texts. Raises _Unclear if there are none."""
     try:
         value = attributes[name]
         array: NDArray[Any] = np.asarray(value).reshape(-1)

@@ -1,4 +1,4 @@
-"""The hashed blocks of a dataset: maps them to samples, reads their bytes, and verifies a whole dataset."""
+"""Hashed blocks of a dataset: finds which samples a block contains, reads its bytes, and verifies a whole dataset."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ CONTENT_DIFFERS = "the content differs from its hash"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A hashed block: bytes start to stop - 1 of a field of a shard, as little-endian row-major bytes."""
+    """One hashed block: the bytes start to stop - 1 of a field in a shard, in little-endian row-major form.
+
+    `shard` is the index of the shard in the manifest, and `index` that of the block in the field.
+    """
 
     shard: int
     field: str
@@ -41,12 +44,12 @@ class Block:
 
 
 def is_hashed(manifest: Manifest, *, shard: int, field: str) -> bool:
-    """Returns True if the field has hashes. Rows of variable length and strings have none."""
+    """Returns True if the field has hashes in this shard. Rows of variable length and strings have no hashes."""
     return bool(manifest.shards[shard].fields[field].hashes) and manifest.fields[field].kind == "array"
 
 
 def blocks_of(manifest: Manifest) -> Iterator[Block]:
-    """Yields all hashed blocks of a dataset, in the order of the manifest."""
+    """Yields all hashed blocks of a dataset: shard by shard, and field by field within a shard."""
     for shard, entry in enumerate(manifest.shards):
         for field, stored in entry.fields.items():
             if is_hashed(manifest, shard=shard, field=field):
@@ -55,16 +58,17 @@ def blocks_of(manifest: Manifest) -> Iterator[Block]:
 
 
 def block_at(manifest: Manifest, *, shard: int, field: str, index: int) -> Block:
-    """Returns block number `index` of a field of a shard."""
+    """Returns the block of index `index` of a field in a shard."""
     start = index * manifest.block_bytes
     stop = min(start + manifest.block_bytes, manifest.shards[shard].fields[field].num_bytes)
     return Block(shard=shard, field=field, index=index, start=start, stop=stop)
 
 
 def samples_of(manifest: Manifest, block: Block, *, windows: NDArray[np.int64] | None) -> tuple[int, int]:
-    """Returns the first and last sample of the shard that have bytes in the block; the nearest one if none has.
+    """Returns the indices, within the shard, of the first and the last sample that have bytes in the block.
 
-    `windows` contains the first token of each of the shard's windows, int64, if they are listed; else it is None.
+    If no sample has bytes in the block, returns the nearest sample. `windows` contains the index of the first token of
+    each of the shard's windows, int64, if the manifest lists windows; else it is None.
     """
     last = manifest.shards[block.shard].samples - 1
     spec = manifest.fields[block.field]
@@ -82,9 +86,10 @@ def samples_of(manifest: Manifest, block: Block, *, windows: NDArray[np.int64] |
 def blocks_touched(
     manifest: Manifest, *, field: str, rows: NDArray[np.int64], windows: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the first and the last block that contain bytes of each sample: two arrays of int64, shape of `rows`.
+    """Returns for each sample the indices of the first and of the last block that contain bytes of it.
 
-    `rows` are samples of a shard: int64, shape (n,). `windows` is as in `samples_of`.
+    The result is two int64 arrays of shape (n,). `rows` are the indices of the samples within their shard: int64,
+    shape (n,). `windows` is as in `samples_of`.
     """
     spec = manifest.fields[field]
     if manifest.tokens is None:
@@ -96,11 +101,12 @@ def blocks_touched(
 
 
 class BlockFile:
-    """Reads blocks of one shard in the way in which batches are read: directly, from chunks, or through h5py.
+    """Reads blocks of one shard by the same method as batches: directly, by decoding chunks, or through h5py.
 
-    Thread-safe. `path` is a copy of the file to read instead of the one in `directory`. `cache_bytes` bounds the
-    decoded chunks that are kept, since a chunk may overlap several blocks. The constructor raises DataError (see
-    `check_shard`) or OSError. The file is closed with the last reference.
+    Thread-safe. If `path` is given, it leads to a copy of the file, and the copy is read. `cache_bytes` is the maximum
+    size of the cache of decoded chunks, which is useful because a chunk may overlap several blocks. The constructor
+    raises DataError (see `check_shard`) or OSError. The file is closed when the last reference to this object is
+    deleted.
     """
 
     def __init__(
@@ -138,20 +144,20 @@ class BlockFile:
         return ChunkedField(source, cache=self._cache, shard=0, name=FieldName(path=self.path, field=name))
 
     def _is_in_place(self, name: str) -> bool:
-        """Returns True if the file contains the field's bytes as they are hashed: contiguous, little-endian."""
+        """Returns True if the field's bytes are in the file in the form that is hashed: contiguous, little-endian."""
         layout, spec = self._layouts[name], self._manifest.fields[name]
         return layout.offset is not None and spec.kind == "array" and layout.dtype == spec.stored_dtype
 
     @property
     def has_chunks(self) -> bool:
-        """True if the structure hash covers samples too, since a field is not contiguous in the file."""
+        """True if a field is not contiguous in the file, so that the structure hash covers the field's samples too."""
         return any(stored.offset is None for stored in self._entry.fields.values())
 
     def structure_is_sound(self) -> bool:
         """Returns True if the bytes outside contiguous datasets (HDF5 headers, chunks) match the structure hash.
 
-        Also returns True if there is no such hash, or if the file was rewritten with other HDF5 tools, which
-        changes them.
+        Also returns True if there is no structure hash, or if the file was rewritten with other HDF5 tools, which
+        changes these bytes.
         """
         entry = self._entry
         if entry.structure_hash is None:
@@ -168,9 +174,9 @@ class BlockFile:
         )
 
     def fault_of(self, block: Block) -> str | None:
-        """Reads a block and compares it with its hash. Returns the fault as text, or None if it matches.
+        """Reads a block and compares it with its hash. Returns None if they agree, else a text that says what is wrong.
 
-        Raises MissingFilter if the block cannot be decoded here, which does not mean that it is damaged.
+        Raises MissingFilter if this process lacks the HDF5 filter to decode the block. The block may then be sound.
         """
         try:
             data = self._read(block)
@@ -187,7 +193,7 @@ class BlockFile:
         return CONTENT_DIFFERS
 
     def _read(self, block: Block) -> memoryview | bytes:
-        """Returns the block's bytes; fewer if the file ends before the block does."""
+        """Returns the bytes of the block. They are fewer if the file ends before the block does."""
         layout, stored = self._layouts[block.field], self._entry.fields[block.field]
         spec = self._manifest.fields[block.field]
         in_rows = not stored.whole or bool(layout.shape)
@@ -250,7 +256,7 @@ class BlockFile:
 
 
 Progress = Callable[[int, int], None]
-"""Called with (done, total) bytes of this rank's part."""
+"""Function that is called with two numbers of bytes: those that this rank has done, and those of its whole share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,9 +266,9 @@ class Damage:
     Attributes:
         shard: File name of the shard.
         field: Name of the field; None if the whole shard is damaged.
-        first_sample: First sample that may be damaged, counted within the shard.
-        last_sample: Last sample that may be damaged, counted within the shard.
-        reason: What was found.
+        first_sample: Index within the shard of the first sample that may be damaged.
+        last_sample: Index within the shard of the last sample that may be damaged.
+        reason: The fault that was found, in words.
     """
 
     shard: str
@@ -272,7 +278,7 @@ class Damage:
     reason: str
 
     def describe(self) -> str:
-        """Returns shard, field, samples and reason as text, for messages."""
+        """Returns shard, field, samples and reason as a text for messages."""
         where = "the whole shard" if self.field is None else f"field {self.field!r}"
         return f"{self.shard}, {where}, samples {self.first_sample} to {self.last_sample}: {self.reason}"
 
@@ -285,17 +291,18 @@ def verify_dataset(
 ) -> list[Damage]:
     """Reads and hashes this rank's share of a dataset's blocks, and compares them with the manifest. Not collective.
 
-    Each block is read by exactly one rank. A missing or unreadable shard is reported by every rank that has a block
-    of it. The caller gathers the damage that the ranks have found.
+    Each block is read by exactly one rank. A missing or unreadable shard is reported by every rank whose share
+    contains a block of that shard. The caller has to gather the damage that the ranks have found.
 
     Args:
         directory: Directory of the dataset.
-        rank: Which share to read.
+        rank: Index of the share to read.
         num_ranks: Number of shares.
-        progress: Called with the number of bytes done so far, and with the size of the share.
+        progress: Called after each block with the number of bytes done so far, and with the size of the share in
+            bytes; None: not called.
 
     Returns:
-        The damage found, in the order of the manifest; empty if there is none.
+        The damage that was found, in the order of the manifest. Empty if no damage was found.
 
     Raises:
         DataError: If the manifest cannot be used.
@@ -358,7 +365,10 @@ def _whole_shard(entry: ShardEntry, reason: str) -> Damage:
 
 
 def merge_damage(damages: list[Damage]) -> list[Damage]:
-    """Joins adjacent and repeated ranges of the same shard, field and reason; keeps the order."""
+    """Joins ranges of samples that overlap or are adjacent, and have the same shard, field and reason.
+
+    Only consecutive elements of the list are joined. The order is kept.
+    """
     merged: list[Damage] = []
     for damage in damages:
         last = merged[-1] if merged else None
@@ -374,16 +384,16 @@ def merge_damage(damages: list[Damage]) -> list[Damage]:
 
 
 def find_datasets(directory: Path | str) -> list[Path]:
-    """Returns the dataset at `directory`, or all datasets directly below it, such as train and test.
+    """Returns `directory` if it is a dataset, else the datasets directly below it, such as train and test.
 
     Args:
-        directory: A dataset, or a directory of datasets.
+        directory: Directory of a dataset, or a directory that contains datasets.
 
     Returns:
         The directories of the datasets, sorted.
 
     Raises:
-        DataError: If there is none.
+        DataError: If no dataset was found.
     """
     directory = Path(directory)
     if not (directory / MANIFEST_NAME).exists() and directory.is_dir():

@@ -1,9 +1,10 @@
-"""Compares the data with the manifest's hashes while it is read for training.
+"""Compares data with the hashes in the manifest while the data is read for training.
 
     check_while_reading(dataset, mode="first-epoch")
 
-`Dataset.gather` then calls the checker before it reads rows of a shard; the checker reads and hashes the blocks
-that contain these rows. Both read the same pages of the page cache, also if the file is mapped.
+`Dataset.gather` then calls the checker before it reads samples of a shard. The checker reads and hashes the blocks
+that contain these samples. `gather` and the checker read the same pages of the page cache, even if the file is
+memory-mapped.
 """
 
 from __future__ import annotations
@@ -43,7 +44,12 @@ _UNKNOWN, _SOUND, _DAMAGED = 0, 1, 2
 
 
 class CheckMode(str, Enum):
-    """When blocks are hashed while a dataset is read: never, at their first read, or at every read."""
+    """When a block is hashed while a dataset is read.
+
+    OFF: Never.
+    FIRST_EPOCH: Once per process, at the first read of the block.
+    ALWAYS: At every read of the block.
+    """
 
     OFF = "off"
     FIRST_EPOCH = "first-epoch"  # each block once per process, at its first read
@@ -51,14 +57,18 @@ class CheckMode(str, Enum):
 
 
 class OnDamage(str, Enum):
-    """What to do with samples in a damaged block: stop the run, or leave them out of their batch and count them."""
+    """What to do if samples of a batch lie in a damaged block.
+
+    STOP: End the run.
+    SKIP: Leave these samples out of the batch, and count them.
+    """
 
     STOP = "stop"  # the run ends
     SKIP = "skip"  # they are left out of their batch, and counted
 
 
 class DamagedData(DataError):
-    """A block differs from its hash. The attribute `damage` says where."""
+    """Raised if data differs from its hash. The attribute `damage` states the shard, the field and the samples."""
 
     def __init__(self, damage: Damage, *, directory: Path) -> None:
         super().__init__(
@@ -72,9 +82,10 @@ class DamagedData(DataError):
 class BlockChecker:
     """Hashes the blocks that contain the samples to be read. Thread-safe, also after a fork. Never communicates.
 
-    Strings and rows of variable length, which have no hashes, are not checked. The attribute `damages` lists the
-    damage found so far, each block once. `place_of` returns the path of the copy from which a shard is read, or
-    None if it is read from `directory`. Raises DataError if an array has no hashes.
+    Strings and rows of variable length have no hashes, and are not checked. The attribute `damages` lists the damage
+    found so far, each block once. `place_of` takes the index of a shard. It returns the path of the copy from which
+    the shard is read, or None if the shard is read from `directory`. Raises DataError if a field of kind `array` has
+    no hashes.
     """
 
     def __init__(
@@ -117,10 +128,11 @@ class BlockChecker:
         self._pid = os.getpid()  # last: a thread that reads it may use all of the above
 
     def before_read(self, shard_index: int, field_name: str, rows: NDArray[np.int64]) -> None:
-        """Checks the blocks of a field that contain the given samples of a shard, unless they were checked before.
+        """Checks the blocks of a field that contain the given samples of a shard.
 
-        `rows` are sample numbers within the shard: int64, shape (n,). Raises DamagedData for the first damaged
-        block, and DataError if the shard is missing or truncated.
+        In mode FIRST_EPOCH, blocks that were checked before are not read again. `rows` are the indices of the samples
+        within the shard: int64, shape (n,). Raises DamagedData for the first damaged block, and DataError if the shard
+        is missing or truncated.
         """
         if self.mode is CheckMode.OFF or not len(rows):
             return
@@ -135,10 +147,10 @@ class BlockChecker:
             self._whole.add(key)
 
     def sound(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Returns which samples lie in no damaged block: bool, shape of `indices`.
+        """Returns an array that is True for each sample that lies in no damaged block: bool, shape (n,).
 
-        `indices` are sample numbers in the dataset: int64, shape (n,). Raises DataError if a shard is missing or
-        truncated, and DamagedData if its HDF5 headers are damaged.
+        `indices` are the indices of the samples in the dataset: int64, shape (n,). Raises DataError if a shard is
+        missing or truncated, and DamagedData if the HDF5 headers of a shard are damaged.
         """
         indices = np.asarray(indices, dtype=np.int64)
         sound = np.ones(len(indices), dtype=np.bool_)
@@ -167,7 +179,10 @@ class BlockChecker:
         return blocks_touched(self.manifest, field=field, rows=rows, windows=self._windows_of(shard))
 
     def _damaged(self, shard: int, field: str, *, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the damaged ones of `blocks`, ascending. Reads and hashes those that are due in this mode."""
+        """Returns those of `blocks` that are damaged, ascending.
+
+        In mode ALWAYS, all blocks are read and hashed, in mode FIRST_EPOCH only blocks that were not checked before.
+        """
         key = (shard, field)
         states = self._states.get(key)
         if states is None:
@@ -244,7 +259,7 @@ class BlockChecker:
 
 
 def _union(first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns all blocks in the ranges `first[i]` to `last[i]`, ascending, without repeats."""
+    """Returns the union of the ranges `first[i]` to `last[i]`, inclusive: ascending, without repeats."""
     span = int((last - first).max())
     return np.unique(np.concatenate([np.minimum(first + step, last) for step in range(span + 1)]))
 
@@ -256,14 +271,14 @@ def make_checker(
     mode: CheckMode | str,
     place_of: Callable[[int], Path | None] = lambda shard: None,
 ) -> BlockChecker | None:
-    """Returns a checker for `Dataset.checker`, or None for mode "off"."""
+    """Returns a checker that can be assigned to `Dataset.checker`, or None for mode "off". See `BlockChecker`."""
     if CheckMode(mode) is CheckMode.OFF:
         return None
     return BlockChecker(directory, manifest, mode=mode, place_of=place_of)
 
 
 def check_while_reading(dataset: Dataset, *, mode: CheckMode | str) -> None:
-    """Makes a dataset compare its data with the manifest's hashes while it is read. Not collective.
+    """Makes a dataset compare its data with the hashes in the manifest while samples are read. Not collective.
 
     If the dataset's locator returns a copy of a shard, the copy is checked.
 
@@ -272,7 +287,7 @@ def check_while_reading(dataset: Dataset, *, mode: CheckMode | str) -> None:
         mode: When to hash a block: "first-epoch" (at its first read in this process), "always", or "off".
 
     Raises:
-        DataError: If an array has no hashes, as after indexing without reading the content.
+        DataError: If a field of kind `array` has no hashes, as after indexing without reading the content.
     """
     # A weak reference: a cycle would keep the files open for some time after the dataset was deleted.
     checked = weakref.ref(dataset)
@@ -294,10 +309,10 @@ _TRIES = 3
 
 
 def without_damaged(plan: BatchPlan, *, sound: NDArray[np.bool_], keep_length: bool) -> BatchPlan:
-    """Returns `plan` with only its undamaged samples, in their order; the others are counted in `num_skipped`.
+    """Returns `plan` without its damaged samples. The order is kept, and damaged samples are added to `num_skipped`.
 
-    `sound` says which samples are undamaged: bool, shape of `plan.indices`. With `keep_length`, undamaged samples
-    are repeated as padding until there are as many rows as before; without undamaged samples there are no rows.
+    `sound` is True for each undamaged sample: bool, shape of `plan.indices`. With `keep_length`, undamaged samples
+    are repeated as padding until there are as many rows as before. If all samples are damaged, no rows remain.
     """
     real = plan.indices[: plan.num_samples][sound[: plan.num_samples]]
     padding = plan.indices[plan.num_samples :][sound[plan.num_samples :]]
@@ -321,9 +336,9 @@ def read_around_damage(
 ) -> tuple[BatchPlan, T]:
     """Reads the undamaged samples of `plan`. Returns the plan of the samples that were read, and the result of `read`.
 
-    `sound` returns which samples lie in no damaged block, as `BlockChecker.sound`. Raises DamagedData if the
-    headers of a shard are damaged, or if reading fails three times on samples that are then found to be undamaged;
-    DataError if a shard is missing or truncated.
+    `read` takes sample indices and returns their data. `sound` does the same as `BlockChecker.sound`. Raises
+    DamagedData if the headers of a shard are damaged. Raises it also if `read` finds damage three times, but `sound`
+    then finds none. Raises DataError if a shard is missing or truncated.
     """
     tries = 0
     while True:

@@ -21,24 +21,24 @@ from hpctrain.errors import UsageError
 class Batch:
     """This rank's samples of one global batch.
 
-    The mean loss over this rank's `num_samples` samples, times `weight`, summed over all ranks, is the mean loss
-    over the global batch, however it was split.
+    Multiply the mean loss over this rank's `num_samples` samples by `weight`. The sum of these products over all ranks
+    is the mean loss over the global batch, for any distribution of the samples over the ranks.
 
     Attributes:
         fields: Tensors by name, of shape (num_samples + num_padded, *sample_shape).
-        epoch: Number of the epoch.
-        start: Position of the global batch in the epoch, in samples.
-        num_samples: Number of samples of this rank. It may be 0: the last batch of an epoch can have fewer samples
-            than there are ranks.
+        epoch: Number of the epoch, from 0.
+        start: Position in the epoch of the first sample of the global batch, in samples over all ranks.
+        num_samples: Number of samples of this rank, without padding. It may be 0: the last batch of an epoch can have
+            fewer samples than there are ranks.
         global_samples: Number of samples of all ranks in the global batch, without padding.
-        num_padded: Number of padding rows at the end of the tensors (`LastBatch.PAD`). They repeat other samples
-            and must not be counted: `real()` returns the batch without them, `valid` masks them.
-        num_skipped: Number of samples of this rank that are left out since they lie in damaged blocks
+        num_padded: Number of padding rows at the end of the tensors (`LastBatch.PAD`). Padding rows repeat other
+            samples and must not be counted: `real()` returns the batch without them, `valid` masks them.
+        num_skipped: Number of samples of this rank that were left out because they lie in damaged blocks
             (`OnDamage.SKIP`).
-        global_skipped: The same over all ranks; 0 until the ranks have exchanged it, as
+        global_skipped: Sum of `num_skipped` over all ranks. It is 0 until the ranks have exchanged their numbers, as
             `hpctrain.train.loop.evaluate` does.
-        indices: Number in the dataset of the sample in each row: int64, shape (num_samples + num_padded,); None if
-            unknown.
+        indices: For each row, the index of its sample in the dataset: int64, shape (num_samples + num_padded,). None
+            if unknown.
     """
 
     fields: dict[str, torch.Tensor]
@@ -53,7 +53,7 @@ class Batch:
 
     @property
     def stop(self) -> int:
-        """Position in the epoch after this global batch, at which a run that stops here resumes."""
+        """Position in the epoch after this global batch, in samples over all ranks: where a stopped run resumes."""
         return self.start + self.global_samples
 
     @property
@@ -68,7 +68,7 @@ class Batch:
         return torch.arange(self.num_samples + self.num_padded, device=device) < self.num_samples
 
     def real(self) -> Batch:
-        """Returns the batch without padding; its tensors are views of this batch's."""
+        """Returns the batch without padding. Its tensors are views of the tensors of this batch."""
         if not self.num_padded:
             return self
         fields = {name: tensor[: self.num_samples] for name, tensor in self.fields.items()}
@@ -85,14 +85,15 @@ class Batch:
     def split(self, num_parts: int) -> list[Batch]:
         """Splits the batch into micro-batches whose sizes differ by at most one row.
 
-        Their weights add up to `weight`. With fewer rows than parts some are empty, so that every rank has the same
-        number of parts. Padding is split like other rows: the last parts may contain nothing else.
+        The weights of the micro-batches add up to `weight`. If the batch has fewer rows than parts, some micro-batches
+        are empty, so that every rank has the same number of them. Padding rows are split like other rows: the last
+        micro-batches may consist of padding only.
 
         Args:
             num_parts: Number of micro-batches, at least 1.
 
         Returns:
-            The micro-batches; their tensors are views of this batch's.
+            The micro-batches. Their tensors are views of the tensors of this batch.
 
         Raises:
             UsageError: If `num_parts` is below 1.
@@ -121,7 +122,7 @@ class Batch:
         Args:
             device: The device.
             dtype: dtype of all floating-point fields; None: unchanged. Integer and bool fields are never converted.
-            non_blocking: Let copies from pinned memory overlap with computation on the device.
+            non_blocking: True if copies from pinned memory may overlap with computation on the device.
         """
         fields = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.fields.items()}
         if dtype is not None:
@@ -146,7 +147,7 @@ torch.from_numpy(np.empty(0))
 
 
 class BatchMemory:
-    """Allocates tensors and reuses their memory when nothing refers to it any more. Thread-safe.
+    """Allocates tensors, and reuses the memory of a tensor when nothing refers to that memory any more. Thread-safe.
 
     At most `kept_bytes` bytes of unused memory are kept.
     """
@@ -192,14 +193,14 @@ T = TypeVar("T")
 def batches_on(
     device: torch.device | str, batches: Iterable[Batch], *, dtype: torch.dtype | None = None
 ) -> Iterator[Batch]:
-    """Yields the batches on `device`, in order; on a CUDA device each is copied while the one before is used.
+    """Yields the batches on `device`, in order. On a CUDA device the next batch is copied in advance.
 
-    On a CUDA device batch k + 1 is copied on a separate stream while the caller works on batch k, so one more batch
-    takes device memory. The copies overlap with computation if the batches are in pinned memory (`Loader(...,
-    pin_memory=True)`). On other devices no batch is taken in advance.
+    On a CUDA device batch k + 1 is copied on a separate stream while the caller works on batch k. So device memory
+    must hold one batch more. The copies overlap with computation if the batches are in pinned memory
+    (`Loader(..., pin_memory=True)`). On other devices no batch is taken in advance.
 
-    `Loader.position` counts batches taken from the loader, which on a CUDA device is one batch ahead. For a
-    checkpoint use `batch.stop` of the last batch that was processed.
+    `Loader.position` counts the batches that were taken from the loader. On a CUDA device these are one batch more
+    than the caller has received. For a checkpoint use `batch.stop` of the last batch that was processed.
 
     Args:
         device: The device.
@@ -227,10 +228,10 @@ def batches_on(
 
 
 def one_ahead(source: Iterator[T], *, begin: Callable[[T], T], finish: Callable[[T], None]) -> Iterator[T]:
-    """Yields `begin(item)` for each item of `source`, calling it for item k + 1 before item k is yielded.
+    """Yields `begin(item)` for each item of `source`. Calls `begin` for item k + 1 before item k is yielded.
 
     `finish` is called with each result of `begin`, before the next item is begun. An error of `source` or `begin`
-    is raised in place of its item.
+    is raised when the item that it concerns would be yielded.
     """
     ahead = _begun(source, begin)
     while True:
@@ -245,7 +246,10 @@ def one_ahead(source: Iterator[T], *, begin: Callable[[T], T], finish: Callable[
 
 
 def _begun(source: Iterator[T], begin: Callable[[T], T]) -> tuple[T] | Exception | None:
-    """Returns the result of `begin` for the next item, or the error that was raised, or None at the end of `source`."""
+    """Takes the next item of `source` and returns the result of `begin` for it, in a tuple.
+
+    Returns the error that was raised, if any, and None at the end of `source`.
+    """
     try:
         for item in source:
             return (begin(item),)

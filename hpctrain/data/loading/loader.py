@@ -1,11 +1,11 @@
-"""Batches of a dataset for one rank, prepared ahead by threads within a bound of bytes.
+"""Batches of a dataset for one rank, which threads prepare in advance within a limit of memory.
 
     for batch in Loader(Dataset.open("digits/train"), global_batch=64).epoch(0):
         batch.fields["image"]
 
-The global batches of an epoch depend on order, seed, epoch and batch size only; a rank takes its contiguous part of
-each. The position in an epoch is counted in samples, so a run can resume with another number of ranks, or another
-batch size. Never communicates, unless the dataset is collective (`CollectiveDataset`).
+The global batches of an epoch depend only on order, seed, epoch and batch size. Each rank takes a contiguous part of
+each global batch. The position in an epoch is counted in samples, so a run can resume with another number of ranks, or
+another batch size. A loader never communicates between ranks, unless the dataset is collective (`CollectiveDataset`).
 """
 
 from __future__ import annotations
@@ -60,10 +60,13 @@ class InputWatch(Protocol):
     """
 
     def during(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
-        """Context in which the caller waits for something that `describe` returns in words."""
+        """Returns a context in which the caller waits for something. `describe` returns in words for what."""
 
     def making(self, what: str) -> AbstractContextManager[None]:
-        """Context in which this thread does `what`, in code that may hold Python's interpreter lock."""
+        """Returns a context in which this thread runs code that may hold Python's interpreter lock.
+
+        `what` describes in words what the code does.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,10 +80,10 @@ class _Stage:
 
 @final
 class InProgress:
-    """What each thread is doing for which batch, for messages about a batch that takes too long. Thread-safe.
+    """Records what each thread does for which batch, for messages about a batch that takes too long. Thread-safe.
 
-    `where` returns in which process the batch of a thread is transformed, "" for the thread itself. `watch` is
-    informed of each stage.
+    `where` takes the identifier of a thread and returns the process in which the thread's batch is transformed, in
+    words, or "" if the thread itself transforms the batch. `watch` is informed of each stage.
     """
 
     def __init__(self, where: Callable[[int], str], *, watch: InputWatch | None = None) -> None:
@@ -90,7 +93,10 @@ class InProgress:
 
     @contextlib.contextmanager
     def stage(self, plan: BatchPlan, text: str, *, reads: bool) -> Iterator[None]:
-        """Context in which this thread does for a batch what `text` says. Set `reads` if it reads samples."""
+        """Returns a context in which this thread does for a batch what `text` says.
+
+        `reads` is True if the thread reads samples there.
+        """
         thread = threading.get_ident()
         self._stages[thread] = _Stage(
             plan=plan, text=text, thread=thread, reads=reads, since=time.monotonic()
@@ -109,7 +115,10 @@ class InProgress:
             del self._stages[thread]
 
     def describe(self, *, epoch: int, span: PositionRange) -> str:
-        """Returns what is being done for the batch at positions `span`, or if that has not begun, for other batches."""
+        """Returns in words what is being done for the batch at positions `span` of an epoch.
+
+        If no thread has begun that batch, the text says so, and says what is being done for other batches.
+        """
         wanted = f"samples {span.start} to {span.stop - 1} of epoch {epoch}"
         stages = sorted(self._stages.copy().values(), key=lambda stage: stage.since)
         own = [stage for stage in stages if (stage.plan.epoch, stage.plan.start) == (epoch, span.start)]
@@ -118,7 +127,7 @@ class InProgress:
         return f"{wanted}, which are not begun; {self.describe_all()}"
 
     def describe_all(self) -> str:
-        """Returns what is being done for up to four batches."""
+        """Returns in words what is being done for up to four batches, the longest-running first."""
         stages = sorted(self._stages.copy().values(), key=lambda stage: stage.since)
         texts = [
             f"samples from {stage.plan.start} of epoch {stage.plan.epoch} on: {self._text(stage)}"
@@ -148,8 +157,8 @@ def _describe_indices(plan: BatchPlan) -> str:
 class LoaderState:
     """Position of a loader, saved as JSON values and valid for any number of ranks.
 
-    `position` is the number of samples of the epoch, over all ranks, that were consumed. `order` is the name of an
-    `OrderSpec`.
+    `position` is the number of samples of the epoch that all ranks together have consumed. `order` is the name of an
+    `OrderSpec`, and `num_samples` the number of samples of the dataset.
     """
 
     order: str
@@ -163,7 +172,7 @@ class LoaderState:
 
     @classmethod
     def of_json(cls, document: Mapping[str, Any]) -> LoaderState:
-        """Returns the state from what `as_json` returned. Raises DataError for anything else."""
+        """Returns the state that `document`, a result of `as_json`, describes. Raises DataError for anything else."""
         values: dict[str, Any] = {}
         for field in fields(cls):
             kind = str if field.name == "order" else int
@@ -198,10 +207,10 @@ MAX_BATCHES_AHEAD = 1024  # the bound in bytes counts only tensors
 
 
 class Samples(Protocol):
-    """Interface of a dataset that a loader can read: `Dataset`, or a class of the user's.
+    """Interface of a dataset that a loader can read: a `Dataset`, or an object of a class that the user has written.
 
-    It may also have attributes of `ReadFlags`. `gather` is called from several threads if `num_threads` is above 1,
-    or if the dataset has a true `is_thread_safe`.
+    The object may also have the attributes of `ReadFlags`. A loader calls `gather` from several threads if the
+    loader's `num_threads` is above 1, or if the dataset's `is_thread_safe` is true.
     """
 
     @property
@@ -216,8 +225,8 @@ class Samples(Protocol):
         """Reads samples by index.
 
         Args:
-            indices: Numbers of the samples: int64, shape (n,).
-            out: Arrays to fill instead of new ones, for some or all fields.
+            indices: Indices of the samples in the dataset: int64, shape (n,).
+            out: Arrays to fill instead of new ones, by field name, for some or all fields.
 
         Returns:
             For each field an array of shape (n, *sample_shape).
@@ -226,13 +235,13 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadFlags:
-    """Attributes that a dataset may have in addition to those of `Samples`, with their values if it lacks them.
+    """Optional attributes of a dataset, in addition to those of `Samples`. A missing attribute has its default here.
 
     Attributes:
-        is_thread_safe: Whether several threads may call `gather` at once. The thread that waits for a batch then also
+        is_thread_safe: True if several threads may call `gather` at once. The thread that waits for a batch then also
             makes batches.
-        collective: Whether `gather` is collective: all ranks then read the same batches in the same order.
-        checker: Compares blocks with their hashes while they are read; None: nothing is compared.
+        collective: True if `gather` is collective: all ranks then read the same batches in the same order.
+        checker: Compares blocks of data with their hashes while they are read; None: blocks are not checked.
     """
 
     is_thread_safe: bool = False
@@ -250,22 +259,23 @@ class Loader:
 
     Args:
         dataset: The samples.
-        global_batch: Number of samples of all ranks in one step; the ranks' parts differ by at most one sample.
-        rank: This rank.
+        global_batch: Number of samples of all ranks together in one step. The numbers of samples per rank differ by
+            at most one.
+        rank: Index of this rank.
         num_ranks: Number of ranks.
         seed: Seed of the order and of the transform's random numbers; the same on every rank.
         shuffle: Whether to shuffle the samples, if `order` is None.
         order: Order of the samples, such as `Blocks` or `Weighted`; None: `Shuffled` or `Sequential`, by `shuffle`.
         last_batch: What to do with an incomplete global batch at the end of an epoch: "keep", "drop" or "pad".
         on_damage: What to do with samples in blocks that the dataset's checker finds damaged: "stop" or "skip".
-        transform: Function over the arrays of a batch, or its name "module:function"; see
-            `hpctrain.data.transforms.transform`.
+        transform: Function that transforms the arrays of a batch, or its name "module:function"; see
+            `hpctrain.data.transforms.transform`. None: batches are not transformed.
         workers: Number of processes that run the transform; 0: the loader's threads run it.
-        prefetch_bytes: Upper bound on the bytes of batches that are ready or being made; one batch is always
-            allowed.
+        prefetch_bytes: Maximum size in bytes of all batches that are ready or being made. One batch is always
+            allowed, even if it is larger.
         num_threads: Number of threads that make batches; at least `workers` threads are used.
-        pin_memory: Put batches into page-locked memory, from which copies to a GPU overlap with computation.
-        watch: Limits the time to wait for a batch, as in `Session.loader`; None: no limit.
+        pin_memory: True if batches are put into page-locked memory, so that copies to a GPU overlap with computation.
+        watch: Watchdog that limits the time to wait for a batch, as in `Session.loader`; None: no limit.
 
     Raises:
         RecipeError: If the options do not fit together, or do not fit the number of ranks or the dataset.
@@ -301,10 +311,10 @@ class Loader:
         self.num_threads = max(num_threads, workers)
         self.prefetch_bytes = prefetch_bytes
         self.wait_s = 0.0
-        """Seconds that the consumer waited for a batch, over all epochs."""
+        """Total time that the consumer has waited for batches, in seconds, over all epochs."""
         self.current_epoch = 0
         self.position = 0
-        """Samples of the current epoch, over all ranks, in the batches returned so far."""
+        """Number of samples, over all ranks, in the batches of the current epoch that were returned so far."""
         self._continues = False
         self._check()
         # Computed from the largest part of any rank, so that all ranks prefetch the same number of batches.
@@ -335,7 +345,7 @@ class Loader:
         if self.batches_per_epoch == 0:
             raise RecipeError(
                 f"a global batch of {self.global_batch} samples is never full with "
-                f"{self.num_positions} samples: make it smaller, or keep the last batch"
+                f'{self.num_positions} samples: make it smaller, or set last_batch to "keep" or "pad"'
             )
         if self.on_damage is OnDamage.SKIP and self.checker is None:
             raise RecipeError(
@@ -345,14 +355,14 @@ class Loader:
 
     @property
     def checker(self) -> BlockChecker | None:
-        """The dataset's checker, which compares blocks with their hashes while reading; None if it has none."""
+        """The dataset's checker, which compares blocks with their hashes while reading; None if there is no checker."""
         return ReadFlags.of(self.dataset).checker
 
     @property
     def may_help(self) -> bool:
-        """True if the thread that waits for batches may make some itself.
+        """True if the thread that waits for batches may make batches itself.
 
-        It is False with a transform, and for a dataset that may not be used from two threads.
+        False if there is a transform, or if the dataset may not be used from two threads.
         """
         safe = self.num_threads > 1 or ReadFlags.of(self.dataset).is_thread_safe
         return self._transformer is None and safe
@@ -362,7 +372,7 @@ class Loader:
 
     @property
     def num_positions(self) -> int:
-        """Length of an epoch, in samples over all ranks: that of the dataset, except for `Weighted` orders."""
+        """Number of samples per epoch, over all ranks: that of the dataset, except for `Weighted` orders."""
         return self.order.num_positions(num_samples=self.dataset.num_samples)
 
     @property
@@ -370,10 +380,10 @@ class Loader:
         return self.remaining_batches(start=0)
 
     def remaining_batches(self, *, start: int) -> int:
-        """Returns the number of global batches to the end of an epoch.
+        """Returns the number of global batches from a position to the end of an epoch.
 
         Args:
-            start: Position in the epoch at which they begin, in samples.
+            start: The position in the epoch, in samples over all ranks.
         """
         return num_batches(
             self.num_positions, global_batch=self.global_batch, last_batch=self.last_batch, start=start
@@ -385,9 +395,11 @@ class Loader:
         To stop before the last batch, close the iterator, or use a `with` block.
 
         Args:
-            epoch: Number of the epoch.
-            start: Position of the first batch: the number of samples of the epoch, over all ranks, consumed before.
-            every: Take each n-th batch only, beginning with the one at `start`, so that n readers share an epoch.
+            epoch: Number of the epoch, from 0.
+            start: Position of the first batch: the number of samples of the epoch that all ranks together have
+                consumed before.
+            every: With the value n only each n-th batch is taken, the first at `start`. So n readers can share an
+                epoch.
 
         Returns:
             The iterator.
@@ -419,7 +431,7 @@ class Loader:
         return contextlib.nullcontext() if self._watch is None else self._watch.during(describe)
 
     def _say_unfinished(self) -> None:
-        """Prints that threads are still making batches that nobody needs, if there are such threads."""
+        """Prints a line to stderr if threads are still making batches of an epoch that was ended early."""
         if any(threads.unfinished() for threads in self._threads):
             print(
                 f"hpctrain: rank {self.rank} does not wait for batches that are still being made, and that nobody "
@@ -428,7 +440,7 @@ class Loader:
             )  # fmt: skip
 
     def _await_unfinished(self) -> None:
-        """Waits for threads of earlier epochs, since a dataset may not be read by more threads than it allows."""
+        """Waits until the threads of earlier epochs end. Otherwise too many threads might read the dataset at once."""
         for thread in [thread for threads in self._threads for thread in threads.unfinished()]:
             with self._waiting(
                 lambda: f"the end of an earlier epoch's threads; {self._in_progress.describe_all()}"
@@ -466,7 +478,8 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         """Iterates over epoch 0.
 
-        After `load_state_dict` it iterates over the rest of that epoch, or over the next one if it has ended.
+        After `load_state_dict`, iterates over the rest of the epoch of the state, or over the next epoch if no batch
+        of that epoch remains.
         """
         if not self._continues:
             return iter(self.epoch(0))
@@ -487,13 +500,13 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes at a position from `state_dict`. The number of ranks and the batch size may have changed.
 
-        The next `iter(loader)` begins there, with the seed of the state.
+        The next `iter(loader)` begins at that position, with the seed of the state.
 
         Args:
-            state: What `state_dict` returned.
+            state: A state that `state_dict` returned.
 
         Raises:
-            DataError: If `state` is something else, or belongs to another order or another number of samples.
+            DataError: If `state` is not such a state, or belongs to another order or another number of samples.
         """
         place = LoaderState.of_json(state)
         place.check_fits(order=self.order.name, num_samples=self.dataset.num_samples)
@@ -508,7 +521,10 @@ class Loader:
         return self.batches_per_epoch
 
     def prefetch_bound(self) -> ByteBound[Batch]:
-        """Returns the bound on prefetched bytes. The size of transformed batches is unknown until one was made."""
+        """Returns the limit on the memory of prefetched batches.
+
+        The size of transformed batches is unknown until one batch is made.
+        """
         copies = 0 if self._transformer is None else self._transformer.input_copies
         return ByteBound(
             max_bytes=self.prefetch_bytes,
@@ -518,7 +534,7 @@ class Loader:
         )
 
     def load(self, order: Order, *, span: PositionRange) -> Batch:
-        """Makes this rank's part of one global batch. Threads call it once per batch.
+        """Makes this rank's part of one global batch. The loader's threads call this method once per batch.
 
         Args:
             order: Order of the epoch.
@@ -538,7 +554,7 @@ class Loader:
         """Reads samples, applies the transform, and returns them as a batch.
 
         Args:
-            plan: The samples.
+            plan: States which samples to read, and how many of them are padding.
 
         Returns:
             The batch.

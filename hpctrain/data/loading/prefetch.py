@@ -1,8 +1,9 @@
-"""Makes items ahead of their consumer in threads: in order, bounded in number and in bytes.
+"""Makes items in threads, before the consumer asks for them: in order, bounded in number and in bytes.
 
-It uses threads, not processes: forked workers under MPI hang or corrupt data (pytorch#13787, horovod#2898), and
-gathering from a memory map releases the interpreter lock for most of the time. Python code that holds the lock runs
-in separate processes (`hpctrain.data.transforms.worker_pool`), for which each of these threads waits.
+The items are made in threads, not in processes: forked workers under MPI hang or corrupt data (pytorch#13787,
+horovod#2898), and copying samples from a memory map releases the interpreter lock for most of the time. Transforms,
+which hold the lock, can run in worker processes (`hpctrain.data.transforms.worker_pool`); the threads then wait for
+these.
 """
 
 from __future__ import annotations
@@ -35,17 +36,18 @@ _ENDING_MAY_TAKE_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteBound(Generic[T]):
-    """Bound on the bytes of the items that are ready or being made; one item is always allowed.
+    """Limit on the total size of the items that are ready or being made. One item is always allowed.
 
-    If an item is larger than all before it, items already being made may exceed the bound by the difference; no
-    other item is begun until it fits again.
+    If an item is larger than all earlier items, the items that are already being made may exceed the limit by the
+    difference. No further item is begun until the total with that item is within the limit again.
 
     Attributes:
-        max_bytes: The bound.
-        num_bytes: Function that returns the size of a finished item.
-        expected_bytes: Upper bound on the size of an item. None if it is unknown before one is made: then the first
-            is made alone, and each later one is expected to be as large as the largest so far.
-        making_bytes: Additional bytes while an item is being made, such as the input of a transform.
+        max_bytes: The limit, in bytes.
+        num_bytes: Function that returns the size of a finished item in bytes.
+        expected_bytes: Upper bound on the size of an item in bytes. None if the size is unknown before an item is
+            made: then the first item is made alone, and each later item is expected to be as large as the largest
+            so far.
+        making_bytes: Additional bytes that an item needs while it is being made, such as the input of a transform.
     """
 
     max_bytes: int
@@ -55,9 +57,9 @@ class ByteBound(Generic[T]):
 
 
 class _Shared(Generic[T]):
-    """State shared by the consumer and its threads.
+    """State that a `Prefetch` shares with its threads.
 
-    It has no reference to the consumer, so that the consumer can be garbage-collected while threads run.
+    It has no reference to the `Prefetch`, so that the `Prefetch` can be garbage-collected while threads run.
     """
 
     def __init__(
@@ -95,9 +97,9 @@ class _Shared(Generic[T]):
         self.held_bytes[number] = num_bytes
 
     def claim(self) -> int | None:
-        """Waits until the next item fits the bound, and returns its number.
+        """Waits until the next item fits the bound, and returns the index of that item.
 
-        Returns None if no items remain, or after `stop`.
+        Returns None if no item remains, or after `stop`.
         """
         with self.condition:
             while not self.stopped and self.next_item < self.num_items and not self._fits():
@@ -105,7 +107,7 @@ class _Shared(Generic[T]):
             return self._claim_now()
 
     def _claim_now(self) -> int | None:
-        """Returns the next number if its item fits the bound now, else None. Call it while holding the lock."""
+        """Returns the index of the next item if that item fits the bound now, else None. The caller holds the lock."""
         if self.stopped or self.next_item >= self.num_items or not self._fits():
             return None
         self._hold(self.next_item, self._reserve_bytes())
@@ -113,7 +115,7 @@ class _Shared(Generic[T]):
         return self.next_item - 1
 
     def put(self, number: int, item: T | BaseException) -> None:
-        """Stores item `number`, or the error that was raised instead, for `take`."""
+        """Stores the item of index `number`, or the error that was raised while it was made, for `take`."""
         num_bytes = 0
         if self.bound is not None and not isinstance(item, BaseException):
             num_bytes = self.bound.num_bytes(item)
@@ -125,9 +127,9 @@ class _Shared(Generic[T]):
             self.condition.notify_all()
 
     def take(self, number: int, *, help_make: bool) -> T | BaseException:
-        """Waits for item `number` and returns it. With `help_make`, this thread makes items while it waits.
+        """Waits for the item of index `number` and returns it, or the error that was raised while it was made.
 
-        Raises StopIteration after `stop`.
+        With `help_make`, this thread makes items while it waits. Raises StopIteration after `stop`.
         """
         while True:
             with self.condition:
@@ -169,7 +171,7 @@ def _work(shared: _Shared[T]) -> None:
 
 
 class MakingThreads:
-    """The threads of a `Prefetch`. It does not refer to the `Prefetch`, which can be collected while they run."""
+    """The threads of a `Prefetch`. Has no reference to the `Prefetch`, which can be collected while threads run."""
 
     def __init__(self, shared: _Shared[Any], threads: list[threading.Thread]) -> None:
         self._shared = shared
@@ -195,12 +197,13 @@ def _end(shared: _Shared[T], threads: list[threading.Thread]) -> None:
 
 
 class Prefetch(Generic[T]):
-    """Iterator over make(0), ..., make(num_items - 1), which threads make ahead.
+    """Iterator over make(0), ..., make(num_items - 1). Threads call `make` before the items are requested.
 
-    At most `depth` items are ready or being made at any time, within `bound`. An exception of `make` is raised in
-    place of its item and ends the iteration. `close()` stops the threads and waits a moment for them; it is also
-    called at the end of a `with` block, and when the iterator is collected. With `help_make`, a waiting consumer
-    makes items itself, which uses one more core and saves passing items between threads.
+    At most `depth` items are ready or being made at any time, and their size is limited by `bound`. An exception of
+    `make` is raised when its item is requested, and ends the iteration. `close()` stops the threads and waits up to
+    5 s for them. It is also called at the end of a `with` block, and when the iterator is garbage-collected. With
+    `help_make`, a thread that waits for an item makes items itself. This uses one more core, and such items need not be
+    passed between threads.
     """
 
     def __init__(
@@ -242,7 +245,10 @@ class Prefetch(Generic[T]):
         return item
 
     def close(self) -> None:
-        """Stops the threads and waits a moment for them (`threads.unfinished`). May be called more than once."""
+        """Stops the threads and waits up to 5 s for them. May be called more than once.
+
+        Afterwards `threads.unfinished` returns the threads that are still running.
+        """
         self._finalizer()
 
     def __enter__(self) -> Prefetch[T]:
@@ -288,11 +294,11 @@ class EpochPlan:
     """The global batches of an epoch that a rank reads. Pure.
 
     Attributes:
-        order: Maps positions to samples.
+        order: Maps positions in the epoch to samples.
         start: Position of the first batch, in samples over all ranks.
-        every: Only each n-th batch is taken.
+        every: Distance of consecutive batches, in batches: with n, only each n-th global batch is read.
         global_batch: Number of samples of all ranks in one batch.
-        num_batches: Number of batches.
+        num_batches: Number of batches that are read.
     """
 
     order: Order
@@ -302,13 +308,13 @@ class EpochPlan:
     num_batches: int
 
     def span(self, number: int) -> PositionRange:
-        """Returns the positions of batch `number`; the last batch of an epoch may be shorter than the others."""
+        """Returns the positions of the batch of index `number`. The last batch of an epoch may be shorter."""
         first = self.start + number * self.every * self.global_batch
         return PositionRange(first, min(first + self.global_batch, self.order.num_samples))
 
 
 class EpochIterator:
-    """Iterator over one rank's batches of one epoch. As a context manager it ends the threads that make batches."""
+    """Iterator over one rank's batches of one epoch. A `with` block stops the threads that make batches at its end."""
 
     def __init__(
         self,
@@ -323,9 +329,9 @@ class EpochIterator:
         """Do not call this; use `Loader.epoch`.
 
         `source` makes the batches. `waited` is called with the seconds that a call of `next` waited for its batch.
-        `handed_out` is called with each batch before `next` returns it. `watched` returns the
-        context in which the batch of a number is awaited. `closed` is called at the first `close`, after the
-        threads were stopped.
+        `handed_out` is called with each batch before `next` returns that batch. `watched` takes the index of a batch
+        and returns the context in which `next` waits for that batch. `closed` is called at the first `close`, after
+        the threads were stopped.
         """
         self._source = source
         self._waited = waited
@@ -355,7 +361,7 @@ class EpochIterator:
         return batch
 
     def close(self) -> None:
-        """Stops the threads that make batches, and waits a moment for them. May be called more than once."""
+        """Stops the threads that make batches, and waits up to 5 s for them. May be called more than once."""
         self._source.close()
         if not self._is_closed:
             self._is_closed = True
@@ -389,7 +395,10 @@ class CachedRange(NamedTuple):
 
 
 class ReadAhead:
-    """Requests blocks from the kernel ahead of their use, in one epoch of one loader from `start` on. Thread-safe."""
+    """Asks the kernel to read blocks into the page cache before they are needed. Thread-safe.
+
+    One object serves one epoch of one loader, from position `start` on.
+    """
 
     def __init__(self, dataset: Dataset, *, order: BlockOrder, start: int = 0) -> None:
         self._directory = dataset.directory
@@ -400,7 +409,10 @@ class ReadAhead:
         self._lock = threading.Lock()
 
     def before(self, span: PositionRange) -> None:
-        """Requests the windows of positions `span` and the next window. Call it before `span` is read."""
+        """Asks the kernel to read the windows of positions `span`, and the window after them.
+
+        Windows that were requested before are left out. Call this method before the samples at `span` are read.
+        """
         reached = self._order.windows_of(*span)
         if not reached:
             return
@@ -413,7 +425,7 @@ class ReadAhead:
             _ask(self._directory, list(self.byte_ranges(window)))
 
     def byte_ranges(self, window: int) -> Iterator[CachedRange]:
-        """Yields the byte ranges of a window's blocks, for fields that are contiguous in files. Pure."""
+        """Yields the byte ranges of the blocks of a window, for the fields that are contiguous in the files. Pure."""
         for block in self._order.blocks_of(window):
             shard = int(np.searchsorted(self._first_samples, block.start, side="right")) - 1
             while shard < len(self._manifest.shards) and self._first_samples[shard] < block.stop:
@@ -424,9 +436,9 @@ class ReadAhead:
 
 
 def read_ahead_for(dataset: object, order: Order, *, start: int = 0) -> ReadAhead | None:
-    """Returns the read-ahead for an epoch, or None if it cannot help.
+    """Returns the `ReadAhead` of an epoch, or None if reading ahead cannot help.
 
-    It helps only with a `BlockOrder`, and not with token windows that are split at documents.
+    Reading ahead helps only with a `BlockOrder`, and not with token windows that are split at documents.
     """
     if not isinstance(dataset, Dataset) or not isinstance(order, BlockOrder) or dataset.manifest.is_split:
         return None
@@ -467,7 +479,7 @@ def _ask(directory: Path, byte_ranges: list[CachedRange]) -> None:
 
 
 def _is_cached(descriptor: int, part: CachedRange) -> bool:
-    """Returns True if first, middle and last byte of the range are in the page cache.
+    """Returns True if the first, the middle and the last byte of the range are in the page cache.
 
     Returns False if the filesystem cannot tell.
     """

@@ -3,10 +3,10 @@
     loader = DataLoader(torch_map_dataset("images", fields=["image", "label"]), batch_size=64, shuffle=True)
     loader = DataLoader(torch_iterable_dataset("images", global_batch=64), batch_size=None)
 
-The first yields samples, in the order that DataLoader's sampler chooses. The second yields the batches of a
-`Loader`, which are the same for any number of ranks, and its state can be saved. Both may be used with
-`num_workers`; under MPI that needs `multiprocessing_context="spawn"` before Python 3.14, and `num_workers=0` is
-faster.
+The first DataLoader yields samples, in the order that its sampler chooses. The second yields the batches of a
+`Loader`: its global batches are the same for any number of ranks, and its state can be saved. Both datasets may be
+used with `num_workers`. Under MPI, worker processes need `multiprocessing_context="spawn"` before Python 3.14, and
+`num_workers=0` is faster.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _NO_POSITION = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EpochStart:
-    """Where an iteration begins.
+    """Position at which an iteration over a `TorchIterableDataset` begins.
 
-    `position` is the position of the first batch, in samples over all ranks, from a loaded state; None: the start
-    of the epoch. `num_workers` is the number of workers that shared the epoch when the state was saved.
+    `position` is the position of the first batch, in samples over all ranks, from a loaded state. It is None at the
+    start of an epoch. `num_workers` is the number of DataLoader workers that shared the epoch when the state was saved.
     """
 
     epoch: int = 0
@@ -55,7 +55,7 @@ class EpochStart:
     num_workers: int = 1
 
     def first_position(self, number: int, *, num_workers: int, global_batch: int) -> int:
-        """Returns the position of the first batch of worker `number`. Pure."""
+        """Returns the position of the first batch of the worker of index `number`. Pure."""
         if self.position is None:
             return number * global_batch
         # The position of a single reader is that of all workers; positions of several workers are each worker's own.
@@ -63,7 +63,7 @@ class EpochStart:
 
 
 class SharedEpoch:
-    """The start that the main process has set last, in memory that it shares with its workers."""
+    """The `EpochStart` that the main process has set last, in memory that it shares with DataLoader's workers."""
 
     def __init__(self) -> None:
         self._values = _shared(torch.tensor([0, 0, _NO_POSITION, 1, _NO_POSITION, 0]))
@@ -84,7 +84,7 @@ class SharedEpoch:
         return self._owner == os.getpid()
 
     def set(self, start: EpochStart) -> None:
-        """Publishes a start to this process's workers. Only for the process that created this object."""
+        """Makes a start visible to this process's workers. Call it only in the process that created this object."""
         self._values[_EPOCH] = start.epoch
         self._values[_POSITION] = _NO_POSITION if start.position is None else start.position
         self._values[_WORKERS] = start.num_workers
@@ -92,7 +92,10 @@ class SharedEpoch:
         self._values[_VERSION] = self._seen  # last: a worker then finds the other values
 
     def changed(self) -> EpochStart | None:
-        """Returns the start that was set since the last call, or since this worker was created; None if none was."""
+        """Returns the start that was set since the last call, or at the first call since this worker was created.
+
+        Returns None if no start was set since then.
+        """
         version, epoch, position, num_workers, *_ = self._values.tolist()
         if version == self._seen:
             return None
@@ -102,16 +105,16 @@ class SharedEpoch:
         )
 
     def begin(self) -> None:
-        """Records that a worker has begun an iteration with the newest start."""
+        """Records that a worker has begun an iteration at the newest start."""
         self._values[_BEGUN] = self._seen
 
     @property
     def has_begun(self) -> bool:
-        """True if a worker has begun an iteration with the newest start."""
+        """True if a worker has begun an iteration at the newest start."""
         return int(self._values[_BEGUN]) == self._seen
 
     def warn_of_repetition(self, epoch: int) -> None:
-        """Warns once, in a new worker, that it begins at the same place as earlier workers."""
+        """Prints a warning, once, that a new worker begins at the same place as the workers before it."""
         if not int(self._values[_WARNED]):
             self._values[_WARNED] = 1
             print(
@@ -147,7 +150,7 @@ class _Source:
         return {"_given": self._given, "_opened": None, "_pid": 0}
 
     def samples(self) -> Samples:
-        """Returns the dataset; opens it at the first call in this process. Raises DataError."""
+        """Returns the dataset, which the first call in this process opens. Raises DataError if that fails."""
         if not isinstance(self._given, Path):
             return self._given
         if self._opened is None or self._pid != os.getpid():
@@ -158,7 +161,7 @@ class _Source:
 
 
 class TorchMapDataset(TorchDataset[Sample]):
-    """Map-style dataset for `torch.utils.data.DataLoader`: samples by number. Create it with `torch_map_dataset`."""
+    """Map-style dataset for `torch.utils.data.DataLoader`: samples by index. Create it with `torch_map_dataset`."""
 
     def __init__(self, source: Path | str | Samples, *, fields: Sequence[str] | None = None) -> None:
         self._source = _Source(source)
@@ -172,16 +175,16 @@ class TorchMapDataset(TorchDataset[Sample]):
         return self._source.samples().num_samples
 
     def __getitem__(self, index: int) -> Sample:
-        """Returns one sample. Raises IndexError if it is out of range, DataError if it cannot be read."""
+        """Returns one sample. Raises IndexError if the index is out of range, DataError if reading fails."""
         index = index + len(self) if index < 0 else index
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is out of range; number of samples: {len(self)}")
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """Returns several samples that are read together, as views of one array.
+        """Returns several samples, which are read together. For each field they are views of one array.
 
-        DataLoader calls this once per batch.
+        DataLoader calls this method once per batch.
         """
         arrays = self._source.samples().gather(np.asarray(indices, dtype=np.int64))
         tensors = {name: as_tensor(array) for name, array in arrays.items()}
@@ -214,19 +217,20 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
         return self._made[1]
 
     def __len__(self) -> int:
-        """Returns the number of batches of an epoch, over all workers."""
+        """Returns the number of batches of an epoch, summed over all DataLoader workers."""
         return self._loader().batches_per_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration, which resumes within it if a state of that epoch was just loaded.
+        """Sets the epoch of the next iteration. If a state of that epoch was just loaded, its position is kept.
 
-        Without this call each iteration in a process is the next epoch, even if the one before was left early. The
-        call is needed if DataLoader starts new workers for each epoch (`persistent_workers=False`), since these all
-        begin alike. It also reaches workers that exist already (`persistent_workers=True`). If several DataLoaders
-        share this dataset, take a batch from one before you set the epoch of the next.
+        Without this call each iteration in a process is the next epoch, even if the iteration before was left early.
+        The call is needed if DataLoader starts new workers for each epoch (`persistent_workers=False`), since all new
+        workers begin at the same place. It also has an effect on workers that exist already
+        (`persistent_workers=True`). If several DataLoaders share this dataset, take a batch from one DataLoader before
+        you set the epoch for the next.
 
         Args:
-            epoch: Number of the epoch.
+            epoch: Number of the epoch, from 0.
         """
         is_restored = self._start.position is not None and not self._begun and not self._shared.has_begun
         if not (is_restored and epoch == self._start.epoch):
@@ -239,16 +243,16 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
             self._shared.set(start)
 
     def _own_shared(self) -> None:
-        """Creates new shared memory in a process that got this dataset from another one but is no worker.
+        """Creates new shared memory in a process that got this dataset from another process but is not a worker.
 
-        Such a process has workers of its own.
+        Such a process may start workers of its own.
         """
         if get_worker_info() is None and not self._shared.is_own:
             self._shared = SharedEpoch()
             self._shared.set(self._start)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yields this worker's batches: of W workers, worker w has batches w, w + W, ..., as DataLoader expects."""
+        """Yields this worker's batches. Of W workers, worker w yields batches w, w + W, ..., as DataLoader expects."""
         loader = self._loader()
         number, count = _worker()
         # A new worker has a copy of the start that applied when it was made, which is that of its first iteration.
@@ -279,10 +283,10 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
             self._start, self._begun, self._position = EpochStart(epoch=start.epoch + 1), False, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the last batch, as JSON values. torchdata's StatefulDataLoader calls it.
+        """Returns the position after the last batch, as JSON values. torchdata's StatefulDataLoader calls this method.
 
-        If the workers of a plain DataLoader make the batches, the main process does not know their position. It
-        then returns the start of their epoch, with a warning.
+        If the workers of a plain DataLoader make the batches, the main process does not know the workers' position.
+        There this method returns the start of the workers' epoch, with a warning.
         """
         if get_worker_info() is None and self._position is None and self._shared.has_begun:
             warnings.warn(
@@ -302,15 +306,15 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes at the position of `state`.
 
-        The number of ranks may have changed. The number of workers must be the same, except that a state saved
-        without workers, or at the start of an epoch, can be resumed by any number of workers.
+        The number of ranks may have changed. The number of workers must be the same as when the state was saved. Any
+        number of workers can resume a state that was saved without workers, or at the start of an epoch.
 
         Args:
-            state: What `state_dict` returned.
+            state: A state that `state_dict` returned.
 
         Raises:
-            DataError: If `state` is something else, or belongs to another order, seed, number of samples or of
-                workers.
+            DataError: If `state` is not such a state, or belongs to another order, seed, number of samples or number
+                of workers.
         """
         if not isinstance(state, Mapping) or not {"place", "begun", "num_workers"} <= set(state):
             raise DataError("this is not a state of a dataset: pass what its state_dict() returned")
@@ -336,24 +340,24 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
 def torch_map_dataset(
     source: Path | str | Samples, *, fields: Sequence[str] | None = None
 ) -> TorchMapDataset:
-    """Returns a map-style dataset for `torch.utils.data.DataLoader`, whose sampler chooses the order of the samples.
+    """Returns a map-style dataset for `torch.utils.data.DataLoader`. DataLoader's sampler chooses the sample order.
 
     Args:
         source: Directory of a dataset, or an opened dataset.
-        fields: Names of the fields of a sample; None: all.
+        fields: Names of the fields of a sample; None: all fields.
 
     Returns:
-        The dataset. Samples are dicts of tensors, or with `fields` tuples in that order.
+        The dataset. Without `fields` a sample is a dict of tensors, else a tuple of tensors in the order of `fields`.
 
     Raises:
         DataError: If the dataset cannot be opened.
-        UsageError: If it has no field of that name.
+        UsageError: If the dataset lacks one of `fields`.
     """
     return TorchMapDataset(source, fields=fields)
 
 
 def torch_iterable_dataset(source: Path | str | Samples, **loader_options: Any) -> TorchIterableDataset:
-    """Returns an iterable dataset of a `Loader`'s batches; pass `batch_size=None` to DataLoader.
+    """Returns an iterable dataset of the batches of a `Loader`. Pass `batch_size=None` to DataLoader.
 
     Args:
         source: Directory of a dataset, or an opened dataset.
@@ -361,11 +365,11 @@ def torch_iterable_dataset(source: Path | str | Samples, **loader_options: Any) 
             transform.
 
     Returns:
-        The dataset. Batches are dicts of tensors.
+        The dataset. Each batch is a dict of tensors by field name.
 
     Raises:
         DataError: If the dataset cannot be opened.
-        RecipeError: If the loader's options do not fit.
+        RecipeError: If the loader's options do not fit together, or do not fit the dataset.
     """
     return TorchIterableDataset(source, **loader_options)
 

@@ -1,7 +1,7 @@
-"""All ranks read their parts of a global batch together, through collective MPI-IO.
+"""Collective reading: all ranks read their parts of a global batch together, through MPI-IO.
 
-It is for filesystems that serve few large requests better than many small ones, and for orders that read whole
-blocks. MPI gets all requests for a file at once, and can combine them (two-phase I/O).
+Collective reading is for filesystems that serve few large requests better than many small ones, and for orders that
+read whole blocks. MPI gets the requests of all ranks for a file at once, and can combine them (two-phase I/O).
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ _COMPARED_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteRanges:
-    """Byte ranges of a file that a rank reads, each byte once.
+    """Byte ranges of a file that a rank reads. The ranges are disjoint and together contain all requested pieces.
 
     Attributes:
-        offsets: Start of each range in bytes: int64, shape (n,), ascending. The ranges are disjoint.
+        offsets: File offset of each range in bytes: int64, shape (n,), ascending.
         lengths: Length of each range in bytes: int64, shape (n,).
-        places: Offset of each requested piece in the concatenated ranges: int64, shape (pieces,).
+        places: Offset in bytes of each requested piece in the concatenation of all ranges: int64, shape (number of
+            pieces,).
     """
 
     offsets: NDArray[np.int64]
@@ -46,7 +47,10 @@ class ByteRanges:
         return int(self.lengths.sum())
 
     def rounds(self, *, max_bytes: int = _ROUND_BYTES) -> list[list[tuple[int, int]]]:
-        """Returns the ranges, (offset, length), in portions of at most `max_bytes` bytes; long ranges are split."""
+        """Returns the ranges in portions of at most `max_bytes` bytes. A portion is a list of (offset, length).
+
+        Ranges that do not fit into a portion are divided.
+        """
         portions: list[list[tuple[int, int]]] = []
         free_bytes = 0
         for offset, length in zip(self.offsets.tolist(), self.lengths.tolist(), strict=True):
@@ -61,9 +65,9 @@ class ByteRanges:
 
 
 def merge_pieces(starts: NDArray[np.int64], *, lengths: NDArray[np.int64]) -> ByteRanges:
-    """Merges pieces of a file that touch or overlap. Pure.
+    """Returns the byte ranges of pieces of a file. Pieces that touch or overlap become one range. Pure.
 
-    `starts` and `lengths` are in bytes: int64, shape (n,), in any order.
+    `starts` are the file offsets of the pieces and `lengths` their lengths, in bytes: int64, shape (n,), in any order.
     """
     if not len(starts):
         nothing = np.empty(0, dtype=np.int64)
@@ -84,10 +88,10 @@ def merge_pieces(starts: NDArray[np.int64], *, lengths: NDArray[np.int64]) -> By
 
 @final
 class CollectiveDataset:
-    """A dataset for the loader that all ranks read together: `gather` is collective over all ranks.
+    """A dataset that all ranks read together: `gather` is collective over all ranks. Create it with `open`.
 
-    The loader therefore makes each batch on demand, on every rank at the same step. So no rank reads ahead of the
-    others, and an epoch can be left early. Create it with `open`.
+    A loader with this dataset makes each batch only when it is requested, on every rank at the same step. So no rank
+    reads ahead of the other ranks, and an epoch can be left early.
     """
 
     collective: Final = True
@@ -111,11 +115,12 @@ class CollectiveDataset:
             dataset: The dataset, opened on every rank.
 
         Returns:
-            The dataset for the loader. Call `close` at the end.
+            The dataset to pass to the loader. Call its `close` at the end.
 
         Raises:
-            DataError: On every rank, if fields are not contiguous arrays, if `dataset` has a checker, if the ranks
-                have different datasets, or if the backend does not use MPI.
+            DataError: On every rank, if a field is not a contiguous array, if the samples are token windows that are
+                split at documents, if `dataset` has a checker, if the ranks have different datasets, or if the backend
+                does not use MPI.
         """
         agreed(world, lambda: _check_readable(dataset), os_error=DataError)
         check_same(
@@ -148,15 +153,16 @@ class CollectiveDataset:
         """Reads samples by index, as `Dataset.gather` does, on all ranks together. Collective over all ranks.
 
         Args:
-            indices: This rank's samples, perhaps none: int64, shape (n,), where n may differ between ranks.
-            out: Arrays to fill instead of new ones, for some or all fields.
+            indices: Indices in the dataset of this rank's samples: int64, shape (n,). n may be 0, and may differ
+                between ranks.
+            out: Arrays to fill instead of new ones, by field name, for some or all fields.
 
         Returns:
             For each field an array of shape (n, *sample_shape).
 
         Raises:
-            DataError: On every rank, if an index is out of range, if a file is missing or has another size, or if
-                MPI returned wrong bytes.
+            DataError: On every rank, if an index is out of range, if a file is missing or has not the size in the
+                manifest, or if MPI returned wrong bytes.
             CommunicationError: On every rank, if MPI fails.
         """
         if self._files is None:
@@ -216,9 +222,9 @@ class CollectiveDataset:
     def _check_end(
         self, entry: ShardEntry, *, portion: list[tuple[int, int]], read: NDArray[np.uint8]
     ) -> None:
-        """Compares the end of the bytes that MPI read with the file, since faulty Open MPI modules omit bytes there.
+        """Compares the last bytes that MPI read with the file. Raises DataError if they differ.
 
-        Raises DataError if they differ.
+        Faulty modules of Open MPI omit bytes at the end of a read.
         """
         offset, length = portion[-1]
         length = min(length, _COMPARED_BYTES)
@@ -234,12 +240,13 @@ class CollectiveDataset:
         if read[len(read) - length :].tobytes() != expected:
             raise DataError(
                 f"MPI reported that it read bytes {offset} to {offset + length - 1} of {self._path(entry)} on rank "
-                f"{self._world.rank}, but returned others. A known error of Open MPI's modules vulcan and dynamic: set "
+                f"{self._world.rank}, but returned others. This is a known error of Open MPI's modules vulcan and "
+                "dynamic: set "
                 'OMPI_MCA_fcoll=^vulcan,dynamic,dynamic_gen2 before the start, or io = "read"'
             )
 
     def _plan(self, indices: NDArray[np.int64]) -> dict[int, tuple[NDArray[np.int64], ByteRanges]]:
-        """Returns for each shard the positions of its samples in the batch, and the byte ranges to read."""
+        """Returns, by index of the shard, the batch rows of the shard's samples, and the byte ranges to read."""
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
             raise DataError(
                 f"samples {indices.min()} to {indices.max()} were requested from {self.dataset.directory}, "
@@ -263,7 +270,7 @@ class CollectiveDataset:
     def _check_size(self, entry: ShardEntry) -> None:
         """Raises DataError if a file has not the size in the manifest.
 
-        MPI-IO (Open MPI 4.1) would report success for reads beyond its end.
+        MPI-IO (Open MPI 4.1) would report success for reads beyond the end of a file.
         """
         path = self._path(entry)
         try:
@@ -298,7 +305,10 @@ class CollectiveDataset:
 
 
 def _bytes_of_rows(manifest: Manifest, *, entry: ShardEntry, name: str) -> tuple[int, int, int]:
-    """Returns, in bytes, the file offset of the shard's first sample of a field, the stride, and the sample size."""
+    """Returns where the samples of a field are in a shard's file, in bytes.
+
+    These are the file offset of the first sample, the distance between the starts of samples, and the size of a sample.
+    """
     stored, spec = entry.fields[name], manifest.fields[name]
     assert stored.offset is not None  # checked by `open`
     if manifest.tokens is None:

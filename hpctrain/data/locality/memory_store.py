@@ -1,7 +1,7 @@
-"""A dataset distributed over the memory of all ranks: read from the filesystem once, then from other ranks.
+"""A dataset in the memory of all ranks, which is read from the filesystem only once.
 
-Each rank holds a contiguous part of the samples in memory that all ranks may read (MPI one-sided reads). Any rank
-gathers any samples without participation of the rank that holds them.
+Each rank holds a contiguous part of the samples in memory that all ranks may read (MPI one-sided reads). A rank can
+read any samples, and the rank that holds them need not take part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpctrain.data.order.epoch_order import PositionRange, rank_share
 from hpctrain.errors import DataError, HpctrainError
 
 Progress = Callable[[int, int], None]
-"""Called with (done, total) samples of this rank's part."""
+"""Function that is called with two numbers of samples: those that this rank has read, and those of its whole part."""
 
 _LINE_BYTES = 64
 _FILL_BYTES = 8 << 20
@@ -33,7 +33,7 @@ _READS_IN_FLIGHT = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """dtype and sample shape of one returned array: a field, or the lengths of the samples of a field."""
+    """dtype, and shape in one sample, of an array of the store: a field, or the lengths of a ragged field."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -45,9 +45,10 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreLayout:
-    """Distribution of the samples over the ranks, and their offsets in the memory of each rank. Pure.
+    """States which rank holds which samples, and at which offsets in its memory. Pure.
 
-    Rank r holds the contiguous share of `rank_share`: all arrays one after another, each aligned to a cache line.
+    Each rank holds a contiguous share of the samples, as `rank_share` returns it. In the memory of a rank the arrays
+    follow one after another, each aligned to a cache line.
     """
 
     arrays: Mapping[str, Stored]
@@ -58,11 +59,11 @@ class StoreLayout:
         return rank_share(0, self.num_samples, rank=rank, num_ranks=self.num_ranks)
 
     def num_bytes(self, rank: int) -> int:
-        """Returns the size of rank `rank`'s memory that the store uses, in bytes."""
+        """Returns the number of bytes that the store uses in the memory of `rank`."""
         return self._place(rank, name=None)
 
     def offset(self, rank: int, *, name: str) -> int:
-        """Returns the offset in bytes of array `name` in the memory of `rank`."""
+        """Returns the offset in bytes of the array called `name` in the memory of `rank`."""
         return self._place(rank, name=name)
 
     def _place(self, rank: int, *, name: str | None) -> int:
@@ -74,7 +75,7 @@ class StoreLayout:
         return place
 
     def holders(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the rank that holds each sample: int64, shape of `indices`, which is (n,)."""
+        """Returns for each sample the rank that holds it: int64, shape (n,), which is the shape of `indices`."""
         share, extra = divmod(self.num_samples, self.num_ranks)
         larger = extra * (share + 1)
         return np.where(
@@ -83,7 +84,10 @@ class StoreLayout:
 
 
 def runs(indices: NDArray[np.int64], *, holders: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Yields (start, stop) of runs of consecutive samples on one rank, each of which takes one read. Pure."""
+    """Divides `indices` into runs of consecutive samples on one rank, so that each run takes one read. Pure.
+
+    Yields (start, stop) of each run: its elements are indices[start:stop]. `holders` is the rank of each sample.
+    """
     broken = (np.diff(indices) != 1) | (np.diff(holders) != 0)
     edges = [0, *(np.flatnonzero(broken) + 1).tolist(), len(indices)]
     yield from itertools.pairwise(edges)
@@ -91,7 +95,7 @@ def runs(indices: NDArray[np.int64], *, holders: NDArray[np.int64]) -> Iterator[
 
 @final
 class MemoryStore:
-    """A dataset for the loader whose samples are in the memory of the ranks. Create it with `load`.
+    """A dataset whose samples are in the memory of all ranks. Create it with `load` and pass it to a loader.
 
     `gather` is thread-safe and not collective. `load` and `close` are collective.
     """
@@ -111,21 +115,23 @@ class MemoryStore:
 
     @classmethod
     def load(cls, world: World, dataset: Samples, *, progress: Progress | None = None) -> MemoryStore:
-        """Reads each rank's part of a dataset into its memory. Collective over all ranks of the run.
+        """Reads the samples of a dataset into memory, each rank its own part. Collective over all ranks of the run.
 
-        The memory contains samples as they are in a batch: ragged fields are padded, overlapping token windows are
-        stored separately.
+        The memory contains samples in the form that they have in a batch: ragged fields are padded, and each of
+        several overlapping token windows is stored completely.
 
         Args:
             world: All ranks of the run.
             dataset: The dataset, opened on every rank.
-            progress: Called with the number of this rank's samples read so far, and with their total number.
+            progress: Called with the number of samples that this rank has read so far, and with the number of samples
+                of its part; None: not called.
 
         Returns:
-            The dataset for the loader. Call `close` at the end.
+            The dataset to pass to the loader. Call its `close` at the end.
 
         Raises:
-            DataError: On every rank, if a part cannot be read, or if the backend has no one-sided reads.
+            DataError: On every rank, if a part cannot be read, if the ranks have different datasets, or if the
+                backend has no one-sided reads.
             CommunicationError: On every rank, if a node has too little memory.
         """
         layout = agreed(world, lambda: _layout(dataset, num_ranks=world.num_ranks), os_error=DataError)
@@ -176,17 +182,17 @@ class MemoryStore:
     def gather(
         self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
     ) -> dict[str, NDArray[Any]]:
-        """Reads samples by index from the memory of the ranks, as `Dataset.gather` does. Not collective.
+        """Reads samples by index from the memory of all ranks, with the result of `Dataset.gather`. Not collective.
 
         Args:
-            indices: Numbers of the samples: int64, shape (n,).
-            out: Arrays to fill instead of new ones, for some or all fields.
+            indices: Indices of the samples in the dataset: int64, shape (n,).
+            out: Arrays to fill instead of new ones, by field name, for some or all fields.
 
         Returns:
             For each field an array of shape (n, *sample_shape).
 
         Raises:
-            DataError: If an index is out of range, and after `close`.
+            DataError: If an index is out of range, or if the store is closed.
             CommunicationError: If a read from another rank fails.
         """
         with self._idle:
@@ -262,7 +268,7 @@ class MemoryStore:
             memory.flush()
 
     def _place(self, holder: int) -> tuple[int, dict[str, int]]:
-        """Returns the first sample of a rank, and the offset in bytes of each array in its memory."""
+        """Returns the index of the first sample that a rank holds, and the offset in bytes of each array there."""
         place = self._places.get(holder)
         if place is None:
             offsets = {name: self.layout.offset(holder, name=name) for name in self.layout.arrays}
@@ -270,7 +276,10 @@ class MemoryStore:
         return place
 
     def close(self) -> None:
-        """Frees the memory, after the gathers of this rank's threads. Collective. May be called more than once."""
+        """Frees the memory, after all calls of `gather` on this rank have ended.
+
+        Collective over all ranks. May be called more than once.
+        """
         with self._idle:
             if self._memory is None:
                 return
@@ -284,14 +293,14 @@ class MemoryStore:
 
 
 def _layout(dataset: Samples, *, num_ranks: int) -> StoreLayout:
-    """Returns the layout for the arrays that the dataset returns for one sample, including lengths."""
+    """Returns the layout of a store for the arrays that `dataset.gather` returns: fields and lengths of ragged ones."""
     first = dataset.gather(np.zeros(1, dtype=np.int64))
     arrays = {name: Stored(dtype=array.dtype, shape=tuple(array.shape[1:])) for name, array in first.items()}
     return StoreLayout(arrays=arrays, num_samples=dataset.num_samples, num_ranks=num_ranks)
 
 
 def _views(memory: NDArray[np.uint8], *, layout: StoreLayout, rank: int) -> dict[str, NDArray[Any]]:
-    """Returns a view of each array in this rank's memory, of shape (samples of the rank, *sample_shape)."""
+    """Returns a view of each array in the memory of `rank`, of shape (number of samples of the rank, *sample_shape)."""
     samples = layout.share(rank).num_samples
     views = {}
     for name, stored in layout.arrays.items():

@@ -1,4 +1,4 @@
-"""Copies of shards on node-local storage: the folder that the ranks of a node share, and what copies into it."""
+"""Copies of shards on node-local storage: the folder that the ranks of a node share, and the thread that copies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _STAGER_LOCK = ".stager.lock"
 
 @dataclass(frozen=True, kw_only=True)
 class StagedFile:
-    """One file of the dataset: its path, its name in the folder, and the manifest's entries for it."""
+    """One file of the dataset: its path, the name of its copy in the folder, and its entries in the manifest."""
 
     source: Path
     name: str
@@ -49,7 +49,7 @@ class StagedFile:
 
 
 def plan_files(directory: Path, *, manifest: Manifest) -> tuple[list[StagedFile], list[int]]:
-    """Returns the files of a dataset, each once, and for each shard the index of its file. Pure."""
+    """Returns the list of files of a dataset, and for each shard the index of its file in that list. Pure."""
     numbers: dict[str, int] = {}
     entries: list[list[ShardEntry]] = []
     file_of = []
@@ -71,7 +71,10 @@ def plan_files(directory: Path, *, manifest: Manifest) -> tuple[list[StagedFile]
 
 
 def staged_manifest(manifest: Manifest, *, files: Sequence[StagedFile], file_of: Sequence[int]) -> Manifest:
-    """Returns the manifest with the names that the files have in the folder of copies. Pure."""
+    """Returns the manifest, with the file names replaced by those of the copies. Pure.
+
+    `files` and `file_of` are the results of `plan_files`.
+    """
     shards = tuple(
         entry.model_copy(update={"file": files[number].name})
         for entry, number in zip(manifest.shards, file_of, strict=True)
@@ -81,23 +84,23 @@ def staged_manifest(manifest: Manifest, *, files: Sequence[StagedFile], file_of:
 
 @final
 class StageFolder:
-    """The folder with the copies of one dataset, which all ranks of a node open.
+    """The folder with the copies of one dataset. All ranks of a node open it.
 
-    Locked by each process that uses it.
+    Each process that uses the folder holds a shared lock on it.
     """
 
     def __init__(self, path: Path, *, users: int) -> None:
-        """Do not call this; use `open`. `users` is the descriptor that holds the shared lock."""
+        """Do not call this; use `open`. `users` is the file descriptor that holds the shared lock."""
         self.path = path
         self._users: int | None = users
         self._stager: int | None = None
 
     @classmethod
     def open(cls, root: Path, *, source: Path, manifest: Manifest, staged: Manifest) -> StageFolder:
-        """Creates or joins the folder of a dataset below `root`. Raises DataError if that is not possible.
+        """Opens the folder of a dataset below `root`, and creates it if necessary. Raises DataError if that fails.
 
-        `source` is the directory of the dataset; `staged` is the manifest with the names of the copies, from
-        `staged_manifest`.
+        `source` is the directory of the dataset. `staged` is the manifest with the file names of the copies, a result
+        of `staged_manifest`.
         """
         identity = f"{manifest.fingerprint} {source.resolve()}"
         path = root / f"{PREFIX}{os.getuid()}-{hash_of(identity.encode())}"
@@ -125,14 +128,17 @@ class StageFolder:
         return folder
 
     def become_stager(self) -> bool:
-        """Tries to make this process the stager, the only one that copies files here. Returns True if it is."""
+        """Tries to make this process the stager: the only process that copies files into the folder.
+
+        Returns True if this process is now the stager, or was it before.
+        """
         if self._stager is None:
             with contextlib.suppress(FileNotFoundError):
                 self._stager = _lock(self.path / _STAGER_LOCK, shared=False, wait=False)
         return self._stager is not None
 
     def names(self) -> set[str]:
-        """Returns the names of the completely copied files."""
+        """Returns the names of the files in the folder that were copied completely."""
         with contextlib.suppress(FileNotFoundError):
             return {name for name in os.listdir(self.path) if not name.startswith(".")}
         return set()
@@ -147,7 +153,10 @@ class StageFolder:
         return total
 
     def close(self) -> None:
-        """Leaves the folder; the last process removes it. May be called more than once."""
+        """Ends the use of the folder by this process. Removes the folder if no other process uses it.
+
+        May be called more than once.
+        """
         if self._users is None:
             return
         if self._stager is not None:
@@ -158,7 +167,7 @@ class StageFolder:
 
 
 def clean_up(root: Path) -> list[Path]:
-    """Removes this user's folders below `root` that no running process uses. Returns their paths."""
+    """Removes this user's folders of copies below `root` that no running process uses. Returns their paths."""
     found = sorted(root.glob(f"{PREFIX}{os.getuid()}-*")) if root.is_dir() else []
     return [path for path in found if _remove_unused(path)]
 
@@ -184,14 +193,17 @@ def _remove_unused(path: Path) -> bool:
 
 
 def hold(path: Path) -> int | None:
-    """Returns a descriptor with a lock that prevents removal of a copied file; None if it is missing or removed."""
+    """Returns a file descriptor with a lock that prevents the removal of a copied file.
+
+    Returns None if the file is missing or is being removed.
+    """
     with contextlib.suppress(OSError):
         return _lock(path, shared=True, wait=False, create=False)
     return None
 
 
 def remove_unread(path: Path) -> bool:
-    """Removes a copied file unless a process reads it. Returns True if it was removed."""
+    """Removes a copied file, unless a process holds it (`hold`). Returns True if the file was removed."""
     with contextlib.suppress(OSError):
         lock = _lock(path, shared=False, wait=False, create=False)
         if lock is not None:
@@ -202,7 +214,10 @@ def remove_unread(path: Path) -> bool:
 
 
 def _lock(path: Path, *, shared: bool, wait: bool = True, create: bool = True) -> int | None:
-    """Returns a descriptor with a lock on `path`; None if another process has it, or if the file was replaced."""
+    """Returns a file descriptor with a lock on `path`.
+
+    Returns None if another process has the lock, or if the file was removed or replaced meanwhile.
+    """
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     try:
         descriptor = os.open(path, flags, 0o600)
@@ -233,19 +248,19 @@ _PIECE_BYTES = 1 << 20
 
 
 class CopyStopped(Exception):
-    """`stop` was set before the copy was complete."""
+    """Raised if the event `stop` was set before the copy was complete."""
 
 
 def copy_dataset_file(
     source: Path, target: Path, *, manifest: Manifest, entries: Sequence[ShardEntry], stop: threading.Event
 ) -> None:
-    """Copies a file of a dataset to `target`, with its modification time. Removes `target` on an error.
+    """Copies a file of a dataset to `target`, with its modification time. Removes `target` after an error.
 
-    `entries` are the manifest's entries for the file. While copying, contiguous hashed fields are compared with
-    their hashes block by block, and the HDF5 headers with the structure hash. Then the copy is read back and
-    compared with the bytes read from the source; this is the only check for chunks and for fields without hashes.
-    Raises DataError if the content differs, OSError after an error of a filesystem, and CopyStopped if `stop` was
-    set.
+    `entries` are the entries of the file in the manifest. While the file is copied, contiguous fields are compared
+    with their hashes block by block, and the HDF5 headers with the structure hash. Then the copy is read back and
+    compared with the bytes that were read from the source. Chunks, and files in which a field has no hashes, are only
+    checked in this second way. Raises DataError if the content differs, OSError after an error of a filesystem, and
+    CopyStopped if `stop` was set.
     """
     descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -283,7 +298,9 @@ def _copy(
             raise CopyStopped
         data = read_bytes(descriptor, stop_byte - start, offset=start)
         if len(data) < stop_byte - start:
-            raise DataError(f"{source} ends at byte {start + len(data)}, while it is copied")
+            raise DataError(
+                f"{source} became shorter while it was copied: it ends at byte {start + len(data)}"
+            )
         if expected is None:
             structure.update(data)
         elif hash_of(data) != expected:
@@ -298,15 +315,18 @@ def _copy(
             raise CopyStopped
         again.update(read_bytes(written, min(_PIECE_BYTES, entries[0].file_bytes - start), offset=start))
     if again.digest() != whole.digest():
-        raise DataError(f"the copy of {source} differs from what was written")
+        raise DataError(f"the copy of {source} was read back, and differs from what was written")
 
 
 Piece = tuple[int, int, str | None]
-"""(start, stop, expected hash) of a byte range; the hash is None if the range has none."""
+"""A byte range of a file and its expected hash: (start, stop, hash). The hash is None if it is unknown."""
 
 
 def _hashed_blocks(manifest: Manifest, *, entries: Sequence[ShardEntry]) -> list[Piece] | None:
-    """Returns the hashed blocks of the file, sorted by offset; None if a field has none, or if blocks overlap."""
+    """Returns the hashed blocks of the file, sorted by offset.
+
+    Returns None if the bytes of a field cannot be compared with hashes, or if blocks overlap.
+    """
     blocks: list[Piece] = []
     for entry in entries:
         for name, stored in entry.fields.items():
@@ -323,7 +343,10 @@ def _hashed_blocks(manifest: Manifest, *, entries: Sequence[ShardEntry]) -> list
 
 
 def _pieces(blocks: Sequence[Piece], *, file_bytes: int) -> Iterator[Piece]:
-    """Yields the whole file in order: the blocks, and the bytes between them in pieces of bounded size."""
+    """Yields byte ranges that make up the whole file, in order: the blocks, and the bytes between them.
+
+    The bytes between blocks are divided into pieces of at most 1 MiB.
+    """
     position = 0
     for start, stop, expected in [*blocks, (file_bytes, file_bytes, None)]:
         while position < start:
@@ -344,12 +367,12 @@ _FULL_DISK_PAUSE_S = 10.0
 
 @final
 class Stager:
-    """Thread that copies the files in order, beginning at the file that was requested last. Failures never end the
-    run.
+    """Copies the files in a background thread, in order, beginning at the file that was requested last.
 
-    Copies are kept until disk space is needed. Then the least recently read one is removed, provided that it was
-    read at least once, but not within the last `idle_s` seconds, and that no process reads it. The attribute
-    `problems` maps names of files to the reason why they were not copied.
+    An error never ends the run. Copies are kept until disk space is needed. Then the copies that were not read for the
+    longest time are removed. A copy is only removed if it was read at least once, but not within the last `idle_s`
+    seconds, and if no process reads it. The attribute `problems` maps the names of files that were not copied to the
+    reasons.
     """
 
     def __init__(
@@ -361,10 +384,13 @@ class Stager:
         max_bytes: int,
         idle_s: float,
     ) -> None:
-        """Starts the thread. This process must be the stager of `folder`; `max_bytes` bounds the size of all copies."""
+        """Starts the thread. This process must be the stager of `folder`.
+
+        `max_bytes` is the maximum size of all copies together, in bytes.
+        """
         self.problems: dict[str, str] = {}
         self.wanted: int | None = None
-        """Number of a file without a copy that this process has just read; set by the readers."""
+        """Index of the file without a copy that this process has requested last. Set by the reading threads."""
         self._next = 0
         self._folder = folder
         self._files = files
@@ -389,7 +415,10 @@ class Stager:
             self._stop.wait(pause_s)
 
     def _step(self) -> float | None:
-        """Copies files for a short time. Returns the seconds to wait before the next call; None if all are copied."""
+        """Copies files for a short time. Returns the number of seconds to wait before the next call.
+
+        Returns None if no files remain to be copied.
+        """
         there = self._folder.names()
         missing = [
             number
@@ -435,7 +464,10 @@ class Stager:
         return True
 
     def _make_room(self, num_bytes: int) -> int:
-        """Removes idle copies until `num_bytes` more bytes fit the bound, if possible. Returns how many bytes fit."""
+        """Removes idle copies until `num_bytes` more bytes fit below the maximum, if possible.
+
+        Returns the number of bytes that then fit.
+        """
         path = self._folder.path
         for leaving in path.glob(f"{LEAVING}*"):
             remove_unread(leaving)  # removed once all its readers have released it
@@ -463,6 +495,6 @@ class Stager:
         return free_bytes
 
     def close(self) -> None:
-        """Ends the thread, even in the middle of a file. May be called more than once."""
+        """Ends the thread, even while it copies a file. May be called more than once."""
         self._stop.set()
         self._thread.join()

@@ -1,10 +1,10 @@
-"""Reads a dataset from copies on node-local storage as soon as they exist, and from the original until then.
+"""Reads a dataset from copies of its files on node-local storage. Files that have no copy yet are read directly.
 
     dataset = StagedDataset.open(Dataset.open("/scratch/images"), directory="/local/tmp", max_bytes=200 << 30)
 
-One process per node copies files in the background, compares them with the manifest's hashes, and keeps the copies
-within `max_bytes`. All ranks of the node read the copies. Never communicates: the ranks coordinate through the
-folder.
+One process per node copies files in the background, compares them with the hashes in the manifest, and limits the size
+of all copies to `max_bytes`. All ranks of the node read the copies. The ranks do not communicate: they coordinate
+through files and locks in the folder of the copies.
 """
 
 from __future__ import annotations
@@ -40,14 +40,18 @@ _MAX_HELD = 256
 
 
 def open_verified_when_read(folder: Path) -> Dataset:
-    """Opens the copies as a dataset; each is checked when it is first read, since most do not exist yet."""
+    """Opens the folder of the copies as a dataset. Checks no files, since most copies do not exist yet.
+
+    Each copy is checked when it is first read.
+    """
     return Dataset.open(folder, verify=Verify.OFF)
 
 
 class _Copies:
-    """The opened copies.
+    """The copies, opened as a dataset.
 
-    `held` maps file numbers to descriptors whose locks prevent removal; closed with the object.
+    `held` maps the index of a file to a file descriptor with a lock that prevents the removal of its copy. The
+    descriptors are closed when this object is deleted.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -61,9 +65,10 @@ class _Copies:
 
 @final
 class StagedDataset:
-    """A dataset for the loader that reads from copies on node storage where they exist. Create it with `open`.
+    """A dataset that reads samples from copies on node-local storage where copies exist. Create it with `open`.
 
-    `gather` is thread-safe. Each rank opens its own object and closes it at the end. Not collective.
+    `gather` is thread-safe. Each rank opens an object of its own, passes it to a loader, and closes it at the end. No
+    method is collective.
     """
 
     is_thread_safe: Final = True
@@ -75,9 +80,9 @@ class StagedDataset:
         """Do not call this; use `open`."""
         self.original = original
         self.staged_samples = 0
-        """Number of samples read from copies so far."""
+        """Number of samples that were read from copies so far."""
         self.read_samples = 0
-        """Number of samples read so far."""
+        """Number of samples that were read so far, from copies or from the original files."""
         manifest = original.manifest
         files, file_of = plan_files(original.directory, manifest=manifest)
         self._files = files
@@ -113,17 +118,18 @@ class StagedDataset:
     ) -> StagedDataset:
         """Starts to copy a dataset to a folder below `directory`, on storage of this node. Not collective.
 
-        It also removes from `directory` what killed runs have left.
+        Also removes from `directory` the copies that killed runs have left.
 
         Args:
-            original: The dataset, opened.
-            directory: Directory on node storage.
-            max_bytes: Upper bound on the size of all copies.
-            idle_s: A copy may be removed to make room if it was not read for this number of seconds.
-            reopen: Opens the folder of the copies as a dataset, with the options of the original.
+            original: The opened dataset.
+            directory: Directory on node-local storage.
+            max_bytes: Maximum size of all copies together, in bytes.
+            idle_s: Time in seconds for which a copy must not have been read before it may be removed to make room.
+            reopen: Function that opens the folder of the copies as a dataset. It should use the same options as those
+                of `original`.
 
         Returns:
-            The dataset for the loader. Call `close` at the end.
+            The dataset to pass to the loader. Call its `close` at the end.
 
         Raises:
             DataError: If the directory cannot be used.
@@ -175,26 +181,26 @@ class StagedDataset:
 
     @property
     def checker(self) -> Any:
-        """Checker of the original dataset, with which the loader leaves out damaged samples; None if it has none."""
+        """Checker of the original dataset, with which a loader leaves out damaged samples; None if there is none."""
         return self.original.checker
 
     @property
     def folder(self) -> Path:
-        """Folder of the copies."""
+        """Path of the folder of the copies."""
         return self._folder.path
 
     @property
     def problems(self) -> dict[str, str]:
-        """For each file that was not copied the reason; empty unless this process copies the files."""
+        """Reasons why files were not copied, by file name. Empty unless this process copies the files."""
         return dict(self._stager.problems) if self._stager is not None else {}
 
     @property
     def staged_share(self) -> float:
-        """Fraction of the files that had copies when the folder was last polled."""
+        """Fraction of the dataset's files that had a copy when the folder was last looked at."""
         return float(self._staged.mean())
 
     def place_of(self, entry: ShardEntry) -> Path:
-        """Returns the file from which a shard is read now: its copy if it exists, or the original.
+        """Returns the path of the file from which a shard is read now: of the copy if it exists, else of the original.
 
         Args:
             entry: The shard's entry in the manifest.
@@ -213,11 +219,11 @@ class StagedDataset:
     ) -> dict[str, NDArray[Any]]:
         """Reads samples by index, as `Dataset.gather` does, from the copies that exist.
 
-        It reads the original if a copy cannot be read.
+        If a copy does not exist or cannot be read, the original file is read.
 
         Args:
-            indices: Numbers of the samples: int64, shape (n,).
-            out: Arrays to fill instead of new ones, for some or all fields.
+            indices: Indices of the samples in the dataset: int64, shape (n,).
+            out: Arrays to fill instead of new ones, by field name, for some or all fields.
 
         Returns:
             For each field an array of shape (n, *sample_shape).
@@ -269,10 +275,10 @@ class StagedDataset:
         return arrays
 
     def _take(self, files: NDArray[np.int64]) -> tuple[_Copies | None, NDArray[np.bool_]]:
-        """Returns the copies to read from, or None, and for each file of the dataset whether its copy can be read.
+        """Returns the copies to read from, and a mask that is True for each file whose copy can be read.
 
-        `files` are the numbers of the files that a batch needs: int64, shape (n,). The returned mask is bool, shape
-        (files of the dataset,).
+        The copies are None if no file of this batch has a copy. `files` are the indices of the files that the batch
+        needs: int64, shape (n,). The mask is bool, shape (number of files of the dataset,).
         """
         with self._lock:
             usable = self._staged.copy()
@@ -299,7 +305,7 @@ class StagedDataset:
             return self._copies, usable
 
     def _poll(self) -> None:
-        """Looks, at a limited rate, for new copies in the folder and for copies that are being removed."""
+        """Looks in the folder for new copies, and for copies that are being removed. Does so at a limited rate."""
         began = time.monotonic()
         if began < self._next_poll_s or self._closed or not self._lock.acquire(blocking=False):
             return
@@ -333,10 +339,10 @@ class StagedDataset:
         """Waits until every file has a copy.
 
         Args:
-            timeout_s: Longest time to wait, in seconds.
+            timeout_s: Maximum time to wait, in seconds.
 
         Returns:
-            The fraction of the files that have a copy.
+            The fraction of the files that have a copy when the wait ends.
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -348,7 +354,10 @@ class StagedDataset:
         return self.staged_share
 
     def close(self) -> None:
-        """Stops copying and leaves the folder, which the last process removes. May be called more than once."""
+        """Stops copying, and ends the use of the folder by this process. The last process removes the folder.
+
+        May be called more than once.
+        """
         with self._lock:
             self._closed = True  # first: prevents this process from taking over the copying
             self._copies = None

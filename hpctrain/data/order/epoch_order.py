@@ -1,7 +1,7 @@
 """Order of the samples: a pure function of seed, epoch and position, the same for any number of ranks.
 
-This module contains the interface of orders, the full shuffle, and the division of positions into batches and
-ranks' parts. The other orders, and the choice among them, are in `order_spec`.
+This module contains the interface of orders, the order that shuffles all samples, and the division of positions into
+batches and into parts of ranks. The other orders, and the classes that choose an order, are in `order_spec`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ORDER_NAME = "feistel-1"
 
 
 class Order(Protocol):
-    """Interface of the order of one epoch: maps positions to samples. Immutable; equal on every rank."""
+    """Interface of the order of one epoch, which maps positions to samples. Immutable, and equal on every rank."""
 
     @property
     def num_samples(self) -> int:
@@ -37,14 +37,16 @@ class Order(Protocol):
     def at(self, start: int, stop: int) -> NDArray[np.int64]:
         """Returns the sample indices at positions start to stop - 1: int64, shape (stop - start,).
 
-        Time and memory depend on stop - start only. Raises DataError if the range is not within the epoch.
+        Time and memory depend only on stop - start. Raises DataError if the range is not within the epoch.
         """
 
 
 class LastBatch(str, Enum):
     """What to do with an incomplete global batch at the end of an epoch.
 
-    KEEP: return a smaller batch. DROP: leave it out. PAD: fill it by repeating its samples, with weight 0.
+    KEEP: Return a smaller batch.
+    DROP: Leave the batch out.
+    PAD: Fill the batch by repeating its samples. The repeated samples have weight 0.
     """
 
     KEEP = "keep"  # a smaller batch
@@ -53,7 +55,7 @@ class LastBatch(str, Enum):
 
 
 class PositionRange(NamedTuple):
-    """Range of positions start to stop - 1."""
+    """The range of positions from start to stop - 1."""
 
     start: int
     stop: int
@@ -66,7 +68,7 @@ class PositionRange(NamedTuple):
 def check_order(*, num_samples: int, seed: int, epoch: int, max_samples: int = MAX_VALUES) -> None:
     """Raises DataError if `num_samples` is out of range, RecipeError if `seed` or `epoch` is negative."""
     if not 0 <= num_samples <= max_samples:
-        raise DataError(f"an order of {num_samples} samples is not possible: 0 to {max_samples} are")
+        raise DataError(f"an order cannot have {num_samples} samples: 0 to {max_samples} are possible")
     if seed < 0 or epoch < 0:
         raise RecipeError(f"seed {seed} and epoch {epoch} must not be negative")
 
@@ -85,8 +87,8 @@ class EpochOrder:
     Attributes:
         num_samples: Number of samples of the dataset.
         seed: Seed of the permutation; the same on every rank.
-        epoch: Number of the epoch.
-        shuffle: False: the stored order.
+        epoch: Number of the epoch, from 0.
+        shuffle: True: the order is a permutation. False: the samples come in the order in which they are stored.
     """
 
     num_samples: int
@@ -98,7 +100,7 @@ class EpochOrder:
         check_order(num_samples=self.num_samples, seed=self.seed, epoch=self.epoch)
 
     def at(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Returns the sample indices at some positions. Time and memory depend on their number only.
+        """Returns the sample indices at a range of positions. Time and memory depend only on the length of the range.
 
         Args:
             start: The first position.
@@ -119,8 +121,8 @@ class EpochOrder:
 def rank_share(start: int, stop: int, *, rank: int, num_ranks: int) -> PositionRange:
     """Returns this rank's contiguous part of the positions start to stop - 1.
 
-    The parts of ranks 0, 1, ... are consecutive, and their sizes differ by at most one (the first ranks have the
-    larger ones). With fewer positions than ranks some are empty. Raises DataError if `rank` is out of range.
+    The parts of ranks 0, 1, ... are consecutive. Their lengths differ by at most one, and the longer parts belong to
+    the first ranks. With fewer positions than ranks some parts are empty. Raises DataError if `rank` is out of range.
     """
     if not 0 <= rank < num_ranks:
         raise DataError(f"rank {rank} is not one of {num_ranks} ranks")
@@ -145,12 +147,12 @@ _MOST_RANKS = 4
 
 
 def ahead_for(order: Order, *, num_ranks: int) -> Order:
-    """Returns the order, wrapped in `OrderAhead` if there are so few ranks that this saves time."""
+    """Returns the order itself, or wrapped in an `OrderAhead` if there are so few ranks that this saves time."""
     return OrderAhead(order) if num_ranks <= _MOST_RANKS else order
 
 
 class OrderAhead:
-    """Computes another order in blocks of 4096 positions, 32 KiB each, and caches the last 3 of them. Thread-safe."""
+    """Wraps an order: computes it in blocks of 4096 positions, and caches the last 3 blocks of 32 KiB. Thread-safe."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -193,16 +195,16 @@ class OrderAhead:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BatchPlan:
-    """Which samples are one rank's part of a global batch.
+    """Lists the samples that are one rank's part of a global batch.
 
     Attributes:
-        epoch: Number of the epoch.
-        start: Position of the global batch in the epoch, in samples.
-        global_samples: Length of the global batch in samples, without padding.
-        indices: This rank's samples, followed by repeated samples as padding: int64, shape (num_samples +
-            num_padded,).
-        num_samples: Number of this rank's samples, without padding.
-        num_skipped: Number of this rank's samples that were left out because they are damaged.
+        epoch: Number of the epoch, from 0.
+        start: Position in the epoch of the first sample of the global batch, in samples over all ranks.
+        global_samples: Number of samples of all ranks in the global batch, without padding.
+        indices: Indices in the dataset of this rank's samples, followed by those of repeated samples as padding:
+            int64, shape (num_samples + num_padded,).
+        num_samples: Number of samples of this rank, without padding.
+        num_skipped: Number of samples of this rank that were left out because they are damaged.
     """
 
     epoch: int
@@ -222,8 +224,8 @@ def plan_batch(
 ) -> BatchPlan:
     """Returns this rank's part of the global batch at positions `span` of the epoch.
 
-    With LastBatch.PAD a shorter batch is filled up to `global_batch` by repeating its samples from the first on,
-    and then divided among the ranks.
+    With LastBatch.PAD a batch of fewer than `global_batch` samples is first filled up, by repeating its samples from
+    the first on, and then divided among the ranks.
     """
     length = global_batch if last_batch is LastBatch.PAD else span.num_samples
     share = rank_share(span.start, span.start + length, rank=rank, num_ranks=num_ranks)
@@ -244,7 +246,7 @@ def plan_batch(
 
 
 def _over_again(order: Order, *, span: PositionRange, first: int, count: int) -> NDArray[np.int64]:
-    """Returns elements first to first + count - 1 of the endlessly repeated samples of `span`."""
+    """Returns samples from the endless repetition of the samples at `span`: its elements first to first + count - 1."""
     if count >= span.num_samples:
         return order.at(*span)[np.arange(first, first + count) % span.num_samples]
     begin = span.start + first % span.num_samples
@@ -256,11 +258,11 @@ def _over_again(order: Order, *, span: PositionRange, first: int, count: int) ->
 
 
 def sample_sum(indices: NDArray[np.int64]) -> int:
-    """Returns the sum, modulo 2^64, of a 64-bit hash of each sample's number.
+    """Returns the sum, modulo 2^64, of a 64-bit hash of each sample index.
 
-    The order of the samples does not matter, and the sums of the ranks' parts add up, modulo 2^64, to that of the
-    whole batch. Different sets of samples have the same sum with a probability of 2^-64. Source of the hash:
-    Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195 (SplitMix64).
+    The sum does not depend on the order of the samples. The sums of the parts of all ranks add up, modulo 2^64, to the
+    sum of the whole batch. Two different sets of samples have the same sum with a probability of 2^-64. Source of the
+    hash: Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195 (SplitMix64).
     """
     mixed = indices.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -269,10 +271,13 @@ def sample_sum(indices: NDArray[np.int64]) -> int:
 
 
 def add_sample_sums(parts: Iterable[str]) -> str:
-    """Adds the sums of the ranks' parts, as they are in records: texts of 16 hexadecimal digits."""
+    """Adds sample sums of several ranks modulo 2^64. The parts and the result are texts of 16 hexadecimal digits."""
     return show_sample_sum(sum(int(part, 16) for part in parts))
 
 
 def show_sample_sum(value: int) -> str:
-    """Returns a sum as 16 hexadecimal digits: JSON readers with floating-point numbers would round 64 bits."""
+    """Returns a sample sum as a text of 16 hexadecimal digits.
+
+    It is a text because JSON readers that use floating-point numbers would round a number of 64 bits.
+    """
     return f"{value % 2**64:016x}"

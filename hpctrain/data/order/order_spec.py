@@ -1,6 +1,6 @@
 """The orders of samples that a loader can use: block-wise, weighted, stratified, shuffled, sequential.
 
-A specification makes the order of every epoch, and has a name, which checkpoints record.
+A specification (`OrderSpec`) makes the order of every epoch. Checkpoints record its name.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _BLOCKS, _SAMPLES = 1, 2  # purposes of keys
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOrder:
-    """Order of one epoch by blocks of consecutive samples, which are mixed within windows of several blocks.
+    """Order of one epoch by blocks of consecutive samples. Samples are mixed within windows of several blocks.
 
-    Blocks have `block_samples` samples (the last may be smaller), windows have `window_blocks` blocks. Raises
-    RecipeError if either is below 1.
+    A block has `block_samples` samples; the last block of the dataset may have fewer. A window has `window_blocks`
+    blocks. Raises RecipeError if one of the two numbers is below 1.
     """
 
     num_samples: int
@@ -92,14 +92,14 @@ class BlockOrder:
         return self._blocks_in(slots) * self.block_samples + offsets
 
     def windows_of(self, start: int, stop: int) -> range:
-        """Returns the numbers of the windows that contain the positions start to stop - 1."""
+        """Returns the indices of the windows that contain the positions start to stop - 1."""
         if start >= stop:
             return range(0)
         slots, _ = self._slots_at(positions(start, stop, num_samples=self.num_samples)[[0, -1]])
         return range(int(slots[0]) // self.window_blocks, int(slots[1]) // self.window_blocks + 1)
 
     def blocks_of(self, window: int) -> list[PositionRange]:
-        """Returns the blocks of a window as spans of samples of the dataset, ascending."""
+        """Returns the blocks of the window of index `window`, each as a range of sample indices, ascending."""
         first = window * self.window_blocks
         slots = np.arange(first, min(first + self.window_blocks, self.num_blocks), dtype=np.int64)
         starts = np.sort(self._blocks_in(slots)) * self.block_samples
@@ -114,7 +114,7 @@ class BlockOrder:
 
     @cached_property
     def _short_slot(self) -> int:
-        """Slot of the dataset's last block."""
+        """Slot of the dataset's last block, which may be shorter."""
         last = np.array([self.num_blocks - 1])
         key = epoch_key(self.seed, self.epoch, purpose=_BLOCKS)
         return int(permute(last, num_values=self.num_blocks, key=key, direction=Direction.INVERSE)[0])
@@ -124,13 +124,13 @@ class BlockOrder:
         return permute(slots, num_values=self.num_blocks, key=key)
 
     def _slots_at(self, where: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the slot of each position, and the offset within its block."""
+        """Returns two arrays: for each position the slot of its block, and the offset of the position in the block."""
         after_short = (self._short_slot + 1) * self.block_samples - self._missing
         slots, offsets = np.divmod(where + self._missing * (where >= after_short), self.block_samples)
         return slots, offsets
 
     def _first_position(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the position at which each window begins; for the window after the last, the end of the epoch."""
+        """Returns the position at which each window begins. For the window after the last, that is the epoch's end."""
         slots = np.minimum(windows * self.window_blocks, self.num_blocks)
         return slots * self.block_samples - self._missing * (slots > self._short_slot)
 
@@ -150,9 +150,9 @@ _PHASES, _MEMBERS = 4, 5  # purposes of keys
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Strata:
-    """The samples of each class: those of class c are members[starts[c] : starts[c + 1]].
+    """Sample indices grouped by class: members[starts[c] : starts[c + 1]] are the indices of the samples of class c.
 
-    It takes 8 bytes per sample (4 below 2**32 samples).
+    They take 4 bytes per sample in memory, or 8 from 2**32 samples on.
     """
 
     members: NDArray[np.integer]
@@ -160,7 +160,10 @@ class Strata:
 
     @classmethod
     def of(cls, classes: NDArray[np.generic]) -> Strata:
-        """Groups samples by their class: integers or bool, shape (n,). Raises DataError for other arrays."""
+        """Groups samples by class. `classes` is the class of each sample: integers or bool, shape (n,), n > 0.
+
+        Raises DataError for other arrays.
+        """
         values = np.asarray(classes)
         if values.ndim != 1 or values.dtype.kind not in "biu" or not len(values):
             raise DataError(
@@ -184,9 +187,9 @@ class Strata:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StratifiedOrder:
-    """Order of one epoch over `strata`, with the classes in the dataset's proportions in any range of positions.
+    """Order of one epoch in which every range of positions has the classes in the proportions of the dataset.
 
-    `at` computes one key per position, and a few more per class.
+    `strata` are the samples by class. `at` computes one sort key per position, and a few more per class.
     """
 
     strata: Strata
@@ -232,7 +235,7 @@ class StratifiedOrder:
 def _members_below(
     key: float, *, counts: NDArray[np.int64], phases: NDArray[np.float64]
 ) -> NDArray[np.int64]:
-    """Returns the exact number of members of each class whose key is below `key`: int64, shape (classes,)."""
+    """Returns, for each class, the exact number of samples whose sort key is below `key`: int64, shape (classes,)."""
     guess = np.clip(np.ceil(key * counts - phases), 0, counts).astype(np.int64)
     # The product and the quotient are rounded differently: the guess may be off by one.
     guess -= (guess > 0) & ((guess - 1 + phases) / counts >= key)
@@ -249,7 +252,8 @@ _DRAWS = 3  # purpose of the key
 def cumulative_weights(weights: NDArray[np.generic]) -> NDArray[np.float64]:
     """Returns the cumulative sums of weights for `WeightedOrder`: float64, shape (n,).
 
-    `weights` are numbers, shape (n,). Raises DataError if they are negative, not finite, or all zero.
+    `weights` are numbers, shape (n,). Raises DataError if a weight is negative or not finite, or if the sum of all
+    weights is zero or not finite.
     """
     values = np.asarray(weights)
     if values.ndim != 1 or values.dtype.kind not in "biuf":
@@ -272,10 +276,10 @@ def cumulative_weights(weights: NDArray[np.generic]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WeightedOrder:
-    """Order of one epoch in which each position is a sample drawn with replacement, independent of the others.
+    """Order of one epoch in which the sample of each position is drawn with replacement, independently of the others.
 
-    `sums` comes from `cumulative_weights`, shape (samples in the dataset,); `num_samples` is the number of draws in
-    an epoch. Each position costs one binary search. A sample of weight 0 is never drawn.
+    `sums` is the result of `cumulative_weights`, shape (number of samples of the dataset,). `num_samples` is the number
+    of draws per epoch. Each position costs one binary search. A sample of weight 0 is never drawn.
     """
 
     sums: NDArray[np.float64]
@@ -302,18 +306,18 @@ class WeightedOrder:
 
 
 BLOCK_BYTES = 4 << 20
-"""Default size of a block: a disk with 8 ms per seek and 150 MB/s then spends a quarter of the time seeking."""
+"""Default size of a block, in bytes. A disk with 8 ms per seek and 150 MB/s then seeks for a quarter of the time."""
 
 
 class OrderSpec(Protocol):
-    """Interface of the argument of `Loader(order=...)`. It must be equal on every rank."""
+    """Interface of the argument `order` of `Loader`: makes the order of each epoch. Must be equal on every rank."""
 
     @property
     def name(self) -> str:
-        """Name that identifies the order with all its parameters, since positions are valid for one order only."""
+        """Name that identifies the order and all its parameters. A saved position is valid only for the same name."""
 
     def num_positions(self, *, num_samples: int) -> int:
-        """Returns the length of an epoch.
+        """Returns the number of positions per epoch.
 
         Args:
             num_samples: Number of samples of the dataset.
@@ -323,9 +327,9 @@ class OrderSpec(Protocol):
         """Returns the order of one epoch.
 
         Args:
-            epoch: Number of the epoch.
+            epoch: Number of the epoch, from 0.
             num_samples: Number of samples of the dataset.
-            seed: Seed; the same on every rank.
+            seed: Seed of the order; the same on every rank.
 
         Raises:
             DataError: If the order does not fit a dataset of `num_samples` samples.
@@ -334,7 +338,7 @@ class OrderSpec(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shuffled:
-    """All samples, in another random order in each epoch."""
+    """All samples once per epoch, in another random order in each epoch."""
 
     @property
     def name(self) -> str:
@@ -349,7 +353,7 @@ class Shuffled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequential:
-    """All samples in the order in which they are stored."""
+    """All samples once per epoch, in the order in which they are stored."""
 
     @property
     def name(self) -> str:
@@ -366,11 +370,12 @@ class Sequential:
 class Blocks:
     """Blocks of consecutive samples in random order, with the samples mixed within a window of several blocks.
 
-    It is for storage on which reading consecutive samples is much faster. See `BlockOrder`.
+    This order is for storage on which reading consecutive samples is much faster than reading scattered samples. See
+    `BlockOrder`.
 
     Attributes:
         block_samples: Number of samples per block.
-        window_blocks: Number of blocks whose samples are mixed.
+        window_blocks: Number of blocks per window. The samples of a window are mixed.
     """
 
     block_samples: int
@@ -392,15 +397,15 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weighted:
-    """Samples drawn with replacement, with given weights.
+    """Samples drawn with replacement, with probabilities proportional to given weights.
 
     Keeps 8 bytes per sample in memory. Raises RecipeError if `num_draws` is below 1, and DataError if the weights
     are not valid.
 
     Attributes:
-        weights: Weight of each sample: numbers, shape (samples in the dataset,), finite and not negative.
-        num_draws: Length of an epoch; None: the number of samples.
-        name: Name that identifies the order.
+        weights: Weight of each sample: numbers, shape (number of samples of the dataset,), finite and not negative.
+        num_draws: Number of samples drawn per epoch; None: as many as the dataset has samples.
+        name: Name that identifies the order and its parameters.
     """
 
     weights: InitVar[NDArray[np.generic]]
@@ -426,13 +431,13 @@ class Weighted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stratified:
-    """All samples, with the classes in each batch in the proportions of the dataset.
+    """All samples once per epoch. In each batch the classes have the same proportions as in the dataset.
 
     Keeps 4 bytes per sample in memory (8 from 2**32 samples on). Raises DataError if the classes are not valid.
 
     Attributes:
-        classes: Class of each sample: integers or bool, shape (samples in the dataset,).
-        name: Name that identifies the order.
+        classes: Class of each sample: integers or bool, shape (number of samples of the dataset,).
+        name: Name that identifies the order and its parameters.
     """
 
     classes: InitVar[NDArray[np.generic]]
@@ -454,7 +459,7 @@ class Stratified:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fixed:
-    """Uses the order of epoch 0 and seed 0 of another specification in every epoch. For held-out data.
+    """The same order in every epoch, for held-out data: that of another specification with epoch 0 and seed 0.
 
     Attributes:
         of: The other specification.
@@ -475,7 +480,7 @@ class Fixed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Renamed:
-    """An order that returns another epoch number and is otherwise unchanged."""
+    """Wraps an order: has another epoch number, and is otherwise unchanged."""
 
     order: Order
     epoch: int
@@ -489,7 +494,7 @@ class _Renamed:
 
 
 def block_samples_for(sample_bytes: int) -> int:
-    """Returns the number of samples of a block of about BLOCK_BYTES, at least 1."""
+    """Returns the number of samples in a block of about BLOCK_BYTES bytes, at least 1."""
     return max(1, BLOCK_BYTES // max(1, sample_bytes))
 
 

@@ -1,12 +1,12 @@
-"""Permutations that are computed, never stored: constant memory for any index and size.
+"""Permutations of integers that are computed and never stored, in constant memory for any number of integers.
 
-A generalised Feistel cipher on Z_a x Z_b with a * b just above the number of values, and cycle walking for the few
-values beyond it. All arithmetic is on unsigned 64-bit integers, so the result is the same on every machine. Source:
-J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002: its generalised-Feistel and its
-cycle-walking cipher. The round function is the finaliser of splitmix64 (Steele, Lea, Flood, "Fast Splittable
-Pseudorandom Number Generators", OOPSLA 2014).
+A permutation is a generalised Feistel cipher on Z_a x Z_b, where a * b is at least the number of integers, and little
+larger. Cycle walking handles the few values beyond that number. All arithmetic is on unsigned 64-bit integers, so the
+result is the same on every machine. Source: J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
+2002, the generalised-Feistel cipher and the cycle-walking cipher. The round function is the finaliser of splitmix64
+(Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
 
-numpy's own permutation is not used, since its stream may change between versions, but a resumed run must not
+The permutations of numpy are not used, since they may differ between versions of numpy, but a resumed run must not
 change.
 """
 
@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_VALUES = 1 << 62
-"""Maximum number of values of `permute`."""
+"""Maximum of `num_values` in `permute`."""
 MAX_GROUP_VALUES = 1 << 48
-"""Maximum number of values of each permutation of `permute_groups`."""
+"""Maximum of each element of `num_values` in `permute_groups`."""
 
 # A round mixes few values less well: small sets need more rounds, or some permutations would be more likely.
 _ROUNDS_LARGE = 10
@@ -46,16 +46,16 @@ class Direction(Enum):
 
 
 def mix(values: Values) -> Values:
-    """Returns splitmix64's finaliser of each value, uint64; arithmetic is modulo 2**64."""
+    """Applies the finaliser of splitmix64 to each value: a bijection of uint64. Arithmetic is modulo 2**64."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
     return values ^ (values >> np.uint64(31))
 
 
 def epoch_key(seed: int, epoch: int, *, purpose: int = 0) -> Values:
-    """Returns the 64-bit key of an epoch's permutation: uint64, shape (1,).
+    """Returns the 64-bit key of a permutation for an epoch: uint64, shape (1,).
 
-    `purpose` gives each permutation within one order a key of its own.
+    An order that needs several permutations per epoch passes another `purpose` for each of them.
     """
     seed_key = mix(np.array([seed & _MASK], dtype=np.uint64) + np.uint64(_GOLDEN))
     key = mix(seed_key ^ np.array([epoch & _MASK], dtype=np.uint64))
@@ -63,27 +63,31 @@ def epoch_key(seed: int, epoch: int, *, purpose: int = 0) -> Values:
 
 
 def hashes(key: Values, numbers: NDArray[Any]) -> Values:
-    """Returns independent uniform uint64 values, one per number: a pure function of key and number."""
+    """Returns one pseudorandom uint64 value per element of `numbers`, uniform and independent.
+
+    Each value is a pure function of the key and the number.
+    """
     return mix(mix(key + numbers.astype(np.uint64) * np.uint64(_GOLDEN)) ^ key)
 
 
 def _round_keys(key: Values, *, rounds: int) -> Values:
-    """Returns independent keys for the rounds: shape (rounds,) for one key, (rounds, n) for n keys."""
+    """Returns pseudorandom keys for the rounds of the cipher: shape (rounds,) for one key, (rounds, n) for n keys."""
     steps = np.arange(1, rounds + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return mix(key + steps) if len(key) == 1 else mix(key + steps[:, None])
 
 
 def _below(hashed: Values, bound: Any) -> Values:
-    """Maps 64-bit hashes to [0, bound), bound <= 2**32, with a multiplication instead of a division."""
+    """Maps 64-bit hashes to [0, bound) with a multiplication instead of a division. `bound` is at most 2**32."""
     return ((hashed >> np.uint64(32)) * bound) >> np.uint64(32)
 
 
 def _encrypt(
     values: Values, *, a: Any, b: Any, keys: Values, which: NDArray[np.intp] | None = None
 ) -> Values:
-    """Applies the Feistel network once, a bijection of [0, a * b); a and b are uint64, scalars or one per value.
+    """Applies the Feistel network, a bijection of [0, a * b), once to each value.
 
-    `keys` has shape (rounds,), or with `which` (rounds, groups): value i then has the keys of group which[i].
+    a and b are uint64: scalars, or arrays with one element per value. `keys` has shape (rounds,). If `which` is given,
+    `keys` has shape (rounds, groups), and the keys of value i are those of group which[i].
     """
     left, right = values % a, values // a
     for number in range(len(keys)):
@@ -98,10 +102,10 @@ def _encrypt(
 
 
 def _tables(*, a: int, b: int, keys: Values) -> list[Values]:
-    """Returns for each round of `_encrypt` a table of what the round adds to one half.
+    """Returns one table per round of `_encrypt`: the numbers that the round may add to one half of a value.
 
-    In even rounds the table has shape (b,) and is indexed by the right half, in odd rounds shape (a,), by the left
-    half.
+    The table of an even round has shape (b,), and is indexed by the right half of the value. The table of an odd round
+    has shape (a,), and is indexed by the left half.
     """
     numbers = np.arange(max(a, b), dtype=np.uint64)
     return [
@@ -120,9 +124,9 @@ def _kept_tables(num_values: int, key: int) -> list[Values]:
 
 
 def _encrypt_by_tables(values: Values, *, a: Any, b: Any, tables: list[Values]) -> Values:
-    """Applies the network as `_encrypt` does, but looks up the rounds in tables.
+    """Returns the same as `_encrypt`, but takes the result of each round function from a table.
 
-    It takes a third of the time of `_encrypt` if the tables are small.
+    This takes a third of the time of `_encrypt` if the tables are small.
     """
     left, right = values % a, values // a
     for number, table in enumerate(tables):
@@ -161,9 +165,9 @@ def _decrypt(values: Values, *, a: Any, b: Any, keys: Values) -> Values:
 def permute(
     values: NDArray[Any], *, num_values: int, key: Values, direction: Direction = Direction.FORWARD
 ) -> NDArray[np.int64]:
-    """Applies a permutation of [0, num_values) to `values`, shape (n,), all in that range.
+    """Applies a permutation of [0, num_values) to each of `values`: integers in that range, shape (n,).
 
-    `key` is from `epoch_key`.
+    `key` is a result of `epoch_key`. Returns int64, shape (n,).
     """
     a, b = map(np.uint64, _sides(num_values))
     network: Callable[[Values], Values]
@@ -188,10 +192,10 @@ def permute(
 def permute_groups(
     values: NDArray[Any], *, groups: NDArray[Any], num_values: NDArray[Any], key: Values
 ) -> NDArray[np.int64]:
-    """Applies many permutations at once: to value i that of groups[i], a permutation of [0, num_values[i]).
+    """Applies another permutation to each group of values. Value i belongs to groups[i].
 
-    All three are integers of shape (n,); num_values is at most MAX_GROUP_VALUES, and the same for equal groups.
-    Returns int64, shape (n,).
+    The permutation of value i is one of [0, num_values[i]). `values`, `groups` and `num_values` are integers of shape
+    (n,). Elements of `num_values` are at most MAX_GROUP_VALUES, and equal within a group. Returns int64, shape (n,).
     """
     sizes = num_values.astype(np.uint64)
     # The smallest a with a * a >= size; the square root in float64 may be off by one.

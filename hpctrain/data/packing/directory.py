@@ -1,7 +1,7 @@
 """Prepares the directory that a dataset is packed into, and finishes the dataset with its manifest.
 
-While packing, the directory also contains the plan and a record of each finished shard, from which an interrupted
-packing is resumed.
+During packing, the directory also contains the plan and one record per finished shard. An interrupted packing is
+resumed with these files.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ OWN_NAMES = (
 
 @dataclass(frozen=True, kw_only=True)
 class PackingSpec:
-    """Everything that determines the content of a dataset's shards, as JSON. Each record contains its hash."""
+    """The plan of a packing: everything that determines the content of the shards, as JSON values.
+
+    The record of each shard contains the hash of the plan.
+    """
 
     document: Mapping[str, JsonValue]
 
@@ -63,7 +66,10 @@ class PackingSpec:
         return _hash_of(self.document)
 
     def difference(self, other: Mapping[str, Any]) -> str:
-        """Returns the keys in which another plan differs, with both values, as text; "" if there is no difference."""
+        """Returns in words the keys in which another plan differs from this one, with both values.
+
+        Returns "" if the plans are equal. `other` is the document of the other plan.
+        """
         mine = json.loads(json.dumps(self.document))
         keys = [key for key in {**mine, **other} if mine.get(key) != other.get(key)]
         return "; ".join(f"{key} was {_short(other.get(key))}, now {_short(mine.get(key))}" for key in keys)
@@ -71,7 +77,7 @@ class PackingSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRecord:
-    """A finished shard: its entry for the manifest, its fields, and its part of the statistics."""
+    """Record of a finished shard: its entry for the manifest, its fields, and the moments for the statistics."""
 
     entry: ShardEntry
     fields: dict[str, FieldSpec]
@@ -83,8 +89,8 @@ def make_record(
 ) -> ShardRecord:
     """Returns the record of a shard that was just written.
 
-    `arrays` are the fields of which statistics are computed; token fields are not among them. Fields with classes
-    have no statistics.
+    `arrays` are the arrays of the shard by field name; statistics are computed of these. Do not pass token fields.
+    Fields with classes get no statistics.
     """
     moments = {
         name: moments_of(array)
@@ -95,12 +101,15 @@ def make_record(
 
 
 def write_plan(directory: Path, plan: PackingSpec) -> None:
-    """Writes the plan into `directory`. Raises OSError."""
+    """Writes the plan to a file in `directory`. Raises OSError."""
     _write_json(directory / PLAN_NAME, {"plan": dict(plan.document)})
 
 
 def read_plan(directory: Path) -> dict[str, Any] | None:
-    """Returns the plan of the packing that was interrupted in `directory`; None if it is missing or unreadable."""
+    """Returns the plan of a packing that was interrupted in `directory`, as JSON values.
+
+    Returns None if the file of the plan is missing, unreadable or damaged.
+    """
     document = _read_json(directory / PLAN_NAME)
     return document["plan"] if document is not None and isinstance(document.get("plan"), dict) else None
 
@@ -117,7 +126,10 @@ def write_record(directory: Path, record: ShardRecord, *, plan: PackingSpec) -> 
 
 
 def read_record(directory: Path, file: str, *, plan: PackingSpec) -> ShardRecord | None:
-    """Returns the record of shard `file`; None if it is missing, unreadable, or of another plan."""
+    """Returns the record of the shard with file name `file`.
+
+    Returns None if the record is missing, unreadable or damaged, or was made with another plan.
+    """
     document = _read_json(directory / record_name(file))
     if document is None or document.get("plan") != plan.hash:
         return None
@@ -140,7 +152,7 @@ def _write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """Returns the document; None if the file is missing, or its checksum does not match."""
+    """Returns the JSON document in a file, or None if the file is missing, is not JSON, or has a wrong checksum."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -168,10 +180,11 @@ FOUND_WHILE_PACKING = "stream_tokens"
 
 
 class Existing(str, Enum):
-    """What to do with a dataset that already exists.
+    """What to do if the directory already contains a dataset.
 
-    REFUSE: raise an error. REPLACE: remove it first. RESUME: continue an interrupted packing with the same plan, or
-    keep a finished dataset with the same plan.
+    REFUSE: Raise an error.
+    REPLACE: Remove the dataset first.
+    RESUME: Continue an interrupted packing with the same plan, or keep a finished dataset with the same plan.
     """
 
     REFUSE = "refuse"
@@ -182,11 +195,11 @@ class Existing(str, Enum):
 def prepare_directory(
     directory: Path, *, existing: Existing = Existing.REFUSE, plan: PackingSpec | None = None
 ) -> None:
-    """Creates `directory`, or removes a dataset that may be replaced. Removes only files of a dataset.
+    """Creates `directory`, or with REPLACE removes the dataset in it. Removes only files of a dataset.
 
-    The plan is written into the directory; with RESUME it must be that of the interrupted packing. Raises
-    UsageError if `existing` does not permit it, if the directory contains other files, or if the plan is another
-    one; DataError after an error of the filesystem.
+    Then writes the plan into the directory. With RESUME nothing is removed or written; the plan must be the same as
+    that of the interrupted packing. Raises UsageError if the directory contains a dataset and `existing` is REFUSE, if
+    it contains other files, or if the plans differ. Raises DataError after an error of the filesystem.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -204,7 +217,7 @@ def prepare_directory(
 
 
 def check_free(directory: Path, *, existing: Existing) -> None:
-    """Raises the errors of `prepare_directory`, but changes nothing. Does not compare plans (RESUME)."""
+    """Raises the errors that `prepare_directory` would raise, but changes nothing. Does not compare plans."""
     try:
         if not directory.exists():
             return
@@ -220,7 +233,7 @@ def _check_names(directory: Path, *, names: list[str], existing: Existing) -> No
     if foreign:
         raise UsageError(
             f"{directory} holds files that do not belong to a dataset ({', '.join(foreign[:5])}): "
-            "choose another directory, they are not removed"
+            "choose another directory, since --overwrite does not remove them"
         )
     if Existing(existing) is Existing.REFUSE:
         if MANIFEST_NAME in names:
@@ -238,21 +251,23 @@ def _remove(directory: Path, *, names: list[str], existing: Existing) -> None:
 
 
 def check_resumable(directory: Path, *, plan: PackingSpec) -> None:
-    """Raises UsageError unless `directory` contains an interrupted packing with `plan`."""
+    """Raises UsageError unless `directory` contains an interrupted packing with the same plan."""
     before = read_plan(directory)
     if before is None:
         raise UsageError(
             f"{directory} holds no packing that can be resumed (no {PLAN_NAME}): use --overwrite"
         )
     if (difference := plan.difference(before)) != "":
-        raise UsageError(f"{directory} was packed differently ({difference}): pack as before, or --overwrite")
+        raise UsageError(
+            f"{directory} was packed differently ({difference}): use the options of before, or --overwrite"
+        )
 
 
 def finished_already(directory: Path, *, like: Mapping[str, Any]) -> Manifest | None:
-    """Returns the manifest if the dataset in `directory` is already finished, for RESUME; else None.
+    """Returns the manifest of the dataset in `directory` if its packing has finished, else None. For RESUME.
 
-    `like` contains entries of the manifest's JSON that this packing would write. Raises UsageError if the manifest
-    has other values.
+    `like` contains the keys and values of the manifest that this packing would write, as far as they are known. Raises
+    UsageError if the manifest has other values for these keys. Deletes files that the finished packing has left.
     """
     if not (directory / MANIFEST_NAME).exists():
         return None
@@ -261,7 +276,9 @@ def finished_already(directory: Path, *, like: Mapping[str, Any]) -> Manifest | 
     found["attributes"].pop(FOUND_WHILE_PACKING, None)
     wanted = PackingSpec(document=dict(like))
     if (difference := wanted.difference({key: found.get(key) for key in like})) != "":
-        raise UsageError(f"{directory} holds another dataset ({difference}): choose another, or --overwrite")
+        raise UsageError(
+            f"{directory} holds another dataset ({difference}): choose another directory, or --overwrite"
+        )
     # The packing may have been interrupted after it wrote the manifest.
     _tidy(directory, keep=frozenset(entry.file for entry in manifest.shards))
     return manifest
@@ -278,11 +295,11 @@ def finish(
     window_starts: NDArray[np.int64] | None,
     attributes: Mapping[str, JsonValue] | None,
 ) -> Manifest:
-    """Writes the manifest from the records of the shards, which makes the dataset valid, and returns it.
+    """Makes the manifest from the records of the shards, writes it, and returns it. The dataset is then complete.
 
-    `files` are the names of all shards, in any order. `window_starts` are the starts of windows for boundaries
-    "split": int64, shape (samples,). Raises DataError if this process does not see a shard, if the shards have
-    different fields, or if writing fails.
+    `files` are the file names of all shards, in any order. `window_starts` contains, for boundaries "split", the index
+    of the first token of each window within its shard: int64, shape (number of samples,); else it is None. Raises
+    DataError if this process does not see a shard, if the shards have different fields, or if writing fails.
     """
     records = []
     for file in sorted(files, key=shard_number):
@@ -324,7 +341,7 @@ def _fields_of(records: Sequence[ShardRecord]) -> dict[str, FieldSpec]:
             if mine != other:
                 raise DataError(
                     f"field {name!r} is {_describe(mine)} in shard {records[0].entry.file}, "
-                    f"{_describe(other)} in {record.entry.file}: samples of a dataset have the same fields"
+                    f"{_describe(other)} in {record.entry.file}: all samples of a dataset must have the same fields"
                 )
     return fields
 
@@ -334,7 +351,7 @@ def _describe(spec: FieldSpec | None) -> str:
 
 
 def _tidy(directory: Path, *, keep: frozenset[str]) -> None:
-    """Deletes the plan, the records, and shards that are not in `keep`."""
+    """Deletes the plan, the records, partly written files, and the shards that are not in `keep`."""
     for name in sorted(child.name for child in directory.iterdir()):
         is_left_over = name == PLAN_NAME or (name in OWN_NAMES and name.endswith(PARTIAL_SUFFIX))
         if is_left_over or (is_shard_name(name) and name not in keep):

@@ -1,8 +1,8 @@
 """Packs arrays, token streams and iterators into a dataset directory: shards first, the manifest last.
 
 Rank 0 prepares the directory, all ranks write shards, and rank 0 writes the manifest.
-Functions with an argument `comm` are collective if it is given: the ranks share the work, and must share the
-directory.
+A function with an argument `comm` is collective over `comm` if `comm` is given. The ranks then share the work, and
+must see the same directory.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class PackOptions:
-    """Options that all ways of packing share, with the meaning that `pack_arrays` documents."""
+    """Options of all functions that pack. `pack_arrays` documents their meaning."""
 
     shard_bytes: int = SHARD_BYTES
     shard_samples: int | None = None
@@ -70,7 +70,7 @@ class PackOptions:
 
     @property
     def ranks(self) -> Collective:
-        """The ranks that share the work: `comm`, or this process alone."""
+        """The ranks that share the work: `comm`, or only this process if `comm` is None."""
         return self.comm or SerialWorld()
 
 
@@ -88,20 +88,20 @@ def _write_dataset(
 ) -> Manifest:
     """Packs a dataset and returns its manifest. Collective over `options.ranks`.
 
-    Rank 0 prepares the directory, all ranks write the shards that their `maker` makes, rank 0 writes the manifest.
+    Rank 0 prepares the directory. Each rank writes the shards that its `maker` makes. Then rank 0 writes the manifest.
     Raises UsageError or DataError on all ranks.
 
     Args:
         directory: Directory of the new dataset.
-        maker: Makes this rank's shards.
+        maker: Makes the shards of this rank.
         plan: Everything that determines the content of the shards, apart from `options` and `windows`. With RESUME a
-            finished dataset is kept if its manifest has the same values, as far as a manifest contains them.
+            finished dataset is kept if its manifest has the same values for those keys that a manifest contains.
         options: Options of the packing.
-        windows: How a token stream is cut into windows; None: the dataset has samples.
-        window_starts: First token of each window, as in `WindowAssignment.starts`.
+        windows: How a token stream is cut into windows; None: the samples are not token windows.
+        window_starts: Index of the first token of each window, as in `WindowAssignment.starts`.
         total: Number of samples of the dataset; None: unknown.
-        stream_tokens: Returns the length of the token stream. It is called at the end, when a stream has been read.
-        nothing: Returns the message of the error if there are no shards.
+        stream_tokens: Function that returns the number of tokens of the stream. It is called after the stream was read.
+        nothing: Function that returns the error message if there are no shards.
     """
     directory, comm = Path(directory), options.ranks
     # A plain string would fail the `is` tests, and the directory would be emptied.
@@ -176,27 +176,28 @@ def pack_arrays(
 ) -> Manifest:
     """Packs arrays into a dataset directory.
 
-    Collective over `comm` if it is given: the ranks share the work, and must share the directory. Arrays may be
-    memory maps: one shard at a time is held in memory.
+    Collective over `comm` if `comm` is given. The ranks then share the work, and must see the same directory. Arrays
+    may be memory maps: each rank holds one shard at a time in memory.
 
     Args:
         directory: Directory of the new dataset.
         fields: For each field an array of shape (num_samples, *sample_shape), the same on every rank.
-        shard_bytes: A shard contains as many samples as fit into this number of bytes, at least one.
-        shard_samples: Number of samples per shard; None: by `shard_bytes`.
+        shard_bytes: Maximum size of a shard in bytes, before compression. A shard contains at least one sample.
+        shard_samples: Number of samples per shard; None: as many as fit into `shard_bytes`.
         block_bytes: Size of the hashed blocks, in bytes.
-        compression: Compression of the shards; None: uncompressed.
-        attributes: Values to record in the manifest, such as the number of classes.
-        existing: What to do with an existing dataset.
-        progress: Called with the number of samples packed so far, and with their total number.
-        comm: The ranks that share the work; None: this process alone.
+        compression: How the shards are compressed; None: not at all.
+        attributes: Facts to record in the manifest as JSON values, such as the number of classes.
+        existing: What to do if the directory already contains a dataset.
+        progress: Called on rank 0 with the number of samples packed so far, and with their total number. None: not
+            called.
+        comm: The ranks that share the work; None: only this process.
 
     Returns:
         The manifest of the new dataset.
 
     Raises:
-        DataError: If the arrays are not valid fields, or a file cannot be written.
-        UsageError: If `existing` does not permit what is in the directory.
+        DataError: If the arrays are not valid fields, or if a file cannot be written.
+        UsageError: If the directory contains files with which `existing` does not allow to pack into it.
     """
     options = PackOptions(
         shard_bytes=shard_bytes,
@@ -212,7 +213,7 @@ def pack_arrays(
 
 
 def pack_rows(directory: Path | str, rows: SampleRows, *, options: PackOptions) -> Manifest:
-    """Packs samples that are read by position. Otherwise as `pack_arrays`."""
+    """Packs the samples of a source that is read by position. Otherwise the same as `pack_arrays`."""
     comm, shard_samples = options.ranks, options.shard_samples
     fields, identity = agreed(comm, lambda: (rows.fields, rows.identity), os_error=DataError)
     if shard_samples is None:
@@ -248,30 +249,33 @@ def pack_tokens(
     existing: Existing = Existing.REFUSE,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Packs a stream of tokens; samples are windows of window + 1 tokens. For one process.
+    """Packs a stream of tokens as windows of window + 1 tokens. Each window is a sample. For one process.
 
-    Tokens after the last whole window are dropped (fewer than `stride`). A shard repeats the tokens that its last
-    window shares with the next shard, so that every window lies in one file.
+    Tokens after the last whole window are dropped; these are fewer than `stride`. Tokens that the last window of a
+    shard shares with the first window of the next shard are stored in both, so that every window lies in one file.
 
     Args:
         directory: Directory of the new dataset.
-        chunks: Integer arrays of shape (n,), the parts of the stream; about `shard_bytes` bytes are held in memory.
-        window: Number of tokens that a sample predicts.
-        stride: Number of tokens between the starts of windows; None: `window`, which predicts each token once.
-        dtype: numpy name of the dtype in which tokens are stored.
-        shard_bytes: Approximate size of a shard.
+        chunks: The parts of the stream in order: integer arrays of shape (n,). About `shard_bytes` bytes of the stream
+            are held in memory.
+        window: Number of tokens that are predicted in a sample.
+        stride: Number of tokens from the start of a window to the start of the next; None: `window`, so that each
+            token is predicted once.
+        dtype: Name of the numpy dtype in which tokens are stored: "uint8", "uint16" or "int32".
+        shard_bytes: Approximate size of a shard in bytes, before compression.
         block_bytes: Size of the hashed blocks, in bytes.
-        compression: Compression of the shards; None: uncompressed.
-        attributes: Values to record in the manifest.
-        existing: What to do with an existing dataset.
-        progress: Called with the number of samples packed so far; their total number is unknown (None).
+        compression: How the shards are compressed; None: not at all.
+        attributes: Facts to record in the manifest as JSON values.
+        existing: What to do if the directory already contains a dataset.
+        progress: Called with the number of samples packed so far, and with None, since their total number is unknown.
 
     Returns:
         The manifest of the new dataset.
 
     Raises:
-        DataError: If the stream is shorter than one window, or tokens do not fit the dtype.
-        UsageError: If `existing` does not permit what is in the directory, or a size is invalid.
+        DataError: If the stream is shorter than one window, if tokens do not fit the dtype, or if a file cannot be
+            written.
+        UsageError: If `existing` does not allow to pack into the directory as it is, or if a size is invalid.
     """
     check_token_dtype(dtype)
     windows = _windows(window=window, stride=stride)
@@ -307,9 +311,9 @@ def pack_documents(
     """Packs concatenated documents as token windows, and records in each shard where documents begin.
 
     Collective over `options.ranks`. With `boundaries="ignore"` windows are cut from the concatenated stream. With
-    "split" no window contains tokens of two documents; tokens after a document's last window, and documents shorter
-    than window + 1, are then in no sample. Other arguments are as in `pack_tokens`. Returns the manifest. Raises
-    DataError if no window fits.
+    "split" no window contains tokens of two documents. Then no sample contains the tokens after the last window of a
+    document, or a document shorter than window + 1 tokens. The other arguments are those of `pack_tokens`. Returns the
+    manifest. Raises DataError if no window fits into the stream, or with "split" into any document.
     """
     comm = options.ranks
     windows = _windows(window=window, stride=stride).model_copy(
@@ -361,30 +365,35 @@ def pack_iterator(
     progress: Progress | None = None,
     comm: Collective | None = None,
 ) -> Manifest:
-    """Packs samples from iterators, each a dict of arrays and numbers with equal dtypes and shapes.
+    """Packs samples that iterators yield. A sample is a dict of arrays and numbers by field name.
 
-    Collective over `comm` if it is given. The dataset depends on `num_parts`, but not on the number of ranks.
+    All samples must have the same fields, dtypes and shapes. Collective over `comm` if `comm` is given. The dataset
+    depends on `num_parts`, but not on the number of ranks.
 
     Args:
         directory: Directory of the new dataset.
-        open_part: Returns the iterator over part p, 0 <= p < num_parts. Rank r packs the parts p with p % num_ranks
-            == r. With Existing.RESUME the iterators run again from the start.
+        open_part: Function that takes the index p of a part, 0 <= p < num_parts, and returns an iterator over the
+            samples of that part. Rank r packs the parts p with p % num_ranks == r. With Existing.RESUME the iterators
+            run again from the start.
         num_parts: Number of parts.
-        shard_bytes: A shard contains as many samples as fit into this number of bytes, at least one.
-        shard_samples: Number of samples per shard; None: by `shard_bytes`.
+        shard_bytes: Maximum size of a shard in bytes, before compression. A shard contains at least one sample.
+        shard_samples: Number of samples per shard; None: as many as fit into `shard_bytes`.
         block_bytes: Size of the hashed blocks, in bytes.
-        compression: Compression of the shards; None: uncompressed.
-        attributes: Values to record in the manifest.
-        existing: What to do with an existing dataset.
-        progress: Called with the number of samples packed so far; their total number is unknown (None).
-        comm: The ranks that share the work; None: this process alone.
+        compression: How the shards are compressed; None: not at all.
+        attributes: Facts to record in the manifest as JSON values.
+        existing: What to do if the directory already contains a dataset.
+        progress: Called on rank 0 with the number of samples packed so far, and with None, since their total number
+            is unknown.
+        comm: The ranks that share the work; None: only this process.
 
     Returns:
         The manifest of the new dataset.
 
     Raises:
-        DataError: On all ranks, if samples differ in dtype or shape, or if an iterator raises an error.
-        UsageError: On all ranks, if `existing` does not permit what is in the directory, or a size is invalid.
+        DataError: On all ranks, if samples differ in fields, dtype or shape, if an iterator raises an error, or if a
+            file cannot be written.
+        UsageError: On all ranks, if `existing` does not allow to pack into the directory as it is, or if a size is
+            invalid.
     """
     options = PackOptions(
         shard_bytes=shard_bytes,
@@ -463,26 +472,27 @@ def pack_source(
     progress: Callable[[Path], Progress] | None = None,
     comm: Collective | None = None,
 ) -> dict[Path, Manifest]:
-    """Packs a source that is given by its name, as `hpctrain data pack` does. Collective over `comm` if it is given.
+    """Packs a source that is given by its name, as `hpctrain data pack` does. Collective over `comm` if given.
 
-    Writes the datasets `out`/train and `out`/test, or `out` itself if nothing is held out.
+    Writes the datasets `out`/train and `out`/test. If no samples are held out for a test, writes one dataset `out`.
 
     Args:
         source: Name of the source, such as a directory of images; see `hpctrain data pack --help`.
         out: Directory of the new dataset or datasets.
-        window: Number of tokens that a sample predicts, for text; None: 128.
-        stride: Number of tokens between the starts of windows, for text; None: `window`.
-        boundaries: Whether windows may cross documents ("ignore") or not ("split"), for text; None: "ignore".
-        shard_bytes: Approximate size of a shard.
-        held_out: Fraction of the samples or files in the dataset `test`; None: the source's default.
-        seed: Seed of the split and of `shuffle`.
-        shuffle: Pack the samples in random order.
+        window: For text, number of tokens that are predicted in a sample; None: 128.
+        stride: For text, number of tokens from the start of a window to the start of the next; None: `window`.
+        boundaries: For text, whether a window may contain tokens of several documents ("ignore") or not ("split");
+            None: "ignore".
+        shard_bytes: Approximate size of a shard in bytes, before compression.
+        held_out: Fraction of the samples or files that go into the dataset `test`; None: the default of the source.
+        seed: Seed of the division into train and test, and of `shuffle`.
+        shuffle: True: pack the samples in random order. False: in the order of the source.
         options: Options that apply to some sources only.
-        codec: Compression; None: uncompressed.
-        chunk_samples: Number of samples per compressed chunk; None: as many as fill 256 KiB.
-        existing: What to do with an existing dataset.
-        progress: Returns the progress callback for a dataset directory.
-        comm: The ranks that share the work; None: this process alone.
+        codec: How the shards are compressed; None: not at all.
+        chunk_samples: Number of samples per compressed chunk; None: as many as fit into 256 KiB.
+        existing: What to do if a directory already contains a dataset.
+        progress: Function that takes the directory of a dataset and returns the progress callback for that dataset.
+        comm: The ranks that share the work; None: only this process.
 
     Returns:
         The manifest of each dataset, by its directory.
@@ -504,7 +514,7 @@ def pack_source(
     is_text = isinstance(opened, TextSource)
     if not is_text and (window is not None or stride is not None or boundaries is not None):
         raise UsageError(
-            f"--window, --stride and --boundaries cut a stream of tokens; the source {source} holds "
+            f"--window, --stride and --boundaries are only for streams of tokens; the source {source} holds "
             + ("samples" if isinstance(opened, IteratorSource | RowSource) else "arrays")
         )
     parts = ["all"] if isinstance(opened, IteratorSource) else list(opened.parts)
@@ -560,7 +570,7 @@ def pack_source(
 
 
 def _num_classes(fields: Mapping[str, FieldSpec]) -> dict[str, JsonValue]:
-    """Returns the attribute `num_classes`, which tasks read, if exactly one field has named classes."""
+    """Returns the attribute `num_classes`, which tasks read, if exactly one field has names of classes; else {}."""
     counts = [len(spec.classes) for spec in fields.values() if spec.classes]
     return {"num_classes": counts[0]} if len(counts) == 1 else {}
 
@@ -576,7 +586,7 @@ def _compression(
 
 
 def _check(out: Path, *, directories: list[Path], existing: Existing) -> None:
-    """Raises UsageError if one of the directories may not be written to, before any of them is changed."""
+    """Raises UsageError if one of the directories must not be packed into. Call this before any of them is changed."""
     if out not in directories and out.is_dir():
         foreign = sorted(child.name for child in out.iterdir() if child not in directories)
         if foreign:

@@ -1,7 +1,7 @@
-"""Assigns the shards of a dataset to ranks, makes their content, and writes them in step with the other ranks.
+"""Assigns the shards of a dataset to ranks, makes the content of the shards, and writes them.
 
-If the samples are known in advance, shard i is made by rank i % num_ranks, and the dataset is the same for any
-number of ranks.
+If the number of samples is known in advance, shard i is made by rank i % num_ranks, and the dataset is the same for
+any number of ranks. After each shard, the ranks exchange whether there was an error.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TOKEN_DTYPES = ("uint8", "uint16", "int32")
 class Documents(Protocol):
     """Interface of an ordered collection of tokenized documents.
 
-    `starts` contains the first token of each document in the concatenated stream, then the length of the stream:
-    int64, shape (number of documents + 1,).
+    `starts` contains the index of the first token of each document in the concatenated stream, and last the number of
+    tokens of the stream: int64, shape (number of documents + 1,).
     """
 
     @property
@@ -46,14 +46,17 @@ class Documents(Protocol):
 
     @property
     def identity(self) -> JsonValue:
-        """Value that changes with the content; found without reading the documents."""
+        """Value that changes if the content of the documents changes. It is found without reading the documents."""
 
     def read(self, number: int, *, start: int, stop: int) -> NDArray[Any]:
-        """Returns tokens start to stop - 1 of one document, shape (stop - start,). Raises DataError."""
+        """Returns tokens start to stop - 1 of the document of index `number`, shape (stop - start,).
+
+        Raises DataError if they cannot be read.
+        """
 
 
 def read_stream(documents: Documents, *, start: int, stop: int) -> NDArray[Any]:
-    """Returns tokens start to stop - 1 of the concatenated documents. Raises DataError."""
+    """Returns tokens start to stop - 1 of the concatenated documents. Raises DataError if they cannot be read."""
     starts = documents.starts
     stream = np.empty(stop - start, dtype=documents.dtype)
     number = int(np.searchsorted(starts, start, side="right")) - 1
@@ -77,9 +80,9 @@ def check_token_dtype(dtype: str) -> None:
 
 
 def as_tokens(chunk: NDArray[Any], *, dtype: str) -> NDArray[Any]:
-    """Returns `chunk` as `dtype`.
+    """Returns the tokens in `chunk` as an array of dtype `dtype`.
 
-    Raises DataError if it does not contain integers of shape (n,), or they do not fit.
+    Raises DataError if `chunk` is not an array of integers of shape (n,), or if the integers do not fit `dtype`.
     """
     array = np.asarray(chunk)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
@@ -99,14 +102,17 @@ def as_tokens(chunk: NDArray[Any], *, dtype: str) -> NDArray[Any]:
 
 
 Progress = Callable[[int, int | None], None]
-"""Called with (done, total) samples of all ranks after each shard; total is None if it is unknown."""
+"""Function that is called after each shard with two numbers of samples, over all ranks: those done, and their total.
+
+The total is None if it is unknown.
+"""
 
 DOCUMENTS_DATASET = "documents"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardContent:
-    """Content of one shard: its fields and arrays, and additional HDF5 datasets that are not fields."""
+    """Content of one shard: fields and their arrays by name, and additional HDF5 datasets that are not fields."""
 
     samples: int
     fields: Mapping[str, FieldSpec]
@@ -115,23 +121,23 @@ class ShardContent:
 
 
 class ShardMaker(Protocol):
-    """Interface of what makes the shards of one rank, in order.
+    """Interface of an object that makes the shards of one rank, in order.
 
-    Call `begin`, then `make` or `skip`, until `begin` returns None.
+    Call `begin` for each shard, and then either `make` or `skip`, until `begin` returns None.
     """
 
     def begin(self) -> str | None:
-        """Returns the file name of the next shard; None after the last."""
+        """Begins the next shard and returns its file name. Returns None after the last shard."""
 
     def make(self) -> ShardContent:
-        """Returns the content of the current shard. Raises DataError if it cannot be read."""
+        """Returns the content of the current shard. Raises DataError if the source cannot be read."""
 
     def skip(self, samples: int) -> None:
         """Skips the current shard, which exists already and has `samples` samples."""
 
 
 class RowShards:
-    """Makes shards of `shard_samples` samples each from samples that are read by position."""
+    """Makes shards of `shard_samples` samples each from a source that is read by position."""
 
     def __init__(self, rows: SampleRows, *, shard_samples: int, rank: int, num_ranks: int) -> None:
         self._rows = rows
@@ -161,14 +167,14 @@ class RowShards:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowAssignment:
-    """Assignment of the windows of a token stream to shards; each shard is a range of tokens with whole windows.
+    """Assignment of the windows of a token stream to shards. A shard is a range of tokens that contains whole windows.
 
     Attributes:
-        first: First token of each shard: int64, shape (shards,).
-        stop: Token after the last one of each shard: int64, shape (shards,).
-        counts: Number of windows of each shard: int64, shape (shards,).
-        starts: First token of each window of the dataset, relative to its shard: int64, shape (samples,). None if
-            the windows are `stride` tokens apart.
+        first: Index in the stream of the first token of each shard: int64, shape (num_shards,).
+        stop: Index in the stream after the last token of each shard: int64, shape (num_shards,).
+        counts: Number of windows of each shard: int64, shape (num_shards,).
+        starts: Index of the first token of each window within the window's shard: int64, shape (num_samples,). None
+            if the windows of a shard are `stride` tokens apart.
     """
 
     first: NDArray[np.int64]
@@ -184,10 +190,11 @@ class WindowAssignment:
 def plan_windows(
     documents: Documents, *, window: int, stride: int, shard_tokens: int, split: bool
 ) -> WindowAssignment:
-    """Cuts a token stream into shards of at most `shard_tokens` tokens, but at least one window.
+    """Assigns the windows of a token stream to shards of at most `shard_tokens` tokens.
 
-    With `split` no window crosses the start of a document, and documents shorter than window + 1 tokens are left
-    out. Raises DataError if no window fits.
+    A shard contains at least one window, even if the window has more tokens. With `split` no window crosses the start
+    of a document, and documents shorter than window + 1 tokens are left out. Raises DataError if no window fits into
+    the stream, or with `split` into any document.
     """
     borders = documents.starts
     num_tokens = int(borders[-1])
@@ -205,7 +212,7 @@ def plan_windows(
 
 
 def _cut_evenly(windows: TokenWindows, *, samples: int, shard_tokens: int) -> WindowAssignment:
-    """Returns the plan for windows at a fixed stride. It needs memory per shard, not per window."""
+    """Returns the assignment of windows that are `stride` tokens apart. It needs memory per shard, not per window."""
     shard_samples = max(1, windows.windows_in(shard_tokens))
     begins = np.arange(0, samples, shard_samples, dtype=np.int64)
     counts = np.minimum(shard_samples, samples - begins)
@@ -228,7 +235,10 @@ def _cut_listed(windows: NDArray[np.int64], *, window: int, shard_tokens: int) -
 
 
 class DocumentShards:
-    """Makes shards of token windows, each with a dataset of the positions at which documents begin in it."""
+    """Makes shards of token windows from documents.
+
+    An additional HDF5 dataset in each shard contains the indices of the tokens in the shard at which documents begin.
+    """
 
     def __init__(
         self, documents: Documents, *, plan: WindowAssignment, window: int, rank: int, num_ranks: int
@@ -267,7 +277,10 @@ def make_shards(
     block_bytes: int,
     compression: ShardCompression | None,
 ) -> Iterator[ShardRecord]:
-    """Writes the shards of one rank and yields their records. Keeps shards that were finished with the same plan."""
+    """Writes the shards of one rank and yields their records.
+
+    A shard that an earlier packing with the same plan has finished is kept, if its content matches its record.
+    """
     while (file := maker.begin()) is not None:
         record = read_record(directory, file, plan=plan)
         if record is not None and is_as_written(directory, entry=record.entry, block_bytes=block_bytes):
@@ -292,10 +305,10 @@ def make_shards(
 def write_shards_together(
     records: Iterator[ShardRecord], *, comm: Collective, total: int | None, progress: Progress | None
 ) -> list[str]:
-    """Makes every rank write its shards, one at a time, by running its iterator `records` to the end.
+    """Runs the iterator `records` of every rank to the end, so that every rank writes its shards, one at a time.
 
-    Collective over `comm`. Returns the file names of all ranks' shards. An error of one rank is raised on all ranks
-    after their current shard.
+    Collective over `comm`. Returns the file names of the shards of all ranks. If a rank has an error, all ranks raise
+    it after their current shard.
     """
     mine: list[str] = []
     done = 0
@@ -320,7 +333,7 @@ Sample = Mapping[str, Any]
 
 
 class StreamShards:
-    """Makes shards from concatenated token chunks. Holds about one shard in memory."""
+    """Makes shards from a stream of token chunks. Holds about one shard in memory."""
 
     def __init__(
         self, chunks: Iterable[NDArray[Any]], *, windows: TokenWindows, dtype: str, shard_samples: int
@@ -355,9 +368,9 @@ class StreamShards:
 
 
 class _Stream:
-    """A cursor over concatenated chunks.
+    """A cursor that moves over the tokens of concatenated chunks.
 
-    Keeps in memory only tokens that `peek` has returned and that were not skipped.
+    Keeps in memory only tokens that `peek` has read and that were not skipped.
     """
 
     def __init__(self, chunks: Iterable[NDArray[Any]], *, dtype: str) -> None:
@@ -368,7 +381,7 @@ class _Stream:
         self.read_tokens = 0
 
     def peek(self, num_tokens: int) -> NDArray[Any]:
-        """Returns the next `num_tokens` tokens, fewer at the end of the stream, without moving the cursor."""
+        """Returns the next `num_tokens` tokens without moving the cursor. They are fewer at the end of the stream."""
         parts, length = [self._held], len(self._held)
         while length < num_tokens:
             chunk = next(self._chunks, None)
@@ -384,7 +397,7 @@ class _Stream:
         return self._held[:num_tokens]
 
     def skip(self, num_tokens: int) -> None:
-        """Moves the cursor by `num_tokens`, which may be more than `peek` returned."""
+        """Moves the cursor forward by `num_tokens` tokens. These may be more than `peek` has returned."""
         self._to_skip += max(0, num_tokens - len(self._held))
         self._held = self._held[num_tokens:]
 
@@ -397,8 +410,9 @@ class _Stream:
 class IteratorShards:
     """Makes shards from samples (dicts of arrays and numbers), with one iterator per part of the source.
 
-    `open_part` returns the iterator over a part; `parts` are the numbers of this rank's parts. The first sample of
-    a part determines the fields. The arrays of one shard are held in memory.
+    `open_part` takes the index of a part and returns an iterator over its samples. `parts` are the indices of this
+    rank's parts. The first sample of a part determines the fields of the part. The arrays of one shard are held in
+    memory.
     """
 
     def __init__(
@@ -446,7 +460,7 @@ class IteratorShards:
 
 
 class _Checked:
-    """Reads samples from an iterator and checks that each has the fields of the first. Raises DataError."""
+    """Reads samples from an iterator. Raises DataError if a sample has not the same fields as the first sample."""
 
     def __init__(self, samples: Iterator[Sample], *, part: int) -> None:
         self._samples = samples
@@ -456,13 +470,13 @@ class _Checked:
         self.fields: dict[str, FieldSpec] = {}
 
     def peek(self) -> dict[str, NDArray[Any]] | None:
-        """Returns the next sample without consuming it; None at the end."""
+        """Returns the next sample without consuming it, or None if no samples remain."""
         if self._ahead is None:
             self._ahead = self._convert(self._pull())
         return self._ahead
 
     def take(self, number: int) -> list[dict[str, NDArray[Any]]]:
-        """Returns the next `number` samples, fewer at the end."""
+        """Returns the next `number` samples. They are fewer if fewer remain."""
         taken: list[dict[str, NDArray[Any]]] = []
         while len(taken) < number and (sample := self.peek()) is not None:
             taken.append(sample)
@@ -470,7 +484,7 @@ class _Checked:
         return taken
 
     def drop(self, number: int) -> None:
-        """Skips `number` samples without checking them. Raises DataError if there are fewer."""
+        """Skips `number` samples without checking them. Raises DataError if fewer samples remain."""
         if number and self._ahead is not None:
             self._ahead, number = None, number - 1
         for _ in range(number):

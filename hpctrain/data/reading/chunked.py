@@ -1,4 +1,4 @@
-"""Reads fields chunk by chunk: decodes each chunk once per batch, caches it if it fits, and copies its rows."""
+"""Reads fields chunk by chunk: decodes each chunk once per batch, caches the chunk if it fits, and copies its rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HARDLY = 8
 
 
 class ChunkSource(Protocol):
-    """Interface that reads and decodes the chunks of a field. Thread-safe."""
+    """Interface of a class that reads and decodes the chunks of a field. Thread-safe."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,10 +47,16 @@ class ChunkSource(Protocol):
         """Shape of a chunk. Chunks at the borders may be smaller, or extend beyond the field."""
 
     def inflate_row(self, row: int) -> bytes | None:
-        """Returns the bytes of a row if it is one chunk that only needs inflating; None: call `load` instead."""
+        """Returns the bytes of a row if the row is one chunk that is compressed with deflate only.
+
+        Returns None in all other cases: then call `load`.
+        """
 
     def load(self, place: tuple[int, ...]) -> DecodedChunk:
-        """Returns the chunk with this index per dimension. Raises DataError, OSError, RuntimeError or ValueError."""
+        """Returns the decoded chunk. `place` is the index of the chunk in each dimension.
+
+        Raises DataError, OSError, RuntimeError or ValueError.
+        """
 
 
 class ChunkedField:
@@ -118,10 +124,10 @@ class ChunkedField:
         return tasks
 
     def _passes_by_the_cache(self, request: ReadRequest) -> bool:
-        """Returns True if the request should bypass the cache.
+        """Returns True if the chunks of this request should be read without the cache.
 
-        It should if each chunk is one row that is requested once, and if the cache is too small to be likely to
-        contain it.
+        That is so if each chunk is one row, no row is requested twice, and the cache is so small that it is unlikely
+        to contain the rows.
         """
         if not self._is_alone or request.rows_per_sample != 1 or request.lengths is not None:
             return False
@@ -136,7 +142,7 @@ class ChunkedField:
         starts: NDArray[np.int64],
         samples: NDArray[np.int64],
     ) -> None:
-        """Decodes and copies samples that are one chunk each."""
+        """Decodes and copies samples, each of which is one chunk."""
         target, load, columns = request.target, self._source.load, self._columns[0]
         inflate_row = self._source.inflate_row
         num_bytes, whole = request.sample_bytes, target.reshape(-1).view(np.uint8).data
@@ -162,9 +168,10 @@ class ChunkedField:
         places: NDArray[np.int64],
         starts: NDArray[np.int64],
     ) -> None:
-        """Copies the rows in chunk `place`, for the samples `which` of the request.
+        """Copies the rows of one chunk into the target, for some samples of the request.
 
-        `places` and `starts` contain, for the same samples, the rows of the target and the first rows in the field.
+        `place` is the index of the chunk per dimension. `which` are the indices of the samples in the request. For
+        each of these samples, `places` is its row in the target, and `starts` its first row in the field.
         """
         try:
             chunk = self._cache.get_or_make(self._key(place), partial(self._source.load, place))
@@ -200,10 +207,10 @@ _BLOCK_BYTES = 1 << 20
 
 
 class StoredChunks:
-    """Reads HDF5 chunks from their places in the file, and decodes them outside h5py's lock.
+    """Reads HDF5 chunks from their byte ranges in the file, and decodes them without holding h5py's lock.
 
-    The places are found in the file's chunk index; the bytes come from a memory map or pread. Chunks that are not
-    stored, or that only HDF5 can read (see `ChunkAccess`), are read through h5py.
+    The byte ranges are found in the file's chunk index. The bytes are read through a memory map or with pread. Chunks
+    that are not stored, or that only HDF5 can read (see `ChunkAccess`), are read through h5py.
     """
 
     def __init__(
@@ -215,7 +222,7 @@ class StoredChunks:
         layout: DatasetLayout,
         mapped: mmap.mmap | None = None,
     ) -> None:
-        """Takes `mapped`, a memory map of the whole file, or None.
+        """`mapped` is a memory map of the whole file. If it is None, chunks are read with pread.
 
         The file must not become shorter while chunks are read.
         """
@@ -251,9 +258,9 @@ class StoredChunks:
         return DecodedChunk(values=values if dtype.isnative else values.astype(dtype.newbyteorder("=")))
 
     def inflate_row(self, row: int) -> bytes | None:
-        """Returns the bytes of a row if it is one chunk with deflate only; None: call `load` instead.
+        """Returns the bytes of a row if the row is one chunk that is compressed with deflate only.
 
-        Also returns None after errors.
+        Returns None in all other cases, and after an error: then call `load`.
         """
         if not self._only_deflated:
             return None
@@ -279,7 +286,7 @@ class StoredChunks:
         return data if len(data) == self._chunk_bytes else None
 
     def _stored(self, first: tuple[int, ...]) -> tuple[int, Bytes] | None:
-        """Returns filter mask and stored bytes of a chunk; None if HDF5 must read it."""
+        """Returns the filter mask and the stored bytes of a chunk, or None if HDF5 must read the chunk."""
         if not self._index_is_read:
             self._read_index()
         if self._index is None and self._access is not ChunkAccess.PLACES:
@@ -346,7 +353,7 @@ class StoredChunks:
 def block_rows(*, row_bytes: int, num_rows: int, chunk_rows: int | None) -> int:
     """Returns the number of rows per block for reads through h5py, at most `num_rows`.
 
-    A block consists of whole HDF5 chunks and has about 1 MiB.
+    A block has about 1 MiB. For chunked data it consists of whole HDF5 chunks.
     """
     wanted = max(1, _BLOCK_BYTES // max(1, row_bytes))
     if chunk_rows is not None:
@@ -355,7 +362,7 @@ def block_rows(*, row_bytes: int, num_rows: int, chunk_rows: int | None) -> int:
 
 
 class NumberBlocks:
-    """Reads blocks of rows of numbers through h5py: for unknown filters, compact data, compound types."""
+    """Reads a numeric field through h5py in blocks of rows. Used for unknown filters, compact data, compound types."""
 
     def __init__(
         self,
@@ -368,9 +375,9 @@ class NumberBlocks:
         chunk_rows: int | None,
         is_scalar: bool,
     ) -> None:
-        """Takes the shape of the field, (rows, *shape of a row).
+        """`shape` is the shape of the field: (rows, *shape of a row).
 
-        With `is_scalar` the HDF5 dataset has no dimensions, and is read as one row.
+        Set `is_scalar` if the HDF5 dataset has no dimensions. It is then read as one row.
         """
         row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
         self.shape = shape
@@ -399,7 +406,10 @@ class NumberBlocks:
 
 
 class ClassBlocks(NumberBlocks):
-    """Reads strings of fixed or variable length as class numbers, int64. Raises DataError for an unknown string."""
+    """Reads strings as class indices, int64. Raises DataError for a string that is not one of the classes.
+
+    The strings have fixed or variable length. The index of a string is its position in `classes`.
+    """
 
     def __init__(self, *args: Any, classes: tuple[str, ...], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -416,7 +426,7 @@ class ClassBlocks(NumberBlocks):
 
 
 class RaggedBlocks(NumberBlocks):
-    """Reads samples of variable length, padded with zeros to shape[1]. Raises DataError for a longer one."""
+    """Reads samples of variable length, padded with zeros to length shape[1]. Raises DataError for a longer sample."""
 
     def load(self, place: tuple[int, ...]) -> DecodedChunk:
         samples = self._rows(place[0])

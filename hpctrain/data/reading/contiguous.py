@@ -1,4 +1,4 @@
-"""Reads contiguous datasets from their file offset: through a memory map, or with preadv into the batch."""
+"""Reads contiguous HDF5 datasets at their file offset: through a memory map, or with preadv into the batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TASK_BYTES = 512 << 10
 
 
 class MappedField:
-    """Copies samples from a memory map. A page that cannot be read kills the process with SIGBUS."""
+    """Reads a field by copying samples from a memory map. A page that cannot be read kills the process with SIGBUS."""
 
     def __init__(self, mapped: mmap.mmap, *, layout: DatasetLayout) -> None:
         self._rows: NDArray[Any] = np.ndarray(
@@ -64,7 +64,7 @@ def _copy(view: NDArray[Any], target: NDArray[Any], start: int, place: int) -> N
 
 
 class ReadField:
-    """Reads samples with preadv directly into the batch, adjacent ones in one call. Needs no memory of its own."""
+    """Reads a field with preadv directly into the batch. Samples that are adjacent in the file are read in one call."""
 
     def __init__(self, file: OpenFile, *, layout: DatasetLayout, name: FieldName) -> None:
         self._file = file
@@ -110,7 +110,7 @@ class ReadField:
         places: NDArray[np.int64],
         samples: NDArray[np.int64],
     ) -> None:
-        """Reads runs of samples that are adjacent in the file, with calls that fill many rows of the batch each."""
+        """Reads runs of samples that are adjacent in the file. Each preadv call fills many rows of the batch."""
         num_bytes = request.sample_bytes
         whole = request.target.reshape(-1).view(np.uint8).data
         ends = [*(np.flatnonzero(np.diff(offsets) != num_bytes) + 1).tolist(), len(offsets)]
@@ -144,7 +144,7 @@ class ReadField:
         places: list[int],
         samples: NDArray[np.int64],
     ) -> None:
-        """Reads samples of which no two are adjacent, as in most shuffled batches. Kept short, for speed."""
+        """Reads samples of which no two are adjacent in the file, as in most shuffled batches. Optimized for speed."""
         descriptor, preadv = self._file.descriptor, os.preadv
         for number, (place, offset) in enumerate(zip(places, offsets, strict=True)):
             part = whole[place * num_bytes : (place + 1) * num_bytes]
@@ -163,7 +163,7 @@ class ReadField:
         places: NDArray[np.int64],
         samples: NDArray[np.int64],
     ) -> None:
-        """Reads small samples: byte ranges of the file that include small gaps, from which the samples are copied."""
+        """Reads small samples: reads byte ranges that include small gaps, and copies the samples out of them."""
         num_bytes = request.sample_bytes
         flat = request.target.reshape(len(request.target), -1).view(np.uint8)
         ends = [*(np.flatnonzero(np.diff(offsets) > num_bytes + _GAP_BYTES) + 1).tolist(), len(offsets)]
@@ -184,9 +184,9 @@ class ReadField:
     def _read(
         self, parts: list[memoryview], *, num_bytes: int, offset: int, samples: NDArray[np.int64]
     ) -> None:
-        """Fills all parts with the bytes at `offset`; repeats after short reads.
+        """Fills all parts with the file's bytes from `offset` on. Reads again after a short read.
 
-        Raises DataError at the end of the file.
+        Raises DataError if the file ends before the parts are full.
         """
         missing = num_bytes
         while missing:

@@ -1,7 +1,7 @@
-"""Reads samples by index into batches: contiguous fields directly from their file offsets, others chunk by chunk.
+"""Reads samples by index into batches: contiguous fields directly at their file offsets, other fields chunk by chunk.
 
-Shards are opened on first use, in the process that reads them. Nothing open is inherited through fork: an inherited
-HDF5 handle returns wrong data (pytorch#11887).
+A shard is opened when a process first reads it. After a fork the child process opens its shards again, since an
+inherited HDF5 handle returns wrong data (pytorch#11887).
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ class FieldDecoder:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self.fields = manifest.batch_fields
-        """Fields of a batch."""
+        """Fields of a decoded batch, by name."""
         self.stored_fields = manifest.stored_batch_fields
-        """Arrays to be read for them."""
+        """Fields to be read from the files for such a batch, by name, before decoding."""
 
     def arrays(self, num_samples: int, *, out: Arrays | None) -> tuple[dict[str, NDArray[Any]], Arrays]:
-        """Returns the arrays of a batch, and the arrays into which its stored values are read.
+        """Returns two dicts of arrays by field name: those of the batch, and those into which stored values are read.
 
-        For fields that are not decoded both are the same array. Arrays in `out` are used where it has them.
+        A field that is not decoded has the same array in both dicts. An array that `out` has for a field is used for
+        the batch; the other arrays are new.
         """
         given = out or {}
         batch = {
@@ -74,8 +75,8 @@ class FieldDecoder:
     ) -> None:
         """Fills the decoded fields of `batch` from the stored values.
 
-        `groups` contains for each shard its number and the rows of its samples, None for all rows. Raises DataError
-        that names the field and the shard if a value cannot be decoded.
+        `groups` contains one pair per shard: the index of the shard, and the batch rows that hold the shard's samples
+        (None: all rows). Raises DataError that names the field and the shard if a value cannot be decoded.
         """
         for name, how in self._manifest.decoding.items():
             for number, places in groups:
@@ -107,10 +108,12 @@ MAPPED_SHARE = 0.25
 class Verify(str, Enum):
     """What is checked of every shard when a dataset is opened.
 
-    OFF: nothing. SIZES: the file's size, and of indexed files the modification time, with one `stat` per shard.
-    HEADERS: also the HDF5 headers, and location, dtype and shape of each field, for which each shard is opened. The
-    headers are also checked when a shard is first read. `hpctrain.data.verify_dataset` and `check_while_reading` check
-    the content itself.
+    OFF: Nothing.
+    SIZES: The size of the file, and for indexed files the modification time. Costs one `stat` per shard.
+    HEADERS: In addition the HDF5 headers, and the location, dtype and shape of each field. Opens each shard.
+
+    The headers are also checked when a shard is first read. None of these modes checks the values of the samples:
+    use `hpctrain.data.verify_dataset` or `check_while_reading` for that.
     """
 
     OFF = "off"
@@ -119,32 +122,32 @@ class Verify(str, Enum):
 
 
 class ContentChecker(Protocol):
-    """Interface of a checker of the content of samples, which is called before they are read."""
+    """Interface of a checker that compares the content of samples with what it should be, before they are read."""
 
     def before_read(self, shard_index: int, field_name: str, rows: NDArray[np.int64], /) -> None:
         """Checks samples of a field before they are read. Raises DataError if they are damaged.
 
-        `rows` are sample numbers within the shard: int64, shape (n,), in any order.
+        `rows` are the indices of the samples within the shard: int64, shape (n,), in any order.
         """
 
 
 class ShardLocator(Protocol):
-    """Interface that finds copies of shards on storage nearer to the node."""
+    """Interface of a class that finds copies of shards on storage nearer to the node."""
 
     def path(self, shard_index: int) -> Path | None:
-        """Returns the path of a complete copy of the shard's file, or None: read the original."""
+        """Returns the path of a complete copy of the shard's file, or None if the original file should be read."""
 
 
 class Dataset:
     """An opened dataset, which reads samples by index. Create it with `open`.
 
-    Reading is safe from several threads, and after a fork. Never communicates.
+    Reading is safe from several threads, and after a fork. No method communicates between ranks.
 
     Attributes:
         directory: Directory of the dataset.
-        manifest: Description of its content.
-        checker: Called before each read, such as a `BlockChecker`; None: nothing is checked.
-        locator: Called when a shard is opened, to find a copy of it; None: the original is read.
+        manifest: Description of the dataset's content.
+        checker: Checks samples before each read, such as a `BlockChecker`; None: samples are not checked.
+        locator: Called when a shard is opened, to find a copy of the shard; None: the original is always read.
     """
 
     def __init__(
@@ -214,16 +217,16 @@ class Dataset:
             directory: Directory of the dataset, with its manifest.
             verify: What is checked of every shard now: "off", "sizes" or "headers" (see `Verify`).
             io: How contiguous fields are read: "map" (memory map), "read" (pread), or "auto".
-            cache_bytes: Maximum size of the decoded chunks that are kept, over all shards; with io "auto" also the
-                maximum size of a dataset that is mapped. None: 64 MiB for chunks, a quarter of the node's memory
-                for maps.
-            decode_threads: Number of threads that decode chunks; None: the cores of the process, at most 4.
+            cache_bytes: Maximum size in bytes of the cache of decoded chunks, over all shards. With io "auto" it is
+                also the maximum size of a dataset that is memory-mapped. None: 64 MiB for the cache, and a quarter of
+                the node's memory for maps.
+            decode_threads: Number of threads that decode chunks; None: the number of cores of the process, at most 4.
 
         Returns:
             The opened dataset.
 
         Raises:
-            DataError: If there is no complete dataset in the directory, or a checked file is not as in the
+            DataError: If there is no complete dataset in the directory, or if a checked file differs from the
                 manifest.
             UsageError: For an invalid `cache_bytes` or `decode_threads`.
         """
@@ -246,7 +249,7 @@ class Dataset:
             verify: What to check, as in `open`.
 
         Raises:
-            DataError: If a file is not as in the manifest; names the shard.
+            DataError: If a file differs from the manifest. The message names the shard.
         """
         verify = Verify(verify)
         if verify is Verify.OFF:
@@ -276,12 +279,12 @@ class Dataset:
 
     @property
     def fields(self) -> dict[str, FieldSpec]:
-        """dtype and shape of each field of one decoded sample, including lengths of ragged fields and masks."""
+        """dtype and shape of each field of one decoded sample. Lengths of ragged fields and masks are fields too."""
         return self.decoder.fields
 
     @property
     def attributes(self) -> Mapping[str, Any]:
-        """Values that were recorded when the dataset was packed, such as number of classes, vocabulary or source."""
+        """Facts that were recorded when the dataset was packed, such as number of classes, vocabulary or source."""
         return self.manifest.attributes
 
     def gather(
@@ -290,16 +293,17 @@ class Dataset:
         """Reads samples by index. Thread-safe, not collective.
 
         Args:
-            indices: Numbers of the samples: int64, shape (n,), in any order, with repeats or empty.
-            out: Arrays to fill instead of new ones, for some or all fields, of exactly the shape and dtype of the
-                result.
+            indices: Indices of the samples in the dataset: int64, shape (n,), in any order. Repeats are allowed, and
+                so is an empty array.
+            out: Arrays to fill instead of new ones, by field name, for some or all fields. Each must have exactly the
+                shape and dtype of the result.
 
         Returns:
             For each field a native-endian array of shape (n, *sample_shape).
 
         Raises:
-            DataError: If an index is out of range; or, naming the shard, if a file is missing, has become shorter
-                or cannot be read or decoded. The content of the arrays is then undefined.
+            DataError: If an index is out of range, or if a file is missing, has become shorter, or cannot be read or
+                decoded. The message then names the shard, and the content of the arrays is undefined.
         """
         indices = np.asarray(indices, dtype=np.int64)
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
@@ -342,9 +346,9 @@ class Dataset:
             self._threads.run(tasks)
 
     def _by_shard(self, indices: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64] | None]]:
-        """Returns for each shard its number and the rows of its samples in the batch.
+        """Returns one pair per shard: the index of the shard, and the batch rows of the shard's samples.
 
-        The rows are None if they are all rows, in order.
+        The rows are None if all rows of the batch belong to this shard.
         """
         if len(self.manifest.shards) == 1:
             return [(0, None)]
@@ -356,9 +360,9 @@ class Dataset:
         return [(int(shard_of[group[0]]), group) for group in np.split(order, borders)]
 
     def forget(self, shard_index: int) -> None:
-        """Closes a shard, so that its next read opens it again.
+        """Closes a shard, so that its file is opened again at the next read.
 
-        Call it after the locator has found another path for the shard, or after its file was restored.
+        Call this method after the locator has found another path for the shard, or after the file was restored.
 
         Args:
             shard_index: Index of the shard in the manifest.
@@ -432,8 +436,9 @@ _ROWS_AT_ONCE = 1 << 18
 def read_column(dataset: Dataset, source: str) -> NDArray[Any]:
     """Returns one number per sample, shape (num_samples,), in the dataset's order; for weights and strata.
 
-    `source` is the name of a field with one number per sample, or the path of a .npy file. Only that field is read,
-    and the whole column is held in memory. Raises DataError if `source` is neither, or has another shape or dtype.
+    `source` is the name of a field with one number per sample, or the path of a .npy file. No other field is read.
+    The whole column is held in memory. Raises DataError if `source` is neither, or if the column has another shape, or
+    a dtype other than bool, integer or float.
     """
     if source in dataset.fields:
         column = _field(dataset, source)
@@ -502,16 +507,16 @@ def open_together(
 ) -> Dataset:
     """Opens a dataset on every rank, with few accesses to the shared filesystem. Collective.
 
-    It costs one read of the manifest per node, and one look-up or opening of each shard. Rank r checks shards r, r
-    + N, ... of N ranks, so the shards must be on a filesystem that all nodes share; copies on the nodes' own
-    storage are checked when they are first read.
+    The cost is one read of the manifest per node, and one `stat` or one opening of each shard. With N ranks, rank r
+    checks the shards r, r + N, r + 2N, ..., so the shards must be on a filesystem that all nodes share. Copies on the
+    nodes' own storage are checked when they are first read.
 
     Args:
         world: The ranks that open the dataset.
         directory: Directory of the dataset.
-        reads_manifest: True if this rank reads the manifest's file and compares it with rank 0's, which all ranks
-            use. Pass True on rank 0 and on one rank per node, to detect a node that sees another dataset under this
-            name.
+        reads_manifest: True if this rank reads the manifest file and compares it with the manifest of rank 0, which
+            all ranks use. Pass True on rank 0 and on one rank per node, to detect a node on which this path leads to
+            another dataset.
         verify: What is checked of every shard, as in `Dataset.open`.
         **options: Further arguments of `Dataset.open`.
 
@@ -519,7 +524,7 @@ def open_together(
         The opened dataset.
 
     Raises:
-        DataError: The same on every rank, if any rank cannot open it.
+        DataError: If any rank cannot open the dataset. Raised on every rank, with the same message.
     """
 
     path = str(directory.absolute())

@@ -1,4 +1,4 @@
-"""What all readers of fields share: the request, decoding threads, the open file, cached chunks, names in errors."""
+"""Parts that all field readers use: the request, decoding threads, the open file, the chunk cache, error messages."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def default_threads() -> int:
 
 
 class DecodeThreads:
-    """Runs tasks in at most `num_threads` threads, callers included, or in one per caller if there are more callers.
+    """Runs tasks in at most `num_threads` threads, which include the threads that call `run`.
 
-    The threads end when this object is collected.
+    If more than `num_threads` threads call `run` at once, each runs its own tasks alone. The additional threads end
+    when this object is garbage-collected.
     """
 
     def __init__(self, *, num_threads: int) -> None:
@@ -41,7 +42,7 @@ class DecodeThreads:
         self._pool: ThreadPoolExecutor | None = None
 
     def run(self, tasks: Sequence[ReadTask]) -> None:
-        """Runs all tasks and waits for them. After an error no other task begins, and the error is raised."""
+        """Runs all tasks and waits for them. After an error no further task begins, and the first error is raised."""
         queue = deque(tasks)
         errors: list[BaseException] = []
 
@@ -87,15 +88,15 @@ ROW_COPY_BYTES = 2048
 
 
 class ReadRequest(NamedTuple):
-    """Samples of one field of one shard, and where to copy them.
+    """Samples of one field of one shard, and the array rows into which they are copied.
 
     Attributes:
-        samples: Numbers of the samples within the shard: shape (n,).
-        starts: First row of each sample in the HDF5 dataset: shape (n,).
-        places: Row of `target` for each sample: shape (n,); None: all rows, in order.
+        samples: Indices of the samples within the shard: shape (n,).
+        starts: Index of the first row of each sample in the HDF5 dataset: shape (n,).
+        places: Row of `target` for each sample: shape (n,). None: all rows of `target` are filled, in order.
         target: Array to fill: C-contiguous, native-endian, shape (batch, rows per sample, *shape of a row).
-        lengths: For ragged fields, array in which the samples' lengths are stored at the same places: int64, shape
-            (batch,); else None.
+        lengths: For ragged fields, array to fill with the lengths of the samples, in the rows `places`: int64, shape
+            (batch,). None for other fields.
     """
 
     samples: NDArray[np.int64]
@@ -118,24 +119,28 @@ class ReadRequest(NamedTuple):
 
 
 class FieldReader(Protocol):
-    """Interface of what reads one field of one shard. Thread-safe."""
+    """Interface of a class that reads one field of one shard. Thread-safe."""
 
     def begin(self, request: ReadRequest) -> Sequence[ReadTask]:
-        """Reads what is cheap to read now, and returns tasks for the rest, to be run in any order by any thread.
+        """Reads the samples that are cheap to read, and returns tasks that read the others.
 
-        This method and the tasks raise DataError that names shard, field and samples.
+        The tasks may be run in any order by any thread. This method and the tasks raise DataError that names shard,
+        field and samples.
         """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldName:
-    """Name of a field of a shard, for errors."""
+    """Path of a shard and name of a field, for error messages."""
 
     path: Path
     field: str
 
     def error(self, samples: NDArray[np.int64] | Sequence[int], reason: object) -> DataError:
-        """Returns the error for samples that cannot be read, given by their numbers within the shard (at least one)."""
+        """Returns the error for samples that cannot be read.
+
+        `samples` are the indices of these samples within the shard, at least one.
+        """
         first, last = int(min(samples)), int(max(samples))
         which = f"sample {first}" if first == last else f"samples {first} to {last}"
         return DataError(f"field {self.field!r}, {which} of shard {self.path} cannot be read: {reason}")
@@ -143,9 +148,10 @@ class FieldName:
 
 @final
 class OpenFile:
-    """A file opened for reading, closed with the last reference. Raises OSError if it cannot be opened.
+    """A file opened for reading. Raises OSError if the file cannot be opened.
 
-    Keep this object, not its descriptor number, which may belong to another file after it was closed.
+    The file is closed when the last reference to this object is deleted. Keep this object rather than its descriptor:
+    after the file is closed, the same descriptor may belong to another file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -161,7 +167,7 @@ class OpenFile:
 
 
 class ChunkKey(NamedTuple):
-    """Identifies a chunk: shard, field, and index of the chunk in each dimension."""
+    """Key of a chunk in the cache: index of the shard, name of the field, and index of the chunk per dimension."""
 
     shard: int
     field: str
@@ -170,7 +176,7 @@ class ChunkKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodedChunk:
-    """Decoded elements of a chunk, native-endian. For ragged fields also the length of each row, int64."""
+    """Decoded elements of a chunk, native-endian. For ragged fields, `lengths` is the length of each row, int64."""
 
     values: NDArray[Any]
     lengths: NDArray[np.int64] | None = None
@@ -181,9 +187,9 @@ class DecodedChunk:
 
 
 class _InMaking:
-    """A chunk that one thread is making while others wait for it.
+    """A chunk that one thread is making while other threads wait for the chunk.
 
-    There is one object per chunk, so it must cost less than a Future.
+    One such object is created per chunk, so it must cost less than a `concurrent.futures.Future`.
     """
 
     def __init__(self) -> None:
@@ -193,7 +199,7 @@ class _InMaking:
         self.done.acquire()
 
     def wait(self) -> DecodedChunk:
-        """Returns the chunk once it is made; raises the error of the thread that makes it."""
+        """Waits until the chunk is made and returns it. Raises the error that the making thread raised, if any."""
         with self.done:
             if self.chunk is not None:
                 return self.chunk
@@ -203,7 +209,7 @@ class _InMaking:
 class ChunkCache:
     """LRU cache of at most `capacity_bytes` bytes of decoded chunks. Thread-safe.
 
-    Each chunk is made by one thread; others that need it wait.
+    Each chunk is made by one thread. Other threads that need the same chunk wait until it is made.
     """
 
     def __init__(self, *, capacity_bytes: int) -> None:
@@ -224,7 +230,10 @@ class ChunkCache:
             return chunk
 
     def get_or_make(self, key: ChunkKey, make: Callable[[], DecodedChunk]) -> DecodedChunk:
-        """Returns the chunk from the cache, from a thread that is making it, or from `make()`. Raises its errors."""
+        """Returns the chunk from the cache, from another thread that is making it, or from `make()`.
+
+        Raises the errors of `make`.
+        """
         with self._lock:
             chunk = self._chunks.get(key)
             if chunk is not None:

@@ -33,7 +33,7 @@ from hpctrain.storage import filesystem_of
 
 
 class IoMode(str, Enum):
-    """How contiguous data, and the stored bytes of chunks that are decoded here, are read from a file."""
+    """How the bytes of contiguous data, and of chunks that are decoded without HDF5, are read from a file."""
 
     AUTO = "auto"  # see `choose`
     MAP = "map"  # copy from memory maps: fastest once the pages are mapped; a disk error kills the rank (SIGBUS)
@@ -41,10 +41,11 @@ class IoMode(str, Enum):
 
 
 def choose(mode: IoMode, *, directory: Path, file_bytes: int, map_bytes: int) -> IoMode:
-    """Resolves AUTO: MAP on a local filesystem if all files together have at most `map_bytes` bytes, else READ.
+    """Returns the mode to use. AUTO becomes MAP for small datasets on a local filesystem, else READ.
 
-    Mapping a page costs more than reading it, so maps are for datasets that stay mapped. The pages belong to the
-    page cache, which the kernel reclaims when it needs memory, but they count as memory of the process.
+    `file_bytes` is the size of all files together; a dataset is small if that is at most `map_bytes`.
+    Mapping a page costs more than reading the page once, so maps are for datasets that stay mapped. Mapped pages
+    belong to the page cache, which the kernel reclaims when it needs memory, but they count as memory of the process.
     """
     if mode is not IoMode.AUTO:
         return mode
@@ -58,9 +59,9 @@ def choose(mode: IoMode, *, directory: Path, file_bytes: int, map_bytes: int) ->
 class OpenShard:
     """An open file of a dataset, from which samples of one shard are read. Thread-safe.
 
-    The file, the shard's own or a copy (`is_copy`), is closed with the last reference. `windows` contains the first
-    token of each sample if the manifest lists windows: int64, shape (samples,). Raises DataError if the file cannot
-    be opened.
+    The file is the shard's original file, or with `is_copy` a copy of it. It is closed when the last reference to
+    this object is deleted. `windows` is the index of the first token of each sample, int64 of shape (samples,), if
+    the manifest lists windows, else None. Raises DataError if the file cannot be opened.
     """
 
     def __init__(
@@ -126,8 +127,9 @@ class OpenShard:
     ) -> Sequence[ReadTask]:
         """Begins to read samples of a field into arrays[field][places], and returns the tasks that remain to be run.
 
-        `samples` are numbers within the shard, `places` rows of the arrays: int64, shape (n,); None: all rows, in
-        order. The arrays are C-contiguous and native-endian.
+        `samples` are the indices of the samples within the shard, `places` the rows of the arrays to fill: both
+        int64, shape (n,). If `places` is None, all rows are filled, in order. The arrays are C-contiguous and
+        native-endian.
         """
         spec, stored = self._manifest.fields[field], self._entry.fields[field]
         array = arrays[field]
@@ -162,9 +164,9 @@ class OpenShard:
         places: NDArray[np.int64] | None,
         rows: int,
     ) -> Sequence[ReadTask]:
-        """Begins to read a ragged sample that is a whole HDF5 dataset, and fills the remaining rows with zeros.
+        """Begins to read ragged samples that are each a whole HDF5 dataset, and fills the remaining rows with zeros.
 
-        The dataset has `rows` rows, fewer than the longest sample.
+        The HDF5 dataset has `rows` rows, which are fewer than those of the longest sample.
         """
         where = np.arange(len(array)) if places is None else places
         array[where, rows:] = 0
@@ -202,7 +204,7 @@ class OpenShard:
         return ChunkedField(source, cache=self._cache, shard=self._index, name=field)
 
     def _blocks(self, name: str) -> NumberBlocks:
-        """Returns a source that reads blocks of rows through h5py, for data that is not decoded here."""
+        """Returns a source that reads blocks of rows through h5py, for data that only HDF5 can decode."""
         assert self._reader is not None
         spec, stored, layout = self._manifest.fields[name], self._entry.fields[name], self._layouts[name]
         member = () if stored.member is None else layout.dtype[stored.member].shape

@@ -1,4 +1,4 @@
-"""Sources of files with arrays or images: .npy and .npz files, folders of images."""
+"""Sources that consist of files with arrays or images: .npy and .npz files, folders of images."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HELD_FILES = 4
 
 
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:
-    """Returns the arrays of an .npz file; never reads pickled objects. Raises DataError."""
+    """Returns the arrays of an .npz file by name. Raises DataError if reading fails, or for pickled objects."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
@@ -42,7 +42,7 @@ def read_npz(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def map_npy(path: Path) -> NDArray[Any]:
-    """Returns a memory map of an .npy file. Raises DataError."""
+    """Returns a memory map of an .npy file. Raises DataError if reading fails, or for pickled objects."""
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -53,10 +53,12 @@ def map_npy(path: Path) -> NDArray[Any]:
 
 
 def npz_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """Returns the arrays of an .npz file. Raises DataError unless they have the same first dimension."""
+    """Returns the arrays of an .npz file by name. Raises DataError if their first dimensions differ."""
     fields = read_npz(path)
     if any(array.ndim == 0 for array in fields.values()) or not fields:
-        raise DataError(f"the source {path} needs arrays of equal first dimension, one entry per sample")
+        raise DataError(
+            f"the source {path} must contain arrays of equal first dimension, one entry per sample"
+        )
     lengths = {name: len(array) for name, array in fields.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"the arrays of {path} differ in their number of samples: {lengths}")
@@ -64,12 +66,15 @@ def npz_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def npy_file(path: Path) -> SampleRows:
-    """Opens one array whose rows are the samples; the field has the name of the file."""
+    """Opens an .npy file. The rows of its array are the samples, and the name of the file is that of the field."""
     return ArrayRows(arrays={_field_name(path): map_npy(path)}, identity=source_identity([path]))
 
 
 def array_directory(root: Path) -> SampleRows:
-    """Opens a directory of .npy files, one per field, or of .npz files, each with samples of all fields."""
+    """Opens a directory of .npy files, one file per field, or of .npz files that each contain samples of all fields.
+
+    Raises DataError if the directory contains both kinds, or neither.
+    """
     files = files_below(root, suffixes=_ARRAY_SUFFIXES)
     if all(path.suffix.lower() == ".npy" for path in files):
         arrays = {_field_name(path): map_npy(path) for path in files}
@@ -86,7 +91,7 @@ def array_directory(root: Path) -> SampleRows:
 
 
 class ArchiveRows:
-    """The samples of concatenated .npz files; the last 4 files used are kept in memory.
+    """Samples in .npz files, one file after another. The 4 files that were used last are kept in memory.
 
     Raises DataError if the files have different fields, or no samples.
     """
@@ -146,9 +151,9 @@ class ArchiveRows:
 
 
 class FileRows:
-    """One .npy or .npz file per sample, sorted by name. The field of an .npy file is called `x`.
+    """Samples in .npy or .npz files, one file per sample, sorted by name. The field of an .npy file is called `x`.
 
-    If every file is in a folder, the field `label` is the class number of its folder.
+    If the files are in folders, the folders are the classes, and the field `label` is the class index.
     """
 
     def __init__(self, root: Path) -> None:
@@ -184,7 +189,10 @@ class FileRows:
             path = self._files[position]
             sample = _sample(path)
             if sample.keys() != out.keys() - ({"label"} if self._labels is not None else set()):
-                raise DataError(f"{path} has the arrays {', '.join(sample)}, {self._files[0]} has others")
+                raise DataError(
+                    f"{path} has the arrays {', '.join(sample)}, but {self._files[0]} has others: all samples must "
+                    "have the same arrays"
+                )
             for name, array in sample.items():
                 spec = self.fields[name]
                 if array.shape != spec.shape or array.dtype.name != spec.dtype:
@@ -199,9 +207,10 @@ class FileRows:
 
 
 def class_folders(root: Path, files: list[Path]) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
-    """Returns class numbers (int64, shape (files,)) and class names of files, by their first folder below `root`.
+    """Returns the class index of each file (int64, shape (number of files,)), and the names of the classes.
 
-    Returns (None, ()) without folders. Raises DataError if some files are in folders and some are not.
+    The class of a file is its first folder below `root`. Returns (None, ()) if no file is in a folder. Raises
+    DataError if some files are in folders and others are not.
     """
     parts = [path.relative_to(root).parts for path in files]
     if all(len(names) == 1 for names in parts):
@@ -237,14 +246,17 @@ _MAX_THREADS = 8
 
 
 class Colour(str, Enum):
-    """Channels of decoded images. RGB: three. GREY: one."""
+    """Colour channels of decoded images. RGB: Three channels. GREY: One channel."""
 
     RGB = "rgb"
     GREY = "grey"
 
 
 def parse_image_size(text: str) -> tuple[int, int]:
-    """Parses a size in pixels, `224x320` or `224` for a square, to (height, width). Raises UsageError."""
+    """Returns (height, width) in pixels from a text such as `224x320`, or `224` for a square.
+
+    Raises UsageError for any other text.
+    """
     found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text.strip())
     if found is None:
         raise UsageError(f"--size {text}: HEIGHTxWIDTH in pixels is needed, such as 224x224")
@@ -253,11 +265,12 @@ def parse_image_size(text: str) -> tuple[int, int]:
 
 
 class ImageFolder:
-    """Images below `root`: field `image`, uint8, shape (channels, height, width); `label` if they are in folders.
+    """All images below `root`, one per sample. The field `image` is uint8 of shape (channels, height, width).
 
-    With a size, (height, width), an image of another shape is scaled to cover it, and its centre is cropped;
-    without one, all images must have the size of the first. Images are rotated according to their EXIF data. Raises
-    DataError if Pillow is missing, or if there are no images.
+    If the images are in folders, the folders are the classes, and the field `label` is the class index. `size` is
+    (height, width). With `size`, an image of another size is scaled to cover that size, and cropped around its
+    centre. Without `size`, all images must have the size of the first. Images are rotated according to their EXIF
+    data. Raises DataError if Pillow is missing, or if there are no images.
     """
 
     def __init__(
@@ -315,7 +328,7 @@ class ImageFolder:
         return found
 
     def _decode(self, path: Path, *, size: tuple[int, int] | None) -> NDArray[np.uint8]:
-        """Returns an image as uint8, shape (channels, height, width). Raises DataError."""
+        """Returns an image as uint8, shape (channels, height, width). Raises DataError if it cannot be decoded."""
         pillow = _pillow()
         from PIL import ImageOps
 

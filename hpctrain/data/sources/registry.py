@@ -1,8 +1,8 @@
 """Opens the sources of `hpctrain data pack` by the name given on the command line.
 
-A source has one part, or two: `train` and `test`. The split depends only on the seed and on the number of samples
-or the names of files, never on the machine: samples are split by the epoch order's permutation, files by a hash of
-their relative path.
+A source has one part, or two: `train` and `test`. Samples are assigned to parts by the permutation of `EpochOrder`,
+files by a hash of their relative path. So the parts depend only on the seed, and on the number of samples or the names
+of the files, but not on the machine.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 @dataclass(frozen=True, kw_only=True)
 class IteratorSource:
-    """Samples from iterators: `open_part(part)` returns the iterator over one of `num_parts` parts."""
+    """Source of samples that iterators yield. `open_part(part)` returns the iterator of part 0 to num_parts - 1."""
 
     open_part: Callable[[int], Iterator[Mapping[str, Any]]]
     num_parts: int
@@ -66,11 +66,12 @@ class IteratorSource:
 
 
 def iterator_source(target: str, *, num_parts: int | None) -> IteratorSource:
-    """Imports the function `module:function` from the working directory or the installed packages.
+    """Returns a source that takes samples from a user's function, given by its name `module:function`.
 
-    The function takes no arguments, or `part` and `num_parts`: then the parts are packed separately, possibly by
-    different ranks. `num_parts` None means 1. Raises UsageError if the function cannot be imported, or takes other
-    arguments. `open_part` raises DataError if the function raises an error.
+    The function is imported from the working directory or the installed packages. It returns an iterator over samples.
+    It takes no arguments, or the arguments `part` and `num_parts`. In the second case the parts are packed separately,
+    possibly by different ranks. `num_parts` None means 1. Raises UsageError if the function cannot be imported, or
+    takes other arguments. `open_part` of the source raises DataError if the function raises an error.
     """
     module_name, _, attribute = target.partition(":")
     if str(Path.cwd()) not in sys.path:
@@ -88,8 +89,8 @@ def iterator_source(target: str, *, num_parts: int | None) -> IteratorSource:
     takes_parts = _takes_parts(function, target=target)
     if not takes_parts and (num_parts or 1) > 1:
         raise UsageError(
-            f"{num_parts} parts, but {target} takes no arguments part and num_parts: use --parts 1, which one "
-            "process packs, or add these arguments"
+            f"{num_parts} parts are asked for, but {target} takes no arguments part and num_parts: use --parts 1, so "
+            "that one process packs all samples, or add these arguments"
         )
     parts = num_parts or 1
 
@@ -129,13 +130,14 @@ _POSSIBLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """Options of `pack_source` that apply to some sources only. None: not given.
+    """Options of `pack_source` that apply to some sources only.
 
     Attributes:
-        image_size: Height and width of images, to which they are scaled and cropped.
-        colour: Channels of images.
-        fields: Fields made of the columns of a table.
-        num_parts: Number of parts of an iterator source, which are packed separately.
+        image_size: For images, the size (height, width) in pixels to which they are scaled and cropped; None: that of
+            the first image.
+        colour: For images, their colour channels; None: RGB.
+        fields: For tables, the columns that make up each field, by field name; None: each column is a field.
+        num_parts: For iterators, the number of parts that are packed separately; None: 1.
     """
 
     image_size: tuple[int, int] | None = None
@@ -146,7 +148,7 @@ class SourceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSource:
-    """Samples that are read by position, for each part of the source."""
+    """Source of samples that are read by position. `parts` maps the name of each part to its samples."""
 
     parts: dict[str, SampleRows]
     attributes: dict[str, JsonValue] = field(default_factory=dict)
@@ -154,7 +156,10 @@ class RowSource:
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySource:
-    """Arrays in memory, of equal first dimension: for each part of the source the array of each field."""
+    """Source of arrays in memory. `parts` maps the name of each part to the arrays of the part by field name.
+
+    The arrays of a part have the same first dimension.
+    """
 
     parts: dict[str, dict[str, NDArray[Any]]]
     attributes: dict[str, JsonValue] = field(default_factory=dict)
@@ -171,9 +176,10 @@ def open_source(
 ) -> ArraySource | RowSource | TextSource | IteratorSource:
     """Opens a source by its name.
 
-    `held_out` is the fraction of the samples or files in the part `test`; None: the source's default (digits 0.2,
-    text 0.1, others 0). With 0 there is one part, `all`. With `shuffle` samples are packed in random order. Raises
-    UsageError if the source is unknown or does not take an option; DataError if it cannot be read.
+    `held_out` is the fraction of the samples or files that go into the part `test`. None means the default of the
+    source: 0.2 for digits, 0.1 for text, 0 for others. With 0 there is only one part, `all`. With `shuffle` samples
+    are packed in random order. Raises UsageError if the source is unknown or does not support an option, DataError if
+    the source cannot be read.
     """
     options = options or SourceOptions()
     if held_out is not None and not 0 <= held_out < 1:
@@ -236,7 +242,7 @@ def _kind_of(name: str) -> tuple[str, Path]:
 
 
 def _check_options(name: str, *, kind: str, options: SourceOptions, shuffle: bool) -> None:
-    """Raises UsageError for options that the source does not take."""
+    """Raises UsageError if an option was given that the source does not support."""
     for option, given, kinds in (
         ("--size", options.image_size is not None, ("images",)),
         ("--colour", options.colour is not None, ("images",)),
@@ -244,9 +250,13 @@ def _check_options(name: str, *, kind: str, options: SourceOptions, shuffle: boo
         ("--parts", (options.num_parts or 1) > 1, ("iterator",)),
     ):
         if given and kind not in kinds:
-            raise UsageError(f"{option} is for {' and '.join(kinds)}; the source {name} takes none")
+            raise UsageError(
+                f"{option} is only for {' and '.join(kinds)}: leave it out for the source {name}"
+            )
     if shuffle and kind in ("text", "python-source", "iterator"):
-        raise UsageError(f"--shuffle needs a known number of samples; the source {name} is a stream")
+        raise UsageError(
+            f"--shuffle needs a known number of samples, but the source {name} is a stream: leave --shuffle out"
+        )
 
 
 def _rows(kind: str, path: Path, options: SourceOptions) -> SampleRows:

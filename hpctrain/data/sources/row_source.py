@@ -1,4 +1,4 @@
-"""Interface between sources and the packer: samples that are read by position, from memory or on demand."""
+"""Interface of a source whose samples can be read by position, with implementations for arrays and for selections."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class SampleRows(Protocol):
-    """Interface of an ordered, known number of samples that can be read by position, in any order."""
+    """Interface of a source with a known number of samples, which can be read by position in any order."""
 
     @property
     def num_samples(self) -> int: ...
@@ -31,20 +31,21 @@ class SampleRows(Protocol):
 
     @property
     def identity(self) -> JsonValue:
-        """Value that changes with the content; found without reading it, from names, sizes and times of files."""
+        """Value that changes if the content changes. It is computed from names, sizes and times of files."""
 
     def read(self, positions: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """Returns for each field an array of shape (len(positions), *sample_shape). Raises DataError.
+        """Returns for each field an array of shape (n, *sample_shape). Raises DataError if reading fails.
 
-        `positions` is int64, shape (n,).
+        `positions` are the positions of the samples in the source: int64, shape (n,).
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayRows:
-    """Samples in arrays or memory maps of equal first dimension, of shape (num_samples, *sample_shape).
+    """Source of samples in arrays or memory maps, by field name, each of shape (num_samples, *sample_shape).
 
-    Raises DataError if there are no arrays, if they are empty or differ in length, or if one is not a valid field.
+    `classes` are the names of the classes, for fields that contain class indices. Raises DataError if there are no
+    arrays, if they are empty or differ in length, or if an array is not a valid field.
     """
 
     arrays: Mapping[str, NDArray[Any]]
@@ -77,9 +78,10 @@ class ArrayRows:
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenRows:
-    """Selected samples of another source, or all of them in another order.
+    """Selected samples of another source, or all its samples in another order.
 
-    `positions` are the samples: int64, shape (num_samples,). `choice` describes the selection, for `identity`.
+    `positions` contains the position of each sample in the other source: int64, shape (num_samples,). `choice`
+    describes the selection, and becomes part of `identity`.
     """
 
     rows: SampleRows
@@ -105,11 +107,12 @@ class ChosenRows:
 def split_rows(
     rows: SampleRows, *, held_out: float, seed: int, shuffle: bool = False, keep_order: bool = True
 ) -> dict[str, SampleRows]:
-    """Returns the parts `train` and `test`, or `all` if nothing is held out. `seed` determines the choice.
+    """Divides the samples into the parts `train` and `test`. If `held_out` is 0, there is one part, `all`.
 
-    `held_out` is the fraction of the samples in `test`. With `shuffle` the samples are in random order. Without it
-    the parts keep the order of `rows`, or with `keep_order=False` the parts of a split are in random order. Raises
-    UsageError if a part would be empty.
+    `held_out` is the fraction of the samples that go into `test`. `seed` determines which samples these are. With
+    `shuffle` the samples of all parts are in random order. Without `shuffle` they keep the order of `rows`; with
+    `keep_order=False`, `train` and `test` are in random order nevertheless. Raises UsageError if a part would be
+    empty.
     """
     number = rows.num_samples
     if held_out == 0 and not shuffle:
@@ -130,7 +133,10 @@ def split_rows(
 
 
 def array_spec(name: str, array: NDArray[Any], *, classes: tuple[str, ...] = ()) -> FieldSpec:
-    """Returns the field for an array of shape (num_samples, *sample_shape). Raises DataError if it is not valid."""
+    """Returns the FieldSpec of a field whose samples are the rows of an array, shape (num_samples, *sample_shape).
+
+    Raises DataError if the array cannot be a field.
+    """
     if array.ndim == 0:
         raise DataError(f"field {name!r} is a scalar: an array with one entry per sample is needed")
     return field_spec(name, dtype=array.dtype, shape=array.shape[1:], classes=classes)
@@ -139,7 +145,7 @@ def array_spec(name: str, array: NDArray[Any], *, classes: tuple[str, ...] = ())
 def field_spec(
     name: str, *, dtype: np.dtype[Any], shape: tuple[int, ...], classes: tuple[str, ...] = ()
 ) -> FieldSpec:
-    """Returns a field with samples of this dtype and shape.
+    """Returns the FieldSpec of a field with the given dtype, and the given shape in one sample.
 
     Raises DataError if the name, dtype or shape is not valid.
     """
@@ -158,7 +164,7 @@ def field_spec(
 
 
 def as_slice(positions: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """Returns a slice if the positions are consecutive, which saves a copy or makes it faster; else the positions."""
+    """Returns the positions as a slice if they are consecutive, else unchanged. A slice makes reading faster."""
     if len(positions) and np.array_equal(positions, np.arange(positions[0], positions[0] + len(positions))):
         return slice(int(positions[0]), int(positions[-1]) + 1)
     return positions
@@ -168,7 +174,10 @@ def as_slice(positions: NDArray[np.int64]) -> slice | NDArray[np.int64]:
 
 
 def source_identity(files: Iterable[Path]) -> JsonValue:
-    """Returns a hash of names, sizes and modification times. Raises DataError if a file cannot be accessed."""
+    """Returns a hash of the names, sizes and modification times of files.
+
+    Raises DataError if a file cannot be accessed.
+    """
     digest = xxhash.xxh3_64()
     try:
         for path in files:
@@ -180,9 +189,10 @@ def source_identity(files: Iterable[Path]) -> JsonValue:
 
 
 def files_below(root: Path, *, suffixes: frozenset[str]) -> list[Path]:
-    """Returns the files below `root` with one of these suffixes (in lower case), sorted, without hidden files.
+    """Returns the files below `root` that have one of the suffixes, sorted. Hidden files are left out.
 
-    Raises DataError if there are none.
+    Upper and lower case in the suffix of a file does not matter; `suffixes` are in lower case. Raises DataError if
+    there is no such file.
     """
     if not root.is_dir():
         raise DataError(f"the source {root} {'is not a directory' if root.exists() else 'does not exist'}")

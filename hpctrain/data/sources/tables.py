@@ -1,4 +1,4 @@
-"""Tables (CSV and Parquet) as sources. Columns become fields; columns of strings become classes."""
+"""Tables (CSV and Parquet) as sources. Columns become fields, and columns of strings become class indices."""
 
 from __future__ import annotations
 
@@ -24,14 +24,20 @@ _HELD_GROUPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A field made of one column of a table, or of several as a vector. If `dtype` is None, it is that of the table."""
+    """A field that is made from columns of a table. Several columns become a vector in each sample.
+
+    `dtype` is the dtype of the field; None: the dtype that the columns have in the table.
+    """
 
     columns: tuple[str, ...]
     dtype: str | None = None
 
 
 def parse_table_fields(text: str) -> dict[str, Column]:
-    """Parses fields of a table, such as `x=a+b:float32,y=species`. Raises UsageError."""
+    """Returns the fields, by name, that a text such as `x=a+b:float32,y=species` defines.
+
+    Raises UsageError if the text is not valid.
+    """
     fields: dict[str, Column] = {}
     for item in text.split(","):
         name, equals, columns = item.partition("=")
@@ -50,7 +56,10 @@ def parse_table_fields(text: str) -> dict[str, Column]:
 
 
 def csv_rows(path: Path, *, fields: Mapping[str, Column] | None) -> SampleRows:
-    """Reads a whole CSV file into memory. Without `fields` each column becomes a field. Raises DataError."""
+    """Reads a whole CSV file into memory. If `fields` is None, each column becomes a field.
+
+    Raises DataError if the file cannot be read, lacks a column, or lacks a value in a column that is used.
+    """
     try:
         import pandas
     except ImportError as error:
@@ -91,9 +100,10 @@ def csv_rows(path: Path, *, fields: Mapping[str, Column] | None) -> SampleRows:
 
 
 class ParquetRows:
-    """The rows of concatenated Parquet files, read one row group at a time; the last 4 used are kept in memory.
+    """Samples in Parquet files, one file after another. Each row is a sample.
 
-    Raises DataError if a file cannot be read, or if there are no rows.
+    One row group at a time is read. The 4 row groups that were used last are kept in memory. If `fields` is None, each
+    column of the first file becomes a field. Raises DataError if a file cannot be read, or if there are no rows.
     """
 
     def __init__(self, files: Sequence[Path], *, fields: Mapping[str, Column] | None) -> None:
@@ -158,9 +168,9 @@ class ParquetRows:
         return out
 
     def _find_classes(self) -> dict[str, tuple[str, ...]]:
-        """Returns for each column of strings the sorted distinct strings over all files.
+        """Returns for each column of strings the distinct strings over all files, sorted.
 
-        These columns are thus read twice.
+        This reads all columns of strings. They are read again when the samples are read.
         """
         import pyarrow
 
@@ -192,7 +202,7 @@ class ParquetRows:
         return table
 
     def _group(self, number: int) -> dict[str, NDArray[Any]]:
-        """Returns for each field an array of all rows of a row group."""
+        """Returns for each field an array with all rows of a row group, given by its index over all files."""
         with self._lock:
             held = self._held.get(number)
             if held is None:
@@ -225,7 +235,10 @@ class ParquetRows:
 
 
 def parquet_files(path: Path) -> list[Path]:
-    """Returns the file itself, or the Parquet files of a directory, sorted. Raises DataError if there are none."""
+    """Returns the Parquet files of a directory, sorted. If `path` is not a directory, returns `path` itself.
+
+    Raises DataError if a directory contains no Parquet files.
+    """
     return files_below(path, suffixes=PARQUET_SUFFIXES) if path.is_dir() else [path]
 
 
@@ -269,7 +282,11 @@ def _joined(columns: Sequence[NDArray[Any]], *, field: str, spec: Column) -> NDA
 def _field_classes(
     fields: Mapping[str, Column], classes: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[str, ...]]:
-    """Returns the classes of each field. Raises DataError for a field of several columns that include strings."""
+    """Returns the names of the classes of each field that is a column of strings.
+
+    `classes` are the names of the classes by column. Raises DataError if a field of several columns includes a column
+    of strings.
+    """
     found = {}
     for name, spec in fields.items():
         named = [column for column in spec.columns if column in classes]

@@ -1,4 +1,4 @@
-"""Text files as documents of bytes, each followed by a byte that does not occur in text."""
+"""Text files as sources. Each file is a document of bytes, followed by a separator byte that does not occur in text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SKIPPED_DIRECTORIES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """UTF-8 files that are read as streams of bytes: for each part of the source its files in order."""
+    """Source of UTF-8 files that are read as streams of bytes. `parts` maps the name of each part to its files."""
 
     parts: dict[str, tuple[Path, ...]]
     attributes: dict[str, JsonValue] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class TextSource:
 
 @dataclass(frozen=True)
 class TextDocuments:
-    """Files as documents of uint8 for the packer: the bytes of each file, then the separator."""
+    """Files as tokenized documents, dtype uint8. A document consists of the bytes of a file and the separator byte."""
 
     files: tuple[Path, ...]
     dtype: str = "uint8"
@@ -76,7 +76,7 @@ class TextDocuments:
 
 
 def read_tokens(files: Iterable[Path]) -> Iterator[NDArray[np.uint8]]:
-    """Yields the bytes of each file followed by the separator: uint8, shape (size + 1,)."""
+    """Yields one array per file, with the bytes of the file and then the separator: uint8, shape (file size + 1,)."""
     end = np.array([DOCUMENT_SEPARATOR], dtype=np.uint8)
     for path in files:
         try:
@@ -86,9 +86,10 @@ def read_tokens(files: Iterable[Path]) -> Iterator[NDArray[np.uint8]]:
 
 
 def _split_files(root: Path, names: list[str], *, held_out: float, seed: int) -> dict[str, tuple[Path, ...]]:
-    """Divides files into parts, holding out those whose hashed path is below the fraction `held_out`.
+    """Divides files into the parts `train` and `test`. If `held_out` is 0, there is one part, `all`.
 
-    So adding a file does not move the others to another part.
+    A file goes into `test` if the hash of its path is below the fraction `held_out` of all hashes. So an additional
+    file does not move other files to another part.
     """
     names = sorted(names)
     if held_out == 0:
@@ -143,7 +144,10 @@ def _text_source(root: Path, paths: list[Path], *, held_out: float, seed: int, s
 
 
 def text_directory(root: Path, *, held_out: float, seed: int) -> TextSource:
-    """Returns all UTF-8 text files below `root`, without hidden ones. Raises DataError if there are none."""
+    """Returns a source of all UTF-8 text files below `root`. Hidden files are left out.
+
+    Raises DataError if there are no text files.
+    """
     paths = [
         path
         for path in root.rglob("*")
@@ -153,7 +157,7 @@ def text_directory(root: Path, *, held_out: float, seed: int) -> TextSource:
 
 
 def python_source(*, held_out: float, seed: int) -> TextSource:
-    """Returns the source files of Python's standard library."""
+    """Returns a source of the .py files of Python's standard library, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [
         path

@@ -1,7 +1,7 @@
 """Arrays in anonymous shared memory, passed to another process as a file descriptor and a description.
 
-The memory has no name in any filesystem: the kernel frees it when the last process that maps it or holds its
-descriptor ends, for any reason. Imports neither torch nor the rest of the package (see `transform`).
+The memory has no name in any filesystem. The kernel frees the memory when the last process that maps it or holds its
+descriptor ends, for any reason. This module imports neither torch nor the rest of the package (see `transform`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ INDICES = ":indices"
 """Name of the array of sample indices that is sent with the fields of a batch."""
 
 Description = list[dict[str, Any]]
-"""Name, dtype, shape and first byte of each array, as JSON values."""
+"""One dict of JSON values per array: its name, its dtype, its shape, and its first byte in the shared memory."""
 
 
 def write_arrays(arrays: Mapping[str, NDArray[Any]]) -> tuple[int, Description]:
-    """Copies arrays into new shared memory. Returns its descriptor, which the caller closes, and a description.
+    """Copies arrays into new shared memory. Returns the memory's file descriptor, and the description of the arrays.
 
-    Raises DataError if the memory cannot be allocated.
+    The caller must close the descriptor. Raises DataError if the memory cannot be allocated.
     """
     description: Description = []
     end = 0
@@ -47,7 +47,9 @@ def write_arrays(arrays: Mapping[str, NDArray[Any]]) -> tuple[int, Description]:
     try:
         descriptor = os.memfd_create("hpctrain-batch")
     except OSError as error:
-        raise DataError(f"no shared memory for a batch: {error.strerror}. Use fewer workers") from error
+        raise DataError(
+            f"shared memory for a batch cannot be allocated: {error.strerror}. Use fewer workers"
+        ) from error
     try:
         os.ftruncate(descriptor, max(1, end))
         for entry, array in zip(description, arrays.values(), strict=True):
@@ -70,7 +72,7 @@ def _write(descriptor: int, array: NDArray[Any], *, at: int) -> None:
 
 
 def map_arrays(descriptor: int, description: Description) -> dict[str, NDArray[Any]]:
-    """Returns the arrays in shared memory, mapped copy-on-write: other processes do not see changes."""
+    """Returns the arrays in shared memory. The memory is mapped copy-on-write: other processes do not see changes."""
     memory = mmap.mmap(
         descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
     )  # unmapped with the last array
@@ -83,9 +85,10 @@ def map_arrays(descriptor: int, description: Description) -> dict[str, NDArray[A
 
 
 def send(control: socket.socket, message: Mapping[str, Any], *, descriptors: tuple[int, ...] = ()) -> None:
-    """Sends a message as JSON, with descriptors. Raises OSError if the other process closed the socket or ended.
+    """Sends a message as JSON, together with file descriptors.
 
-    Raises DataError if the message is longer than MAX_MESSAGE_BYTES.
+    Raises OSError if the other process closed the socket or ended, DataError if the message is longer than
+    MAX_MESSAGE_BYTES.
     """
     content = json.dumps(message).encode()
     if len(content) > MAX_MESSAGE_BYTES:
@@ -94,7 +97,10 @@ def send(control: socket.socket, message: Mapping[str, Any], *, descriptors: tup
 
 
 def receive(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Waits for the next message. Returns it with its descriptors; None if the other side closed the socket."""
+    """Waits for the next message. Returns the message and the file descriptors that were sent with it.
+
+    Returns None if the other process closed the socket.
+    """
     try:
         content, descriptors, _, _ = socket.recv_fds(
             control, MAX_MESSAGE_BYTES, 1, getattr(socket, "MSG_CMSG_CLOEXEC", 0)

@@ -17,12 +17,18 @@ WIDENED: Mapping[str, np.dtype[Any]] = MappingProxyType(
 
 
 def torch_dtype(stored: str) -> torch.dtype:
-    """Returns the dtype of a stored field in batches: the stored one, but int32 for uint16 and int64 for uint32."""
+    """Returns the torch dtype that a field has in batches.
+
+    It is the stored dtype, except that uint16 becomes int32, and uint32 becomes int64.
+    """
     return torch.from_numpy(np.empty(0, dtype=WIDENED.get(stored, np.dtype(stored)))).dtype
 
 
 def as_tensor(array: NDArray[Any], *, pin_memory: bool = False) -> torch.Tensor:
-    """Returns the array as a tensor that shares its memory; a copy if it is widened, pinned, or read-only."""
+    """Returns the array as a tensor that shares the memory of the array.
+
+    The tensor is a copy if the array has a dtype in `WIDENED`, if the array is read-only, or with `pin_memory`.
+    """
     wide = WIDENED.get(array.dtype.name)
     if wide is not None or not array.flags.writeable:
         array = array.astype(wide or array.dtype)

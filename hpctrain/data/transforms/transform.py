@@ -1,11 +1,11 @@
-"""Finds and calls a user's function over batches, and checks its result.
+"""Imports a user's function that transforms batches, calls it, and checks its result.
 
     def augment(fields: dict[str, np.ndarray], context: TransformContext) -> dict[str, np.ndarray]: ...
 
 The function receives the arrays of one rank's part of a batch, shape (num_rows, *sample_shape), and returns arrays
-with the same number of rows; names, dtypes and sample shapes may differ. It may modify its input. The parameter
-`context` is optional. This module imports neither torch nor the rest of the package, so that workers start faster
-and use less memory.
+with the same number of rows. Names, dtypes and sample shapes may differ from those of the input. The function may
+modify its input. The parameter `context` is optional. This module imports neither torch nor the rest of the package,
+so that worker processes start faster and use less memory.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TransformFunction = Callable[..., Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TransformContext:
-    """The samples that a transform receives, and random number generators for them.
+    """States which samples a transform receives, and makes random number generators for them.
 
     Attributes:
         seed: Seed of the loader.
-        epoch: Number of the epoch.
-        start: Position of the global batch in the epoch, in samples.
+        epoch: Number of the epoch, from 0.
+        start: Position in the epoch of the first sample of the global batch, in samples over all ranks.
         indices: For each row, the index of its sample in the dataset: int64, shape (num_rows,).
     """
 
@@ -42,12 +42,12 @@ class TransformContext:
     indices: NDArray[np.int64]
 
     def generator(self, row: int) -> np.random.Generator:
-        """Returns the random number generator for the sample in a row.
+        """Returns a new random number generator for the sample in a row.
 
-        It is the same for any number of ranks, and after a resume.
+        The generator of a sample yields the same numbers for any number of ranks, and after a resume.
 
         Args:
-            row: Row of the sample in the batch.
+            row: Index of the row in the batch.
         """
         return np.random.default_rng([self.seed, self.epoch, self.start, int(self.indices[row])])
 
@@ -67,11 +67,11 @@ class BatchTransform:
         return ""
 
     def __call__(self, arrays: Arrays, *, context: TransformContext) -> Arrays:
-        """Returns the transformed arrays, C-contiguous and native-endian, with the same number of rows.
+        """Returns the transformed arrays, C-contiguous and native-endian, with as many rows as the input.
 
-        A batch without rows is not passed to the function: the result then has the names, dtypes and shapes of an
-        earlier result, or of the result for one row of zeros. Raises DataError if the function raises an error, or
-        does not return such arrays.
+        A batch without rows is not passed to the function. The result then has no rows, and the names, dtypes and
+        sample shapes of an earlier result, or of the function's result for one row of zeros. Raises DataError if the
+        function raises an error, or if its result is not a dict of arrays with that number of rows.
         """
         num_rows = len(context.indices)
         if num_rows:
@@ -121,7 +121,7 @@ class BatchTransform:
 
 
 def find_transform(name: str) -> BatchTransform:
-    """Imports the transform `name`, "module:function". Raises RecipeError if that fails."""
+    """Imports the function with the given name, "module:function". Raises RecipeError if that fails."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise RecipeError(f"the name of a transform is 'module:function', not {name!r}")
@@ -139,7 +139,10 @@ def find_transform(name: str) -> BatchTransform:
 
 
 def import_name(function: TransformFunction) -> str:
-    """Returns the name under which another process can import a function. Raises RecipeError if it cannot."""
+    """Returns the name "module:function" by which another process can import a function.
+
+    Raises RecipeError if another process cannot import the function.
+    """
     module, qualified = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if not module or module == "__main__" or not qualified or "<" in qualified:
         raise RecipeError(

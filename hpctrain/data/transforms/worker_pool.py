@@ -1,8 +1,9 @@
-"""Processes that transform batches, for Python code that holds the interpreter lock.
+"""Worker processes that transform batches, for Python code that holds the interpreter lock.
 
-The parent reads a batch and sends it to a worker in shared memory; the worker returns the result in the same way.
-Workers are new processes (never forked: that breaks MPI, pytorch#13787) without the launcher's environment, and end
-with the parent. A worker that dies is replaced, and its batch is transformed again.
+The parent process reads a batch and sends it to a worker in shared memory. The worker returns the result in the same
+way. Workers are new processes without the launcher's environment variables; they are never forked, since that breaks
+MPI (pytorch#13787). Workers end when the parent ends. If a worker dies, another worker is started and transforms the
+batch again.
 """
 
 from __future__ import annotations
@@ -75,11 +76,15 @@ _PROGRAM = (
 
 
 class WorkerDied(Exception):
-    """A worker process ended; the message says how."""
+    """Raised when a worker process has ended unexpectedly. The message says how it ended."""
 
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns a worker's environment: the parent's without launchers' variables, and with one compute thread."""
+    """Returns the environment variables of a worker: those of the parent, except the variables of MPI launchers.
+
+    Further variables limit numerical libraries to one thread, let the allocator keep memory, and let the worker import
+    hpctrain.
+    """
     kept = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
     package_root = str(Path(shared_memory.__file__).resolve().parents[3])
     searched = [package_root, *filter(None, [environ.get("PYTHONPATH")])]
@@ -87,7 +92,7 @@ def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class Worker:
-    """One worker process, to be used by one thread at a time. Raises DataError if it cannot be started."""
+    """One worker process, to be used by one thread at a time. Raises DataError if the process cannot be started."""
 
     def __init__(self, transform: str) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -112,10 +117,11 @@ class Worker:
             shared_memory.send(self._control, {"transform": transform, "sys_path": sys.path})
 
     def transform(self, request: Mapping[str, Any], descriptor: int) -> Arrays:
-        """Returns the transformed arrays of a batch, whose input is in the shared memory `descriptor` (see
-        `write_arrays`).
+        """Sends a batch to the worker and returns the transformed arrays.
 
-        Raises WorkerDied if the process ended, DataError if the transform raised an error.
+        `descriptor` is the file descriptor of the shared memory that contains the batch (see `write_arrays`).
+        `request` is the message to the worker, which describes the batch. Raises WorkerDied if the process ended,
+        DataError if the transform raised an error.
         """
         if not self.is_ready:
             self._receive()
@@ -153,7 +159,7 @@ class Worker:
         return WorkerDied(words + (": possibly out of memory" if -code == signal.SIGKILL else ""))
 
     def end(self) -> None:
-        """Ends the process and waits for it. May be called more than once."""
+        """Ends the process and waits until it has ended. May be called more than once."""
         if self._ended:
             return
         self._ended = True
@@ -167,7 +173,10 @@ class Worker:
 
 
 def _arrays(descriptor: int, description: shared_memory.Description) -> Arrays:
-    """Returns the arrays as views of the shared memory, which is freed with the last view; as copies if it is small."""
+    """Returns the arrays as views of the shared memory, which is freed with the last view.
+
+    If the memory is smaller than `_COPIED_BYTES`, the arrays are views of a copy.
+    """
     num_bytes = os.fstat(descriptor).st_size
     # torch maps the memory without keeping a descriptor, unlike mmap: thousands of batches may exist.
     memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=num_bytes, dtype=torch.uint8)
@@ -189,9 +198,9 @@ MAX_REMAKES = 3
 
 
 class _Places:
-    """The workers, and which of them are idle.
+    """The workers of a pool, and which of them are idle.
 
-    It has no reference to the pool, so that the pool can be garbage-collected.
+    This object has no reference to the pool, so that the pool can be garbage-collected.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -216,11 +225,11 @@ def _end_all(places: _Places) -> None:
 
 
 class WorkerPool:
-    """Worker processes for one transform. Each thread that calls the pool uses one of them.
+    """Worker processes for one transform. Each thread that calls the pool uses one worker at a time.
 
-    `transform` is a name "module:function", see `hpctrain.data.transforms.transform`. The processes start with the
-    first batch. They end on `close()`, when the pool is collected, and when this process ends or is killed. Raises
-    RecipeError if `num_workers` is below 1.
+    `transform` is the function's name, "module:function"; see `hpctrain.data.transforms.transform`. The workers start
+    when the first batch is transformed. They end on `close()`, when the pool is garbage-collected, and when this
+    process ends or is killed. Raises RecipeError if `num_workers` is below 1.
     """
 
     def __init__(self, transform: str, *, num_workers: int) -> None:
@@ -230,7 +239,7 @@ class WorkerPool:
         self.input_copies = 2  # the batch that was read, and its copy in shared memory
         self.num_workers = num_workers
         self.num_deaths = 0
-        """Number of workers that ended unexpectedly."""
+        """Number of workers that have ended unexpectedly so far."""
         self._places = _Places(num_workers)
         self._finalizer = weakref.finalize(self, _end_all, self._places)
         self._serving: dict[int, Worker] = {}  # by the thread that waits
@@ -242,7 +251,7 @@ class WorkerPool:
             return sorted(worker.process.pid for worker in self._places.all)
 
     def place(self, thread: int) -> str:
-        """Returns in which process the batch of a thread is transformed; see `BatchTransformer`."""
+        """Returns in words in which process the batch of a thread is transformed; see `BatchTransformer`."""
         worker = self._serving.get(thread)
         if worker is None:
             return f"no worker yet: all {self.num_workers} are busy"
@@ -251,10 +260,10 @@ class WorkerPool:
         )
 
     def __call__(self, arrays: Arrays, *, context: TransformContext) -> Arrays:
-        """Returns the transformed batch. Waits for an idle worker if necessary.
+        """Returns the transformed batch. If all workers are busy, waits until one is idle.
 
-        Raises DataError if the transform raises an error, if `MAX_REMAKES` + 1 workers died over this batch, or if
-        the pool was closed.
+        Raises DataError if the transform raises an error, if `MAX_REMAKES` + 1 workers died one after another while
+        they transformed this batch, or if the pool was closed.
         """
         descriptor, description = shared_memory.write_arrays({**arrays, INDICES: context.indices})
         request = {
@@ -288,7 +297,7 @@ class WorkerPool:
         )
 
     def _take(self) -> Worker:
-        """Returns an idle worker, or a new one if fewer than `num_workers` exist; otherwise waits."""
+        """Returns an idle worker. Starts one if all are busy and fewer than `num_workers` exist; otherwise waits."""
         places = self._places
         with places.condition:
             while True:
@@ -334,7 +343,7 @@ class WorkerPool:
             worker.end()
 
     def close(self) -> None:
-        """Ends the workers and waits for them. May be called more than once."""
+        """Ends the workers and waits until they have ended. May be called more than once."""
         self._finalizer()
 
 
@@ -342,37 +351,38 @@ class WorkerPool:
 
 
 class BatchTransformer(Protocol):
-    """Interface of what transforms batches: `BatchTransform`, in the calling thread, or `WorkerPool`.
+    """Interface of an object that transforms batches: a `BatchTransform`, in the calling thread, or a `WorkerPool`.
 
-    `name` is the name of the function. `input_copies` is the number of copies of a batch's input in memory while it
-    is transformed.
+    `name` is the name of the transform function. `input_copies` is the number of copies of a batch's input that are in
+    memory while the batch is transformed.
     """
 
     name: str
     input_copies: int
 
     def place(self, thread: int) -> str:
-        """Returns in which process the batch of a thread, given by its identifier, is transformed now.
+        """Returns in words in which process a thread's batch is transformed now; "" if the thread itself does that.
 
-        Returns "" for the thread itself.
+        `thread` is the identifier of the thread, as of `threading.get_ident`.
         """
 
     def __call__(self, arrays: Arrays, *, context: TransformContext) -> Arrays: ...
 
 
 def build_transformer(transform: str | TransformFunction | None, *, workers: int) -> BatchTransformer | None:
-    """Returns the transformer for a loader's options; None without a transform.
+    """Returns the object that runs a loader's transform, or None if `transform` is None.
 
-    With `workers` 0 the calling threads run the transform. Raises RecipeError if the transform cannot be imported,
-    here or by another process, or if `workers` is not possible.
+    With `workers` 0 the calling threads run the transform, otherwise that number of worker processes. Raises
+    RecipeError if the transform cannot be imported in this process, or could not be imported in a worker. Raises it
+    also if `workers` is negative, is positive without a transform, or needs shared memory that this system lacks.
     """
     if workers < 0:
         raise RecipeError(f"workers = {workers}: must be 0 (threads) or more")
     if transform is None:
         if workers:
             raise RecipeError(
-                f"workers = {workers} without a transform: workers only run a transform, threads read. Set a "
-                "transform, or use workers = 0"
+                f"workers = {workers} without a transform: workers only run a transform, and threads read the samples. "
+                "Set a transform, or use workers = 0"
             )
         return None
     if workers:
@@ -390,6 +400,6 @@ def build_transformer(transform: str | TransformFunction | None, *, workers: int
 def transformed(
     fields: dict[str, torch.Tensor], *, by: BatchTransformer, context: TransformContext, pin_memory: bool
 ) -> dict[str, torch.Tensor]:
-    """Returns the fields of a batch after the transform, with dtypes of `torch_dtype`."""
+    """Transforms the fields of a batch with `by`, and returns them as tensors with the dtypes of `torch_dtype`."""
     made = by({name: tensor.numpy() for name, tensor in fields.items()}, context=context)
     return {name: as_tensor(array, pin_memory=pin_memory) for name, array in made.items()}

@@ -1,7 +1,7 @@
-"""A worker process: receives batches, transforms them, sends them back. Does not use MPI; ends with its parent.
+"""Main program of a worker process, which receives batches, transforms them, and sends them back.
 
-`hpctrain.data.transforms.worker_pool` starts it without the rest of the package: it imports only numpy, the user's
-module, and the imports of that module.
+The process does not use MPI, and ends when its parent ends. `hpctrain.data.transforms.worker_pool` starts it. It
+imports only numpy, the user's module and the imports of that module, but not the rest of the package.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _FOR_THE_PARENT = (
 
 
 def main(control_descriptor: int, lifeline: int) -> int:
-    """Serves the parent until it closes the control socket. Returns the exit code.
+    """Transforms batches until the parent closes the control socket. Returns the exit code of the process.
 
-    `lifeline` is the read end of a pipe whose write end only the parent has open.
+    Both arguments are file descriptors. `lifeline` is the read end of a pipe; only the parent has its write end open.
     """
     _end_with_parent(lifeline)
     for number in _FOR_THE_PARENT:
@@ -57,9 +57,9 @@ def main(control_descriptor: int, lifeline: int) -> int:
 def _end_with_parent(lifeline: int) -> None:
     """Makes the kernel end this process when the parent ends, even while user code is running.
 
-    When the pipe is closed, the kernel sends SIGIO, which ends the process by default; a watching thread would have
-    to wait for the interpreter lock. PR_SET_PDEATHSIG is not used: it is sent at the end of the parent's thread,
-    which may end with its epoch.
+    When the write end of the pipe is closed, the kernel sends SIGIO, which ends the process by default. A thread that
+    watches the pipe would have to wait for the interpreter lock. PR_SET_PDEATHSIG is not used: that signal is sent when
+    the thread that started the worker ends, and this thread may end with its epoch.
     """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGIO})

@@ -82,7 +82,7 @@ def test_entries_of_one_file_count_its_bytes_once() -> None:
         ("fields.y.classes", ["a", "a"], "named twice"),
         ("fields.z.shape", [], "must have at least one dimension"),
         ("statistics.q", {"mean": 0, "std": 0, "min": 0, "max": 0, "count": 0}, "does not have"),
-        ("windows", {"file": "w.npy", "file_bytes": 9, "hash": "0" * 16}, "windows are listed if"),
+        ("windows", {"file": "w.npy", "file_bytes": 9, "hash": "0" * 16}, "a list of windows is needed if"),
         ("samples", 4, "the shards add up to 3"),
     ],
 )
@@ -111,7 +111,7 @@ def test_the_same_rows_twice_and_a_field_named_as_a_length_are_refused() -> None
 @pytest.mark.parametrize(
     ("windows", "message"),
     [
-        (None, "windows are listed if they are split"),
+        (None, "a list of windows is needed if windows are split"),
         ({"file": "../w.npy", "file_bytes": 9, "hash": "0" * 16}, "should match pattern"),
     ],
 )
