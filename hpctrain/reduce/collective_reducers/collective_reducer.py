@@ -111,7 +111,9 @@ class CastSum:
 
 
 def successor_is_elsewhere(rank: int, *, num_ranks: int, topology: Topology | None) -> bool:
-    """Returns True if the successor of `rank` in the ring is on another node. topology: None means one rank per node.
+    """Returns True if the successor of `rank` in the ring is on another node.
+
+    topology: None means one rank per node.
     """
     following = (rank + 1) % num_ranks
     if topology is None:

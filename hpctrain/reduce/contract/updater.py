@@ -230,8 +230,8 @@ def check_optimizer(
     name = type(optimizer).__name__
     if takes_closure(optimizer):
         raise UsageError(
-            f"{name} calls a closure that computes the loss again within a step, and an updater steps on gradients "
-            "that are summed already: use AdamW, or SGD with momentum"
+            f"{name} calls a closure that computes the loss again within a step, but an updater steps on gradients "
+            "that are already summed: use AdamW, or SGD with momentum"
         )
     if layout == "none":
         return
@@ -243,13 +243,13 @@ def check_optimizer(
         )
     if layout in ("optimizer", "gradients") and is_by_layer(optimizer):
         raise UsageError(
-            f"{name} needs whole layers to update an element, such as their norms, of which a rank has a part with "
-            f"{where}: use AdamW, Adam or SGD, or leave shard out"
+            f"{name} needs whole layers to update an element, for example the norm of a layer, but with {where} a rank "
+            "has only parts of layers: use AdamW, Adam or SGD, or leave shard out"
         )
     if layout in ("parameters", "tensor") and _is_one_of(optimizer, _NOT_ON_PARTS):
         raise UsageError(
-            f"{name} uses operations that PyTorch does not have for parts of parameters, of which {where} consists: "
-            "use AdamW, Adam or SGD, or leave parameters whole"
+            f"{name} uses operations that PyTorch does not have for parts of parameters, and with {where} a rank has "
+            "only such parts: use AdamW, Adam or SGD, or leave parameters whole"
         )
     sparse = [name for name, module in model.named_modules() if _has_sparse_gradient(module)] if model else []
     if layout in ("parameters", "tensor", "stages") and sparse:

@@ -291,7 +291,7 @@ class AllReduceUpdater(UpdaterBase):
         self._abandon()
 
     def _abandon(self) -> None:
-        """Ends a step that will not be made because the script has dropped its gradients. Collective."""
+        """Ends a step that is not applied because the script has dropped its gradients. Collective."""
         if not self._synchronized:
             self._planned.filling.put_zeros()
             self._finish_sums()
