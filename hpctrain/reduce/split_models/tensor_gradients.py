@@ -1,4 +1,4 @@
-"""Completes the gradients of a model whose layers are split over tensor groups: the sums that FSDP2 does not compute."""
+"""Completes the gradients of a model whose layers are split over tensor groups, by the sums that FSDP2 leaves out."""
 
 from __future__ import annotations
 
