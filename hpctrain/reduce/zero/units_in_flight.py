@@ -269,8 +269,7 @@ class UnitsInFlight:
         return gathered.total_s
 
     def wait_for_parameters(self) -> None:
-        """Waits until no parameters are being gathered. Raises the error of a gathering that has failed on this rank.
-        """
+        """Waits until no parameters are being gathered. Raises the error of a gathering that failed on this rank."""
         self._arrivals.wait_for_all()
 
     def take_blocked_s(self) -> float:
