@@ -146,8 +146,8 @@ class Checkpointing:
     def save(self, step: int, *, capture: Callable[[], State], again: bool = False) -> None:
         """Saves the state that `capture` returns; a background save is only started. Collective.
 
-        Does nothing if the state of this step is already saved or being saved, unless `again` is True. If the policy
-        would skip this save because another one is in flight, it waits for that one first.
+        Does nothing if the state of this step is already saved or being saved, unless `again` is True. Waits for an
+        earlier save in flight first.
         """
         if self._saved_step == step and not again:
             return

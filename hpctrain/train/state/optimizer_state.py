@@ -399,7 +399,7 @@ def _as_before(old: Any, new: Any) -> Any:
 def _restore_types(loaded: Any, saved: Any) -> None:
     """Undoes the conversions that `Optimizer.load_state_dict` has made in `loaded`.
 
-    It converts tensors to the dtype of the parameter, and texts to sequences.
+    It converts tensors to the dtype of the parameter, and does not keep texts.
     """
     for key, value in saved.items() if isinstance(saved, dict) else ():
         found = loaded.get(key)
