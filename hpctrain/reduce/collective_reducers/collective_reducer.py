@@ -225,8 +225,7 @@ class SliceSum:
             self._residuals.plan(buckets, device=torch.device("cpu"))
 
     def start(self, number: int, memory: torch.Tensor) -> Callable[[], None]:
-        """See `BucketSum.start`. Runs the whole sum before it returns. Collective.
-        """
+        """See `BucketSum.start`. Runs the whole sum before it returns. Collective."""
         self.sum(number, memory)
         return lambda: None
 
