@@ -422,7 +422,7 @@ class CodecFeedback:
         self.encode(values, first=self.own.start, out=out)
 
     def add_to(self, values: torch.Tensor, *, first: int) -> None:
-        """Adds the earlier errors of `values` to them. Sets their new errors to 0, since they are then not encoded.
+        """Adds the earlier errors of `values` to `values`, which are not encoded. So their new errors are 0.
 
         first: offset of the values in the part.
         """

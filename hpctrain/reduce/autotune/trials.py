@@ -291,7 +291,7 @@ class _Trials:
 
 @final
 class _Contest:
-    """The candidates that are still measured, size by size. Methods are collective unless they say otherwise."""
+    """Measures candidates, size by size, and drops slow ones. Methods are collective unless they say otherwise."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationKey:
-    """The conditions of a calibration. Its measurements are used again only under the same conditions.
+    """The conditions of a calibration. Measurements are used again only under the same conditions.
 
     load: `computation` if the ranks computed during the trials, otherwise `none`.
     versions: versions of the libraries that a reduction uses, by name.

@@ -149,7 +149,7 @@ ALIGNMENT = 8  # bytes, of every encoded slice; codecs require it
 
 @dataclass(frozen=True, slots=True)
 class BucketPiece:
-    """A run of a bucket's elements, split over the ranks: rank r owns those from offsets[r] to offsets[r + 1]."""
+    """A run of a bucket's elements, split over the ranks: rank r owns the elements offsets[r] to offsets[r + 1] - 1."""
 
     offsets: tuple[int, ...]
 

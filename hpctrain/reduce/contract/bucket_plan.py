@@ -82,8 +82,8 @@ class GradientSpec:
 def sum_dtype(parameter: torch.dtype) -> torch.dtype:
     """Returns the dtype in which gradients of parameters of dtype `parameter` are summed over the ranks.
 
-    It is float64 for float64 (and complex128), and float32 for all others, because half types lose bits in each
-    addition.
+    It is float64 for float64 (and complex128), and float32 for all other dtypes, because half-precision types lose bits
+    in each addition.
     """
     return torch.float64 if parameter in (torch.float64, torch.complex128) else torch.float32
 

@@ -148,7 +148,7 @@ class BucketReducer(KeepsState, Protocol):
             One tensor per bucket, of shape (bucket.numel,) and dtype bucket.dtype.
 
         Raises:
-            BufferMismatch: On every rank, naming the rank that differs. The ranks have different plans.
+            BufferMismatch: The ranks have different plans. Raised on every rank; it names the ranks that differ.
         """
 
     def reduce(self, number: int) -> Iterator[bool]:

@@ -139,7 +139,7 @@ class Checkpointing:
         return True
 
     def num_saves_until_stop(self, step: int) -> int:
-        """Returns the number of saves for which a run must wait if it makes one more step after `step` and then stops."""
+        """Returns the number of saves for which the run must wait if it makes one step after `step` and then stops."""
         return 1 + (self._saver.in_flight_step is not None) + self._policy.due_by_step(step)
 
     def save(self, step: int, *, capture: Callable[[], State], again: bool = False) -> None:

@@ -230,7 +230,7 @@ class Trainings:
     def _state_of(
         self, updater: SessionUpdater, loader: Loader | None, also: Mapping[str, Stateful | None]
     ) -> tuple[TrainingState, dict[str, Any]]:
-        """Returns the state of an updater's training, and the identity of its data (see `data_identity`). Collective."""
+        """Returns the state of an updater's training, and the result of `data_identity` for its data. Collective."""
         agreed(self._world, lambda: check_also(also), os_error=UsageError)
         state = self.state(updater, seed=loader.seed if loader is not None else 0, also=also)
         if loader is None:
