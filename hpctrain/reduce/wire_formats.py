@@ -46,7 +46,7 @@ class WireFormat:
             given instead.
         bytes_per_element: Encoded bytes per float32 value, with its share of the scales. None: they depend on the
             gradients.
-        roundings: Rank in the order of exactness: 0 if values arrive unchanged, larger for a format that rounds more.
+        roundings: Place in the order of exactness: 0 if values arrive unchanged, larger for a format that rounds more.
         needs_feedback: True if the part of the gradients that is not sent in a step is added to the gradients of the
             next step (error feedback).
         loss_scale: First value of the dynamic loss scale that the format needs because of its range. None: the format
@@ -187,7 +187,7 @@ def needs_feedback(name: str | None) -> bool:
 
 
 def roundings(name: str) -> int:
-    """Returns the rank of a wire format in the order of exactness; a larger rank means more rounding."""
+    """Returns the place of a wire format in the order of exactness: 0 means no rounding, a larger number means more."""
     found = find_wire(name)
     return MOST_ROUNDINGS if found is None else found.roundings
 

@@ -127,7 +127,10 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], i
 
 
 def some_values(numel: int, *, dtype: torch.dtype, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
-    """Returns normally distributed values, shape (numel,). Blocks of them have scales that differ by e^spread."""
+    """Returns random values, shape (numel,). They are normally distributed, with another scale in each block.
+
+    spread: standard deviation of the logarithm of the scales.
+    """
     random = torch.Generator().manual_seed(seed)
     factors = torch.exp(spread * torch.randn(-(-numel // 256) or 1, generator=random, dtype=torch.float64))
     values = torch.randn(numel, generator=random, dtype=torch.float64)

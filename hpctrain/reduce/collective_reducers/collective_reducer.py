@@ -183,11 +183,11 @@ def padded(num_bytes: int) -> int:
 class SliceSum:
     """`BucketSum` by slices over `comm`, for any codec and any backend, with error feedback if `residuals` are given.
 
-    A bucket is cut into pieces, and each piece into one slice per rank: the rank owns this slice. Each rank encodes its
-    values of the other ranks' slices, and an all-to-all sends them to the owners. The owner adds up the values of its
-    slice in rank order (float32 or float64) and encodes the sum once; an all-gather distributes the sums. So each value
-    is rounded twice, whatever the number of ranks. The backend only transports bytes, so that bfloat16 and int8 work
-    over Horovod, which can sum neither. Source: Thakur et al. 2005, section 4.5.
+    A bucket is cut into pieces, and each piece into slices; each rank owns one slice of each piece. Each rank encodes
+    its values of the other ranks' slices, and an all-to-all sends them to the owners. The owner adds up the values of
+    its slice in rank order (float32 or float64) and encodes the sum once; an all-gather distributes the sums. So each
+    value is rounded twice, whatever the number of ranks. The backend only transports bytes, so that bfloat16 and int8
+    work over Horovod, which can sum neither. Source: Thakur et al. 2005, section 4.5.
 
     Error feedback: a rank keeps the rounding errors of the values that it sent and, for its own slice, those of the
     sum. Its own values of its own slice are not rounded, so one residual per element is enough.

@@ -100,7 +100,7 @@ class ReductionPipeline:
             self._thread.start()
 
     def submit(self, number: int) -> None:
-        """Schedules the reduction of bucket `number`, which `wait` waits for."""
+        """Schedules the reduction of bucket `number`. It has ended when `wait` returns."""
         item = _Submitted(number, filled=self._mark())
         with self._condition:
             self._pending += 1

@@ -55,7 +55,7 @@ class StepSums:
 
 
 class UpdaterBase(Watched, ABC):
-    """Base class of the updaters. A subclass sums the gradients, and updates the parameters that this rank updates.
+    """Base class of the updaters. A subclass defines how gradients are summed and how parameters are updated.
 
     The constructor of a subclass calls `_begin_step` once the attributes that its `_begin_step` uses are set.
 

@@ -1,7 +1,7 @@
 """Sums one part of a chunk between nodes. The two algorithms are generators, and send the same number of bytes.
 
-Each node has one carrier of the part, the rank that exchanges it with the other nodes. The part is cut into one slice
-per carrier: the carrier owns this slice, and computes its sum.
+Each node has one carrier of the part, the rank that exchanges it with the other nodes. The part is cut into slices;
+each carrier owns one slice, and computes the sum of this slice.
 
 direct: every carrier encodes its values of each slice once, and sends them to the slice's owner. The owner adds them up
 in node order (float32 or float64), encodes the sum once, and sends it to all carriers. There are two roundings and two

@@ -33,10 +33,11 @@ _ALIGNMENT = 8  # bytes, of every encoded slice; codecs require it
 class RankOrderSum:
     """Reduce-scatter and all-reduce over `comm` that send encoded values and add them up in rank order.
 
-    The values are divided into slices, one per rank: the rank owns this slice. Every rank encodes its values of a slice
-    and sends them to the owner, which adds them up in rank order. So the sum does not depend on which message arrives
-    first, and each value is rounded once (Thakur et al. 2005, section 4.5). A rank's own values of its own slice are
-    not encoded. Values are contiguous float32 or float64 in host memory, and are summed in their dtype.
+    The values are divided into slices, and each rank owns one slice. Every rank encodes its values of a slice and sends
+    them to the owner of the slice, which adds up the values of all ranks in rank order. So the sum does not depend on
+    which message arrives first, and each value is rounded once (Thakur et al. 2005, section 4.5). A rank's own values
+    of its own slice are not encoded. Values are contiguous float32 or float64 in host memory, and are summed in their
+    dtype.
 
     comm: communicator that no other object may use.
     codec: codec of the values that are sent, without error feedback.
@@ -101,9 +102,9 @@ class TwoLevelSum:
 
     Every rank receives an equal part of the sum. Each element is added up over the ranks of a node in rank order, then
     over the nodes in node order. So a node sends each element to another node once, and not once from every rank. With
-    C nodes, (C-1)/C of the values leave a node, encoded. Of each node, as many ranks send to other nodes as the
-    smallest node has. If the nodes have different numbers of ranks, the remaining ranks receive their parts from a rank
-    of their node. This is the first half of the all-reduce of Mikami et al. 2018, arXiv:1811.05233.
+    C nodes, (C-1)/C of the values leave a node, encoded. The same number of ranks of each node send to other nodes: the
+    number of ranks on the smallest node. The remaining ranks of larger nodes receive their parts from a rank of their
+    node. This is the first half of the all-reduce of Mikami et al. 2018, arXiv:1811.05233.
 
     levels: communicators of `topology`, used by this object only.
     codec: codec of the values that are sent between nodes.

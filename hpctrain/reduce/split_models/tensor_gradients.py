@@ -35,7 +35,7 @@ class EarlySums:
     parameters: parameters in the order in which their gradients are expected, the same on every rank.
     group: process group over which gradients are summed.
     is_ready: function of a parameter that returns True if its gradient can be summed in the form in which backward
-    leaves it. `finish` sums the bucket of the first other gradient, and all buckets after it.
+    leaves it. If it returns False, `finish` sums the bucket of this gradient, and all buckets after it.
     """
 
     def __init__(

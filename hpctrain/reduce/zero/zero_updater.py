@@ -46,8 +46,8 @@ class ZeroUpdater(UpdaterBase):
         optimizer: Optimizer that updates each element independently of other elements. Its parameters have the same
             shapes, in the same order, on every rank. Until `close` it holds this rank's parts of the parameters
             (`distributed.element_shard`).
-        comm: Communicator of at least two ranks, all of the run. The calling thread uses it for the small sums of a
-            step.
+        comm: Communicator of all ranks, of which there are at least two. The calling thread uses it for the small sums
+            of a step.
         reducer: Reducer for this updater only, with a communicator of its own. The caller closes the reducer after the
             updater.
         keeps_gradients: True (ZeRO-1): there is memory for all gradients, and backward waits for no other rank. False

@@ -19,8 +19,8 @@ class CheckpointPolicy:
         directory: The folder of the checkpoints.
         every_steps: The number of steps between saves; None: no saves by steps.
         every_minutes: The number of minutes between saves; None: no saves by time.
-        by_advice: True to save at the interval that loses the least time. It is computed from the measured cost of a
-            save and `failures_per_day`.
+        by_advice: True to save at the interval that loses the least time. This interval is computed from the measured
+            cost of a save and from `failures_per_day`.
         failures_per_day: The expected number of failures of the whole job per day. If it is given, the interval that
             loses the least time is printed.
         mode: Whether training waits for a save, or the save runs in the background.

@@ -70,7 +70,7 @@ class TrainingParts:
 
     @classmethod
     def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainingParts:
-        """Returns the object for an updater that is about to be made.
+        """Returns the `TrainingParts` for an updater that is about to be made.
 
         Raises UsageError if no checkpoint can hold the model or the optimizer's options. Raises it also if the model is
         split over the ranks and does not contain all of the optimizer's parameters.
